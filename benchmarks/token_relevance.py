@@ -11,6 +11,7 @@ trained predictor is compared with --also NAME=FOLDER, a saved model with the sa
 import argparse
 import copy
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import combinations
@@ -30,13 +31,75 @@ from attnrx.support.errors import AttnrxError, InvalidInput
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.support.storage import write_json
 from attnrx.vit.costs import device_name
-from attnrx.vit.models import attach_tokens_, family_of, model_fingerprint, reduction_of
-from attnrx.vit.tokens import REDUCERS, TokenPolicy, parse_policy
+from attnrx.vit.models import attach_tokens_, evaluating, family_of, model_fingerprint, observing, reduction_of
+from attnrx.vit.observation import Observation
+from attnrx.vit.tokens import REDUCERS, TokenLayout, TokenPolicy, parse_policy
 from attnrx.vit.tokens.reducer import best
-from attnrx_lab.relevance import patches_left, running_mean, token_relevance
+from attnrx_lab.clutter import patches_left
 
 Row = dict[str, object]
 Relevance = Mapping[str, torch.Tensor]
+
+
+CLASS_ATTENTION, RECEIVED = "class_attention", "attention_received"
+
+
+class RelevanceWatch:
+    """Stores the relevance of every patch in every layer, averaged over its heads; memory grows with the images.
+
+    "class_attention" is the attention of the class token to a patch, if there is one, and "attention_received" that of
+    all tokens together: the scores of the reducers of these names while no token is pruned.
+    """
+
+    def __init__(self, layout: TokenLayout, depth: int):
+        self.layout, self.depth = layout, depth
+        self._seen: dict[str, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in range(depth)])
+
+    def observe(self, layer: int, observation: Observation) -> None:
+        # [batch, heads, queries, patches]; the class token is query 0.
+        maps = observation.attention[..., self.layout.prefix :].detach()
+        if self.layout.class_token:
+            # On the CPU in every batch, because the memory grows with the images.
+            self._seen[CLASS_ATTENTION][layer].append(maps[:, :, 0].mean(1).double().cpu())
+        self._seen[RECEIVED][layer].append(maps.sum(2).mean(1).double().cpu())
+
+    def relevance(self) -> dict[str, Float[Tensor, "images layers patches"]]:
+        """Returns the relevance by source; NaN in a layer that computed nothing."""
+        by_source = {}
+        for name, layers in self._seen.items():
+            # A layer without heads observes nothing; its rows take their shape from another layer.
+            observed_layer = next(torch.cat(batches) for batches in layers if batches)
+            by_source[name] = torch.stack(
+                [torch.cat(parts) if parts else observed_layer * torch.nan for parts in layers], dim=1
+            )
+        return by_source
+
+
+def running_mean(relevance: Float[Tensor, "*more layers patches"]) -> Float[Tensor, "*more layers patches"]:
+    """Returns the mean over layers 1..l for every l (SPOT, Section 8); unknown layers are excluded."""
+    is_observed = ~relevance.isnan()
+    return relevance.nan_to_num(0.0).cumsum(-2) / is_observed.cumsum(-2)
+
+
+def token_relevance(
+    model: nn.Module, images: Float[Tensor, "images channels height width"]
+) -> dict[str, Float[Tensor, "images layers patches"]]:
+    """Returns the relevance of every patch by the attention of each layer, by source (see `RelevanceWatch`).
+
+    The images must be normalized, and are run as one batch.
+
+    Raises:
+        InvalidInput: The model prunes or merges tokens.
+    """
+    if reduction_of(model) is not None:
+        raise InvalidInput(
+            "this model prunes or merges tokens, so its layers have different patches; give the original."
+        )
+    family, weight = family_of(model), next(model.parameters())
+    watch = RelevanceWatch(family.token_layout(model), len(family.attention(model)))
+    with evaluating([model]), observing(model, family, watch.observe):
+        model(images.to(weight.device, weight.dtype))
+    return watch.relevance()
 
 
 def kept(relevance: Float[Tensor, "*more patches"], count: int) -> Bool[Tensor, "*more patches"]:

@@ -83,9 +83,13 @@ def timed_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     """Latencies are measured in this process: another one imports torch, which takes seconds. Slow tests start them."""
     if "slow" in request.keywords:
         return
-    for module in ("attnrx.show.checks.latency", "attnrx.show.checks.promises", "attnrx.decide.planning.plan_timing"):
+    for module in (
+        "attnrx.show.checks.latency",
+        "attnrx.show.checks.promises",
+        "attnrx.decide.planning.plan_measurements",
+    ):
         monkeypatch.setattr(f"{module}.PROCESSES", 1)
-    for module in ("attnrx.decide.planning.plan_timing", "attnrx.decide.planning.measured_costs"):
+    for module in ("attnrx.decide.planning.plan_measurements", "attnrx.decide.planning.measured_costs"):
         monkeypatch.setattr(f"{module}.call_in_subprocess_if", lambda function, *given, **_: function(*given))
 
 

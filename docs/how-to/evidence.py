@@ -91,8 +91,8 @@ for finding in rx.verify(slim, model, splits.test, [controls], prescription=pres
 #
 # - A change without an interval, or on images that were used for the selection. Diagnose and calibrate on training
 # images, verify on test images.
-# - One seed. Findings contain theirs; `rx.checks.aggregate` combines the evidence of several seeds, with intervals
-# over the seeds.
+# - One seed. Findings contain theirs, and `attnrx sweep` runs a command for several seeds, with means and intervals
+# over them.
 # - Latency without conditions. The check times both models in turns, so other load slows both, and records the
 # hardware, the batch size and the threads. The rounds are divided between four new processes, over whose medians the
 # interval is a t interval: rounds beside each other are alike, and processes differ by more than rounds do. A file, or

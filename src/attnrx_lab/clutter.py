@@ -11,11 +11,12 @@ from attnrx.data import ImageSet, load_data, object_patches
 from attnrx.data.digits import PLACEMENTS
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks import statistics
-from attnrx.support.shapes import Bool, Tensor
-from attnrx.vit.models import reduction_of
+from attnrx.show.reports.sampling import patches_left_by
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Bool, Float, Tensor
+from attnrx.vit.models import reduction_of, token_run
 from attnrx.vit.tokens import Random, TokenState, image_keys, register_reducer
 from attnrx.vit.tokens.reducer import PerPatch
-from attnrx_lab.relevance import patches_left
 
 CLUTTERED = "cluttered-digits"
 LOOKED_AT = 512  # test images of which the remaining patches are counted
@@ -79,3 +80,20 @@ def object_finding(
     return Finding(
         check, claim, estimate.value, "%", low=estimate.low, high=estimate.high, n=len(images), details=details
     )
+
+
+def patches_left(
+    model: nn.Module, images: Float[Tensor, "images channels height width"]
+) -> Bool[Tensor, "images stages patches"]:
+    """Returns the patches kept after each stage of a model with token reduction; the images are run as one batch.
+
+    A patch that others were merged into counts as kept; a patch merged into another or fused into a new token does not.
+
+    Raises:
+        InvalidInput: The model prunes and merges no tokens.
+    """
+    reduction = reduction_of(model)
+    if reduction is None:
+        raise InvalidInput("this model has no token policy; attach one first.")
+    weight = next(model.parameters())
+    return patches_left_by(reduction, token_run(model, images.to(weight.device, weight.dtype)), len(images))

@@ -24,8 +24,8 @@ from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.nouns.prescription import LayerPrescription
 from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models import family_of
-from attnrx_lab.baselines.shares import largest_share
-from attnrx_lab.comparison.template import Template, costs_at
+from attnrx_lab.baselines.compressor import largest_share
+from attnrx_lab.comparison.methods import Template, costs_at
 from support import cases, pretrained
 
 RECORD = Path(__file__).with_name("behaviour.json")

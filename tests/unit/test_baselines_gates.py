@@ -10,7 +10,7 @@ from attnrx.support.errors import NotSupported
 from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.costs import count_params
 from attnrx.vit.models import family_of
-from attnrx_lab.baselines import GatedBaseline, GatedModel, gated, prescribe_gates
+from attnrx_lab.baselines import GatedBaseline, GatedModel, gates, prescribe_gates
 from attnrx_lab.baselines.gates import gated_macs
 from support import cases
 from support.comparisons import logits, pixels
@@ -79,7 +79,7 @@ def test_the_prescription_is_the_model_with_closed_gates_at_the_cost_of_the_open
 
 
 def test_the_baseline_fits_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gated, "STEPS", 2)
+    monkeypatch.setattr(gates, "STEPS", 2)
     model, images = cases.model(CONFIG), pixels(CONFIG, 8)
     before = logits(model, images)
     own = GatedBaseline(model, images)

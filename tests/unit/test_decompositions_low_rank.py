@@ -15,7 +15,7 @@ from attnrx.change.decompositions.low_rank import (
 )
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Tensor
-from attnrx_lab.baselines.factors import asvd, fwsvd, svd_llm
+from attnrx_lab.baselines.factoring import asvd, fwsvd, svd_llm
 
 SHAPES = [(6, 10), (10, 6), (7, 7)]
 

@@ -11,8 +11,8 @@ from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidInput
 from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.models import VisionTransformer, family_of
-from attnrx_lab.baselines.shares import GRID, largest_share
-from attnrx_lab.comparison.template import Template, costs_at
+from attnrx_lab.baselines.compressor import GRID, largest_share
+from attnrx_lab.comparison.methods import Template, costs_at
 from support import cases
 from support.comparisons import pixels
 

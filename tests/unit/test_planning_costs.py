@@ -13,23 +13,24 @@ from torch.testing import assert_close
 
 import attnrx as rx
 from attnrx.change.exporting import parse_format
-from attnrx.decide.planning.cost_correction import (
+from attnrx.decide.planning.cost_table import (
     JOINT,
     MOST,
     STAGES,
+    CostTable,
     _everywhere,
     _saving,
     _seen_at_stages,
     _some_at,
     corrected,
+    exact_cost_table,
     never_slower,
     never_slower_mlp,
     nonnegative_fit,
 )
-from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import _Timer
+from attnrx.decide.planning.plan_settings import Target
 from attnrx.decide.planning.space import RANKS, Choices, Space
-from attnrx.decide.planning.target import Target
 from attnrx.vit.attention import Attention, AttentionCapture
 from attnrx.vit.costs import Conditions
 from attnrx.vit.models import ViTConfig, family_of

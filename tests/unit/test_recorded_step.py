@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from attnrx.support.errors import NotSupported
-from attnrx.training import Mixing, preparation, recorded_step
-from attnrx.training.losses import Task
-from attnrx.training.losses.penalties import TargetRank
+from attnrx.training import Mixing, preparation
+from attnrx.training import step as recorded_step
+from attnrx.training.losses import TargetRank, Task
 from attnrx.training.trainer import TrainingRun
 from support.tiny_runs import run
 

@@ -6,7 +6,7 @@ import pytest
 
 from attnrx.cli.inputs import parse_losses
 from attnrx.cli.options import SHARES
-from attnrx.decide.planning.target import Target
+from attnrx.decide.planning.plan_settings import Target
 from attnrx.decide.rules import parse_rule
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.tokens import parse_policy

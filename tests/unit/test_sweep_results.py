@@ -9,8 +9,7 @@ import pytest
 from attnrx.cli import main
 from attnrx.show.checks.statistics import t_interval
 from attnrx.support.errors import CheckpointError
-from attnrx_lab.sweeps import Job, Result, SweepStore, over_seeds, rows_of
-from attnrx_lab.sweeps.summary import of_job
+from attnrx_lab.sweeps import Job, Result, SweepStore, of_job, over_seeds, rows_of
 
 ESTIMATE = {"value": 80.0, "low": 70.0, "high": 90.0}
 COMPARISON = {

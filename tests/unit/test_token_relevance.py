@@ -22,11 +22,12 @@ from attnrx.vit.tokens import (
     TokenPolicy,
     ToMe,
 )
-from attnrx_lab.relevance import patches_left, running_mean, token_relevance
+from attnrx_lab.clutter import patches_left
 from support.pretrained import adopted_once, deep, inputs
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "token_relevance.py"))
 averaging_shares, kept, overlap = (BENCHMARK[name] for name in ("averaging_shares", "kept", "overlap"))
+running_mean, token_relevance = BENCHMARK["running_mean"], BENCHMARK["token_relevance"]
 noise_correlation, noise_to_spread, rank_correlation = (
     BENCHMARK[name] for name in ("noise_correlation", "noise_to_spread", "rank_correlation")
 )

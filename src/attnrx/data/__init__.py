@@ -8,7 +8,6 @@ Small images are decoded once, kept in memory as uint8 and augmented in batches 
 that do not fit stream. Decoded copies are kept in the user's cache folder and may be deleted at any time.
 """
 
-from attnrx.data.catalogue import DATASETS, DatasetCard
 from attnrx.data.digits import object_patches
 from attnrx.data.division import Parts, distinct_splits, three_parts, without_images_of
 from attnrx.data.fixed_images import MAX_IMAGES, FixedImages
@@ -24,6 +23,7 @@ from attnrx.data.labels import (
 )
 from attnrx.data.loaded_images import MemoryImages, from_tensors
 from attnrx.data.loading import load_data
+from attnrx.data.locating import DATASETS, DatasetCard
 from attnrx.data.parquet import Columns
 from attnrx.data.pixels import Augmentation
 from attnrx.data.splits import Splits

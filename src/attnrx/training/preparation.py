@@ -28,9 +28,8 @@ from attnrx.training.optimization import (
     project_fusion_,
     strengths_of,
 )
-from attnrx.training.recorded_step import require_recordable
 from attnrx.training.sharding import shard_
-from attnrx.training.step import Learner, Meter
+from attnrx.training.step import Learner, Meter, require_recordable
 from attnrx.vit.models import evaluating, family_of, require_ordinary_weights
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from attnrx.change.predictions import mean_divergences
 from attnrx.change.realization.elastic import INDEX, KIND, ORIGINAL, Elastic, Size, fit_tokens_
 from attnrx.data import Columns, ImageData, Splits
 from attnrx.decide.planning import PlanSettings, Target
-from attnrx.decide.planning.plan_timing import final_speeds
-from attnrx.decide.planning.target import target_of
+from attnrx.decide.planning.plan_measurements import final_speeds
+from attnrx.decide.planning.plan_settings import target_of
 from attnrx.nouns.evidence import Evidence
 from attnrx.support.arguments import FASTER, PATH, checked, each
 from attnrx.support.atomic_writes import file_lock, require_absent

@@ -9,7 +9,7 @@ from torch import nn
 from attnrx.change.exporting import is_exported, load_exported
 from attnrx.change.realization.elastic import Elastic, is_elastic
 from attnrx.data.loading import SIDES
-from attnrx.decide.planning.target import DROP, Target, target_of
+from attnrx.decide.planning.plan_settings import DROP, Target, target_of
 from attnrx.support.arguments import (
     FASTER,
     FLAG,

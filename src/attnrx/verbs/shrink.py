@@ -34,9 +34,8 @@ from attnrx.data import (
 from attnrx.data.model_data import adapt_preprocessing, input_options, splits_for
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import Plan, PlanSettings, Target, plan_each
-from attnrx.decide.planning.plan_settings import EFFORTS
-from attnrx.decide.planning.plan_timing import file_speeds, final_protocol, rounds_of
-from attnrx.decide.planning.target import DROP, target_of
+from attnrx.decide.planning.plan_measurements import file_speeds, final_protocol, rounds_of
+from attnrx.decide.planning.plan_settings import DROP, EFFORTS, target_of
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.show.checks import Check, Costs, Fidelity, Latency, Promises

@@ -33,7 +33,7 @@ from attnrx.data import ImageData, ImageSet, Parts, Splits, three_parts
 from attnrx.data.fixed_images import ONE_DRAW
 from attnrx.data.model_data import num_classes, splits_for
 from attnrx.decide.planning import Plan, Target
-from attnrx.decide.planning.plan_timing import final_protocol, rounds_of
+from attnrx.decide.planning.plan_measurements import final_protocol, rounds_of
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import KIND as EVIDENCE
 from attnrx.nouns.evidence import Evidence

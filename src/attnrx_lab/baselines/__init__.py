@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping
 
+from attnrx_lab.baselines.compressor import ModelCompressor, PrescribedBaseline
 from attnrx_lab.baselines.corp import CorpBaseline
 from attnrx_lab.baselines.diffrate import DiffRateBaseline
 from attnrx_lab.baselines.factoring import (
     FACTORS,
     FactoringBaseline,
     MapStatistics,
-    ModelCompressor,
 )
-from attnrx_lab.baselines.gated import GatedBaseline
-from attnrx_lab.baselines.gates import GatedModel, prescribe_gates
-from attnrx_lab.baselines.prescribed import PrescribedBaseline
+from attnrx_lab.baselines.gates import GatedBaseline, GatedModel, prescribe_gates
 from attnrx_lab.baselines.snapvit import SnapVitBaseline
 from attnrx_lab.baselines.torch_pruning import TorchPruningBaseline
 

@@ -10,7 +10,7 @@ from attnrx.nouns.prescription import Basis, HiddenDecision, LayerPrescription, 
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.models import evaluating, family_of, observing
 from attnrx.vit.observation import Observation
-from attnrx_lab.baselines.prescribed import PrescribedBaseline
+from attnrx_lab.baselines.compressor import PrescribedBaseline
 
 # The penalty of both regressions, relative to the mean diagonal of their normal equations.
 PENALTY = 1e-2

@@ -15,8 +15,7 @@ from attnrx.vit.costs import ModelCosts
 from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.tokens import DTPS, ClassAttention, Predicting, Shape, TokenPolicy, TokenState
 from attnrx.vit.tokens.reducer import KeepDrop
-from attnrx_lab.baselines.searched import SearchedBaseline
-from attnrx_lab.baselines.shares import largest_share
+from attnrx_lab.baselines.compressor import SearchedBaseline, largest_share
 
 STEPS, BATCH = 40, 8
 LEARNING_RATE = 0.05

@@ -12,8 +12,8 @@ from attnrx.decide.rules.decisions import keep_only
 from attnrx.decide.rules.outputs import limited_to_heads
 from attnrx.nouns.prescription import HeadDecision, HiddenDecision, LayerPrescription
 from attnrx.support.shapes import Float, ImageBatch, Tensor
+from attnrx_lab.baselines.compressor import PrescribedBaseline
 from attnrx_lab.baselines.factoring import ATTENTION_MAPS, MLP_MAPS, linear_at, mean_squared_gradients
-from attnrx_lab.baselines.prescribed import PrescribedBaseline
 
 GRADIENT_IMAGES = 64
 SMALLEST_CROP = 0.4  # share of the area of an image

@@ -16,7 +16,7 @@ from attnrx.support.shapes import Tensor
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.models import LIBRARIES, family_of
 from attnrx.vit.models.adopted import Adopted
-from attnrx_lab.baselines.factoring import ModelCompressor
+from attnrx_lab.baselines.compressor import ModelCompressor
 
 
 class TorchPruningBaseline(ModelCompressor):

@@ -44,7 +44,7 @@ def add(parser: Parser) -> None:
 def run(arguments: Namespace, log: Log) -> Outcome:
     name = arguments.candidate
     candidate = None if name is None else model_argument(name, arguments.device, trust=arguments.trust)
-    from attnrx.verbs.origin import stored_folder  # imports torch
+    from attnrx.verbs.verify import stored_folder  # imports torch
 
     folder = None if name is None or candidate is None else stored_folder(name, candidate)
     evidence = _part(rx.Evidence, arguments.evidence, folder, "evidence.json")

@@ -10,16 +10,17 @@ from attnrx.cli.inputs import load_splits, parse_losses, splits_argument
 from attnrx.cli.options import (
     NOT_NEGATIVE,
     POLICY,
+    Number,
     add_arguments,
     add_data,
     add_model,
     add_out,
     given_arguments,
     option,
+    parameters,
 )
 from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.parser import Parser
-from attnrx.cli.signatures import Number, parameters
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 

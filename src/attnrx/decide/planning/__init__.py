@@ -1,10 +1,9 @@
 """Planning: allocates one budget to ranks and tokens."""
 
 from attnrx.decide.planning.cost_table import prescribed_costs
-from attnrx.decide.planning.plan_settings import PlanSettings
+from attnrx.decide.planning.plan_settings import PlanSettings, Target
 from attnrx.decide.planning.planner import plan, plan_each
 from attnrx.decide.planning.space import AXES
-from attnrx.decide.planning.target import Target
 from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity
 
 __all__ = [

@@ -1,13 +1,13 @@
-"""Cost tables: the costs of every layer by ranks and tokens, without building a model."""
+"""Cost tables: the costs of every layer by ranks and tokens, in closed form or corrected by measured models."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import nn
 
-from attnrx.change.realization import compressed_spec
-from attnrx.decide.planning.space import RANKS, Choices, Space
+from attnrx.change.realization import compressed_spec, realize
+from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.vit.costs import LayerCosts, ModelCosts
 from attnrx.vit.maps import COST_PARTS, LINEAR_MAPS, REALIZED_NORMS
@@ -166,3 +166,185 @@ def _over_tokens(layer: LayerCosts, parts: Sequence[str], quantity: str, steps: 
     line = sum(layer.parts[part].macs for part in parts if part not in SQUARE)
     square = sum(layer.parts[part].macs for part in parts if part in SQUARE)
     return line * steps + square * steps**2
+
+
+# The numbers of stages of the models that measure the cost of a stage; None: one before every layer but the first.
+STAGES = (1, 3, None)
+# The largest factor between the savings of an axis in a whole model and those of its blocks alone; larger ones
+# are limited to it, because timings of whole models are noisy.
+MOST = 1.5
+# Predicted savings below this share of the latency are rounding.
+LEAST = 1e-6
+OWN, JOINT = "own", "qk+vo"
+
+
+def corrected(
+    cost_table: CostTable, space: Space, latency_shares: Callable[[Mapping[str, nn.Module]], Mapping[str, float]]
+) -> CostTable:
+    """Converts the costs to shares of the latency of the library's reference implementation, by timing whole models.
+
+    `latency_shares` returns the latency of models by name as shares of the reference's, measured interleaved. The
+    unchanged model fixes the overall scale; models with one axis at a middle level in all layers scale the savings of
+    that axis, and one with both qk and vo what they save together beyond the sum; models with token reduction at some
+    stages fix, by least squares, the cost of a stage, a constant and a part proportional to its number of input tokens,
+    and the share of the savings by tokens that a whole model misses, because a block that is timed alone finds its
+    weights in the cache.
+    """
+    # Blocks that are timed one by one miss effects of a whole model, such as weights that leave the cache. Few numbers
+    # are fitted to a few whole models, in an order in which each is determined by itself: scale, axes, tokens.
+    unchanged = Choices.nothing(space.depth)
+    ranks = {axis: _everywhere(space, axis) for axis in RANKS if space.available(axis)}
+    some = {str(stages): _some_at(space, stages) for stages in STAGES} if TOKENS in space.axes else {}
+    pair = [ranks[axis] for axis in ("qk", "vo") if axis in ranks]
+    joint = {JOINT: replace(pair[0], vo=pair[1].vo)} if len(pair) == 2 else {}
+    models = {name: realize(space.model, space.prescription(at)) for name, at in {**ranks, **joint, **some}.items()}
+    shares = latency_shares({OWN: space.model, **models})
+    # Total costs are divided by `whole`: afterwards the table gives the measured share for the unchanged model.
+    cost_table = replace(cost_table, whole=cost_table.whole * cost_table.total(unchanged) / shares[OWN])
+    # Measured and predicted savings of every axis.
+    saved = {axis: (shares[OWN] - shares[axis], shares[OWN] - cost_table.total(at)) for axis, at in ranks.items()}
+    factors = {axis: _factor(*both) for axis, both in saved.items()}
+    for at in joint.values():
+        # What is left of the measured saving after those of both axes, and what the table has for it.
+        of_axes = sum(factors[axis] * saved[axis][1] for axis in ("qk", "vo"))
+        beyond = shares[OWN] - cost_table.total(at) - saved["qk"][1] - saved["vo"][1]
+        factors[JOINT] = _factor(shares[OWN] - shares[JOINT] - of_axes, beyond)
+    cost_table = _saving(cost_table, factors)
+    if not some:
+        return cost_table
+    tokens = space.shape.layout.tokens
+    # Three unknowns by non-negative least squares over the models: measured minus predicted share = constant * stages +
+    # slope * input tokens of all stages + missed * predicted savings. All are costs, which noise must not make
+    # negative. The constant is that of calling operations, of which a stage has many: most of its cost for one image.
+    missing = np.array([shares[name] - cost_table.total(choices) for name, choices in some.items()])
+    stage_tokens = np.array([_seen_at_stages(choices, tokens) for choices in some.values()]) / cost_table.whole
+    num_stages = np.array([sum(map(bool, choices.num_pruned)) for choices in some.values()]) / cost_table.whole
+    saved_by_tokens = np.array([shares[OWN] - cost_table.total(choices) for choices in some.values()])
+    # Tokens as shares of all of them, so that both parts of a stage have the same unit. A shallow model has fewer plans
+    # than unknowns: then a stage has no constant.
+    columns = np.stack([stage_tokens / tokens, saved_by_tokens, num_stages], axis=1)[:, : len(set(some.values()))]
+    slope, missed, constant = [*nonnegative_fit(columns, missing), 0.0, 0.0][:3]
+    return replace(
+        cost_table,
+        attention=_less_saved(cost_table.attention, missed),
+        mlp=_less_saved(cost_table.mlp, missed),
+        stages=cost_table.stages + constant + slope * np.arange(tokens + 1) / tokens,
+    )
+
+
+def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
+    """Returns costs [..., tokens] of which this share of the savings by fewer tokens is lost."""
+    return costs + missed * (costs[..., -1:] - costs)  # the last entry is the cost at all tokens
+
+
+def _everywhere(space: Space, axis: str) -> Choices:
+    """Returns the plan with the middle level of an axis in all layers."""
+    levels = space.available(axis)
+    return replace(Choices.nothing(space.depth), **{axis: (levels[len(levels) // 2],) * space.depth})
+
+
+def _factor(measured: float, predicted: float) -> float:
+    """Returns the factor between a measured and a predicted saving; 1 where none is predicted."""
+    # Not negative: noise must not make a saving a cost.
+    return min(max(measured / predicted, 0.0), MOST) if predicted > LEAST else 1.0
+
+
+def _saving(cost_table: CostTable, factors: Mapping[str, float]) -> CostTable:
+    """Scales the savings of every axis, and those of qk and vo together beyond the sum of both."""
+    attention, mlp = cost_table.attention, cost_table.mlp
+    # [layer, level of qk, level of vo, tokens] = full cost + effect of qk + effect of vo + interaction.
+    none = attention[:, :1, :1]
+    by_qk, by_vo = attention[:, :, :1] - none, attention[:, :1] - none
+    both = attention - none - by_qk - by_vo
+    qk, vo, joint = (factors.get(name, 1.0) for name in ("qk", "vo", JOINT))
+    return replace(
+        cost_table,
+        attention=none + qk * by_qk + vo * by_vo + joint * both,
+        mlp=mlp[:, :1] + factors.get("mlp", 1.0) * (mlp - mlp[:, :1]),
+    )
+
+
+def _some_at(space: Space, stages: int | None) -> Choices:
+    """Returns the plan that prunes half of the patches in equal numbers at stages spread over the layers."""
+    # At the boundaries of equal parts of the depth; a set, because in a shallow model two may coincide.
+    parts = min(stages or space.depth, space.depth - 1) + 1
+    layers = {max(space.depth * part // parts, 1) for part in range(1, parts)}
+    count = max(space.patches // (2 * len(layers)), 1)
+    return replace(
+        Choices.nothing(space.depth), num_pruned=tuple(count * (layer in layers) for layer in range(space.depth))
+    )
+
+
+def _seen_at_stages(choices: Choices, tokens: int) -> int:
+    """Returns the total number of input tokens of all stages."""
+    before = (0, *choices.left)
+    return sum(tokens - gone for gone, count in zip(before, choices.num_pruned, strict=False) if count)
+
+
+def never_slower(attention: np.ndarray, space: Space) -> np.ndarray:
+    """Returns the least-squares fit of the times in which no lower level is slower.
+
+    The savings of qk and vo are additive, with an interaction term for levels that both have reached, because a kernel
+    may pad one to the other. Fitting few parameters to many times also reduces measurement noise.
+    """
+    qk, vo = space.available("qk"), space.available("vo")
+    # Every level of an axis has an indicator, which is 1 at this level and at all lower ones. With non-negative savings
+    # per indicator the fitted times cannot rise from a level to the next.
+    pairs = [(one, other) for one in (0, *qk) for other in (0, *vo)]
+    steps = [
+        [*_reached(one, qk), *_reached(other, vo), *_reached(min(one, other), set(qk) & set(vo))]
+        for one, other in pairs
+    ]
+    fitted, at = attention.copy(), tuple(zip(*pairs, strict=True))  # attention[at] is [pairs, tokens]
+    fitted[at] = _falling(attention[at], np.array(steps))
+    return fitted
+
+
+def never_slower_mlp(mlp: np.ndarray, space: Space) -> np.ndarray:
+    """Returns the least-squares fit of the savings in which no lower level saves less."""
+    # These are differences from the full MLP, so the intercept is 0 (`from_zero`).
+    levels = (0, *space.available("mlp"))
+    fitted = mlp.copy()
+    fitted[levels, :] = _falling(
+        mlp[levels, :], np.array([_reached(level, levels[1:]) for level in levels]), from_zero=True
+    )
+    return fitted
+
+
+def _reached(level: int, levels: Collection[int]) -> list[float]:
+    """Returns one indicator per level: 1 if `level` is at least as low, else 0."""
+    return [float(level >= other) for other in sorted(levels)]
+
+
+def _falling(times: np.ndarray, steps: np.ndarray, from_zero: bool = False) -> np.ndarray:
+    """Fits times [rows, columns] by non-negative savings of the indicators `steps` [rows, steps], subtracted from a
+    common intercept, or from zero."""
+    if not steps.size:
+        return times
+    mean_step, mean_time = (0.0, 0.0) if from_zero else (steps.mean(0), times.mean(0))
+    savings = [nonnegative_fit(steps - mean_step, column) for column in (mean_time - times).T]
+    return mean_time - (steps - mean_step) @ np.array(savings).T
+
+
+def nonnegative_fit(factors: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Returns the x >= 0 that minimizes ||factors x - target||: the active-set method of Lawson and Hanson (1974).
+
+    The sum of the squares decreases at every step, so no set of positive entries occurs twice.
+    """
+    found, positive = np.zeros(factors.shape[1]), np.zeros(factors.shape[1], dtype=bool)
+    tolerance = 1e-10 * np.abs(factors.T @ target).max(initial=0.0)
+    while True:
+        gradient = np.where(positive, -np.inf, factors.T @ (target - factors @ found))
+        if gradient.max(initial=-np.inf) <= tolerance:
+            return found
+        positive[gradient.argmax()] = True
+        while True:
+            free = np.zeros_like(found)
+            free[positive] = np.linalg.lstsq(factors[:, positive], target, rcond=None)[0]
+            blocked = positive & (free <= 0)
+            if not blocked.any():
+                break
+            # To the first entry that reaches zero on the way.
+            found += (found[blocked] / (found[blocked] - free[blocked])).min() * (free - found)
+            positive &= found > 1e-15
+        found = free

@@ -17,8 +17,7 @@ from torch import nn
 
 from attnrx.change.exporting import Format, Runtime
 from attnrx.change.realization import realize
-from attnrx.decide.planning.cost_correction import corrected, never_slower, never_slower_mlp
-from attnrx.decide.planning.cost_table import CostTable
+from attnrx.decide.planning.cost_table import CostTable, corrected, never_slower, never_slower_mlp
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.support.errors import AttnrxError, NotSupported

@@ -15,11 +15,10 @@ from attnrx.decide.planning.allocation import Step, greedy_to_budget, require_re
 from attnrx.decide.planning.cost_table import CostTable, prescribed_costs
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
 from attnrx.decide.planning.plan_search import Trial, refine_plan, search_ranges, weights_of
-from attnrx.decide.planning.plan_settings import PlanSettings
+from attnrx.decide.planning.plan_settings import DROP, PlanSettings, Target
 from attnrx.decide.planning.reference_outputs import Answers, Deviation
 from attnrx.decide.planning.sensitivity import Sensitivities
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
-from attnrx.decide.planning.target import DROP, Target
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity, limits_of
 from attnrx.support.arguments import ANY, MODEL, checked, instance, optional

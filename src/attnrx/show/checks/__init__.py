@@ -10,7 +10,6 @@ from importlib.metadata import entry_points
 
 from attnrx.change.predictions import Predictions
 from attnrx.show.checks.accuracy import Accuracy
-from attnrx.show.checks.aggregation import aggregate
 from attnrx.show.checks.bounds import Bounds
 from attnrx.show.checks.calibration import Calibration
 from attnrx.show.checks.check import Check, RequestedCheck, parse_checks_text, possible_checks, require_possible
@@ -60,7 +59,6 @@ __all__ = [
     "RequestedCheck",
     "Retrieval",
     "Shift",
-    "aggregate",
     "all_checks",
     "parse_checks",
     "possible_checks",

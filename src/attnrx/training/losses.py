@@ -1,0 +1,449 @@
+"""Terms of the training objective, which can be combined freely."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attnrx.change.decompositions import ownership_penalty
+from attnrx.data.model_data import normalization_of
+from attnrx.decide.diagnostics.spectral_shape import effective_rank
+from attnrx.support.arguments import BELOW_ONE, COUNT, POSITIVE, Kind, number, optional, require_fields
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.support.text_parsing import Language, TextReader, knobs_of
+from attnrx.vit.attention.forms import SharedForm, SvdaForm
+from attnrx.vit.models import TokenReduction, TokenRun, family_of, load_model, observing, recording_blocks, reduction_of
+from attnrx.vit.observation import Observation
+
+TeacherSource = tuple[str, str | None]
+"""A folder or a name that `load_model` reads, and the file of its weights, if it needs one."""
+
+
+@dataclass(frozen=True)
+class LossContext:
+    """The inputs of a loss at one training step.
+
+    `model` is the bare module; a loss that runs it again does so through `model.forward`, which is never compiled.
+    `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs to this step alone. For mixed
+    images, an image has its own label with weight `share` and its `partners` label with the rest. `features` are the
+    block outputs of the model, if a loss needs them; they have fewer tokens after a stage that removes some. `run` has
+    the statistics of the model's tokens in the forward pass of this step (`models.recording_tokens`), where it has a
+    policy. `progress` is the completed share of the training. `memory` is shared by the losses of this step. `teachers`
+    are the models that losses compare with, if they are loaded already.
+    """
+
+    model: nn.Module
+    images: Float[Tensor, "batch channels height width"]
+    labels: Int[Tensor, "batch"]
+    logits: Float[Tensor, "batch classes"]
+    seed: int
+    shard: tuple[int, int] = (0, 1)
+    partners: Int[Tensor, "batch"] | None = None
+    share: float = 1.0
+    features: Sequence[Float[Tensor, "batch _ features"]] = ()
+    run: TokenRun | None = None
+    progress: float = 1.0
+    memory: dict[Any, Any] = field(default_factory=dict)
+    teachers: Mapping[TeacherSource, nn.Module] = field(default_factory=dict)
+
+    def noise(self) -> Float[Tensor, "batch channels height width"]:
+        """Returns standard normal noise for the images: drawn for all processes together, then cut.
+
+        So N processes use the same noise as one process with the same global batch, and a repeated step repeats its
+        noise.
+        """
+        process, processes = self.shard
+        count = len(self.images)
+        # On the CPU, because generators of devices give other numbers for the same seed.
+        generator = torch.Generator().manual_seed(self.seed)
+        noise = torch.randn(count * processes, *self.images.shape[1:], generator=generator, dtype=self.images.dtype)
+        return noise[count * process : count * (process + 1)].to(self.images.device)
+
+
+class Loss(ABC):
+    """One term of the training objective: a frozen dataclass of its options, whose call returns the unweighted value.
+
+    Every loss is a mean over the images of its process, so that the average over processes is the mean over all images.
+    """
+
+    reads_labels: ClassVar[bool] = False
+    reads_features: ClassVar[bool] = False
+    kinds: ClassVar[Mapping[str, Kind]] = {}
+    """The ranges of options, beside their types."""
+    weight: float
+
+    def __post_init__(self):
+        require_fields(self, weight=POSITIVE, **self.kinds)
+
+    @abstractmethod
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        """Returns the value of the term, before its weight."""
+
+    @classmethod
+    def text_name(cls) -> str:
+        """Returns the name in text: that of the class in snake case."""
+        return "".join("_" + letter.lower() if letter.isupper() else letter for letter in cls.__name__)[1:]
+
+    @property
+    def name(self) -> str:
+        """The name under which the term is logged."""
+        return self.text_name()
+
+
+def sampling_run(loss: Loss, context: LossContext) -> tuple[TokenReduction, TokenRun]:
+    """Returns the token reduction and the run whose sampled masks a loss reads; raises NotSupported without samples."""
+    reduction, run = reduction_of(context.model), context.run
+    if reduction is None or run is None or not run.sampled:
+        raise NotSupported(
+            f"{type(loss).__name__} needs a learned token reducer (spot, dynamicvit) in training, and the run of the "
+            "step in its context (recording_tokens); attach a policy or omit the loss."
+        )
+    return reduction, run
+
+
+@dataclass(frozen=True)
+class Task(Loss):
+    """Cross-entropy against the labels; `label_smoothing` is spread evenly over all classes."""
+
+    reads_labels: ClassVar[bool] = True
+    kinds: ClassVar[Mapping[str, Kind]] = {"label_smoothing": BELOW_ONE}
+    label_smoothing: float = 0.1
+    weight: float = 1.0
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        loss = F.cross_entropy(context.logits, context.labels, label_smoothing=self.label_smoothing)
+        if context.partners is None:
+            return loss
+        # Cross-entropy is linear in the target, so this is the loss of the mixed label.
+        partner_loss = F.cross_entropy(context.logits, context.partners, label_smoothing=self.label_smoothing)
+        return context.share * loss + (1 - context.share) * partner_loss
+
+
+@dataclass(frozen=True)
+class TargetRank(Loss):
+    """The squared distance of a head's effective rank to `rank` (SVDA, Eq. 28), averaged over the heads of all layers.
+
+    Only the strengths receive gradients. Heads without directions have no effective rank and are skipped. `layers` are
+    the layers that a diagnosis singled out, the first is 1; none are all.
+    """
+
+    kinds: ClassVar[Mapping[str, Kind]] = {"rank": number(1.0, above=False)}
+    rank: float
+    weight: float = 0.01
+    layers: tuple[int, ...] = ()
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        layers = family_of(context.model).attention(context.model)
+        indices = _chosen(self, self.layers, len(layers))
+        ranks = [
+            effective_rank(strength)
+            for index, layer in enumerate(layers)
+            if index in indices and isinstance(layer.scores, SvdaForm)
+            for strength in layer.scores.strength.split(layer.spec.ranks)  # one vector for all heads
+            if strength.numel()
+        ]
+        if not ranks:
+            raise NotSupported("TargetRank needs learned strengths, and this model has none: train an SVDA model.")
+        return (torch.stack(ranks) - self.rank).square().mean()
+
+
+@dataclass(frozen=True)
+class PerturbationRobustness(Loss):
+    """The squared Frobenius change of the attention maps under Gaussian noise (SVDA, Eq. 34).
+
+    Averaged over images, heads and layers: all, or those that a diagnosis singled out (`layers`, the first is 1).
+    `scale` is the standard deviation of the noise in normalized units. Images and noisy images pass once more, through
+    the eager attention, so a step costs about three times as much. With a token policy the layers must lie before its
+    first stage, because after it an image and its noisy copy may have different patches.
+    """
+
+    kinds: ClassVar[Mapping[str, Kind]] = {"scale": POSITIVE}
+    scale: float = 0.05
+    weight: float = 1.0
+    layers: tuple[int, ...] = ()
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        changes: list[Tensor] = []
+        family = family_of(context.model)
+        indices = _chosen(self, self.layers, len(family.attention(context.model)))
+        reduction = reduction_of(context.model)
+        if reduction is not None and reduction.policy.drops and max(indices) + 1 >= reduction.first_layer:
+            before = "/".join(map(str, range(1, reduction.first_layer)))
+            raise NotSupported(
+                f"{self}: from layer {reduction.first_layer} on, {reduction.policy} gives an image and its noisy copy "
+                f"different patches, whose maps cannot be compared; give layers before it, at most layers={before}."
+            )
+
+        def observe(layer: int, observation: Observation) -> None:
+            if layer not in indices:
+                return
+            # The clean images are the first half of the batch: [images, heads, queries, keys] each.
+            clean, noisy = observation.attention.chunk(2)
+            changes.append((clean - noisy).square().sum((-2, -1)).mean())
+
+        # One pass of both halves, so that each layer's hook has the clean and the noisy maps at the same time.
+        images = torch.cat([context.images, context.images + self.scale * context.noise()])
+        with observing(context.model, family, observe):
+            context.model.forward(images)  # the bare module, in which the hooks see every layer
+        if not changes:
+            raise NotSupported("PerturbationRobustness needs attention maps, and every head of this model was removed.")
+        return torch.stack(changes).mean()
+
+
+def _chosen(loss: Loss, layers: tuple[int, ...], depth: int) -> set[int]:
+    """Returns the indices of the chosen layers, of all if there are none; raises InvalidInput for unknown ones."""
+    unknown = [layer for layer in layers if not 1 <= layer <= depth]
+    if unknown:
+        raise InvalidInput(f"{loss}: the model has the layers 1 to {depth}, and no layer {unknown[0]}.")
+    return {layer - 1 for layer in layers} or set(range(depth))
+
+
+@dataclass(frozen=True)
+class FusionOwnership(Loss):
+    """The distance of the shared directions from having one head each: the constraint S S^T = I (IrrAtt, Eq. 7), as a
+    penalty.
+
+    (sum of |s|)^2 / (sum of s^2) - 1 over the heads, averaged over the directions of all layers: 0 if and only if
+    every direction is used by one head, heads - 1 if all use it alike. Its share of the weight grows linearly from 0
+    to 1 over the run, so that heads first learn what they need. With `nonnegative_fusion` the other half of the
+    constraint, S >= 0, holds as well; `fusion_owner` then cuts the model into irregular heads.
+    """
+
+    weight: float = 1.0
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        layers = family_of(context.model).attention(context.model)
+        forms = [layer.scores for layer in layers if isinstance(layer.scores, SharedForm)]
+        fusions = [form.strength for form in forms if form.strength.numel()]
+        if not fusions:
+            raise NotSupported(
+                "FusionOwnership needs shared directions with a strength for each, and this model has none: realize a "
+                "prescription of the rule shared_rank with form=cp or form=epc first."
+            )
+        # A mean over all directions, not over layers: layers may share different numbers of them.
+        total = torch.stack([ownership_penalty(fusion) for fusion in fusions]).sum()
+        return context.progress * total / sum(fusion.shape[1] for fusion in fusions)
+
+
+@dataclass(frozen=True)
+class KeepRatio(Loss):
+    """The squared distance of the share of kept patches from the policy's, over images and stages (SPOT, Eq. 12)."""
+
+    weight: float = 2.0
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        reduction, run = sampling_run(self, context)
+        # Masked tokens stay in place, so a mean over all patches is the share of the image's patches: [images, stages].
+        shares = torch.stack([keep.mean(1) for keep in run.sampled], dim=1)
+        return (shares - shares.new_tensor(reduction.sampled_shares(run))).square().mean()
+
+
+class TeacherLoss(Loss):
+    """A loss that compares the model with a teacher: a folder or a name that `load_model` reads, with its weights."""
+
+    teacher: str
+    weights: str | None
+
+    def __post_init__(self):
+        # Before any message with the loss, which would hold all layers of a module.
+        if not isinstance(self.teacher, str | os.PathLike):
+            raise InvalidInput(
+                f"{type(self).__name__}(teacher=...) was given a {type(self.teacher).__name__}: give the folder of a "
+                "saved model (attnrx.save(model, folder)) or a name that attnrx.load reads, so that the run can be "
+                "resumed."
+            )
+        object.__setattr__(self, "teacher", os.fspath(self.teacher))  # a text, as in a file of the settings
+        super().__post_init__()
+
+    @property
+    def source(self) -> TeacherSource:
+        return self.teacher, self.weights
+
+
+@dataclass(frozen=True)
+class Distillation(TeacherLoss):
+    """The divergence KL(teacher || model) of the softened outputs, times temperature^2 (Hinton et al., 2015).
+
+    The factor keeps the size of the gradient. `teacher` is a folder or a name that `load_model` reads, such as
+    timm:NAME, then with `weights`, a local file. Labels are not used: with this loss alone, training needs none.
+    """
+
+    kinds: ClassVar[Mapping[str, Kind]] = {"temperature": POSITIVE}
+    teacher: str
+    temperature: float = 1.0
+    weight: float = 0.5
+    weights: str | None = None
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        teacher_logits, _ = teacher_outputs(context, self.source)
+        if teacher_logits.shape != context.logits.shape:
+            raise InvalidInput(
+                f"the teacher {self.teacher} has {teacher_logits.shape[1]} classes and the model "
+                f"{context.logits.shape[1]}; take a teacher of the same task."
+            )
+        # Targets as logarithms, which are exact where the teacher's probabilities round to 0.
+        target = F.log_softmax(teacher_logits / self.temperature, dim=-1)
+        predicted = F.log_softmax(context.logits / self.temperature, dim=-1)
+        # batchmean: "mean" would divide by the number of classes as well
+        return F.kl_div(predicted, target, log_target=True, reduction="batchmean") * self.temperature**2
+
+
+@dataclass(frozen=True)
+class FeatureDistillation(TeacherLoss):
+    """The mean squared difference between the output tokens of the model's blocks and the teacher's.
+
+    Every token is first centred and scaled to unit variance over its features, as a LayerNorm without weights does
+    (whitened targets: Wei et al., 2022, arXiv 2205.14141): a few features of a ViT's tokens are a hundred times larger
+    than the rest and would dominate. 0 is equal, 2 is unrelated. `last` is the number of blocks, from the last one;
+    None means all. The teacher must have equal depth, width and tokens.
+    """
+
+    reads_features: ClassVar[bool] = True
+    kinds: ClassVar[Mapping[str, Kind]] = {"last": optional(COUNT)}
+    teacher: str
+    last: int | None = None
+    weight: float = 1.0
+    weights: str | None = None
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        (_, teacher_features), features = teacher_outputs(context, self.source), context.features
+        shapes = [[tuple(tokens.shape[1:]) for tokens in outputs] for outputs in (features, teacher_features)]
+        if shapes[0] != shapes[1]:
+            raise InvalidInput(
+                f"the blocks of the teacher {self.teacher} have (tokens, width) {shapes[1]} and those of the model "
+                f"{shapes[0]}; take the model that this one was made from, or learn from its logits alone."
+            )
+        if self.last is not None and self.last > len(features):
+            raise InvalidInput(f"{self}: the model has {len(features)} blocks only.")
+        selected = slice(None) if self.last is None else slice(-self.last, None)
+        # A mean of means: every block counts the same.
+        pairs = zip(features[selected], teacher_features[selected], strict=True)
+        return torch.stack([F.mse_loss(_whitened(tokens), _whitened(target)) for tokens, target in pairs]).mean()
+
+
+def _whitened(tokens: Float[Tensor, "batch tokens features"]) -> Float[Tensor, "batch tokens width"]:
+    exact = tokens.to(torch.promote_types(tokens.dtype, torch.float32))  # bfloat16 rounds away small differences
+    return F.layer_norm(exact, exact.shape[-1:])
+
+
+@dataclass(frozen=True)
+class TokenSimilarity(TeacherLoss):
+    """One minus the cosine between the last layer's tokens and the teacher's, over the kept patches (Eq. 14).
+
+    The teacher must have equal patches and width. SPOT uses it with weight 10 for LV-ViT and without it for DeiT.
+    """
+
+    reads_features: ClassVar[bool] = True
+    teacher: str
+    weight: float = 10.0
+    weights: str | None = None
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        reduction, run = reduction_of(context.model), context.run
+        if reduction is None or run is None or run.sizes is None or run.patch_indices is None:
+            raise NotSupported(
+                "TokenSimilarity needs token pruning, and the run of the step in its context (recording_tokens); "
+                "attach a policy or omit the loss."
+            )
+        _, teacher_features = teacher_outputs(context, self.source)
+        target, tokens = teacher_features[-1], context.features[-1]
+        if target.shape != tokens.shape:
+            raise InvalidInput(
+                f"the teacher {self.teacher} ends with (tokens, width) {tuple(target.shape[1:])}, the model with "
+                f"{tuple(tokens.shape[1:])}; take the model that this one was made from, and a reducer that is learned."
+            )
+        prefix = reduction.shape.layout.prefix
+        # An added (fused) token has no counterpart in the teacher.
+        mask = ((run.sizes[:, prefix:] > 0) & (run.patch_indices >= 0)).to(tokens.dtype)
+        cosines = F.cosine_similarity(tokens[:, prefix:], target[:, prefix:].to(tokens.dtype), dim=-1)
+        return (((1 - cosines) * mask).sum(1) / mask.sum(1).clamp_min(1)).mean()  # an image may keep no patch
+
+
+Answer = tuple[Float[Tensor, "batch classes"], Sequence[Float[Tensor, "batch tokens features"]]]
+
+
+def load_teachers(losses: Iterable[Loss]) -> dict[TeacherSource, nn.Module]:
+    """Returns the teachers of the losses, as their files are now."""
+    sources = {loss.source for loss in losses if isinstance(loss, TeacherLoss)}
+    return {(name, weights): load_model(name, weights=weights) for name, weights in sorted(sources, key=str)}
+
+
+def teacher_outputs(context: LossContext, source: TeacherSource) -> Answer:
+    """Runs the teacher on the images of the step, once for all losses that need it.
+
+    Returns its logits, and the outputs of its blocks where the step needs features. A teacher trained with another
+    normalization receives the images on its own scale.
+    """
+    if source not in context.memory:
+        device, dtype = context.images.device, context.images.dtype
+        teacher = context.teachers.get(source)
+        if teacher is None:
+            teacher = _load(*source, _versions(source))
+        context.memory[source] = _run(teacher.to(device, dtype).eval().requires_grad_(False), context)
+    return context.memory[source]
+
+
+@torch.no_grad()
+def _run(teacher: nn.Module, context: LossContext) -> Answer:
+    scale, teacher_scale = normalization_of(context.model), normalization_of(teacher)
+    images = context.images if scale == teacher_scale else teacher_scale.apply(scale.invert(context.images))
+    # Outputs of blocks are stored only in steps whose losses need them.
+    recording = recording_blocks(teacher, family_of(teacher)) if context.features else nullcontext(())
+    with recording as features:
+        logits = teacher(images).to(context.logits.dtype)
+    return logits, tuple(features)
+
+
+@lru_cache(maxsize=2)  # a frozen loss holds no model; loading it again for every step would be slow
+def _load(teacher: str, weights: str | None, versions: tuple[tuple[str, int, int, int], ...]) -> nn.Module:
+    return load_model(teacher, weights=weights)
+
+
+def _versions(source: TeacherSource) -> tuple[tuple[str, int, int, int], ...]:
+    """Returns what changes with the files of a teacher: path, inode, size and time of each; empty for a name."""
+    paths = [Path(path) for path in source if path is not None and Path(path).exists()]
+    files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    stats = [(file, file.stat()) for file in files if file.is_file()]
+    return tuple((str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+
+
+LOSSES: tuple[type[Loss], ...] = (
+    Distillation,
+    FeatureDistillation,
+    FusionOwnership,
+    KeepRatio,
+    PerturbationRobustness,
+    TargetRank,
+    Task,
+    TokenSimilarity,
+)
+
+
+class _Reader(TextReader):
+    language = Language("loss", "Losses", "target_rank:16:0.1 or distillation(runs/teacher,temperature=2)", "():,=/")
+
+
+def parse_loss(text: str, shared: Mapping[str, Any] | None = None) -> Loss:
+    """Builds a loss from its text: the name of its class in snake case with knobs, e.g. `target_rank:16:0.1`.
+
+    `shared` are defaults of knobs, which values without a name skip.
+
+    Raises:
+        UnknownName: There is no such loss or knob.
+        InvalidInput: The text has another form, or lacks a knob.
+    """
+    reader = _Reader(text)
+    name, kind = reader.read_name({each.text_name(): each for each in LOSSES}, "loss")
+    defaults = {knob: value for knob, value in (shared or {}).items() if knob in knobs_of(kind)}
+    knobs = reader.read_knobs(name, kind, is_short=True, filled=defaults)
+    reader.expect("end", "the end")
+    return reader.build(name, kind, {**defaults, **knobs})

@@ -1,0 +1,136 @@
+"""The interface of baselines: a model at any share, by units that are selected or for MACs that are learned."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from attnrx.change.realization import realize
+from attnrx.data import ImageSet
+from attnrx.decide.planning.cost_table import prescribed_costs
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import LayerPrescription, Prescription
+from attnrx.support.errors import NotSupported
+from attnrx.support.shapes import ImageBatch, Tensor
+from attnrx.vit.costs import ModelCosts
+from attnrx.vit.models import family_of
+
+# Shares are multiples of 1 / GRID: finer than one direction of any layer, and exact in binary.
+GRID = 4096
+
+
+def largest_share(fits: Callable[[float], bool], least: float = 1 / GRID) -> float | None:
+    """Returns the largest share in [`least`, 1] that fits, by bisection; None if `least` does not fit.
+
+    `fits` must be monotone: true up to some share and false above it, because costs rise with the kept share.
+    """
+    # The invariant of the bisection is that `high` does not fit, so the full share is tested first. Integers, because
+    # shares are multiples of 1 / GRID and `low` and `high` must meet exactly.
+    if fits(1.0):
+        return 1.0
+    below = round(least * GRID) - 1  # counts as fitting until a share is found
+    low, high = below, GRID
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle / GRID) else (low, middle)
+    return low / GRID if low > below else None
+
+
+class ModelCompressor(ABC):
+    """A way of compressing one model to any share in (0, 1]; larger shares never cost less."""
+
+    @property
+    def least(self) -> float:
+        """The smallest share that can be requested."""
+        return 1 / GRID
+
+    def share_within(self, macs: int) -> float | None:
+        """Returns the largest share that costs no more; None if even the smallest costs more."""
+        return largest_share(lambda share: self.costs(share).macs <= macs, self.least)
+
+    @abstractmethod
+    def costs(self, share: float) -> ModelCosts:
+        """Parameters and MACs at this share."""
+
+    @abstractmethod
+    def make(self, share: float) -> nn.Module:
+        """The model at this share."""
+
+
+class PrescribedBaseline(ModelCompressor):
+    """A method whose smaller model is the realization of a prescription, without further fits.
+
+    `diagnosis` has the moments of the hidden units (`Moments`), measured on the `calibration` images.
+
+    Raises:
+        NotSupported: A layer has rotations, biases or norms in its scores, or hidden units that cannot be removed.
+    """
+
+    name: str
+
+    def __init__(self, model: nn.Module, diagnosis: Diagnosis, calibration: ImageSet, seed: int = 0):
+        self.model, self.diagnosis, self.calibration, self.seed = model, diagnosis, calibration, seed
+        self.attention = family_of(model).attention(model)
+        for layer, attention in zip(diagnosis.layers, self.attention, strict=True):
+            if not attention.spec.is_plain or layer.hidden is None:
+                raise NotSupported(
+                    f"the baseline {self.name} needs plain dot products and an MLP of two linear maps in every layer."
+                )
+
+    @abstractmethod
+    def layers(self, share: float, fitted: bool = True) -> Sequence[LayerPrescription]:
+        """Returns the decisions about every layer; with `fitted=False` of the same shapes, without compensation."""
+
+    def prescription(self, share: float, fitted: bool = True) -> Prescription:
+        """Returns the prescription at a share of the units; it has no rules, because no rule of attnrx made it."""
+        about = {**self.diagnosis.about, "baseline": self.name}
+        return Prescription(tuple(self.layers(share, fitted)), {}, self.diagnosis.fingerprint, about)
+
+    def costs(self, share: float) -> ModelCosts:
+        # Costs depend on shapes alone, and the search for a share needs them at many: no compensation is solved here.
+        return prescribed_costs(self.model, self.prescription(share, fitted=False))
+
+    def make(self, share: float) -> nn.Module:
+        return realize(self.model, self.prescription(share))
+
+
+class SearchedBaseline(ModelCompressor):
+    """A method that learns a smaller model for a share of the MACs; every model is made once and kept.
+
+    Other compressors have a share of units, for which costs are known before anything is learned.
+    """
+
+    def __init__(self, model: nn.Module, calibration: ImageSet, seed: int = 0):
+        self.model, self.calibration, self.seed = model, calibration, seed
+        self._models: dict[float, nn.Module] = {}
+
+    @abstractmethod
+    def searched(self, share: float) -> nn.Module:
+        """Learns and returns a model with at most this share of the MACs, which is below 1."""
+
+    def share_within(self, macs: int) -> float | None:
+        share = macs / self._macs  # not by bisection: the costs at a share are known only once a model is learned
+        return share if share >= self.least else None
+
+    def costs(self, share: float) -> ModelCosts:
+        model = self.make(share)
+        return family_of(model).costs(model)
+
+    def make(self, share: float) -> nn.Module:
+        if share >= 1:  # nothing to learn
+            return self.model
+        if share not in self._models:
+            self._models[share] = self.searched(share)
+        return self._models[share]
+
+    def images_of_step(self, step: int, batch: int) -> ImageBatch:
+        """Returns the images of one step; every pass over the images is shuffled by the seed."""
+        size = min(batch, len(self.calibration))
+        steps = len(self.calibration) // size  # of a pass, which drops its last incomplete batch
+        epoch, start = divmod(step, steps)
+        weight: Tensor = next(self.model.parameters())
+        return next(iter(self.calibration.batches(size, seed=self.seed + epoch, start=start))).images.to(weight)
+
+    @property
+    def _macs(self) -> int:
+        return family_of(self.model).costs(self.model).macs
