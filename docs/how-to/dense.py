@@ -14,7 +14,7 @@ import torch
 import attnrx as rx
 
 MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, a folder saved by attnrx
-DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, WebDataset shards, or a known name
+DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, or a known name
 
 # %%
 if MODEL:

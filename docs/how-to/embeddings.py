@@ -15,7 +15,7 @@ import torch
 import attnrx as rx
 
 MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_base_patch16_siglip_224, hf:openai/clip-vit-base-patch32 ...
-DATA = os.environ.get("DATA", "digits")  # yours: a folder of images, parquet, WebDataset shards
+DATA = os.environ.get("DATA", "digits")  # yours: a folder of images, parquet
 
 # %%
 if MODEL:

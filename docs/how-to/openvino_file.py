@@ -14,7 +14,7 @@ from pathlib import Path
 import attnrx as rx
 
 MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, a folder saved by attnrx
-DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, WebDataset shards, or a known name
+DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, or a known name
 OUT = Path("runs/openvino")
 OUT.mkdir(parents=True, exist_ok=True)
 

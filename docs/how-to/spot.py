@@ -14,7 +14,7 @@ from dataclasses import replace
 import attnrx as rx
 
 MODEL = os.environ.get("MODEL", "")  # yours: timm:deit_small_patch16_224, hf:ID, a folder saved by attnrx
-DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, WebDataset shards, or a known name
+DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, or a known name
 LAYERS = os.environ.get("LAYERS", "2,3")  # of twelve layers one would take 4,7,10
 
 # %%

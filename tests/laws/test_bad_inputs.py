@@ -3,11 +3,9 @@
 Everything runs in this process through the function behind the command `attnrx`, on files that are made once.
 """
 
-import io
 import json
 import os
 import re
-import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields
@@ -699,11 +697,6 @@ def dataset(kind: str, root: Path) -> str:
         "no image": lambda: write_parquet(root / "set.parquet", [{"label": 1}] * 9, names=None),
         "paths": lambda: write_parquet(root / "set.parquet", [{**row, "image": "/dev/zero"} for row in rows(9)], names=None),  # noqa: E501
         "rows of /dev/zero": lambda: write_parquet(root / "set.parquet", stored("/dev/zero"), names=None),
-        "empty tar": lambda: write_bytes(root / "set.tar", b""),
-        "no tar": lambda: write_bytes(root / "set.tar", b"no tar" * 999),
-        "tar label of 2^40": lambda: write_tar(root / "set.tar", str(2**40).encode()),
-        "tar label of words": lambda: write_tar(root / "set.tar", b"cat"),
-        "tar without label": lambda: write_tar(root / "set.tar", None),
         "csv": lambda: write_bytes(root / "set.csv", b"image,label"),
     }  # fmt: skip
     makers[kind]()
@@ -722,15 +715,6 @@ def labelled(label: int) -> list[dict[str, Any]]:
 
 def stored(path: str) -> list[dict[str, Any]]:
     return [{"image": {"bytes": None, "path": path}, "label": row["label"]} for row in rows(30)]
-
-
-def write_tar(path: Path, label: bytes | None) -> None:
-    with tarfile.open(path, "w") as tar:
-        for name, content in (("a.png", encoded(0)), ("a.cls", label)):
-            if content is not None:
-                member = tarfile.TarInfo(name)
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
 
 
 KINDS = re.findall(r'^        "([^"]+)": (?:lambda|folder)', Path(__file__).read_text(), re.MULTILINE)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,19 +78,6 @@ def write_folder(root: Path, counts: dict[str, int], **options: Any) -> Path:
             for number in range(count):
                 (root / split / name / f"{number:03d}.png").write_bytes(encoded(label, number, split=split, **options))
     return root
-
-
-def write_shard(path: Path, first: int, count: int, broken: Sequence[int] = (), **options: Any) -> Path:
-    """Writes a tar shard of samples numbered from `first`; the images of those in `broken` cannot be decoded."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for number in range(first, first + count):
-            image = b"no image" if number in broken else encoded(number % 3, number, **options)
-            for ending, content in (("png", image), ("cls", str(number % 3).encode())):
-                member = tarfile.TarInfo(f"{number:06d}.{ending}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-    return path
 
 
 def everything(splits: Splits, split: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

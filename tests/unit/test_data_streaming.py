@@ -1,4 +1,4 @@
-"""Splits that are decoded on the way, and tar shards."""
+"""Splits that are decoded on the way."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ import torch
 
 from attnrx.data import Batch, ImageSet, Normalization, Splits, load_data
 from attnrx.data import loading as loading_module
-from attnrx.data.loaded_images import MemoryImages, StreamedImages
+from attnrx.data.loaded_images import StreamedImages
 from attnrx.support.errors import DataError
-from support.pictures import CLASSES, everything, rows, sizes, write_folder, write_parquet, write_shard
+from support.pictures import rows, write_folder, write_parquet
 
 
 @pytest.fixture(autouse=True)
@@ -24,16 +24,6 @@ def photographs(tmp_path: Path) -> Splits:
     return load_data(
         write_parquet(tmp_path / "pets.parquet", rows(40, size=(130, 100)) + rows(9, "test")), image_size=16
     )
-
-
-def written_shards(tmp_path: Path) -> Splits:
-    """Six shards of train, of 5 to 10 samples, and one of test."""
-    first = 0
-    for number in range(6):
-        write_shard(tmp_path / "pets" / f"train-{number:03d}.tar", first, 5 + number)
-        first += 5 + number
-    write_shard(tmp_path / "pets" / "test-000.tar", 0, 12)
-    return load_data(tmp_path / "pets")
 
 
 def index(batches: list[Batch]) -> list[int]:
@@ -130,28 +120,6 @@ def test_another_scale_is_the_same_image(photographs: Splits) -> None:
     assert torch.allclose(photographs.normalization.invert(before), half.normalization.invert(after), atol=1e-6)
 
 
-# shards
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_shards_are_read_as_other_files_are(tmp_path: Path, in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not in_memory:
-        monkeypatch.setattr(loading_module, "IN_MEMORY", 1000)
-    splits = written_shards(tmp_path)
-    assert isinstance(splits.train, MemoryImages if in_memory else StreamedImages)
-    assert sizes(splits) == (39, 6, 12)
-    assert splits.class_names == ("0", "1", "2")
-    assert any("no validation split: 6 training images" in note for note in splits.notes)
-    for split in ("train", "validation", "test"):
-        pixels, labels, source = everything(splits, split)
-        assert torch.equal(labels, source % 3)
-        assert torch.equal(pixels[:, 1, 0, 0].long(), source), "the picture belongs to its label"
-    whole = passes(splits.train, splits)
-    assert equal(passes(splits.train, splits, start=5), whole[5:])
-    halves = [passes(splits.train, splits, shard=(process, 2)) for process in (0, 1)]
-    assert [row for pair in zip(*halves, strict=True) for row in index(list(pair))] == index(whole)
-
-
 @pytest.mark.parametrize("processes", [1, 2, 3, 9])
 def test_parts_are_whole_batches_of_a_pass(processes: int, photographs: Splits) -> None:
     images = photographs.train
@@ -161,42 +129,9 @@ def test_parts_are_whole_batches_of_a_pass(processes: int, photographs: Splits) 
     assert all(list(part.batches(4)) == [] for part in parts if not len(part))
 
 
-def test_patterns_and_names_of_shards(tmp_path: Path) -> None:
+def test_patterns_of_files(tmp_path: Path) -> None:
     for number in range(4):
-        write_shard(tmp_path / f"part-{number:02d}.tar", 9 * number, 9)
-    (tmp_path / "classnames.txt").write_text("\n".join(CLASSES) + "\n")
-    splits = load_data(str(tmp_path / "part-{00..03}.tar"))
-    assert sum(sizes(splits)) == 36 and splits.class_names == CLASSES
-    (tmp_path / "classnames.txt").write_text("\n".join(CLASSES))  # without a final newline
-    again = load_data(str(tmp_path / "part-0{0,1,2,3}*.tar"))
-    assert sizes(again) == sizes(splits) and again.class_names == CLASSES
-    (tmp_path / "classnames.txt").write_text("\n".join(reversed(CLASSES)))
-    assert load_data(str(tmp_path / "part-*.tar")).class_names == CLASSES[::-1]
-    with pytest.raises(DataError, match=r"part-04.tar does not exist"):
-        load_data(str(tmp_path / "part-{00..04}.tar"))
-
-
-def test_what_can_be_wrong_with_shards(tmp_path: Path) -> None:
-    for number in range(3):
-        write_shard(tmp_path / "b" / f"train-{number}.tar", 0, 9)
-    whole = tmp_path / "b" / "train-1.tar"
-    whole.write_bytes(whole.read_bytes()[:3000])
-    with pytest.raises(DataError, match=r"train-1.tar is not a whole tar file"):
-        load_data(tmp_path / "b")
+        write_parquet(tmp_path / f"part-{number}.parquet", rows(9))
+    assert sum(map(len, (splits := load_data(str(tmp_path / "part-*.parquet"))).train.batches(50))) == len(splits.train)
     with pytest.raises(DataError, match="is remote"):
-        load_data("https://somewhere/train.tar")
-    write_shard(tmp_path / "c" / "train-0.tar", 0, 9)
-    (tmp_path / "c" / "classnames.txt").write_text("cat\ndog\n")
-    with pytest.raises(DataError, match=r"label 2 of image 2 .*outside the 2 classes"):
-        load_data(tmp_path / "c")
-
-
-def test_corrupt_images_of_a_shard(tmp_path: Path) -> None:
-    for split in ("train", "val", "test"):
-        write_shard(tmp_path / f"{split}.tar", 0, 9, broken=[4] if split == "train" else [], size=(130, 100))
-    with pytest.raises(DataError, match=r"cannot decode the image 000004 of the shard .*train.tar"):
-        list(load_data(tmp_path, image_size=16).train.batches(4))
-    splits = load_data(tmp_path, image_size=16, on_corrupt="skip")
-    assert index(list(splits.train.batches(4))) == [0, 1, 2, 3, 5, 6, 7, 8]
-    assert isinstance(splits.train, StreamedImages)
-    assert len(splits.train.skipped) == 1
+        load_data("https://somewhere/train.parquet")

@@ -1,8 +1,6 @@
 """Files that were not made by friends: nothing runs, nothing hangs, nothing is written outside, nothing is lost."""
 
-import io
 import os
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import attnrx as rx
 from attnrx.data import load_data
 from attnrx.support.errors import AttnrxError, DataError
 from support import odd_pictures
-from support.pictures import CLASSES, encoded, everything, rows, sizes, write_folder, write_parquet, write_shard
+from support.pictures import CLASSES, encoded, everything, rows, write_folder, write_parquet
 
 EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
 %%BoundingBox: 0 0 20 20
@@ -39,59 +37,14 @@ def no_ghostscript(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", started)
 
 
-# shards
-
-
-def test_a_pipe_as_a_shard_is_refused_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "train.tar")
-    with pytest.raises(DataError, match="named pipe"):
-        load_data(tmp_path / "train.tar")
-
-
 @pytest.mark.parametrize(
     "address", ["pipe:touch MARKER", "s3://MARKER/a.tar", "gs://MARKER/a.tar", "file://MARKER.tar"]
 )
-def test_no_address_of_a_shard_starts_a_program(address: str, tmp_path: Path) -> None:
+def test_no_address_starts_a_program(address: str, tmp_path: Path) -> None:
     marker = tmp_path / "started"
     with pytest.raises(DataError, match="is remote"):
         load_data(address.replace("MARKER", str(marker)))
     assert not marker.exists()
-
-
-def test_members_of_a_shard_are_written_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    for number in range(3):
-        with tarfile.open(tmp_path / "in" / f"train-{number}.tar", "w") as tar:
-            for name in (f"{tmp_path}/absolute{number}", f"../../up{number}", f"plain{number}"):
-                for ending, content in (("png", encoded(0)), ("cls", b"0")):
-                    member = tarfile.TarInfo(f"{name}.{ending}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
-            link = tarfile.TarInfo("link.png")
-            link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-            tar.addfile(link)
-    splits = load_data(tmp_path / "in")
-    assert sum(sizes(splits)) == 9
-    assert sum(len(everything(splits, split)[0]) for split in ("train", "validation", "test")) == 9
-    assert {path.name for path in tmp_path.iterdir()} == {"in", "cache"}
-
-
-def test_every_cut_of_a_shard_is_found(tmp_path: Path) -> None:
-    whole = write_shard(tmp_path / "whole" / "a.tar", 0, 8)
-    content, cut = whole.read_bytes(), tmp_path / "cut" / "train-1.tar"
-    # After the last member come two blocks of zeros, and more up to a multiple of 10,240 bytes.
-    end = len(content.rstrip(b"\0")) // 512 * 512 + 512
-    for number in (0, 2):
-        write_shard(tmp_path / "cut" / f"train-{number}.tar", 0, 8)
-    for size in sorted({*range(512, end + 1, 512), *range(700, end, 1111)}):
-        cut.write_bytes(content[:size])
-        with pytest.raises(DataError, match="not a whole tar file"):
-            load_data(tmp_path / "cut")
-    cut.write_bytes(content[: end + 1024])
-    assert sum(sizes(load_data(tmp_path / "cut"))) == 24
-    cut.write_bytes(content[:1024] + b"x" * 512 + content[1536:])  # a header in the middle is damaged
-    with pytest.raises(DataError):
-        next(iter(load_data(tmp_path / "cut").train.batches(99)))
 
 
 # caches
@@ -142,28 +95,17 @@ def test_an_edited_copy_of_decoded_images_is_not_used(part: str, tmp_path: Path,
 
 
 @pytest.mark.usefixtures("no_ghostscript")
-@pytest.mark.parametrize("kind", ["folder", "parquet", "shards"])
+@pytest.mark.parametrize("kind", ["folder", "parquet"])
 def test_only_the_named_formats_are_decoded(kind: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no image of a known format") as refusal:
         if kind == "folder":
             root = write_folder(tmp_path / "pets", {"train": 4, "test": 2})
             (root / "train" / "cat" / "000.png").write_bytes(EPS)
             load_data(root)
-        elif kind == "parquet":
+        else:
             table = rows(12) + rows(6, "test")
             table[0]["image"] = {"bytes": EPS, "path": "a.png"}
             load_data(write_parquet(tmp_path / "pets.parquet", table))
-        else:
-            for number in range(3):
-                file = write_shard(tmp_path / "pets" / f"train-{number}.tar", 0, 3)
-                member = tarfile.TarInfo("a.png")
-                member.size = len(EPS)
-                with tarfile.open(file, "w") as tar:
-                    tar.addfile(member, io.BytesIO(EPS))
-                    label = tarfile.TarInfo("a.cls")
-                    label.size = 1
-                    tar.addfile(label, io.BytesIO(b"0"))
-            load_data(tmp_path / "pets")
     assert "Ghostscript" not in str(refusal.value)
 
 

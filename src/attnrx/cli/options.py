@@ -243,7 +243,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 def add_data(parser: argparse.ArgumentParser, purpose: str, *, required: bool = True) -> None:
     """Adds the dataset and the options for reading it."""
     group = parser.add_argument_group("data")
-    kinds = "a known name (digits, cifar10 ...), hf:owner/name, or a path to parquet, images or shards"
+    kinds = "a known name (digits, cifar10 ...), hf:owner/name, or a path to parquet or a folder of images"
     option(group, "--data", "NAME", f"{purpose}: {kinds}", required=required)
     option(group, "--on-corrupt", ("raise", "skip"), "what to do with a corrupt image", "raise")
     option(group, "--image-column", "COLUMN", "the column that holds the images, in tables")

@@ -94,7 +94,7 @@ def distinct_splits(splits: Splits) -> Splits:
 
     As in `three_parts`, an image that occurs several times is used once, to verify on rather than to fit on. Images are
     compared by the bytes of their files, or of their pixels where they are held decoded; sets that cannot be read by
-    row (a shard) are left as they are, and so are those of more than MOST_COMPARED images in all.
+    row are left as they are, and so are those of more than MOST_COMPARED images in all.
 
     Raises:
         DataError: No split has images.

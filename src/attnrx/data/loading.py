@@ -99,8 +99,8 @@ def load_data(
 
     Args:
         name_or_path: A name of `DATASETS`, which is looked up in the folder that ATTNRX_DATA names, then on the Hugging
-            Face hub; `hf:owner/name` of any hub dataset; or the path of a parquet file or a folder of them, a folder of
-            images, or WebDataset shards (`train-{000..009}.tar`), with JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images.
+            Face hub; `hf:owner/name` of any hub dataset; or the path of a parquet file or a folder of them, or a
+            folder of images, with JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images.
         image_size: The side of the input in pixels, or (height, width).
         geometry: How pictures become pixels, in full.
         on_corrupt: "raise", or "skip" to leave out images that cannot be decoded.

@@ -9,7 +9,6 @@ from pathlib import Path
 from attnrx.data.digits import ClutteredDigitsReader, DigitsReader
 from attnrx.data.files import FolderReader
 from attnrx.data.parquet import Columns, HubReader, ParquetReader
-from attnrx.data.shards import ShardReader
 from attnrx.data.splits import DatasetReader
 from attnrx.support.errors import DataError, InvalidInput, nearest
 from attnrx.support.preprocessing import ImageGeometry, Normalization
@@ -110,8 +109,6 @@ def local_copy(name: str, folder: Path) -> Path | None:
 HUB = "hf:"
 # The datasets that need no file.
 EMBEDDED: Mapping[str, type[DatasetReader]] = {"digits": DigitsReader, "cluttered-digits": ClutteredDigitsReader}
-# Braces multiply: a typing error in a range could name billions of files.
-MAX_SHARDS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -162,25 +159,6 @@ def locate(name_or_path: str | Path, columns: Columns | None) -> DatasetLocation
     return DatasetLocation(name, requested, _reader(files, root, columns, card), card, notes)
 
 
-def _expand_braces(pattern: str) -> list[str]:
-    """Returns the names a shard pattern stands for: `{000..009}` counts, `{train,val}` lists."""
-    # Expands the first braces, and by recursion those after them.
-    braces = re.search(r"\{([^{}]*)\}", pattern)
-    if braces is None:
-        return [pattern]
-    ends = re.fullmatch(r"([0-9]{1,9})\.\.([0-9]{1,9})", braces[1])
-    first, last = (int(ends[1]), int(ends[2])) if ends else (0, braces[1].count(","))
-    rest = _expand_braces(pattern[braces.end() :])
-    # Before the names are made, which would take the memory.
-    if (last - first + 1) * len(rest) > MAX_SHARDS:
-        raise DataError(f"{pattern} names more than {MAX_SHARDS:,} files; correct the range.")
-    words = braces[1].split(",")
-    if ends:
-        # As many digits as the first number is written with.
-        words = [str(number).zfill(len(ends[1])) for number in range(first, last + 1)]
-    return [pattern[: braces.start()] + word + end for word in words for end in rest]
-
-
 def _locate_known(name: str, columns: Columns | None) -> DatasetLocation:
     card = DATASETS[name]
     if name in EMBEDDED:
@@ -197,21 +175,15 @@ def _locate_known(name: str, columns: Columns | None) -> DatasetLocation:
 
 
 def _matching(requested: str) -> list[Path]:
-    """Returns the existing files of a path or pattern; every name of a brace pattern must exist."""
+    """Returns the files of a path or pattern."""
     try:
-        paths = [Path(name).expanduser() for name in _expand_braces(requested)]
-        missing = [path for path in paths if not path.exists()]
+        path = Path(requested).expanduser()
+        # Existing names are taken literally, also with brackets in them; only others are patterns.
+        return [path] if path.exists() else sorted(_globbed(path))
     # RuntimeError: ~name of an unknown user; OSError: a name that is too long; ValueError: a null byte
     except (RuntimeError, OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{requested[:200]!r} is no name of files ({reason}).") from error
-    if len(paths) > 1 and missing and len(missing) < len(paths):
-        raise DataError(f"{requested} names {len(paths)} files, but {missing[0]} does not exist; correct the range.")
-    # Existing names are taken literally, also with brackets in them; only others are patterns.
-    if not missing:
-        return paths
-    files = [file for path in paths for file in _globbed(path)]
-    return sorted(dict.fromkeys(files))
 
 
 def _globbed(path: Path) -> Iterator[Path]:
@@ -228,30 +200,25 @@ def _globbed(path: Path) -> Iterator[Path]:
 
 def _nothing_found(requested: str | Path) -> DataError:
     path = Path(requested)
-    if isinstance(requested, Path) or path.name != requested or path.suffix or re.search(r"[*?\[{]", requested):
+    if isinstance(requested, Path) or path.name != requested or path.suffix or re.search(r"[*?\[]", requested):
         return DataError(
             f"there is nothing at {requested} (looked from {Path.cwd()}); give an existing parquet file, image folder "
-            f"or shard pattern, {HUB}owner/name for a hub dataset, or one of {', '.join(DATASETS)}."
+            f"or pattern of files, {HUB}owner/name for a hub dataset, or one of {', '.join(DATASETS)}."
         )
     return DataError(
         f"unknown dataset {requested!r}: {nearest(requested, DATASETS)} Or give the path of a parquet file, an image "
-        f"folder or tar shards, or {HUB}owner/name for a hub dataset."
+        f"folder, or {HUB}owner/name for a hub dataset."
     )
 
 
 def _reader(files: Sequence[Path], root: Path, columns: Columns | None, card: DatasetCard | None) -> DatasetReader:
-    """Returns the reader of some files, or of the one folder `root`: its parquet files, tar shards or images."""
+    """Returns the reader of some files, or of the one folder `root`: its parquet files or images."""
     if len(files) == 1 and root.is_dir():
-        patterns = ("*.parquet", "*.tar")
-        matches = (sorted([*root.glob(pattern), *root.glob(f"*/{pattern}")]) for pattern in patterns)
-        files = next(filter(None, matches), [])
+        files = sorted([*root.glob("*.parquet"), *root.glob("*/*.parquet")])
         if not files:
             return FolderReader(root)
-    suffixes = {file.suffix.lower() for file in files}
-    if suffixes == {".parquet"}:
-        # A local copy may have the columns of the hub dataset that it was made from.
-        candidates = (columns,) if columns else (Columns(), *((card.columns,) if card else ()))
-        return ParquetReader(root, tuple(files), candidates)
-    if suffixes == {".tar"}:
-        return ShardReader(root, tuple(files))
-    raise DataError(f"{root} is neither parquet (.parquet), nor tar shards (.tar), nor a folder of images.")
+    if any(file.suffix.lower() != ".parquet" for file in files):
+        raise DataError(f"{root} is neither parquet (.parquet) nor a folder of images; give a dataset that reads it.")
+    # A local copy may have the columns of the hub dataset that it was made from.
+    candidates = (columns,) if columns else (Columns(), *((card.columns,) if card else ()))
+    return ParquetReader(root, tuple(files), candidates)

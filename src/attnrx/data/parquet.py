@@ -117,7 +117,7 @@ class HubReader(DatasetReader):
                 raise DataError(
                     f"cannot load the hub dataset {self.hub_id}: {reason.rstrip('.')}. Check the network and, for a "
                     "dataset behind a licence, that you accepted it and are logged in; or give the path of a local "
-                    "copy (parquet, a folder of images, tar shards), or put <name>.parquet into the folder in "
+                    "copy (parquet, a folder of images), or put <name>.parquet into the folder in "
                     "ATTNRX_DATA."
                 ) from error
 

@@ -1,38 +1,26 @@
 """One training step, run operation by operation or recorded as a CUDA graph."""
 
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-import torch
-
-from attnrx.data import Batch
-from attnrx.support.errors import NotSupported
-from attnrx.support.shapes import Int, Tensor
-from attnrx.training.config import TrainingConfig
-from attnrx.training.losses import Task
-from attnrx.vit.models import reduction_of
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import nn
 
-from attnrx.support.shapes import Float
-from attnrx.training.config import Mixed
-from attnrx.training.losses import LossContext, TeacherSource
+from attnrx.data import Batch
+from attnrx.support.errors import NotSupported
+from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.training.config import Mixed, TrainingConfig
+from attnrx.training.losses import LossContext, Task, TeacherSource
 from attnrx.training.optimization import Schedule, WeightMean, project_fusion_, set_learning_rate
 from attnrx.training.sharding import full_tensor, reshard_, without_gradient_sync
-from attnrx.vit.models import recording_tokens
+from attnrx.vit.models import recording_tokens, reduction_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
 
 WARMUP = 3  # ordinary steps before the recording: they compile, and create the optimizer's state
 
@@ -78,7 +66,10 @@ def on_another_stream(work: Callable[[], None]) -> None:
 class RecordedStep:
     """Runs `work` step by step at first, then as a CUDA graph; batches of another size than the recorded one are run.
 
-    If recording fails, `forget` removes the gradients that it left, a warning states why, and no step is recorded.
+    A small model computes faster than the processor launches its kernels one by one. The recorded step reads its batch,
+    the learning rates and the number of the step from tensors, which are filled before each replay; everything else has
+    to be the same in all steps, so only some settings can be recorded. If recording fails, `forget` removes the
+    gradients that it left, a warning states why, and no step is recorded.
     """
 
     def __init__(self, work: Work, forget: Callable[[], None], device: torch.device):
