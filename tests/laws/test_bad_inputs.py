@@ -3,6 +3,7 @@
 Everything runs in this process through the function behind the command `attnrx`, on files that are made once.
 """
 
+import io
 import json
 import os
 import re

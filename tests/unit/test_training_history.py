@@ -1,4 +1,4 @@
-"""What a run writes and says about itself: indicators of every head, plain lines, TensorBoard curves."""
+"""What a run writes and says about itself: indicators of every head, plain lines."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from attnrx.decide.diagnostics.spectral_shape import effective_rank
-from attnrx.support.errors import NotSupported
-from attnrx.training import Console, Several, TensorBoard
+from attnrx.training import Console
 from attnrx.training.evaluation import Probe
-from attnrx.training.reporters import Outline, curves
+from attnrx.training.reporters import Outline
 from attnrx.vit.models import VisionTransformer, ViTConfig, family_of, initialize_
 from support.cases import CONFIGS, model
 from support.tiny_runs import images, run
@@ -75,18 +74,3 @@ def test_plain_lines_say_every_epoch_and_where_a_run_resumes(
     assert "step 1/6" in said.err
     Console().started(Outline(2, 3, 4))
     assert "resuming at step 4 of 6" in capsys.readouterr().err
-
-
-def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="the optional extra tensorboard is not installed")
-    made = run(tmp_path, Several(TensorBoard(tmp_path)))
-    assert list((tmp_path / "tensorboard").glob("events*"))
-    named = curves(made.history[-1])
-    assert named["losses/task"] == made.history[-1]["losses"]["task"]
-    assert named["layer 1/effective_rank/head 0"] == made.history[-1]["layers"][1]["effective_rank"][0]
-
-
-def test_without_tensorboard_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard.writer", None)
-    with pytest.raises(NotSupported, match=r"attnrx\[tensorboard\]"):
-        run(tmp_path, TensorBoard(tmp_path))

@@ -1,16 +1,14 @@
 """Training on one or several processes, with exact resume."""
 
 from attnrx.training.config import Mixing, TrainingConfig
-from attnrx.training.reporters import Console, Reporter, Several, Silent, TensorBoard
+from attnrx.training.reporters import Console, Reporter, Silent
 from attnrx.training.trainer import TrainingRun, train
 
 __all__ = [
     "Console",
     "Mixing",
     "Reporter",
-    "Several",
     "Silent",
-    "TensorBoard",
     "TrainingConfig",
     "TrainingRun",
     "train",

@@ -1,14 +1,12 @@
-"""Progress reporters of a training run: on the console, and as TensorBoard curves."""
+"""Progress reporters of a training run."""
 
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from attnrx.support.arguments import user_code
-from attnrx.support.optional import required_module
 from attnrx.support.progress import duration
 
 
@@ -80,11 +78,11 @@ class Console(Reporter):
         self._last_line = time.monotonic()
 
 
-class Several(Reporter):
-    """Forwards all events to several reporters; what one raises becomes a UserCodeError with its name and method."""
+class Guarded(Reporter):
+    """Forwards all events to a user's reporter; what it raises becomes a UserCodeError with its name and method."""
 
-    def __init__(self, *reporters: Reporter):
-        self._reporters = reporters
+    def __init__(self, reporter: Reporter):
+        self._reporter = reporter
 
     def started(self, outline: Outline) -> None:
         self._forward("started", outline)
@@ -99,43 +97,5 @@ class Several(Reporter):
         self._forward("ended")
 
     def _forward(self, method: str, *arguments: Any) -> None:
-        for reporter in self._reporters:
-            with user_code(f"{method} of the reporter {type(reporter).__name__}"):
-                getattr(reporter, method)(*arguments)
-
-
-class TensorBoard(Reporter):
-    """Writes every number of every epoch as a curve to `folder/tensorboard`; resuming replaces repeated epochs.
-
-    Raises:
-        NotSupported: At the start of a run, without the extra `tensorboard`.
-    """
-
-    def __init__(self, folder: Path | str):
-        self._folder = Path(folder) / "tensorboard"
-        self._writer: Any = None
-
-    def started(self, outline: Outline) -> None:
-        writer = required_module("torch.utils.tensorboard.writer", "tensorboard", "a TensorBoard log")
-        # purge_step hides the points of epochs that will be repeated
-        self._writer = writer.SummaryWriter(str(self._folder), purge_step=outline.step + 1 if outline.step else None)
-
-    def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        for name, value in curves(record).items():
-            self._writer.add_scalar(name, value, record["step"])
-
-    def ended(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
-def curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns every number of an epoch's record under a path such as `layer 0/effective_rank/head 2`."""
-    numbers: dict[str, float] = {
-        f"training/{name}": float(value) for name, value in record.items() if isinstance(value, int | float)
-    }
-    numbers |= {f"losses/{name}": value for name, value in record["losses"].items()}
-    for layer, readings in enumerate(record["layers"]):
-        for name, heads in readings.items():
-            numbers |= {f"layer {layer}/{name}/head {head}": value for head, value in enumerate(heads)}
-    return numbers
+        with user_code(f"{method} of the reporter {type(self._reporter).__name__}"):
+            getattr(self._reporter, method)(*arguments)

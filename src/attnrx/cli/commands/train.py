@@ -54,7 +54,6 @@ def add(parser: Parser) -> None:
     tokens = f"train with token pruning or merging: {POLICY}; predictors are initialized from --seed"
     option(parser, "--tokens", "POLICY", tokens)
     parser.add_argument("--resume", action=BooleanOptionalAction, default=True, help="resume the run in --out")
-    option(parser, "--tensorboard", bool, "also log to TensorBoard in --out")
     knobs = parser.add_argument_group("training")
     add_arguments(knobs, "TrainingConfig", *plain_fields(), precision=PRECISIONS, parallel=PARALLEL)
     option(knobs, "--losses", "LOSS", LOSSES, nargs="+")
@@ -86,10 +85,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     if policy is not None:
         # Before training, because predictors are trained with the model.
         model = _reducing(model, policy, config, log)
-    reporter = rx.training.Console()
-    if arguments.tensorboard:
-        reporter = rx.training.Several(reporter, rx.training.TensorBoard(arguments.out))
-    trained = rx.train(model, splits, config, arguments.out, resume=arguments.resume, reporter=reporter)
+    trained = rx.train(model, splits, config, arguments.out, resume=arguments.resume)
     accuracy = trained.record["accuracy"]
     best = accuracy["best_epoch"]  # None where the validation images have no labels of the model
     rows = (
