@@ -58,9 +58,11 @@ def three_parts(
         for (name, images), maximum in zip(sets.items(), wanted, strict=True)
     }
     notes = [*dict.fromkeys(note for images in fixed.values() for note in images.notes)]
+    new = _new_positions({name: images.hashes.tolist() for name, images in fixed.items()}, notes)
+    distinct = {name: images.at(torch.tensor(new[name], dtype=torch.long)) for name, images in fixed.items()}
     different = {
         name: images if len(images) <= maximum else images.take(maximum)
-        for (name, images), maximum in zip(_without_repeats(fixed, notes).items(), wanted, strict=True)
+        for (name, images), maximum in zip(distinct.items(), wanted, strict=True)
     }
     # Of the other sets as many are used as an effort needs.
     name, images = next(reversed(sets.items()))
@@ -109,14 +111,10 @@ def distinct_splits(splits: Splits) -> Splits:
     }
     notes: list[str] = []
     new = {
-        name: stored[name] if len(positions) == len(stored[name]) else _rows(stored[name], positions)
+        name: replace(stored[name], rows=stored[name].rows[torch.tensor(positions, dtype=torch.long)])
         for name, positions in _new_positions(hashes, notes).items()
     }
     return replace(splits, **new, notes=(*splits.notes, *notes)) if notes else splits
-
-
-def _rows(images: RowImages, positions: list[int]) -> RowImages:
-    return replace(images, rows=images.rows[torch.tensor(positions, dtype=torch.long)])
 
 
 def without_images_of(images: ImageSet, others: ImageSet) -> ImageSet:
@@ -164,12 +162,6 @@ def _distinct_sets(splits: Splits) -> dict[str, ImageSet]:
     if not sets:
         raise DataError(f"{splits.name} has no images.")
     return sets
-
-
-def _without_repeats(sets: dict[str, FixedImages], notes: list[str]) -> dict[str, FixedImages]:
-    """Returns the sets without images that occur before in the same one, or in a later one; adds notes."""
-    new = _new_positions({name: images.hashes.tolist() for name, images in sets.items()}, notes)
-    return {name: images.at(torch.tensor(new[name], dtype=torch.long)) for name, images in sets.items()}
 
 
 def _new_positions(hashes: Mapping[str, Sequence[Hashable]], notes: list[str]) -> dict[str, list[int]]:

@@ -99,7 +99,7 @@ class Experiment(ABC):
         result, stages = folder / "result.json", self.stages(keys)
         with file_lock(folder, math.inf):  # a second process waits here, and then reads the result of the first
             self.require(folder)
-            stored = _stored_stages(result)
+            stored = frozenset(read_json(result).get("stages", ())) if result.exists() else frozenset()
             # A run without stages is complete once it has a result.
             if not result.exists() or not stages <= stored:
                 # The stored stages again, so that one result has all of them; their evidence is read back.
@@ -176,10 +176,6 @@ class Experiment(ABC):
     def _header(self) -> dict[str, Any]:
         kind = self.kind.replace("-", " ")
         return {"kind": f"attnrx {kind} run", "schema": SCHEMA, "settings": to_dict(self)}
-
-
-def _stored_stages(result: Path) -> frozenset[str]:
-    return frozenset(read_json(result).get("stages", ())) if result.exists() else frozenset()
 
 
 def evaluation_device() -> torch.device:

@@ -12,7 +12,6 @@ from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.vit.costs import LayerCosts, ModelCosts
 from attnrx.vit.maps import COST_PARTS, LINEAR_MAPS, REALIZED_NORMS
 from attnrx.vit.models import family_of, hidden_units, linear_units, rank_of, require_all_tokens
-from attnrx.vit.tokens import Shape
 
 # The cost parts that grow quadratically with the number of tokens.
 SQUARE = ("scores", "fusion", "read_out")
@@ -137,14 +136,11 @@ def exact_cost_table(space: Space, quantity: str) -> CostTable:
     stages = np.zeros((space.depth, tokens + 1))
     prefix = tokens - space.patches
     if space.reducer is not None and quantity == "macs":
+        shape = replace(space.shape, directions=max((*family_of(model).attention(model)[0].spec.ranks, 1)))
         for count in range(prefix + 2, tokens + 1):
             # The table has no axis for the number of kept patches: it holds the cost of pruning one.
-            stages[:, count] = space.reducer.predictor_macs(_shape(space), count - prefix, max(count - prefix - 1, 1))
+            stages[:, count] = space.reducer.predictor_macs(shape, count - prefix, max(count - prefix - 1, 1))
     return CostTable(quantity, whole, whole - inside, attention, tables["mlp"], stages, prefix, space.patches)
-
-
-def _shape(space: Space) -> Shape:
-    return replace(space.shape, directions=max((*family_of(space.model).attention(space.model)[0].spec.ranks, 1)))
 
 
 def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, steps: np.ndarray) -> np.ndarray:
@@ -193,7 +189,9 @@ def corrected(
     # Blocks that are timed one by one miss effects of a whole model, such as weights that leave the cache. Few numbers
     # are fitted to a few whole models, in an order in which each is determined by itself: scale, axes, tokens.
     unchanged = Choices.nothing(space.depth)
-    ranks = {axis: _everywhere(space, axis) for axis in RANKS if space.available(axis)}
+    # Every axis at its middle level in all layers.
+    middle = {axis: levels[len(levels) // 2] for axis in RANKS if (levels := space.available(axis))}
+    ranks = {axis: replace(unchanged, **{axis: (level,) * space.depth}) for axis, level in middle.items()}
     some = {str(stages): _some_at(space, stages) for stages in STAGES} if TOKENS in space.axes else {}
     pair = [ranks[axis] for axis in ("qk", "vo") if axis in ranks]
     joint = {JOINT: replace(pair[0], vo=pair[1].vo)} if len(pair) == 2 else {}
@@ -235,12 +233,6 @@ def corrected(
 def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
     """Returns costs [..., tokens] of which this share of the savings by fewer tokens is lost."""
     return costs + missed * (costs[..., -1:] - costs)  # the last entry is the cost at all tokens
-
-
-def _everywhere(space: Space, axis: str) -> Choices:
-    """Returns the plan with the middle level of an axis in all layers."""
-    levels = space.available(axis)
-    return replace(Choices.nothing(space.depth), **{axis: (levels[len(levels) // 2],) * space.depth})
 
 
 def _factor(measured: float, predicted: float) -> float:

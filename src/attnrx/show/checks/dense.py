@@ -76,7 +76,10 @@ class PatchProbe(Check):
         models = {"reference": comparison.reference, "candidate": comparison.candidate}
         with evaluating(models.values()):
             tables = {
-                role: [_features_of(model, mosaics, comparison) for mosaics, _ in (train, test)]
+                role: [
+                    torch.cat([patch_features(model, part).cpu() for part in mosaics.split(comparison.batch_size)])
+                    for mosaics, _ in (train, test)
+                ]
                 for role, model in models.items()
             }
         (height, width) = train[0].shape[-2:]
@@ -196,7 +199,3 @@ def patch_accuracy(
 
 def _with_one(table: Float[Tensor, "*rows features"]) -> Float[Tensor, "*rows features_and_one"]:
     return torch.cat([table, torch.ones_like(table[..., :1])], dim=-1)
-
-
-def _features_of(model: nn.Module, images: Tensor, comparison: Comparison) -> PatchTable:
-    return torch.cat([patch_features(model, part).cpu() for part in images.split(comparison.batch_size)])

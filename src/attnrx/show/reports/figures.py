@@ -148,13 +148,12 @@ def _draw_axes(drawing: Drawing, x: AxisScale, y: AxisScale, labels: tuple[str, 
         drawing.add("line", "tick", x1=x(tick), x2=x(tick), y1=BOTTOM, y2=BOTTOM + 4)
         drawing.text(x(tick), BOTTOM + 17, words, "label", "middle")
     drawing.add("line", "axis", x1=LEFT, x2=RIGHT, y1=BOTTOM, y2=BOTTOM)
-    across, up = (f"{words}{_unit(axis)}" for words, axis in zip(labels, (x, y), strict=True))
+    across, up = (
+        f"{words}, in units of {number(10.0**axis.power, 1)}" if axis.power else words
+        for words, axis in zip(labels, (x, y), strict=True)
+    )
     drawing.text(RIGHT, HEIGHT - 6, across, "label", "end")
     drawing.text(4, 12, up, "label")
-
-
-def _unit(axis: AxisScale) -> str:
-    return f", in units of {number(10.0**axis.power, 1)}" if axis.power else ""
 
 
 def _draw_band(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
