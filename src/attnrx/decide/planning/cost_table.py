@@ -189,9 +189,7 @@ def corrected(
     # Blocks that are timed one by one miss effects of a whole model, such as weights that leave the cache. Few numbers
     # are fitted to a few whole models, in an order in which each is determined by itself: scale, axes, tokens.
     unchanged = Choices.nothing(space.depth)
-    # Every axis at its middle level in all layers.
-    middle = {axis: levels[len(levels) // 2] for axis in RANKS if (levels := space.available(axis))}
-    ranks = {axis: replace(unchanged, **{axis: (level,) * space.depth}) for axis, level in middle.items()}
+    ranks = {axis: _everywhere(space, axis) for axis in RANKS if space.available(axis)}
     some = {str(stages): _some_at(space, stages) for stages in STAGES} if TOKENS in space.axes else {}
     pair = [ranks[axis] for axis in ("qk", "vo") if axis in ranks]
     joint = {JOINT: replace(pair[0], vo=pair[1].vo)} if len(pair) == 2 else {}
@@ -233,6 +231,12 @@ def corrected(
 def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
     """Returns costs [..., tokens] of which this share of the savings by fewer tokens is lost."""
     return costs + missed * (costs[..., -1:] - costs)  # the last entry is the cost at all tokens
+
+
+def _everywhere(space: Space, axis: str) -> Choices:
+    """Returns the plan with the middle level of an axis in all layers."""
+    levels = space.available(axis)
+    return replace(Choices.nothing(space.depth), **{axis: (levels[len(levels) // 2],) * space.depth})
 
 
 def _factor(measured: float, predicted: float) -> float:
