@@ -98,6 +98,12 @@ size too; a token policy keeps the same shares of the patches. Refused: timm's m
 tokens (create them with `img_size=...`), DPT, YOLOS, `CLIPForImageClassification`, open_clip, and sizes that patches do
 not tile.
 
+`shrink`, `elastic` and every other verb take what the loader yields for the model: mappings with `pixel_values` [batch,
+frames, channels, height, width] (VideoMAE, ViViT), `input_values` [batch, time, mel] (AST), or SigLIP 2's padded patches
+with `pixel_attention_mask` and `spatial_shapes`, of images of any aspect ratio in one loader. `shrink` and `elastic`
+then make a model of padded patches, whose padding changes nothing; it has no file, because transformers reads the grid
+of every image as Python integers.
+
 A model of timm with `dynamic_img_size=True`, and DINOv2 and DINOv3 of transformers, take images of any size that their
 patches tile in every call, after shrinking too: ranks are those of the model, and a token policy keeps its shares of
 the patches of each image. Their costs, plans and files are those of one size, `image_size`.

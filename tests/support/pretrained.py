@@ -63,6 +63,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "ASTForAudioClassification": {"num_mel_bins": 12, "max_length": 20, "time_stride": 4, "frequency_stride": 2},
     "VideoMAEForVideoClassification": {"num_frames": 4},
+    "VivitForVideoClassification": {"num_frames": 4, "tubelet_size": [2, 8, 8]},
+    "VivitModel": {"num_frames": 4, "tubelet_size": [2, 8, 8]},
 }
 
 
@@ -255,6 +257,7 @@ CASES: dict[str, tuple[AdoptedFamily, Callable[[], Any]]] = {
         partial(of_open_clip, pool_type="avg", final_ln_after_pool=True, ls_init_value=0.1),
     ),
     "own": (MODULE, lambda: shaken(OwnViT())),
+    "hf vivit": (HF, partial(of_hf, "VivitForVideoClassification")),
     "hf videomae": (HF, partial(of_hf, "VideoMAEForVideoClassification")),
 }
 

@@ -58,7 +58,10 @@ def images_for(
     scale, preprocess = normalization_of(model), _preprocess_of(model, argument)
     kind = output_kind_of(model)
     outputs = kind.name if kind.has_decisions or current_judgement().metric is None else TARGETS
-    return image_set(data, preprocess, argument, normalization=scale, limit=limit, seed=seed, outputs=outputs)
+    inputs = family_of(model).inputs(model)
+    return image_set(
+        data, preprocess, argument, normalization=scale, limit=limit, seed=seed, outputs=outputs, inputs=inputs
+    )
 
 
 def _preprocess_of(model: nn.Module, argument: str) -> Callable[[Any], Float[Tensor, "channels height width"]]:
@@ -103,7 +106,11 @@ def splits_for(
         split, named = SPLITS[name.lower()], f"{argument}[{name!r}]"
         if split in sets:
             raise InvalidInput(f"{argument} has two {split} splits, one of them called {name!r}; give one.")
-        lazy = training_set(images, _preprocess_of(model, named), named) if training else None
+        lazy = (
+            training_set(images, _preprocess_of(model, named), named, inputs=family_of(model).inputs(model))
+            if training
+            else None
+        )
         if lazy is None and training and split == "train":
             raise InvalidInput(
                 f"{named} can only be iterated in its own order, and training draws a new order for every epoch so "

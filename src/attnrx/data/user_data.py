@@ -86,6 +86,7 @@ def image_set(
     limit: int = MAX_IMAGES,
     seed: int = 0,
     outputs: str = "logits",
+    inputs: Any = None,
 ) -> ImageSet:
     """Returns the data as an ImageSet, read in one pass; an ImageSet is returned unchanged.
 
@@ -104,6 +105,8 @@ def image_set(
         outputs: What the model returns, the name of an `OutputKind`: for "multilabel" a label is a vector of 0 and 1,
             and labels of a "regression", a "map" or "several" are not read; for "targets" they are tensors of any
             shape, e.g. masks, for a metric.
+        inputs: How inputs of the model's own library (videos, spectrograms, padded patches) become images
+            (`Family.inputs`); None for images of channels, height and width.
 
     Raises:
         InvalidInput: The data is of another type, or an item has no image.
@@ -112,11 +115,13 @@ def image_set(
     if isinstance(data, ImageSet):
         return data
     with seeded_draws(seed, _generators_of(data)):
-        source = _source_of(data, preprocess, argument)
+        source = _source_of(data, preprocess, argument, inputs=inputs)
         return replace(source, reading=replace(source.reading, outputs=outputs)).read(limit, normalization)
 
 
-def training_set(data: ImageData, preprocess: Preprocess | None = None, argument: str = "data") -> ImageSet | None:
+def training_set(
+    data: ImageData, preprocess: Preprocess | None = None, argument: str = "data", *, inputs: Any = None
+) -> ImageSet | None:
     """Returns the data as an ImageSet whose rows are read anew in every pass, in any order, with fresh augmentation;
     None for data that can only be iterated, or whose sampler states other rows than those of the dataset.
 
@@ -127,7 +132,7 @@ def training_set(data: ImageData, preprocess: Preprocess | None = None, argument
     if isinstance(data, ImageSet):
         return data
     with seeded_draws(0, _generators_of(data)):  # a sampler may draw its rows
-        source = _source_of(data, preprocess, argument, training=True)
+        source = _source_of(data, preprocess, argument, training=True, inputs=inputs)
     if not isinstance(source, _IndexedData) or not source.is_whole:
         return None
     if len(source.rows) > MAX_ROWS:
@@ -143,17 +148,17 @@ def _generators_of(data: Any) -> list[torch.Generator]:
 
 
 def _source_of(
-    data: Any, preprocess: Preprocess | None, argument: str, training: bool = False
+    data: Any, preprocess: Preprocess | None, argument: str, training: bool = False, inputs: Any = None
 ) -> "_IndexedData | _IterableData":
     if isinstance(data, Tensor) and data.is_nested:
         raise InvalidInput(f"{argument} is nested: give one tensor [images, channels, height, width].")
     if isinstance(data, Tensor):
-        return _of_tensors((data,), argument)
+        return _of_tensors((data,), argument, inputs)
     # A pair of tensors is (images, labels); a list of tensors is a list of batches.
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(tensor, Tensor) for tensor in data):
-        return _of_tensors(data, argument)
+        return _of_tensors(data, argument, inputs)
     if isinstance(data, DataLoader):
-        return _of_loader(data, argument, training)
+        return _of_loader(data, argument, training, inputs)
     # Texts and mappings can be iterated too, but their items are characters and keys.
     if isinstance(data, str | bytes | Mapping | np.generic) or not (
         hasattr(data, "__getitem__") or hasattr(data, "__iter__")
@@ -166,8 +171,8 @@ def _source_of(
         )
     # Before the check for an index, which a list has too: its items are batches, or single items in the list's order.
     if isinstance(data, list | tuple):
-        return _IterableData(data, _ItemReader("batches", argument, preprocess), is_list=True)
-    reading = _ItemReader(type(data).__name__, argument, preprocess)
+        return _IterableData(data, _ItemReader("batches", argument, preprocess, inputs=inputs), is_list=True)
+    reading = _ItemReader(type(data).__name__, argument, preprocess, inputs=inputs)
     length = _length(data, argument) if hasattr(data, "__getitem__") else None
     return _IterableData(data, reading) if length is None else _IndexedData(data, reading, rows=range(length))
 
@@ -189,22 +194,24 @@ class _Rows(TensorDataset):
         return self.tensors[1] if len(self.tensors) > 1 else None
 
 
-def _of_tensors(tensors: tuple[Tensor, ...], argument: str) -> "_IndexedData":
+def _of_tensors(tensors: tuple[Tensor, ...], argument: str, inputs: Any = None) -> "_IndexedData":
     for tensor in tensors:
         if not tensor.ndim:
             raise InvalidInput(f"{argument} has a tensor of one number; give images and one label for each.")
     counts = [len(tensor) for tensor in tensors]
     if len(set(counts)) > 1:
         raise InvalidInput(f"{counts[0]} images and {counts[1]} labels: give one label for each image.")
-    reading = _ItemReader("tensor" if len(tensors) == 1 else "tensors", argument)
-    reading.require_images(tensors[0], 4)  # here, because a sparse tensor has no rows to read
+    reading = _ItemReader("tensor" if len(tensors) == 1 else "tensors", argument, inputs=inputs)
+    images = reading.require_images(tensors[0], 4)  # here, because a sparse tensor has no rows to read
     # Labels may be on another device, and are read by row.
-    rows = _Rows(tensors[0].detach(), *(labels.detach().cpu() for labels in tensors[1:]))
+    rows = _Rows(images.detach(), *(labels.detach().cpu() for labels in tensors[1:]))
     return _IndexedData(rows, reading, rows=range(counts[0]))
 
 
-def _of_loader(loader: DataLoader[Any], argument: str, training: bool) -> "_IndexedData | _IterableData":
-    reading = _ItemReader(type(loader.dataset).__name__, argument)
+def _of_loader(
+    loader: DataLoader[Any], argument: str, training: bool, inputs: Any = None
+) -> "_IndexedData | _IterableData":
+    reading = _ItemReader(type(loader.dataset).__name__, argument, inputs=inputs)
     # torch defines __getitem__ for iterable datasets too, where it raises; they have no length.
     length = _length(loader.dataset, argument) if hasattr(loader.dataset, "__getitem__") else None
     # A class of loaders with an iteration of its own may change its batches there, e.g. normalize them.
@@ -245,16 +252,20 @@ class _ItemReader:
     preprocess: Preprocess | None = None
     num_classes: int | None = None
     outputs: str = "logits"
+    inputs: Any = None
 
     def fields(self, given: Any) -> tuple[Any, Any]:
         if isinstance(given, Batch):
             return given.images, given.labels
         if isinstance(given, Mapping) or hasattr(given, "keys"):
-            image = next((given[key] for key in IMAGE_KEYS if key in given), None)
+            image = None if self.inputs is None else self.inputs.image_in(given)
             if image is None:
+                image = next((given[key] for key in IMAGE_KEYS if key in given), None)
+            if image is None:
+                names = dict.fromkeys(((self.inputs.name,) if self.inputs is not None else ()) + IMAGE_KEYS)
                 raise InvalidInput(
                     f"an item of {self.argument} has the keys {', '.join(map(str, given))}, and none of them names an "
-                    f"image; rename one to one of {', '.join(IMAGE_KEYS)}."
+                    f"image; rename one to one of {', '.join(names)}."
                 )
             keys = (*LABEL_KEYS, *MASK_KEYS) if self.outputs == TARGETS else LABEL_KEYS
             return image, next((given[key] for key in keys if key in given), None)
@@ -347,7 +358,14 @@ class _ItemReader:
             raise InvalidInput(f"a label of {self.argument} is {_described(label)}; {NUMBERS}.")
         return int(number)
 
+    def is_batch(self, image: Any) -> bool:
+        """Returns whether this is a tensor of several images."""
+        own = 3 if self.inputs is None else self.inputs.dimensions
+        return isinstance(image, Tensor) and image.ndim in (own + 1, 4) and (own <= 3 or image.ndim > own)
+
     def require_images(self, images: Any, dimensions: int) -> Tensor:
+        if self.inputs is not None and isinstance(images, Tensor) and images.layout == torch.strided:
+            images = self.inputs.images(images, dimensions)
         if not isinstance(images, Tensor) or images.ndim != dimensions:
             description = f"of type {type(images).__name__}"
             if isinstance(images, Tensor):
@@ -566,7 +584,7 @@ class _IterableData:
         # The first item decides between batches and single items, and is then put back.
         image, _ = self.reading.fields(first)
         parts = chain([first], parts)
-        if isinstance(image, Tensor) and image.ndim == 4:
+        if self.reading.is_batch(image):
             yield from map(self.reading.batch, parts)
         else:
             while items := list(islice(parts, BATCH)):

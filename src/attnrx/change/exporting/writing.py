@@ -126,6 +126,8 @@ class ExportSubject:
                 "a file has one output, and the model returns several tensors: export a module around it that returns "
                 "one of them, or save the result without it (onnx=False)."
             )
+        if (inputs := family.inputs(model)) is not None:
+            inputs.require_exportable(family.input_shape(model))
         require_ordinary_weights(model)
         # The caller's model keeps its mode, device and precision.
         converted = copy_module(model).eval()

@@ -123,9 +123,9 @@ class Attention(nn.Module):
 
     def _bias(self, positions: Positions | None, queries: int | None) -> Tensor | None:
         """Returns the bias of pairs, of the first `queries` tokens as queries (default: all); None without one."""
-        if not self.spec.pair_bias:
-            return None
         if positions is None or positions.bias is None:
+            if not self.spec.pair_bias:
+                return None
             raise InvalidInput("a layer with a bias per pair of tokens was called without it.")
         return positions.bias_of(self.spec.heads, positions.bias.shape[2] if queries is None else queries)
 

@@ -5,6 +5,7 @@ from attnrx.vit.models.checkpoint import is_model_file, require_model_folder
 from attnrx.vit.models.families import (
     FAMILIES,
     LIBRARIES,
+    accepting,
     at_size_of,
     build_model,
     family_of,
@@ -70,6 +71,7 @@ __all__ = [
     "TransformerConfig",
     "ViTConfig",
     "VisionTransformer",
+    "accepting",
     "at_size_of",
     "attach_tokens_",
     "block_names",

@@ -101,6 +101,22 @@ def resized(model: nn.Module, height: int, width: int) -> nn.Module:
     return other
 
 
+def accepting(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+    """Returns the model, or a copy of it that takes inputs of this shape: channels, height and width.
+
+    Raises:
+        NotSupported: The library does not interpolate the position embeddings of this model.
+        InvalidInput: Patches do not tile such images.
+    """
+    family = family_of(model)
+    if len(shape) != 3 or family.input_shape(model) == shape:
+        return model
+    if family.input_shape(model)[0] == shape[0]:
+        return resized(model, *shape[1:])
+    other = copy_module(model)
+    return other if family.accepts_(other, shape) else model  # other channels are refused where it is run
+
+
 def at_size_of(model: nn.Module, other: nn.Module) -> nn.Module:
     """Returns the model, or a copy of it that takes images of the size of another model of the same channels.
 
@@ -114,7 +130,7 @@ def at_size_of(model: nn.Module, other: nn.Module) -> nn.Module:
         if found is None:  # a file of a runtime, or any other module
             return model
         shapes.append(found.input_shape(each))
-    return resized(model, *shapes[1][1:]) if shapes[0][0] == shapes[1][0] else model
+    return accepting(model, shapes[1])
 
 
 def model_names() -> tuple[str, ...]:

@@ -125,6 +125,16 @@ class Family(ABC):
         """Returns how the model's own library turns a picture into pixels for evaluation; None where none is stated."""
         return None
 
+    def inputs(self, model: nn.Module) -> Any:
+        """Returns how inputs of the model's own library become images of attnrx (`huggingface_inputs.ImageInput`); None
+        where they are images of channels, height and width.
+        """
+        return None
+
+    def accepts_(self, model: nn.Module, shape: tuple[int, ...]) -> bool:
+        """Makes a model take inputs of another number of channels, where it does; returns whether it does."""
+        return False
+
     def knows_normalization(self, model: nn.Module) -> bool:
         """Returns whether `normalization` is the model's own, and not a usual one in place of it."""
         return True

@@ -32,7 +32,7 @@ from attnrx.vit.models.adopted import (
 )
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, unsaved_buffers
 from attnrx.vit.models.family import num_outputs
-from attnrx.vit.models.huggingface_inputs import ImageInput, OrderedImageInput
+from attnrx.vit.models.huggingface_inputs import ImageInput, OrderedImageInput, PatchInput
 from attnrx.vit.models.huggingface_readers import READERS, VISION_PARTS, reader_of, unread_settings
 from attnrx.vit.models.token_reduction import reduction_of
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, features, without_reader
@@ -75,7 +75,7 @@ class HuggingFaceModel(Adopted):
         inputs = {name: value for name, value in named.items() if value is not None}
         options = {**self.interpolation, **options}
         if images is not None and not inputs:
-            return super().forward(images)
+            return super().forward(reader_of(self.source).input.images(images, 4))
         name: Any = self.source.main_input_name
         if images is not None or name not in inputs:
             raise InvalidInput(f"give images, or {name}=... (with labels=... or not) as transformers does.")
@@ -149,6 +149,7 @@ class HuggingFaceAttention(Adapter):
     """attnrx attention with the call signature of a transformers layer; returns no attention weights."""
 
     returns_weights = True
+    takes_mask = False  # of padding
 
     def forward(
         self,
@@ -161,14 +162,16 @@ class HuggingFaceAttention(Adapter):
         """Returns the attention output.
 
         In a layer with a bias per pair of tokens, the mask is that bias, [1, heads, tokens, tokens]. During export,
-        transformers passes an explicit mask that includes every token; it is ignored. `position_embeddings` are cosines
-        and sines, [patches, 2 * pairs].
+        transformers passes an explicit mask that includes every token; it is ignored unless patches may be padded.
+        `position_embeddings` are cosines and sines, [patches, 2 * pairs].
 
         Raises:
             NotSupported: A mask or the attention weights are requested.
         """
         biased = self.attention.spec.pair_bias
-        if attention_mask is not None and not biased and not torch.compiler.is_exporting():
+        if attention_mask is not None and self.takes_mask:
+            biased, attention_mask = True, self._mask_bias(attention_mask, hidden_states)
+        elif attention_mask is not None and not biased and not torch.compiler.is_exporting():
             raise NotSupported("attention_mask is not supported in an adopted model.")
         if options.get("output_attentions"):
             raise NotSupported(
@@ -178,6 +181,14 @@ class HuggingFaceAttention(Adapter):
         biases = (attention_mask, relative_position_bias) if biased else ()
         mixed = self.mixed(hidden_states, self._positions(position_embeddings, biases))
         return (mixed, None) if self.returns_weights else mixed
+
+    def _mask_bias(self, mask: Tensor, tokens: TokenBatch) -> Tensor:
+        """Returns a mask of pairs of tokens, [batch, 1, tokens, tokens], as a bias of every head."""
+        if mask.dtype == torch.bool:
+            excluded = torch.finfo(tokens.dtype).min / 2  # finite, so that a score can be added
+            mask = torch.zeros_like(mask, dtype=tokens.dtype).masked_fill(~mask, excluded)
+        heads = max((*self.attention.spec.heads, 0)) + 1
+        return mask.expand(len(tokens), heads, -1, -1)
 
     def _positions(
         self, embeddings: tuple[Tensor, Tensor] | None, biases: tuple[Tensor | None, ...]
@@ -241,6 +252,20 @@ class HuggingFaceFamily(AdoptedFamily):
             )
         reader = READERS.get(type(model).__name__)
         return self.adopt(model, **_processor(name, reader is not None and reader.takes_any_size)).eval()
+
+    def inputs(self, model: nn.Module) -> ImageInput:
+        return reader_of(self._adopted(model).source).input
+
+    def accepts_(self, model: nn.Module, shape: tuple[int, ...]) -> bool:
+        adopted = self._adopted(model)
+        reader = reader_of(adopted.source)
+        config = reader.body_of(adopted.source).config
+        if not (isinstance(reader.input, PatchInput) and reader.input.is_padded(shape, config)):
+            return False
+        # The values are not pixels alone.
+        facts: dict[str, Any] = {"mean": (0.0,), "std": (1.0,), "preprocessing": {}}
+        adopted.origin = replace(adopted.origin, input_shape=image_shape(shape), **facts)
+        return True
 
     def knows_normalization(self, model: nn.Module) -> bool:
         return bool(self._adopted(model).origin.preprocessing)  # the statistics are those of an image processor
@@ -401,6 +426,7 @@ class HuggingFaceFamily(AdoptedFamily):
         adapter = super().adapter(source, module, attention, rotations)
         assert isinstance(adapter, HuggingFaceAttention)
         adapter.returns_weights = reader_of(source).returns_weights
+        adapter.takes_mask = isinstance(reader_of(source).input, PatchInput)
         return adapter
 
     def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:

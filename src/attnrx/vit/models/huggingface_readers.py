@@ -190,6 +190,8 @@ READERS: Mapping[str, ModelReader] = {
     "VideoMAEForVideoClassification": ModelReader(
         "VideoMAE", "videomae", pooling="mean without a norm", input=VideoInput(), **NESTED_TENSOR
     ),
+    "VivitForVideoClassification": ModelReader("Vivit", "vivit", input=VideoInput()),
+    "VivitModel": ModelReader("Vivit", answer=CLASS_TOKEN, input=VideoInput()),
 }  # fmt: skip
 # The part of a saved model of several towers that is read.
 VISION_PARTS: Mapping[str, str] = {
