@@ -99,8 +99,8 @@ tokens (create them with `img_size=...`), DPT, YOLOS, `CLIPForImageClassificatio
 not tile.
 
 `shrink`, `elastic` and every other verb take what the loader yields for the model: mappings with `pixel_values` [batch,
-frames, channels, height, width] (VideoMAE, ViViT), `input_values` [batch, time, mel] (AST), or SigLIP 2's padded patches
-with `pixel_attention_mask` and `spatial_shapes`, of images of any aspect ratio in one loader. `shrink` and `elastic`
+frames, channels, height, width] (VideoMAE, ViViT), `input_values` [batch, time, mel] (AST), or SigLIP 2's padded
+patches with `pixel_attention_mask` and `spatial_shapes`, of images of any aspect ratio in one loader. `shrink` and `elastic`
 then make a model of padded patches, whose padding changes nothing; it has no file, because transformers reads the grid
 of every image as Python integers.
 

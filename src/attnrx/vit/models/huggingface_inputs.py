@@ -97,8 +97,8 @@ class PatchInput(ImageInput):
         if shape[0] == 1:
             raise NotSupported(
                 "a model of padded patches resizes its position embeddings to the grid of every image, of which "
-                "transformers reads the sides as Python integers: a file has one grid. Export the model that was loaded "
-                "for square images, or save the result without a file (onnx=False)."
+                "transformers reads the sides as Python integers: a file has one grid. Export the model that was "
+                "loaded for square images, or save the result without a file (onnx=False)."
             )
 
     def is_padded(self, shape: Sequence[int], config: Any) -> bool:
