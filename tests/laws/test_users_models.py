@@ -68,7 +68,7 @@ def test_it_has_its_axes_and_is_realized_copied_saved_and_loaded(name: str, tmp_
     assert family.costs(slim).macs < family.costs(loaded).macs
     assert_equal(outputs(copy.deepcopy(slim)), outputs(slim))
     assert_equal(outputs(pickle.loads(pickle.dumps(slim))), outputs(slim))
-    assert bool(needed_to_load(slim)) == case.needs_factory
+    assert needed_to_load(slim).startswith("attnrx.load") == case.needs_factory
     rx.save(slim, tmp_path / "slim")
     again = rx.load(tmp_path / "slim", factory=(lambda: made(name)) if case.needs_factory else None)
     assert_equal(outputs(again), outputs(slim))
@@ -80,6 +80,10 @@ def test_it_has_its_axes_and_is_realized_copied_saved_and_loaded(name: str, tmp_
 def test_its_file_computes_the_same(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     slim = smaller(rx.load(made(name).float()))
+    if len(outputs(slim, IMAGES.float())) > 1:
+        with pytest.raises(NotSupported, match="a file has one output"):
+            rx.export(slim, tmp_path / "model.onnx")
+        return
     file = rx.export(slim, tmp_path / "model.onnx")
     assert_equal(outputs(file, IMAGES.float()), outputs(slim, IMAGES.float()), 1e-4)
 

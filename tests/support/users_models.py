@@ -139,6 +139,307 @@ def normed_head() -> nn.Module:
     )  # fmt: skip
 
 
+# Structures without a library.
+
+
+class OfEncoder(nn.Module):
+    """A Vision Transformer around nn.TransformerEncoder, with its dropout of 0.1."""
+
+    def __init__(self, mean: bool = False, batch_first: bool = True, **options: Any):
+        super().__init__()
+        self.embed = nn.Conv2d(3, WIDTH, 8, 8)
+        self.mean, self.batch_first = mean, batch_first
+        self.token = None if mean else nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.positions = nn.Parameter(torch.randn(1, (SIZE // 8) ** 2 + (not mean), WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 48, batch_first=batch_first, **options)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.embed(images).flatten(2).mT
+        if self.token is not None:
+            tokens = torch.cat([self.token.expand(len(tokens), -1, -1), tokens], 1)
+        tokens = tokens + self.positions
+        tokens = self.encoder(tokens) if self.batch_first else self.encoder(tokens.transpose(0, 1)).transpose(0, 1)
+        return self.head(self.norm(tokens.mean(1) if self.mean else tokens[:, 0]))
+
+
+class OfLayers(nn.Module):
+    """nn.TransformerEncoderLayer in a list, with norms after its sublayers, and a map of the patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, WIDTH, 8, 8)
+        self.positions = nn.Parameter(torch.randn(1, (SIZE // 8) ** 2, WIDTH))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 3, 48, batch_first=True, activation="gelu") for _ in range(3)
+        )
+        self.decoder = nn.Linear(WIDTH, 64)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        tokens = self.embed(images).flatten(2).mT + self.positions
+        for layer in self.layers:
+            tokens = layer(tokens)
+        return {"map": self.decoder(tokens), "mean": tokens.mean(1)}
+
+
+class Attention(nn.Module):
+    """The attention of timm, DINO and MAE."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.num_heads, self.scale = heads, (width // heads) ** -0.5
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attn_drop, self.proj_drop = nn.Dropout(0.0), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, attn_bias: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        weights = self.attn_drop((self.scale * q @ k.mT).softmax(-1))
+        return self.proj_drop(self.proj((weights @ v).transpose(1, 2).flatten(2)))
+
+
+class Mlp(nn.Module):
+    """Two maps with an activation."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.fc1, self.act, self.fc2, self.drop = (
+            nn.Linear(width, hidden),
+            nn.GELU(),
+            nn.Linear(hidden, width),
+            nn.Dropout(0.0),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+
+class Scale(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class NestedBlock(nn.Module):
+    """A block that takes one batch of tokens, or a list of several."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.norm1, self.attn, self.ls1 = nn.LayerNorm(width), Attention(width, heads), Scale(width)
+        self.norm2, self.mlp, self.ls2 = nn.LayerNorm(width), Mlp(width, 2 * width), Scale(width)
+
+    def one(self, x: Tensor) -> Tensor:
+        x = x + self.ls1(self.attn(self.norm1(x)))
+        return x + self.ls2(self.mlp(self.norm2(x)))
+
+    def forward(self, x_or_list: Any) -> Any:
+        if isinstance(x_or_list, Tensor):
+            return self.one(x_or_list)
+        return [self.one(x) for x in x_or_list]
+
+
+class Chunk(nn.ModuleList):
+    def forward(self, x: Any) -> Any:
+        for block in self:
+            x = block(x)
+        return x
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_size, self.proj, self.norm = (8, 8), nn.Conv2d(3, WIDTH, 8, 8), nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.norm(self.proj(images).flatten(2).mT)
+
+
+class DinoVisionTransformer(nn.Module):
+    """The structure of DINOv2's own repository: blocks in chunks, with identities in the places of earlier ones."""
+
+    def __init__(self, chunks: int = 2, depth: int = 4, registers: int = 2):
+        super().__init__()
+        self.embed_dim, self.registers = WIDTH, registers
+        self.patch_embed = PatchEmbed()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + (SIZE // 8) ** 2, WIDTH))
+        self.register_tokens = nn.Parameter(torch.zeros(1, registers, WIDTH))
+        blocks, size = [NestedBlock(WIDTH, 3) for _ in range(depth)], depth // chunks
+        self.chunked_blocks = chunks > 1
+        self.blocks = nn.ModuleList(
+            [Chunk([*[nn.Identity()] * start, *blocks[start : start + size]]) for start in range(0, depth, size)]
+            if self.chunked_blocks
+            else blocks
+        )
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Identity()
+        self.mask_token = nn.Parameter(torch.zeros(1, WIDTH))
+
+    def prepare_tokens_with_masks(self, x: Tensor, masks: Tensor | None = None) -> Tensor:
+        x = self.patch_embed(x)
+        if masks is not None:
+            x = torch.where(masks.unsqueeze(-1), self.mask_token.unsqueeze(0), x)
+        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1) + self.pos_embed
+        return torch.cat([x[:, :1], self.register_tokens.expand(x.shape[0], -1, -1), x[:, 1:]], 1)
+
+    def forward_features(self, x: Tensor, masks: Tensor | None = None) -> dict[str, Any]:
+        x = self.prepare_tokens_with_masks(x, masks)
+        for block in self.blocks:
+            x = block(x)
+        normed, first = self.norm(x), 1 + self.registers
+        return {
+            "x_norm_clstoken": normed[:, 0], "x_norm_regtokens": normed[:, 1:first],
+            "x_norm_patchtokens": normed[:, first:], "x_prenorm": x, "masks": masks,
+        }  # fmt: skip
+
+    def forward(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+        features = self.forward_features(*args, **kwargs)
+        return features if is_training else self.head(features["x_norm_clstoken"])
+
+
+class DinoSegmenter(nn.Module):
+    """A linear map of the patch features of DINOv2's repository."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dino, self.classify = DinoVisionTransformer(registers=0), nn.Conv2d(WIDTH, 4, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.dino.forward_features(images)["x_norm_patchtokens"]
+        return self.classify(patches.mT.unflatten(2, (SIZE // 8, -1)))
+
+
+class LucidAttention(nn.Module):
+    """The attention of vit-pytorch: a norm inside, one map without biases, an output in a sequence with a dropout."""
+
+    def __init__(self, dim: int, heads: int, dim_head: int, dropout: float, normed: bool = True):
+        super().__init__()
+        inner = heads * dim_head
+        self.heads, self.scale = heads, dim_head**-0.5
+        if normed:
+            self.norm = nn.LayerNorm(dim)
+        self.attend, self.dropout = nn.Softmax(dim=-1), nn.Dropout(dropout)
+        self.to_qkv = nn.Linear(dim, 3 * inner, bias=False)
+        self.to_out = nn.Sequential(nn.Linear(inner, dim), nn.Dropout(dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x) if hasattr(self, "norm") else x
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.to_qkv(x).chunk(3, dim=-1))
+        weights = self.dropout(self.attend(q @ k.transpose(-1, -2) * self.scale))
+        return self.to_out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim: int, hidden: int, dropout: float, normed: bool = True):
+        super().__init__()
+        first = [nn.LayerNorm(dim)] if normed else []
+        maps = [nn.Linear(dim, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, dim), nn.Dropout(dropout)]
+        self.net = nn.Sequential(*first, *maps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class PreNorm(nn.Module):
+    def __init__(self, dim: int, fn: nn.Module):
+        super().__init__()
+        self.norm, self.fn = nn.LayerNorm(dim), fn
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return self.fn(self.norm(x), **kwargs)
+
+
+class LucidTransformer(nn.Module):
+    """Pairs of attention and feed-forward in a list of lists, which the forward unpacks."""
+
+    def __init__(self, dim: int, depth: int, older: bool, dropout: float):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.layers = nn.ModuleList()
+        for _ in range(depth):
+            pair: list[nn.Module] = [
+                LucidAttention(dim, 3, 8, dropout, not older), FeedForward(dim, 2 * dim, dropout, not older)
+            ]  # fmt: skip
+            self.layers.append(nn.ModuleList([PreNorm(dim, part) for part in pair] if older else pair))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for attn, ff in self.layers:  # type: ignore[misc]
+            x = attn(x) + x
+            x = ff(x) + x
+        return self.norm(x)
+
+
+class Patches(nn.Module):
+    """Pixels of a patch in a row."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.unfold(2, 8, 8).unfold(3, 8, 8).permute(0, 2, 3, 4, 5, 1).flatten(1, 2).flatten(2)
+
+
+class LucidViT(nn.Module):
+    """The structure of vit-pytorch."""
+
+    def __init__(self, older: bool = False, dropout: float = 0.0, pool: str = "cls"):
+        super().__init__()
+        self.to_patch_embedding = nn.Sequential(
+            Patches(), nn.LayerNorm(192), nn.Linear(192, WIDTH), nn.LayerNorm(WIDTH)
+        )
+        self.pos_embedding = nn.Parameter(torch.randn(1, (SIZE // 8) ** 2 + 1, WIDTH))
+        self.cls_token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.dropout, self.pool = nn.Dropout(dropout), pool
+        self.transformer = LucidTransformer(WIDTH, 3, older, dropout)
+        self.to_latent, self.mlp_head = nn.Identity(), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.to_patch_embedding(images)
+        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1)
+        x = self.transformer(self.dropout(x + self.pos_embedding))
+        return self.mlp_head(self.to_latent(x.mean(dim=1) if self.pool == "mean" else x[:, 0]))
+
+
+class Separate(nn.Module):
+    """An own model with four projections per attention, and the norm of the block inside a residual branch."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.attention = Separate.Heads()
+            self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 48), nn.ReLU(), nn.Linear(48, WIDTH))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            tokens = tokens + self.attention(self.ln_1(tokens))
+            return tokens + self.feed_forward(self.ln_2(tokens))
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n_heads = 4
+            self.q_lin, self.k_lin, self.v_lin, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            q, k, v = (
+                part(tokens).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+                for part in (self.q_lin, self.k_lin, self.v_lin)
+            )
+            return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, WIDTH, 8, 8)
+        self.cls = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.positions = nn.Parameter(torch.randn(1, (SIZE // 8) ** 2, WIDTH))
+        self.body = nn.Sequential(*(Separate.Layer() for _ in range(3)))
+        self.classifier = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.stem(images).flatten(2).mT + self.positions
+        tokens = torch.cat([self.cls.expand(len(images), -1, -1), patches], 1)
+        return self.classifier(self.body(tokens)[:, 0])
+
+
 # Wrappers, and several towers.
 
 
@@ -216,11 +517,22 @@ CASES: dict[str, Case] = {
     "old weight norm": Case(old_weight_norm, is_slow=True, needs_factory=False),
     "pruned in a sequence": Case(pruned),
     "head of DINO": Case(normed_head),
+    "encoder of torch": Case(lambda: OfEncoder(norm_first=True, activation="gelu")),
+    "encoder of torch, mean": Case(lambda: OfEncoder(mean=True, dropout=0.0)),
+    "encoder of torch, tokens first": Case(lambda: OfEncoder(batch_first=False, dropout=0.0)),
+    "layers of torch": Case(OfLayers, needs_factory=False),
+    "DINOv2's repository": Case(DinoVisionTransformer, needs_factory=False),
+    "DINOv2's repository, one list": Case(lambda: DinoVisionTransformer(chunks=1)),
+    "segmenter of DINOv2's repository": Case(DinoSegmenter, needs_factory=False),
+    "vit-pytorch": Case(LucidViT, needs_factory=False),
+    "vit-pytorch, older": Case(lambda: LucidViT(older=True, pool="mean")),
+    "vit-pytorch with dropout": Case(lambda: LucidViT(dropout=0.1)),
+    "four projections": Case(Separate, needs_factory=False),
     "TimmWrapper": Case(wrapped_timm),
-    "EMA": Case(Ema),
+    "EMA": Case(Ema, needs_factory=False),
     "ModelEmaV3": Case(lambda: timm.utils.ModelEmaV3(of_timm())),
-    "own methods": Case(MaskedAutoencoder),
-    "dictionary": Case(Named),
+    "own methods": Case(MaskedAutoencoder, needs_factory=False),
+    "dictionary": Case(Named, needs_factory=False),
 }
 
 

@@ -20,9 +20,11 @@ def use_flat_attention(model: Any) -> None:
         query, mask = node.inputs[0], node.inputs[3] if len(node.inputs) > 3 else None
         heads = query.shape[1]
         if mask is not None and mask.shape[2] != query.shape[2]:
-            if mask not in expanded:
-                expanded[mask] = _with_all_queries(ir, node, mask, query)
-            node.replace_input_with(3, expanded[mask])
+            # The last layer may have the queries of the tokens before the patches alone.
+            key = mask, query.shape[2]
+            if key not in expanded:
+                expanded[key] = _with_all_queries(ir, node, mask, query)
+            node.replace_input_with(3, expanded[key])
         flat = [_flat_input(value) for value in node.inputs[:3]]
         joined = _flat_output(node.outputs[0])
         if None in flat or joined is None:

@@ -77,6 +77,8 @@ def softmax_covariance(
     """
     wide = torch.promote_types(key.dtype, torch.float32)
     keys, weights = key.to(wide).transpose(1, 2), attention.to(wide)
+    # A covariance is that of the differences from any point; of equal large keys all digits would be lost.
+    keys = keys - keys.mean(-2, keepdim=True)
     # [batch, heads, queries, directions]: the mean of the keys under the attention of every query.
     means = weights @ keys
     queries = weights.shape[-2]

@@ -169,6 +169,13 @@ class AdoptedFamily(Family):
         """Creates a model of any class of the library, also of one that is not read; by default by its name."""
         return self.initialized(architecture, **arguments)
 
+    def recognize_(self, module: nn.Module, path: str, description: Mapping[str, Any]) -> nn.Module:
+        """Returns a module of a user's, which contains a model of this family at `path`, as it was adopted."""
+        return module
+
+    def prove_units(self, adopted: Adopted) -> None:
+        """Raises NotSupported where the hidden units of an MLP, in a model of a user's class, are not separate."""
+
     def restore_buffers_(self, source: nn.Module) -> None:
         """Computes the buffers that are not saved with the weights, on the CPU, in a model on the meta device."""
 

@@ -288,6 +288,10 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None) -> nn.Module:
     _require_no_supported_part(model)
     found = whole.trunk_of(plain)
     if found is None:
+        structured = whole.structure.found(plain)
+        if structured is not None:
+            with suppress(NotSupported):  # its attention is not what its parts are named like: its MLPs are read
+                return whole.adopt(model, structured[1], whole.structure, structured[0])
         return _adopt_units(whole, model, lambda: family_of(plain), plain=plain)
     return whole.adopt(model, *found, plain)
 

@@ -83,6 +83,7 @@ class ReaderAttention(Adapter):
     """attnrx attention in the place of an attention module that is called with tokens, or as nn.MultiheadAttention."""
 
     returns_weights = False
+    batch_first = False  # nn.TransformerEncoderLayer then calls its parts, and no kernel that has their weights
 
     def forward(
         self, tokens: TokenBatch, key: Tensor | None = None, value: Tensor | None = None, **options: Any
@@ -95,7 +96,9 @@ class ReaderAttention(Adapter):
         # Blocks around nn.MultiheadAttention call it with (x, x, x).
         if any(side is not None and side is not tokens for side in (key, value)):
             raise NotSupported("attention to other tokens (key or value is not query) is not supported.")
-        masks = [name for name in ("attn_mask", "key_padding_mask", "mask") if options.get(name) is not None]
+        masks = [
+            name for name in ("attn_mask", "key_padding_mask", "mask", "attn_bias") if options.get(name) is not None
+        ]
         if masks or options.get("is_causal"):
             raise NotSupported(f"attention masks ({', '.join(masks) or 'is_causal'}) are not supported.")
         mixed = self.mixed(tokens)
@@ -150,10 +153,10 @@ class ReaderFamily(AdoptedFamily):
                 f"prefix_tokens={prefix} with {patches} patches are {prefix + patches}."
             )
         if self.has_plain_units(adopted):
-            self._require_separate_units(adopted)
+            self._require_separate_units(adopted, adopted)
         return adopted
 
-    def _require_separate_units(self, adopted: Adopted) -> None:
+    def _require_separate_units(self, adopted: Adopted, run: nn.Module) -> None:
         """Raises NotSupported unless every hidden unit of an MLP depends on one row of its first map only."""
         # Of two images. In every MLP the second image gets the first one's outputs of the first map, with every other
         # unit changed: in the input of the second map the other units must be equal, whatever the blocks before
@@ -175,12 +178,12 @@ class ReaderFamily(AdoptedFamily):
             separate[index] = args[0].shape[-1] == units and is_separate
 
         image = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
-        with evaluating((adopted,)), ExitStack() as hooks:
+        with evaluating((run,)), ExitStack() as hooks:
             for index, (first, second) in enumerate(self.mlp(adopted)):
                 linear: Any = first
                 hooks.enter_context(linear.register_forward_hook(change))
                 hooks.enter_context(second.register_forward_pre_hook(partial(compare, index, linear.out_features)))
-            adopted(image.expand(2, -1, -1, -1))
+            run(image.expand(2, -1, -1, -1))
         if not all(separate):
             raise NotSupported(
                 f"{adopted.origin.architecture} cannot be adopted: in block {separate.index(False)} more than an "

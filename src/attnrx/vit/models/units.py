@@ -5,6 +5,7 @@ maps, or convolutions of which the second is 1 x 1, between which every unit is 
 removed from any of them; the attention around them is not read.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -352,17 +353,35 @@ def _shapes(model: nn.Module, stated: Mapping[str, Any]) -> Iterator[tuple[int, 
     if stated.get("input_shape"):
         yield image_shape(stated["input_shape"])
         return
-    if convolution is None:
+    if convolution is None and _position_sides(parts, None) == []:
         return
     facts: Any = getattr(model, "pretrained_cfg", None) or {}
     config = getattr(model, "config", None)
-    channels = getattr(config, "num_channels", None) or convolution.in_channels
+    channels = getattr(config, "num_channels", None) or (3 if convolution is None else convolution.in_channels)
     hints = [getattr(part, name, None) for part in parts for name in ("img_size", "image_size")]
     hints += [getattr(config, "image_size", None), facts.get("input_size", (0, 0, 0))[1:]]
+    hints += _position_sides(parts, convolution)
     for hint in dict.fromkeys([*(tuple(hint) if isinstance(hint, list) else hint for hint in hints), *SIDES]):
         sides = (hint, hint) if isinstance(hint, int) else hint
         if isinstance(sides, tuple) and len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides):
             yield channels, sides[0], sides[1]
+
+
+def _position_sides(parts: Sequence[nn.Module], convolution: nn.Conv2d | None) -> list[int]:
+    """Returns the sides of square images that position embeddings, [1, tokens, width], may be made for."""
+    linear = next((part for part in parts if isinstance(part, nn.Linear)), None)
+    if convolution is not None:
+        patch = convolution.stride[0]
+    else:  # pixels of three channels in a row
+        patch = math.isqrt(linear.in_features // 3) if linear is not None else 0
+    counts = {
+        tensor.shape[1] - prefix
+        for part in parts
+        for tensor in part.parameters(recurse=False)
+        if tensor.ndim == 3 and len(tensor) == 1
+        for prefix in range(6)
+    }
+    return [patch * math.isqrt(count) for count in sorted(counts) if count > 3 and math.isqrt(count) ** 2 == count]
 
 
 # Finding the pairs.

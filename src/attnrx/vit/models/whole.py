@@ -33,6 +33,7 @@ from attnrx.vit.models.foreign_code import (
 )
 from attnrx.vit.models.module_family import created_by
 from attnrx.vit.models.observation_hooks import evaluating
+from attnrx.vit.models.structure import StructureFamily
 from attnrx.vit.models.substitute import Substitute, remove_capturing_
 from attnrx.vit.models.units import UnitsFamily
 from attnrx.vit.models.unsupported_features import model_name
@@ -53,6 +54,7 @@ class Surroundings:
     `sizes` are the numbers per image of every tensor that is returned, by their places, `outputs` the name of the
     `OutputKind`, and `macs` the multiply-accumulates per image outside of the Vision Transformer. `creation` is how a
     library creates the module, if it does: its `library`, and `architecture` and `arguments` (`AdoptedFamily.created`).
+    `by_class` is whether the class without arguments creates it.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Surroundings:
     outputs: str
     macs: int
     creation: Mapping[str, Any] | None = None
+    by_class: bool = True
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "Surroundings":
@@ -174,7 +177,7 @@ class WholeFamily(Family):
 
     def __init__(self, libraries: Mapping[str, AdoptedFamily], factory: Factory | None = None):
         self.libraries: dict[str, AdoptedFamily] = {family.name: family for family in libraries.values()}
-        self.units = UnitsFamily()
+        self.units, self.structure = UnitsFamily(), StructureFamily()
         self.factory = factory
 
     def trunk_of(self, model: nn.Module) -> tuple[str, AdoptedFamily] | None:
@@ -277,12 +280,14 @@ class WholeFamily(Family):
             require_unchanged(model, lambda images: rows_of(model(images)), origin.input_shape)
         images = _images_of_proof(model, whole, family)
         tensors = _proved(model, whole, family, images)
+        family.prove_units(trunk)
         require_own_weights(whole, model, origin.input_shape)
         whole.around = replace(
             around,
+            by_class=self.factory is None and _is_created_by_class(model, around, images, tensors),
             sizes=_sizes(tensors),
             outputs=_kind_of(family, whole, tensors),
-            macs=_outer_macs(plain, whole) if path else 0,
+            macs=_outer_macs(plain, whole, family) if path or family.name == self.structure.name else 0,
             read_blocks=_read_blocks(whole, family, images[:1]) if every else (),
         )
         if every and not _answers_alike(whole, images, tensors):
@@ -300,7 +305,8 @@ class WholeFamily(Family):
         family.resize_created_(fresh.get_submodule(whole.around.path), before, (height, width))
         vars(whole)["shape"] = _Shape(fresh)
         outputs = _outputs_at_size(whole)
-        macs = _outer_macs(whole.module, whole) if whole.around.path else 0
+        is_counted = whole.around.path or family.name == self.structure.name
+        macs = _outer_macs(whole.module, whole, family) if is_counted else 0
         whole.around = replace(whole.around, sizes=_sizes(outputs), macs=macs)
 
     def matches(self, model: nn.Module) -> bool:
@@ -327,7 +333,7 @@ class WholeFamily(Family):
         family = self._family(around.family)
         # With values, because the code of a module may read those of its buffers.
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            module = merged(self._created(around))
+            module = family.recognize_(merged(self._created(around)), around.path, description)
         if around.path and around.path not in dict(module.named_modules()):
             raise InvalidInput(f"{around.name} was created without the part {around.path!r:.80}.")
         source = module.get_submodule(around.path)
@@ -345,7 +351,8 @@ class WholeFamily(Family):
         return created_by(self.factory or _creator(around), around.name)
 
     def _family(self, name: str) -> AdoptedFamily:
-        return self.units if name == self.units.name else self.libraries[name]
+        own = {family.name: family for family in (self.units, self.structure)}
+        return own[name] if name in own else self.libraries[name]
 
     def library_model(self, model: nn.Module) -> nn.Module:
         return self._of(model)[0].shape.fresh()
@@ -490,7 +497,24 @@ def _creator(around: Surroundings) -> Factory:
     if required or module.split(".")[0] in ("timm", "transformers", "torchvision", "open_clip", "torch"):
         needs = f"needs {', '.join(required)}" if required else "does not state its parts"
         raise NotSupported(f"the class {around.name} of this model {needs}: {remedy}")
+    if not around.by_class:
+        raise NotSupported(f"the class {around.name} without arguments creates another model: {remedy}")
     return target
+
+
+def _is_created_by_class(
+    model: nn.Module, around: Surroundings, images: Tensor, expected: Mapping[str, Tensor]
+) -> bool:
+    """Whether the class without arguments creates the module, up to its weights."""
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            created = _creator(around)().to(images)
+        created.load_state_dict(model.state_dict())
+        with evaluating((created,)):
+            # The text of a module shows what its outputs in evaluation do not, as rates of dropout.
+            return repr(created) == repr(model) and not _differing(expected, tensors_of(created(images)))
+    except Exception:  # the code of a module raises errors of any type
+        return False
 
 
 def _outputs_at_size(whole: Whole) -> dict[str, Tensor]:
@@ -633,8 +657,15 @@ def _kind_of(family: AdoptedFamily, whole: Whole, tensors: Mapping[str, Tensor])
     return "logits" if heads or (not whole.around.path and family.heads(whole.trunk)) else "embedding"
 
 
-def _outer_macs(model: nn.Module, whole: Whole) -> int:
-    """Returns the MACs per image outside of the Vision Transformer, counted in a forward pass."""
+def _outer_macs(model: nn.Module, whole: Whole, family: AdoptedFamily) -> int:
+    """Returns the MACs per image outside of the Vision Transformer, or of the parts of it that are read, counted in a
+    forward pass.
+    """
+    source = model.get_submodule(whole.around.path)
+    # Its parts too: the module may call a method of it, and not the whole.
+    parts = list(source.modules())
+    if isinstance(family, StructureFamily):
+        parts = [*family.blocks(source), source.get_submodule(family.parts(source).patches)]
     active, before, inside = 0, 0, 0
 
     def enter(*_: object) -> None:
@@ -650,8 +681,7 @@ def _outer_macs(model: nn.Module, whole: Whole) -> int:
             inside += counter.get_total_flops() - before
 
     with evaluating((model,)), FlopCounterMode(display=False) as counter, ExitStack() as hooks:
-        # Its parts too: the module may call a method of it, and not the whole.
-        for part in model.get_submodule(whole.around.path).modules():
+        for part in parts:
             hooks.enter_context(part.register_forward_pre_hook(enter))
             hooks.enter_context(part.register_forward_hook(leave))
         model(random_images(whole, whole.trunk.origin.input_shape)[:1])
