@@ -4,9 +4,8 @@
 # # Use a model of your own
 #
 # attnrx knows the Vision Transformers of timm, transformers, torchvision and open_clip, and finds the parts of many
-# others by itself ([which ones](../models.md)): try `rx.load(model)` first. A `Reader` states where they are, which also
-# gives the model a classifier whose tokens are pooled as stated, and proves it part by part. The model may be any
-# `torch.nn.Module`:
+# others by itself ([which ones](../models.md)): try `rx.load(model)` first. A `Reader` states where they are. The model
+# may be any `torch.nn.Module`:
 
 # %%
 from dataclasses import replace

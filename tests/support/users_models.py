@@ -528,7 +528,7 @@ CASES: dict[str, Case] = {
     "vit-pytorch, older": Case(lambda: LucidViT(older=True, pool="mean")),
     "vit-pytorch with dropout": Case(lambda: LucidViT(dropout=0.1)),
     "four projections": Case(Separate, needs_factory=False),
-    "TimmWrapper": Case(wrapped_timm),
+    "TimmWrapper": Case(wrapped_timm, needs_factory=False),
     "EMA": Case(Ema, needs_factory=False),
     "ModelEmaV3": Case(lambda: timm.utils.ModelEmaV3(of_timm())),
     "own methods": Case(MaskedAutoencoder, needs_factory=False),
