@@ -166,6 +166,6 @@ def library(module: str, extra: str = "onnx") -> Any:
     return required_module(module, extra, "this format")
 
 
-def to_numpy(images: Float[Tensor, "batch channels height width"]) -> Any:
-    """Returns images as a contiguous NumPy array, the input of CPU runtimes other than torch."""
-    return images.detach().cpu().contiguous().numpy()
+def to_numpy(inputs: Float[Tensor, "batch *sizes"]) -> Any:
+    """Returns images, or the tokens of some blocks, as a contiguous NumPy array, the input of CPU runtimes other than torch."""
+    return inputs.detach().cpu().contiguous().numpy()
