@@ -167,5 +167,5 @@ def library(module: str, extra: str = "onnx") -> Any:
 
 
 def to_numpy(inputs: Float[Tensor, "batch *sizes"]) -> Any:
-    """Returns images, or the tokens of some blocks, as a contiguous NumPy array, the input of CPU runtimes other than torch."""
+    """Returns images, or tokens of blocks, as a contiguous NumPy array: the input of CPU runtimes other than torch."""
     return inputs.detach().cpu().contiguous().numpy()
