@@ -81,7 +81,7 @@ saved and loaded with the model. So is a module of your own that contains one of
 decoder, several outputs, an averaged model), or is one with a head of your own, made by its constructor or of a
 subclass: `attnrx.load(module)` returns a copy of the whole, with the module in `.module`. Tensors of any shape, tuples
 and dictionaries are compared by the squared error relative to their variance, or by a `divergence` and a `metric` of
-yours ([A segmentation model](how-to/segmentation.md)). A saved folder creates the module by its
+yours ([A segmentation model](how-to/segmentation.md)); files have every output by its name. A saved folder creates the module by its
 class where that takes no arguments, by its library where that creates it (also backbones and segmentation models of
 transformers), else by `attnrx.load(folder, factory="module:function")`; `save` says which.
 
@@ -106,7 +106,8 @@ not tile.
 
 `shrink`, `elastic` and every other verb take what the loader yields for the model: mappings with `pixel_values` [batch,
 frames, channels, height, width] (VideoMAE, ViViT), `input_values` [batch, time, mel] (AST), or SigLIP 2's padded
-patches with `pixel_attention_mask` and `spatial_shapes`, of images of any aspect ratio in one loader. `shrink` and `elastic`
+patches with `pixel_attention_mask` and `spatial_shapes`, of images of any aspect ratio in one loader. `shrink` and
+`elastic`
 then make a model of padded patches, whose padding changes nothing; it has no file, because transformers reads the grid
 of every image as Python integers.
 

@@ -319,15 +319,35 @@ def test_a_module_is_shrunk_as_a_whole(name: str, tmp_path: Path) -> None:
     assert {key: tensor.shape for key, tensor in found.items()} == {key: each.shape for key, each in expected.items()}
     for key, tensor in expected.items():
         assert torch.corrcoef(torch.stack([tensor.flatten(), found[key].flatten()]))[0, 1] > 0.8
-    is_one = len(expected) == 1
-    shrunk.save(tmp_path / "slim", onnx=is_one)
+    shrunk.save(tmp_path / "slim")
     assert (tmp_path / "slim" / "report.html").exists()
     loaded = rx.load(tmp_path / "slim", factory=lambda: made(name).float())
     assert_equal(outputs(loaded, images), outputs(shrunk.model, images))
-    if is_one:
-        file = rx.load(tmp_path / "slim" / "model.onnx")
-        assert_equal(outputs(file, images[:8]), found, 1e-4)
-        assert output_kind_of(file).name == output_kind_of(loaded).name
+    file = rx.load(tmp_path / "slim" / "model.onnx")
+    assert_equal(outputs(file, images[:8]), found, 1e-4)
+    assert output_kind_of(file).name == output_kind_of(loaded).name
+
+
+@pytest.mark.parametrize("to", ["onnx", "program", "openvino", "int8"])
+@pytest.mark.parametrize("name", ["dictionary", "tuple"])
+def test_a_file_has_every_output_by_its_name(name: str, to: str, tmp_path: Path) -> None:
+    pytest.importorskip({"openvino": "openvino", "program": "torch"}.get(to, "onnxruntime"))
+    whole: Any = rx.load(made(name).float())
+    images = IMAGES.float()
+    expected = outputs(whole, images)
+    path = tmp_path / {"program": "model.pt2", "openvino": "model.xml"}.get(to, "model.onnx")
+    options: dict[str, Any] = {"calibration": images.repeat(13, 1, 1, 1)} if to == "int8" else {}
+    for batch in ("dynamic", 2):
+        file = rx.export(whole, path, to=to, batch=batch, **options)
+        for each in (file, rx.load(path, trust=to == "program")):
+            assert_equal(outputs(each, images), expected, 0.5 if to == "int8" else 1e-4)
+            assert output_kind_of(each).name == "several"
+            assert family_of(whole).matches(whole) and each.output_sizes == whole.output_sizes
+    found = rx.verify(file, whole, images.repeat(5, 1, 1, 1), [Fidelity()]).findings
+    assert next(each.value for each in found if each.details["quantity"] == "divergence") < 0.05
+    if to == "onnx":
+        session = pytest.importorskip("onnxruntime").InferenceSession(str(path))
+        assert [each.name for each in session.get_outputs()] == list(expected)
 
 
 class Lengths(Saliency):

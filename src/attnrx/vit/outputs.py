@@ -480,8 +480,8 @@ def _own_kind(model: nn.Module) -> OutputKind:
     if name is None:
         name = "logits" if family is None else family.output_kind(model)
     if name in ("map", "several"):
-        sizes = tuple(model.around.sizes.values()) if isinstance(model, Whole) else ()
-        return type(KINDS[name])(sizes)  # type: ignore[call-arg]
+        sizes = getattr(model, "output_sizes", {})  # of a whole module, or of its file
+        return type(KINDS[name])(tuple(sizes.values()))  # type: ignore[call-arg]
     heads = () if family is None else family.heads(model)
     return KINDS["binary_logit" if name == "logits" and heads and num_outputs(heads[0]) == 1 else name]
 

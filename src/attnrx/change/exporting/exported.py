@@ -18,6 +18,7 @@ from attnrx.support.dataclass_records import from_dict
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_sha256, read_json, read_record
+from attnrx.support.trees import joined
 from attnrx.support.validation import Invalid, below
 from attnrx.vit.models.family import STATED_OUTPUTS
 
@@ -34,6 +35,13 @@ def _require_file_names(files: Mapping[str, Any], where: str) -> None:
     for name, sha256 in files.items():
         if Path(name).name != name or not isinstance(sha256, str):
             raise Invalid(below(where, name), "is no file name with its sha256 as text")
+
+
+def _require_sizes(outputs: Mapping[str, Any], where: str) -> None:
+    """Checks that `outputs` maps names to numbers per image."""
+    for name, size in outputs.items():
+        if type(size) is not int or size < 0:
+            raise Invalid(below(where, name), "is no number of values per image")
 
 
 FACTS = fields.Record(
@@ -53,6 +61,7 @@ FACTS = fields.Record(
         ),
         "class_names": fields.Items(fields.Text()),
     },
+    {"outputs": fields.Record(open=True, then=_require_sizes)},
     open=True,
 )
 RECORD = fields.Record(more={"earlier": FACTS}, then=FACTS.check, open=True)  # earlier: see `_of_present_files`
@@ -92,15 +101,21 @@ class Exported(nn.Module):
         self.register_buffer("content", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         self._runs: dict[int, Run] = {}
         # Of class logits the width decides; of a file of features there is no kind.
-        if self.facts.get("output") in ("multilabel", "regression", "embedding", "map"):
+        if self.facts.get("output") in ("multilabel", "regression", "embedding", "map", "several"):
             setattr(self, STATED_OUTPUTS, self.facts["output"])
 
     def __repr__(self) -> str:
         batch = "any batch" if self.images.batch is None else f"batches of {self.images.batch}"
         return f"Exported({str(self.path)!r}, {self.form}, images {list(self.images.shape)}, {batch})"
 
-    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch *outputs"]:
-        """Returns the logits, or the features of all patches, on the device of the images.
+    @property
+    def output_sizes(self) -> Mapping[str, int]:
+        """The numbers per image of every output, by their names, where there are several."""
+        return self.facts.get("outputs", {})
+
+    def forward(self, images: Float[Tensor, "batch channels height width"]) -> Any:
+        """Returns the logits, or the features of all patches, on the device of the images: a tensor [batch, ...], or
+        several by their names.
 
         Raises:
             InvalidInput: The images have another shape or precision than the file takes.
@@ -113,8 +128,11 @@ class Exported(nn.Module):
             )
         run, placed = self._run(torch.get_num_threads()), images.to(self.images.device)
         with torch.no_grad():
-            logits = run(placed) if self.images.batch is None else _chunked_forward(run, placed, self.images.batch)
-        return logits.to(images.device)
+            found = run(placed) if self.images.batch is None else _chunked_forward(run, placed, self.images.batch)
+        outputs = tuple(each.to(images.device) for each in found)
+        if len(outputs) == 1:
+            return outputs[0]
+        return dict(zip(self.output_sizes, outputs, strict=True)) if self.output_sizes else outputs
 
     def _run(self, threads: int) -> Run:
         # A session keeps the number of threads that it was started with, so every number has its own.
@@ -129,13 +147,14 @@ class Exported(nn.Module):
         return Exported(self.path, self.form, self.images, self.facts).train(self.training)
 
 
-def _chunked_forward(run: Run, images: Tensor, size: int) -> Tensor:
+def _chunked_forward(run: Run, images: Tensor, size: int) -> tuple[Tensor, ...]:
     parts = []
     for part in images.split(size):
         # F.pad takes the axes from the last one on: three of the image without padding, then the batch.
         missing = size - len(part)
-        parts.append(run(F.pad(part, (0, 0) * 3 + (0, missing)) if missing else part)[: len(part)])
-    return torch.cat(parts)
+        found = run(F.pad(part, (0, 0) * 3 + (0, missing)) if missing else part)
+        parts.append(tuple(each[: len(part)] for each in found))
+    return joined(parts)
 
 
 def facts_path(path: Path | str) -> Path:

@@ -16,7 +16,7 @@ from attnrx.support.shapes import Float, Tensor
 
 INPUT = "images"  # the name of the input in the graphs of ONNX
 
-Run = Callable[[Tensor], Tensor]
+Run = Callable[[Tensor], tuple[Tensor, ...]]
 """Images in, logits out, on the device of the file."""
 
 # The largest difference of a logit attributed to rounding, as a share of the largest logit.
@@ -86,7 +86,9 @@ class Format(ABC):
 
     @abstractmethod
     def open(self, path: Path, device: str, threads: int) -> Run:
-        """Opens the file and returns a function that runs it on a device with this many CPU threads."""
+        """Opens the file and returns a function that runs it on a device with this many CPU threads, and returns its
+        outputs.
+        """
 
     def describe(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Writes the facts into the file, where the format has a place for them."""

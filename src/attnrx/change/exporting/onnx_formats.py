@@ -15,6 +15,7 @@ from attnrx.change.exporting.flat_attention import use_flat_attention
 from attnrx.change.exporting.format import INPUT, Format, Run, library, run_script, to_numpy
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
+from attnrx.support.trees import rows_of
 
 BATCH, OPSETS = "batch", range(18, 24)
 # The statements of the script beside the file: the facts are its metadata.
@@ -57,12 +58,13 @@ class Onnx(Format):
             count = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
             return op.TopK(self, count, axis=dim, largest=int(descending), sorted=1)
 
+        num_outputs = len(program.graph_signature.user_outputs)
         translated: Any = torch.onnx.export(
             program,
             dynamo=True,
             opset_version=self.opset,
             input_names=[INPUT],
-            output_names=["outputs"],  # until `describe` names them
+            output_names=[f"outputs{index}" for index in range(num_outputs)],  # until `describe` names them
             custom_translation_table={torch.ops.aten.sort.stable: sort_stable},
             verbose=False,
             optimize=False,  # the exporter's rewriting rules take two thirds of an export; runtimes have their own
@@ -89,7 +91,7 @@ class Onnx(Format):
         shown = {"image_shape": facts["images"]["shape"], **facts["normalization"], "class_names": facts["class_names"]}
         shown["preprocessing"] = facts["preprocessing"]
         onnx.helper.set_model_props(model, {name: json.dumps(value) for name, value in shown.items()})
-        _name_output(model, facts["output"])
+        _name_outputs(model, list(facts.get("outputs", ())) or [facts["output"]])
         onnx.save(model, path)
 
     def example(self, path: Path) -> str | None:
@@ -106,8 +108,8 @@ class Onnx(Format):
         options.log_severity_level = 3  # errors
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        # None: all outputs, of which there is one.
-        return lambda images: torch.from_numpy(session.run(None, {INPUT: to_numpy(images)})[0])
+        # None: all outputs.
+        return lambda images: tuple(map(torch.from_numpy, session.run(None, {INPUT: to_numpy(images)})))
 
 
 def weights_of(program: torch.export.ExportedProgram) -> list[Tensor]:
@@ -129,15 +131,15 @@ def _name_batch(model: Any) -> None:
                 value.shape[index] = re.sub(rf"\b{re.escape(symbol)}\b", BATCH, str(size))
 
 
-def _name_output(model: Any, name: str) -> None:
-    """Renames the output of an ONNX graph, which has one."""
-    (output,) = model.graph.output
-    if output.name == name:
-        return
-    # torch names values by their operators, and "embedding" is one of CLIP's.
-    _rename_value(model.graph, name, f"{name}_of_operator")
-    _rename_value(model.graph, output.name, name)
-    output.name = name
+def _name_outputs(model: Any, names: Sequence[str]) -> None:
+    """Renames the outputs of an ONNX graph."""
+    for output, name in zip(model.graph.output, names, strict=True):
+        if output.name == name:
+            continue
+        # torch names values by their operators, and "embedding" is one of CLIP's.
+        _rename_value(model.graph, name, f"{name}_of_operator")
+        _rename_value(model.graph, output.name, name)
+        output.name = name
 
 
 def _rename_value(graph: Any, name: str, new: str) -> None:
@@ -219,7 +221,7 @@ class Int8(Onnx):
 
     def _outputs(self, path: Path, images: Sequence[Tensor]) -> Tensor:
         run = Onnx.open(self, path, "cpu", torch.get_num_threads())
-        return torch.cat([run(batch) for batch in images])
+        return torch.cat([rows_of(run(batch)) for batch in images])
 
     def _quantize(self, plain: Path, path: Path, maps: Sequence[str], images: Sequence[Tensor]) -> None:
         """Writes the file with these matrix products quantised."""

@@ -99,11 +99,12 @@ class OpenVINO(Format):
         core, compiled = library("openvino", "openvino").Core(), {}
         model = core.read_model(str(path))
 
-        def run(images: Tensor) -> Tensor:
+        def run(images: Tensor) -> tuple[Tensor, ...]:
             if images.shape not in compiled:
                 model.reshape(list(images.shape))
                 compiled[images.shape] = core.compile_model(model, "CPU", hints)
-            # A copy, which the next call cannot overwrite.
-            return torch.from_numpy(compiled[images.shape](to_numpy(images))[0].copy())
+            found = compiled[images.shape](to_numpy(images))
+            # Copies, which the next call cannot overwrite.
+            return tuple(torch.from_numpy(found[index].copy()) for index in range(len(model.outputs)))
 
         return run

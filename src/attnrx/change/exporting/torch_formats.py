@@ -1,16 +1,24 @@
 """Formats of PyTorch: programs of torch.export and AOTInductor packages."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from attnrx.change.exporting.format import ROUNDING, Format, Run
 from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Tensor
+
+
+def _returning_all(run: Callable[[Tensor], Any]) -> Run:
+    def run_all(images: Tensor) -> tuple[Tensor, ...]:
+        outputs = run(images)
+        return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+    return run_all
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ class Program(Format):
 
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Loads the program; it uses torch's threads."""
-        return torch.export.load(path).module()
+        return _returning_all(torch.export.load(path).module())
 
 
 @dataclass(frozen=True)
@@ -63,4 +71,4 @@ class AOTInductor(Program):
         """Loads the package; it uses torch's threads."""
         from torch._inductor import aoti_load_package
 
-        return aoti_load_package(str(path))
+        return _returning_all(aoti_load_package(str(path)))

@@ -118,21 +118,17 @@ class ExportSubject:
         """Copies a model of a known family, converts it to `precision`, and collects its facts.
 
         Raises:
-            NotSupported: The model returns several tensors.
+            NotSupported: The model takes inputs that no file takes.
         """
         family = family_of(model)
-        if isinstance(output_kind_of(model), Several):
-            raise NotSupported(
-                "a file has one output, and the model returns several tensors: export a module around it that returns "
-                "one of them, or save the result without it (onnx=False)."
-            )
         if (inputs := family.inputs(model)) is not None:
             inputs.require_exportable(family.input_shape(model))
         require_ordinary_weights(model)
         # The caller's model keeps its mode, device and precision.
         converted = copy_module(model).eval()
         converted = converted if form.on_cuda else converted.cpu()
-        converted = _Answer(converted) if isinstance(converted, Whole) else converted
+        if isinstance(model, Whole):
+            converted = _Answer(converted, has_several=isinstance(output_kind_of(model), Several))
         converted = converted if precision is None else converted.to(PRECISIONS[precision])
         weight = next(converted.parameters())
         size = batch if isinstance(batch, int) else None
@@ -152,6 +148,8 @@ class ExportSubject:
             "class_names": list(family.class_names(model)) if isinstance(outputs, Logits | Multilabel) else [],
             "output": "logits" if isinstance(outputs, Logits) else outputs.name,
         }
+        if isinstance(model, Whole) and isinstance(outputs, Several):
+            facts["outputs"] = dict(model.output_sizes)
         return cls(converted, images, calibration, facts, outputs)
 
     @property
@@ -478,12 +476,25 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     """
     exported = Exported(path, form, subject.images, {})
     with raising(f"the file written as {form.name} does not run", "No file was saved."), torch.no_grad():
-        expected = torch.cat([subject.model(batch).double().flatten(1).cpu() for batch in batches])
-        actual = torch.cat([exported(batch).double().flatten(1).cpu() for batch in batches])
+        # Of several outputs each is compared with its own largest number.
+        pairs = [
+            [tensor.double().flatten(1).cpu() for tensor in tensors_of(model(batch)).values()]
+            for model in (subject.model, exported)
+            for batch in batches
+        ]
+    expected, actual = (
+        [torch.cat(parts) for parts in zip(*pairs[first : first + len(batches)], strict=True)]
+        for first in (0, len(batches))
+    )
     # nan_to_num: NaN of the file is the largest difference, and max() would not find it.
-    difference = (expected - actual).abs().amax(-1).nan_to_num(nan=float("inf"))
+    differences = [
+        (one - other).abs().amax(-1).nan_to_num(nan=float("inf")) for one, other in zip(expected, actual, strict=True)
+    ]
+    tiny = torch.finfo(torch.float64).tiny
+    relative = [each / one.abs().amax(-1).clamp(min=tiny) for each, one in zip(differences, expected, strict=True)]
+    difference = torch.stack(differences).amax(0)
     # Each image's largest difference relative to its largest logit, in increasing order.
-    shares, order = (difference / expected.abs().amax(-1).clamp(min=torch.finfo(torch.float64).tiny)).sort()
+    shares, order = torch.stack(relative).amax(0).sort()
     limit, images = form.limit(subject.images.dtype), len(shares)
     allowed = int(MAY_DIFFER * images) if subject.prunes_tokens else 0
     # No more images are excluded than differ, so that the largest difference is that of all others.
@@ -496,7 +507,7 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     parity = Finding("parity", claim, share, **verdict, details=details)
     agreement = None
     if isinstance(kind, Logits | Multilabel):
-        agreement = 100 * float(kind.agreement(kind.decisions(expected), kind.decisions(actual)).mean())
+        agreement = 100 * float(kind.agreement(kind.decisions(expected[0]), kind.decisions(actual[0])).mean())
     if parity.outcome == FAILS:
         what = "labels" if isinstance(kind, Multilabel) else "class"
         kept = "" if agreement is None else f", and {agreement:.0f} % of {images} images keep their {what}"
@@ -538,17 +549,22 @@ def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
 
 
 class _Answer(nn.Module):
-    """Returns the first tensor of what a model returns, e.g. the logits in an output of transformers."""
+    """Returns the first tensor that a model returns, e.g. the logits in an output of transformers, or all of them."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, has_several: bool = False):
         super().__init__()
-        self.model = model
+        self.model, self.has_several = model, has_several
 
-    def forward(self, images: Tensor) -> Tensor:
-        return next(iter(tensors_of(self.model(images)).values()))
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
+        tensors = tuple(tensors_of(self.model(images)).values())
+        return tensors if self.has_several else tensors[0]
 
 
 def bare_subject(model: nn.Module, like: ExportSubject) -> ExportSubject:
     """Returns the subject of a model of no known family, e.g. a reference implementation, with the input of `like`."""
-    converted = _Answer(copy_module(model)).eval().to(like.images.device, like.images.dtype)
+    converted = (
+        _Answer(copy_module(model), has_several=isinstance(like.outputs, Several))
+        .eval()
+        .to(like.images.device, like.images.dtype)
+    )
     return replace(like, model=converted, facts={})

@@ -141,6 +141,11 @@ class Whole(Substitute):
         with self.forward_pass():
             return self.module(images)
 
+    @property
+    def output_sizes(self) -> Mapping[str, int]:
+        """The numbers per image of every tensor that is returned, by their places."""
+        return self.around.sizes
+
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
         """Runs one forward pass in its context; patches are restored after the blocks whose patches are read."""
