@@ -79,11 +79,12 @@ read by a `Reader` ([Use a model of your own](how-to/own_model.md)); without one
 A head that was replaced (`model.head = nn.Linear(192, 10)`, an `nn.Sequential` of layers, `nn.Identity()`) is read,
 saved and loaded with the model. So is a module of your own that contains one of these models (a backbone with a
 decoder, several outputs, an averaged model), or is one with a head of your own, made by its constructor or of a
-subclass: `attnrx.load(module)` returns a copy of the whole, with the module in `.module`. Tensors of any shape, tuples
-and dictionaries are compared by the squared error relative to their variance, or by a `divergence` and a `metric` of
-yours ([A segmentation model](how-to/segmentation.md)); files have every output by its name. A saved folder creates the module by its
-class where that takes no arguments, by its library where that creates it (also backbones and segmentation models of
-transformers), else by `attnrx.load(folder, factory="module:function")`; `save` says which.
+subclass: `attnrx.load(module)` returns a copy of the whole, with the module in `.module`. Tensors of any shape,
+tuples and dictionaries are compared by the squared error relative to their variance, or by a `divergence` and a
+`metric` of yours ([A segmentation model](how-to/segmentation.md)); files have every output by its name. A saved
+folder creates the module by its class where that takes no arguments, by its library where that creates it (also
+backbones and segmentation models of transformers), else by `attnrx.load(folder, factory="module:function")`; `save`
+says which.
 
 The result takes the place of the original: `isinstance` holds for the classes of the original, its methods, outputs
 and attributes stay (`pipeline`, `Trainer` and its checkpoints, `AutoBackbone`, `features_only`, timm's loops and
@@ -104,12 +105,11 @@ size too; a token policy keeps the same shares of the patches. Refused: timm's m
 tokens (create them with `img_size=...`), DPT, YOLOS, `CLIPForImageClassification`, open_clip, and sizes that patches do
 not tile.
 
-`shrink`, `elastic` and every other verb take what the loader yields for the model: mappings with `pixel_values` [batch,
-frames, channels, height, width] (VideoMAE, ViViT), `input_values` [batch, time, mel] (AST), or SigLIP 2's padded
-patches with `pixel_attention_mask` and `spatial_shapes`, of images of any aspect ratio in one loader. `shrink` and
-`elastic`
-then make a model of padded patches, whose padding changes nothing; it has no file, because transformers reads the grid
-of every image as Python integers.
+`shrink`, `elastic` and every other verb take what the loader yields for the model: mappings with `pixel_values`
+[batch, frames, channels, height, width] (VideoMAE, ViViT), `input_values` [batch, time, mel] (AST), or SigLIP 2's
+padded patches with `pixel_attention_mask` and `spatial_shapes`, of images of any aspect ratio in one loader. `shrink`
+and `elastic` then make a model of padded patches, whose padding changes nothing; it has no file, because transformers
+reads the grid of every image as Python integers.
 
 A model of timm with `dynamic_img_size=True`, and DINOv2 and DINOv3 of transformers, take images of any size that their
 patches tile in every call, after shrinking too: ranks are those of the model, and a token policy keeps its shares of
@@ -234,7 +234,11 @@ def of_transformers() -> Iterator[Architecture]:
         config = kind.config_class(**({"mask_ratio": 0.0} if name == "ViTMAEModel" else {}))
         if name == "DPTForDepthEstimation":
             config.is_hybrid = False
-        yield Architecture(1, LIBRARIES["hf"], name, kind(config), partial(kind, config))
+        try:
+            model = kind(config)
+        except ImportError:  # a class that needs a library of its own, e.g. natten
+            continue
+        yield Architecture(1, LIBRARIES["hf"], name, model, partial(kind, config))
 
 
 def of_torchvision() -> Iterator[Architecture]:
