@@ -92,6 +92,11 @@ optimizers), and copies, pickles, `half()`, `torch.compile`, averaged weights an
 Attention weights (`output_attentions=True`) are not computed. `torch.compile` of a module of transformers that captures
 hidden states takes no token policy.
 
+A module whose forward needs more than images (CLIP with texts, a vision-language model, two images through one tower)
+is copied as a whole too: called with its own arguments it returns what it returned, and images alone give its image
+features (`get_image_features`, `encode_image`), else what its Vision Transformer returns, by which it is planned and
+verified. Of several Vision Transformers in a module the largest one that is called once per image becomes smaller.
+
 Adapters and masks are merged in the copy: a model of PEFT (LoRA, DoRA and all that its `merge_and_unload` merges, also
 inside a module of your own or by `add_adapter` of transformers) becomes the model without PEFT, and so does any part of
 your own around a linear map, or of a subclass of it, that computes a linear map (proved on random tokens). Masks of

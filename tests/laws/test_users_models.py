@@ -73,6 +73,11 @@ def test_it_has_its_axes_and_is_realized_copied_saved_and_loaded(name: str, tmp_
     again = rx.load(tmp_path / "slim", factory=(lambda: made(name)) if case.needs_factory else None)
     assert_equal(outputs(again), outputs(slim))
     assert family.costs(again) == family.costs(slim)
+    if case.call is not None:
+        with torch.no_grad():
+            found, expected = case.call(loaded, IMAGES), case.call(model, IMAGES)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+            torch.testing.assert_close(case.call(again, IMAGES), case.call(slim, IMAGES))
 
 
 @pytest.mark.slow

@@ -276,25 +276,15 @@ class AcrossImages(Multitask):
         return {"classes": found["classes"] - found["classes"].mean(0)}
 
 
-class Required(Multitask):
-    def forward(self, images: torch.Tensor, mask: torch.Tensor) -> Any:  # type: ignore[override]
-        return super().forward(images * mask)
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = trunk(), trunk()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.one(images) + self.other(images)
+class Failing(Multitask):
+    def forward(self, images: torch.Tensor) -> Any:  # type: ignore[override]
+        raise KeyError("of the user")
 
 
 WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "calls it twice": (Twice, "calls vit 2 times"),
     "compares images": (AcrossImages, "other outputs in a batch than alone"),
-    "takes more": (Required, "raises TypeError"),
-    "contains two": (Two, "contains 2 Vision Transformers, one, other"),
+    "raises an error": (Failing, "raises KeyError"),
     "probabilities": (lambda: nn.Sequential(trunk(num_classes=4), nn.Softmax(-1)), "returns probabilities"),
 }
 

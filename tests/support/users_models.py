@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, prune
 
 timm = pytest.importorskip("timm")
 SIZE, WIDTH, CLASSES = 32, 24, 5
+IDS = torch.tensor([[3, 7, 29, 0]] * 5)
 
 
 def of_timm(**options: Any) -> Any:
@@ -485,6 +486,72 @@ class Named(nn.Module):
         return {"loss": None if labels is None else F.cross_entropy(logits, labels), "logits": logits}
 
 
+def clip() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    return transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config={**sizes, "vocab_size": 30, "max_position_embeddings": 8, "eos_token_id": 29},
+            vision_config={**sizes, "image_size": SIZE, "patch_size": 8, "num_hidden_layers": 3}, projection_dim=16,
+        )
+    )  # fmt: skip
+
+
+class VisionLanguage(nn.Module):
+    """Patch features as the first tokens of a text model, as in LLaVA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision_tower = of_transformers("Dinov2Model")
+        self.projector, self.words = nn.Linear(WIDTH, 16), nn.Embedding(30, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+        self.language_model = nn.TransformerEncoder(layer, 2)
+        self.lm_head = nn.Linear(16, 30)
+
+    def get_image_features(self, pixel_values: Tensor) -> Tensor:
+        return self.projector(self.vision_tower(pixel_values).last_hidden_state[:, 1:])
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:
+        tokens = self.words(input_ids)
+        if pixel_values is not None:
+            tokens = torch.cat([self.get_image_features(pixel_values), tokens], 1)
+        return self.lm_head(self.language_model(tokens))
+
+
+class Siamese(nn.Module):
+    """Two images through one tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.similarity = of_timm(num_classes=0), nn.CosineSimilarity(dim=-1)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return self.similarity(self.tower(first), self.tower(second))
+
+
+class TwoTowers(nn.Module):
+    """The features of two towers of different widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = of_timm(num_classes=0, embed_dim=12), of_timm(num_classes=0)
+        self.head = nn.Linear(12 + WIDTH, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(torch.cat([self.small(images), self.large(images)], -1))
+
+
+class Student(nn.Module):
+    """A student and its frozen teacher, which is no part of the answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = of_timm(), of_timm().requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.student(images)
+
+
 def wrapped_timm() -> Any:
     transformers = pytest.importorskip("transformers")
     sizes = {"img_size": SIZE, "patch_size": 8, "embed_dim": WIDTH, "depth": 3, "num_heads": 2}
@@ -504,6 +571,7 @@ class Case:
     axes: str = "qk vo hidden tokens"
     needs_factory: bool = True
     of_images: Callable[[Any], Any] = lambda model: model
+    call: Callable[[Any, Tensor], Any] | None = None  # with its own arguments
     is_slow: bool = False
 
 
@@ -511,7 +579,7 @@ CASES: dict[str, Case] = {
     "LoRA of PEFT, transformers": Case(peft_transformers, is_slow=True, needs_factory=False),
     "DoRA of PEFT, timm": Case(peft_dora, is_slow=True, needs_factory=False),
     "LoRA by add_adapter": Case(add_adapter, is_slow=True, needs_factory=False),
-    "LoRA of PEFT in a module": Case(Decoder, is_slow=True),
+    "LoRA of PEFT in a module": Case(Decoder, needs_factory=False, is_slow=True),
     "own LoRA": Case(own_lora, needs_factory=False),
     "weight norm": Case(weight_normed, needs_factory=False),
     "old weight norm": Case(old_weight_norm, is_slow=True, needs_factory=False),
@@ -533,6 +601,26 @@ CASES: dict[str, Case] = {
     "ModelEmaV3": Case(lambda: timm.utils.ModelEmaV3(of_timm())),
     "own methods": Case(MaskedAutoencoder, needs_factory=False),
     "dictionary": Case(Named, needs_factory=False),
+    "CLIP": Case(
+        clip,
+        needs_factory=False,
+        of_images=lambda model: lambda images: model.get_image_features(images).pooler_output,
+        call=lambda model, images: model(input_ids=IDS, pixel_values=images).logits_per_image,
+    ),
+    "vision-language": Case(
+        VisionLanguage,
+        needs_factory=False,
+        of_images=lambda model: model.get_image_features,
+        call=lambda model, images: model(IDS, images),
+    ),
+    "Siamese": Case(
+        Siamese,
+        needs_factory=False,
+        of_images=lambda model: model.tower,
+        call=lambda model, images: model(images, images.flip(-1)),
+    ),
+    "two towers": Case(TwoTowers, needs_factory=False),
+    "student and teacher": Case(Student, needs_factory=False),
 }
 
 

@@ -61,7 +61,7 @@ def family_of(model: nn.Module) -> Family:
             "attnrx.load(model), which returns a copy with the same logits."
         )
     _require_no_supported_part(model)
-    if WholeFamily(LIBRARIES).trunk_of(model) is not None:
+    if WholeFamily(LIBRARIES).trunks_of(model):
         raise NotSupported(
             f"this {type(model).__name__} contains a Vision Transformer with the attention of its own library: adopt "
             "it first with attnrx.load(model), which returns a copy with the same outputs."
@@ -273,8 +273,8 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None) -> nn.Module:
     for library in LIBRARIES.values():
         if not library.adopts(plain):
             continue
-        if any(library.refusals(plain)) and (found := whole.trunk_of(plain)) is not None:
-            return whole.adopt(model, *found, plain)
+        if any(library.refusals(plain)) and (trunks := whole.trunks_of(plain)):
+            return whole.adopt_largest(model, trunks, plain)
         if any(refusal.is_of_class for refusal in library.refusals(plain)):
             return _adopt_units(whole, model, partial(library.adopt, model, plain=plain), plain=plain)
         try:
@@ -286,14 +286,14 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None) -> nn.Module:
             except AttnrxError:
                 raise error from None
     _require_no_supported_part(model)
-    found = whole.trunk_of(plain)
-    if found is None:
+    trunks = whole.trunks_of(plain)
+    if not trunks:
         structured = whole.structure.found(plain)
         if structured is not None:
             with suppress(NotSupported):  # its attention is not what its parts are named like: its MLPs are read
                 return whole.adopt(model, structured[1], whole.structure, structured[0])
         return _adopt_units(whole, model, lambda: family_of(plain), plain=plain)
-    return whole.adopt(model, *found, plain)
+    return whole.adopt_largest(model, trunks, plain)
 
 
 def _adopt_units(

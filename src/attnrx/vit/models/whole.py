@@ -31,6 +31,7 @@ from attnrx.vit.models.foreign_code import (
     require_unchanged,
     require_uncompiled,
 )
+from attnrx.vit.models.library_costs import num_params
 from attnrx.vit.models.module_family import created_by
 from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.structure import StructureFamily
@@ -41,6 +42,7 @@ from attnrx.vit.tokens import TokenLayout
 
 Factory = Callable[[], nn.Module]
 
+IMAGE_METHODS = ("get_image_features", "encode_image")  # of models of images and texts
 PROOF_PATCHES = 16  # the most patches per side of the images of a proof
 
 
@@ -54,7 +56,8 @@ class Surroundings:
     `sizes` are the numbers per image of every tensor that is returned, by their places, `outputs` the name of the
     `OutputKind`, and `macs` the multiply-accumulates per image outside of the Vision Transformer. `creation` is how a
     library creates the module, if it does: its `library`, and `architecture` and `arguments` (`AdoptedFamily.created`).
-    `by_class` is whether the class without arguments creates it.
+    `by_class` is whether the class without arguments creates it. `call` is what images alone are given to: "forward",
+    one of IMAGE_METHODS, or "trunk" where the module takes them with other inputs only.
     """
 
     name: str
@@ -67,10 +70,39 @@ class Surroundings:
     macs: int
     creation: Mapping[str, Any] | None = None
     by_class: bool = True
+    call: str = "forward"
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "Surroundings":
         return cls(**{**values, "read_blocks": tuple(values["read_blocks"])})
+
+
+def _answer(module: nn.Module, around: Surroundings, trunk: Adopted, images: Tensor) -> Any:
+    """Returns what a module returns for images alone; `trunk` is the Vision Transformer in it."""
+    if around.call == "forward":
+        return module(images)
+    if around.call == "trunk":
+        return trunk.logits(images)
+    features = getattr(module, around.call)(images)
+    return getattr(features, "pooler_output", features)
+
+
+class _OfImages(nn.Module):
+    """A user's module that takes images alone, where its forward needs other inputs too."""
+
+    trunk: Adopted
+
+    def __init__(self, module: nn.Module, around: Surroundings, trunk: Adopted):
+        super().__init__()
+        self.module, self.around = module, around
+        vars(self)["trunk"] = trunk
+
+    def forward(self, images: Tensor) -> Any:
+        return _answer(self.module, self.around, self.trunk, images)
+
+
+class _OtherInputs(NotSupported):
+    """A module does not take images alone, or returns something else for them than one entry per image."""
 
 
 class _Shape:
@@ -104,7 +136,8 @@ class _Shape:
 class Whole(Substitute):
     """A module of the user's own, `module`, in which the Vision Transformer has attnrx attention.
 
-    Called with images, or with any arguments of the user's module, it returns what that returns. `trunk` is the Vision
+    Called with images, or with any arguments of the user's module, it returns what that returns. A module that needs
+    more than images (a model of images and texts) returns its image features for images alone. `trunk` is the Vision
     Transformer in it as a model of its own, with the same weights.
     """
 
@@ -139,7 +172,7 @@ class Whole(Substitute):
 
     def _forward_chunk(self, images: Tensor) -> Any:
         with self.forward_pass():
-            return self.module(images)
+            return _answer(self.module, self.around, self.trunk, images)
 
     @property
     def output_sizes(self) -> Mapping[str, int]:
@@ -156,6 +189,12 @@ class Whole(Substitute):
         super().__setattr__(name, value)
         if name == "tokens" and "trunk" in vars(self):
             self.trunk.tokens = value  # its costs, features and forward passes are those with the policy
+
+
+def _of_images(module: nn.Module, whole: Whole, family: AdoptedFamily) -> _OfImages:
+    """Returns a module with the structure of a whole one, which takes images alone as that does."""
+    source = module.get_submodule(whole.around.path)
+    return _OfImages(module, whole.around, family.model_type(source, whole.trunk.origin))
 
 
 def _of_trunk(name: str) -> Any:
@@ -185,12 +224,8 @@ class WholeFamily(Family):
         self.units, self.structure = UnitsFamily(), StructureFamily()
         self.factory = factory
 
-    def trunk_of(self, model: nn.Module) -> tuple[str, AdoptedFamily] | None:
-        """Returns the path and the family of the Vision Transformer in a module; None where there is none.
-
-        Raises:
-            NotSupported: There are several.
-        """
+    def trunks_of(self, model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
+        """Returns the paths and the families of the Vision Transformers in a module, the largest first."""
         found: dict[str, AdoptedFamily] = {}
         for path, part in model.named_modules():
             if any(path.startswith(f"{outer}.") or not outer for outer in found):
@@ -199,12 +234,21 @@ class WholeFamily(Family):
                 if _is_of(part, family) and not any(family.refusals(part)):
                     found[path] = family
                     break
-        if len(found) > 1:
-            raise NotSupported(
-                f"{model_name(model)} contains {len(found)} Vision Transformers, {', '.join(found)}: attnrx changes "
-                f"one. Give model.get_submodule({next(iter(found))!r})."
-            )
-        return next(iter(found.items()), None)
+        return sorted(found.items(), key=lambda each: -num_params(model.get_submodule(each[0])))
+
+    def adopt_largest(self, model: nn.Module, trunks: Sequence[tuple[str, AdoptedFamily]], plain: nn.Module) -> Whole:
+        """Adopts the first of the Vision Transformers in a module that it calls once; its others stay as they are.
+
+        Raises:
+            NotSupported: It calls none once, or is refused as by `adopt`.
+        """
+        errors: list[NotSupported] = []
+        for path, family in trunks:
+            try:
+                return self.adopt(model, path, family, plain)
+            except NotSupported as error:
+                errors.append(error)
+        raise errors[0]
 
     def adopt_units(
         self, model: nn.Module, named: Mapping[str, Any] | None = None, plain: nn.Module | None = None
@@ -234,8 +278,9 @@ class WholeFamily(Family):
                 created = self._by_library(creation).to(next(model.parameters())).eval()
                 created.load_state_dict(model.state_dict())
                 images = random_images(whole, whole.trunk.origin.input_shape)
-                return not _differing(tensors_of(model(images)), tensors_of(created(images)))
-        except (AttnrxError, RuntimeError):  # it was changed after it was created
+                pair = [_of_images(each, whole, self._family(whole.around.family)) for each in (model, created)]
+                return not _differing(*(tensors_of(each(images)) for each in pair))
+        except (AttnrxError, AttributeError, RuntimeError):  # it was changed after it was created
             return False
 
     def _by_library(self, creation: Mapping[str, Any]) -> nn.Module:
@@ -281,18 +326,29 @@ class WholeFamily(Family):
         whole = Whole(module, trunk, shape, around)
         whole.training = model.training
         require_ordinary_weights(whole)
+        errors: list[_OtherInputs] = []
         if not path:  # the parts of a library's model have no code of a user's, or it is lost when the model is saved
             require_unchanged(model, lambda images: rows_of(model(images)), origin.input_shape)
-        images = _images_of_proof(model, whole, family)
-        tensors = _proved(model, whole, family, images)
+        replaced = _of_images(plain, whole, family)
+        original = _OfImages(model, around, replaced.trunk)  # its paths may be others
+        for called in _ways_to_call(model, around):
+            around = original.around = replaced.around = whole.around = called
+            images = _images_of_proof(original, whole, family)
+            try:
+                tensors = _proved(original, whole, family, images)
+                break
+            except _OtherInputs as error:
+                errors.append(error)
+        else:
+            raise NotSupported(str(errors[0])) from errors[0]
         family.prove_units(trunk)
         require_own_weights(whole, model, origin.input_shape)
         whole.around = replace(
             around,
-            by_class=self.factory is None and _is_created_by_class(model, around, images, tensors),
+            by_class=self.factory is None and _is_created_by_class(original, images, tensors),
             sizes=_sizes(tensors),
             outputs=_kind_of(family, whole, tensors),
-            macs=_outer_macs(plain, whole, family) if path or family.name == self.structure.name else 0,
+            macs=_outer_macs(replaced, whole, family) if path or family.name == self.structure.name else 0,
             read_blocks=_read_blocks(whole, family, images[:1]) if every else (),
         )
         if every and not _answers_alike(whole, images, tensors):
@@ -311,7 +367,7 @@ class WholeFamily(Family):
         vars(whole)["shape"] = _Shape(fresh)
         outputs = _outputs_at_size(whole)
         is_counted = whole.around.path or family.name == self.structure.name
-        macs = _outer_macs(whole.module, whole, family) if is_counted else 0
+        macs = _outer_macs(_of_images(whole.module, whole, family), whole, family) if is_counted else 0
         whole.around = replace(whole.around, sizes=_sizes(outputs), macs=macs)
 
     def matches(self, model: nn.Module) -> bool:
@@ -360,7 +416,9 @@ class WholeFamily(Family):
         return own[name] if name in own else self.libraries[name]
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        return self._of(model)[0].shape.fresh()
+        whole, _, family = self._of(model)
+        fresh = whole.shape.fresh()
+        return fresh if whole.around.call == "forward" else _of_images(fresh, whole, family)
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
         whole, trunk, family = self._of(model)
@@ -507,17 +565,17 @@ def _creator(around: Surroundings) -> Factory:
     return target
 
 
-def _is_created_by_class(
-    model: nn.Module, around: Surroundings, images: Tensor, expected: Mapping[str, Tensor]
-) -> bool:
+def _is_created_by_class(original: _OfImages, images: Tensor, expected: Mapping[str, Tensor]) -> bool:
     """Whether the class without arguments creates the module, up to its weights."""
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            created = _creator(around)().to(images)
-        created.load_state_dict(model.state_dict())
+            created = _creator(original.around)().to(images)
+        created.load_state_dict(original.module.state_dict())
+        # The text of a module shows what its outputs in evaluation do not, as rates of dropout.
+        if repr(created) != repr(original.module) or original.around.call == "trunk":
+            return repr(created) == repr(original.module)
         with evaluating((created,)):
-            # The text of a module shows what its outputs in evaluation do not, as rates of dropout.
-            return repr(created) == repr(model) and not _differing(expected, tensors_of(created(images)))
+            return not _differing(expected, tensors_of(_answer(created, original.around, original.trunk, images)))
     except Exception:  # the code of a module raises errors of any type
         return False
 
@@ -578,10 +636,21 @@ def _differing(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> 
     return ""
 
 
-def _proved(model: nn.Module, whole: Whole, family: AdoptedFamily, images: Tensor) -> dict[str, Tensor]:
+def _ways_to_call(model: nn.Module, around: Surroundings) -> Iterator[Surroundings]:
+    """Yields the ways in which images alone may be given to a module; only a forward of several arguments has others
+    than itself.
+    """
+    yield around
+    if len(inspect.signature(model.forward).parameters) > 1 and around.path:
+        yield from (replace(around, call=name) for name in IMAGE_METHODS if hasattr(model, name))
+        yield replace(around, call="trunk")
+
+
+def _proved(model: _OfImages, whole: Whole, family: AdoptedFamily, images: Tensor) -> dict[str, Tensor]:
     """Returns the outputs of a module for two images, after they were compared with those of its copy.
 
     Raises:
+        _OtherInputs: It does not take images alone.
         NotSupported: They differ, or are no tensors of real numbers with one entry per image.
     """
     name = whole.around.name
@@ -594,14 +663,14 @@ def _proved(model: nn.Module, whole: Whole, family: AdoptedFamily, images: Tenso
             try:
                 expected = tensors_of(model(images))
             except Exception as error:  # the code of a module raises errors of any type
-                raise NotSupported(
+                raise _OtherInputs(
                     f"{name} cannot be adopted: with images of shape {tuple(images.shape)} it raises "
                     f"{type(error).__name__}: {described_error(error)}. A module that takes other inputs needs one "
                     "around it whose forward takes the images."
                 ) from error
             single, again = tensors_of(model(images[:1])), tensors_of(model(images))
             with whole.forward_pass():
-                actual = tensors_of(whole.module(images))
+                actual = tensors_of(_answer(whole.module, whole.around, whole.trunk, images))
     finally:
         counting.remove()
     if len(calls) != 1:
@@ -611,7 +680,7 @@ def _proved(model: nn.Module, whole: Whole, family: AdoptedFamily, images: Tenso
         )
     if not expected or any(not tensor.ndim or len(tensor) != len(images) for tensor in expected.values()):
         shapes = {place: tuple(tensor.shape) for place, tensor in expected.items()}
-        raise NotSupported(
+        raise _OtherInputs(
             f"{name} cannot be adopted: for 2 images it returns {shapes or 'no tensor of real numbers'}, and every "
             "tensor must have one entry per image."
         )
@@ -638,7 +707,7 @@ def _answers_alike(whole: Whole, images: Tensor, expected: Mapping[str, Tensor])
     """Whether the copy returns the same without hooks, where its last block may compute the class token alone."""
     with evaluating((whole,)), whole.forward_pass():
         try:
-            return not _differing(expected, tensors_of(whole.module(images)))
+            return not _differing(expected, tensors_of(_answer(whole.module, whole.around, whole.trunk, images)))
         except Exception:  # e.g. a norm with one weight per token
             return False
 
@@ -650,6 +719,8 @@ def _kind_of(family: AdoptedFamily, whole: Whole, tensors: Mapping[str, Tensor])
     (tensor,) = tensors.values()
     if tensor.ndim != 2:
         return "map"
+    if whole.around.call != "forward":
+        return family.output_kind(whole.trunk) if whole.around.call == "trunk" else "embedding"
     sums = tensor.sum(1)
     if tensor.shape[1] > 1 and bool((tensor >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
         raise NotSupported(
@@ -662,11 +733,11 @@ def _kind_of(family: AdoptedFamily, whole: Whole, tensors: Mapping[str, Tensor])
     return "logits" if heads or (not whole.around.path and family.heads(whole.trunk)) else "embedding"
 
 
-def _outer_macs(model: nn.Module, whole: Whole, family: AdoptedFamily) -> int:
+def _outer_macs(model: _OfImages, whole: Whole, family: AdoptedFamily) -> int:
     """Returns the MACs per image outside of the Vision Transformer, or of the parts of it that are read, counted in a
     forward pass.
     """
-    source = model.get_submodule(whole.around.path)
+    source = model.module.get_submodule(whole.around.path)
     # Its parts too: the module may call a method of it, and not the whole.
     parts = list(source.modules())
     if isinstance(family, StructureFamily):
@@ -723,7 +794,7 @@ def _read_blocks(whole: Whole, family: AdoptedFamily, images: Tensor) -> tuple[i
                 if index + 1 < len(blocks):
                     kept = partial(keep, index)
                     hooks.enter_context(blocks[index + 1].register_forward_pre_hook(kept, with_kwargs=True))
-            return tensors_of(whole.module(images))
+            return tensors_of(_answer(whole.module, whole.around, whole.trunk, images))
 
     def changes(indices: Sequence[int], first: int) -> bool:
         # With the same hooks both times, so that both have the same rounding.
