@@ -16,7 +16,7 @@ from attnrx.decide.planning.space import Space
 from attnrx.support.errors import NotSupported
 from attnrx.support.hardware import cache_folder
 from attnrx.support.storage import read_tensors, write_tensors
-from support.planned import SETTINGS, spanned, timed
+from support.planned import SETTINGS, spanned
 
 Edit = Callable[[CostTable], CostTable]
 
@@ -152,12 +152,6 @@ def test_a_table_of_other_code_is_measured_again(
             table_of_now()
     finally:
         measured_costs.measured_code.cache_clear()
-
-
-@pytest.mark.slow
-def test_a_measured_table_states_its_spread(space: Space) -> None:
-    table = timed(space)
-    assert table.spread >= 0 and np.isfinite(table.spread)
 
 
 def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
