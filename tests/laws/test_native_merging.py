@@ -26,8 +26,8 @@ Both = tuple[Merged, tuple[torch.Tensor | None, ...]]
 def both(text: str, state: TokenState, count: int) -> Both:
     """Returns tokens, sizes, indices and destinations by the kernel, and by the operations."""
     reducer = parse_reducer(text)
-    assert reducer.native is not None
-    found = reducer.native(state, count)
+    found = reducer.native_merge(state, count)
+    assert found is not None
     reduction = reducer.reduce(replace(state, tracked=True), count, torch.nn.Module())
     return found, (*compressed_state(state, reduction)[:3], reduction.destinations)
 

@@ -19,7 +19,6 @@ from attnrx.vit.tokens import (
     Spot,
     TokenPolicy,
     policy_from_dict,
-    state,
 )
 from support import cases
 from support.cases import REDUCTIONS
@@ -70,21 +69,6 @@ def test_several_stages_mask_equals_compress(kind: str) -> None:
     assert [stage.shape[1] for stage in trails[1]] == [count + added for count in policy.counts(16)]
 
 
-@pytest.mark.parametrize("by", ["mask", "compress"])
-@pytest.mark.parametrize("kind", REDUCTIONS)
-def test_part_by_part_equals_the_whole_batch(kind: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Maps that outgrow the cache are taken in a few images at a time: here one, and two of the three."""
-    model = reduced("deep", TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)), by)
-    whole, trail = logits(model), token_run(model, inputs(model)).trail
-    spec = family_of(model).attention(model)[0].spec
-    one = len(spec.heads) * 17 * 17 * 8
-    for bytes_at_once in (1, 2 * one):
-        monkeypatch.setattr(state, "CACHED", bytes_at_once)
-        torch.testing.assert_close(logits(model), whole, rtol=1e-12, atol=1e-12)
-        again = token_run(model, inputs(model)).trail
-        assert all(torch.equal(a, b) for a, b in zip(again, trail, strict=True))
-
-
 @pytest.mark.parametrize("kind", REDUCTIONS)
 def test_the_tokens_of_an_image_do_not_depend_on_the_batch(kind: str) -> None:
     model = reduced("deep", TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)), "compress")
@@ -93,18 +77,6 @@ def test_the_tokens_of_an_image_do_not_depend_on_the_batch(kind: str) -> None:
     for place in (3, 0):
         trails = zip(token_run(model, images[place : place + 1]).trail, together, strict=True)
         assert all(torch.equal(alone[0], stage[place]) for alone, stage in trails)
-
-
-def test_a_part_of_a_batch_holds_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "CACHED", 2 * 3 * 5 * 7 * 4)
-    images = torch.zeros(5, 1, dtype=torch.float32)
-    with torch.no_grad():
-        found = state.chunks_of(images, 3, 5, 7)
-        assert found == (state.Part(0, 2, 5), state.Part(2, 4, 5), state.Part(4, 5, 5))
-        assert [part is not None and part.is_last for part in found] == [False, False, True]
-        assert len(state.chunks_of(images, 30, 50, 70)) == 5
-        assert state.chunks_of(images, 1, 1, 1) == (None,)
-    assert state.chunks_of(images, 3, 5, 7) == (None,)  # with gradients
 
 
 @pytest.mark.parametrize("kind", REDUCTIONS)

@@ -164,7 +164,6 @@ def test_what_is_not_possible_is_refused(tmp_path: Path) -> None:
 def test_the_kernel_equals_the_operations(text: str, images: int, patches: int) -> None:
     """For images that already have different numbers of patches, at several thresholds."""
     reducer, state = parse_reducer(text), drawn(images, patches, sized=True)
-    assert reducer.native_by_cost is not None
     attention = state.class_attention
     assert attention is not None
     sizes = state.sizes.clone()
@@ -172,7 +171,8 @@ def test_the_kernel_equals_the_operations(text: str, images: int, patches: int) 
         sizes[image, patches + 1 - min(image, patches - 1) :] = 0
     state = replace(state, sizes=sizes, unmasked=False, class_attention=attention * (sizes > 0)[:, None])
     for threshold in (-1.0, 40.0, 90.0, float("inf")):
-        found = reducer.native_by_cost(state, threshold)
+        found = reducer.native_merge_by_cost(state, threshold)
+        assert found is not None
         reduction = reducer.reduce_by_cost(state, lambda costs, limit=threshold: limit)
         tokens, left, indices, *_ = compressed_state(state, reduction)
         torch.testing.assert_close(found[1], left)

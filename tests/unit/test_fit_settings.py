@@ -52,7 +52,7 @@ def test_every_fit_is_repeated_with_its_recorded_settings(monkeypatch: pytest.Mo
 
     def fit(found: torch.nn.Module, model: torch.nn.Module, images: Any, settings: Any) -> SimpleNamespace:
         used.append(settings)
-        return SimpleNamespace(model=found, before=0.0, after=0.0, learning_rate=None, notes=[])
+        return SimpleNamespace(model=found, before=[0.0], after=[0.0], learning_rate=None, notes=[])
 
     for name, (kind, count, _) in KINDS.items():
         monkeypatch.setitem(KINDS, name, (kind, count, fit))

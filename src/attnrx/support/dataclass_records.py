@@ -7,12 +7,13 @@ import dataclasses
 import math
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx.support.validation import below, shown
 
 SCHEMA = 1
+Part = TypeVar("Part")
 
 
 def to_dict(part: Any) -> dict[str, Any]:
@@ -58,6 +59,24 @@ def from_dict(record: Mapping[str, Any], registry: Iterable[type], where: str = 
             wanted = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
             raise InvalidInput(f"{below(where, key)} is {shown(entries[key])}; it must be {wanted}.")
     return kinds[name](**values)
+
+
+def fields_of(part: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass as JSON values, without its type: tuples become lists."""
+    return {field.name: _listed(getattr(part, field.name)) for field in dataclasses.fields(part)}
+
+
+def of_fields(kind: type[Part], record: Mapping[str, Any]) -> Part:
+    """Builds a dataclass, whose type the caller knows, from what `fields_of` returned: lists become tuples."""
+    return kind(**{name: _tupled(value) for name, value in record.items()})
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.optional import required_module
 
 PREFIX = "hub:"
 # The files of a saved model; its folder may also hold checkpoints of the training.
@@ -108,11 +109,7 @@ def _hub_for(repository: str) -> Any:
     """Returns the library of the hub, once the name of the repository is checked."""
     if not NAME.fullmatch(repository):
         raise InvalidInput(f"{repository!r} is no repository of the hub: give OWNER/NAME, e.g. someone/slim-vit.")
-    try:
-        return importlib.import_module("huggingface_hub")
-    except ModuleNotFoundError as error:
-        message = f"the hub needs the package huggingface_hub ({error}): pip install huggingface_hub."
-        raise NotSupported(message) from error
+    return required_module("huggingface_hub", "", "the hub", "huggingface_hub")
 
 
 def _first_line(error: Exception) -> str:

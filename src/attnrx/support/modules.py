@@ -79,3 +79,14 @@ def random_images(model: nn.Module, shape: Sequence[int], count: int = 2) -> Flo
         return parameter.new_empty(count, *shape)
     generator = torch.Generator().manual_seed(0)
     return torch.randn((count, *shape), generator=generator, dtype=torch.float64, device="cpu").to(parameter)
+
+
+def rounding_limit(expected: Tensor) -> float:
+    """Returns the largest difference from outputs of any shape that is taken for rounding.
+
+    It is the square root of the machine epsilon, relative to the largest output: rounding is far below it, and a
+    missing norm, bias or scale far above. The epsilon is at least that of float32, because some attention computes its
+    softmax in float32.
+    """
+    epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
+    return epsilon**0.5 * max(1.0, float(expected.abs().max()))

@@ -9,18 +9,19 @@ from typing import Any
 from attnrx.support.errors import NotSupported
 
 
-def required_module(module: str, extra: str, purpose: str) -> Any:
+def required_module(module: str, extra: str, purpose: str, package: str = "") -> Any:
     """Imports a module of an optional library.
 
     Raises:
-        NotSupported: It is not installed; the message names `purpose` and the extra of attnrx that installs it.
+        NotSupported: It is not installed; the message names `purpose` and the extra of attnrx that installs it, or the
+            `package` itself.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        library = module.partition(".")[0]
+        library, install = module.partition(".")[0], package or f"'attnrx[{extra}]'"
         # With the original error: an installed library may lack a library of its own.
-        raise NotSupported(f"{purpose} needs {library} ({error}): pip install 'attnrx[{extra}]'.") from error
+        raise NotSupported(f"{purpose} needs {library} ({error}): pip install {install}.") from error
 
 
 def require_installed(extra: str, purpose: str, *libraries: str) -> None:

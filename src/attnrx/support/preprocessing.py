@@ -5,12 +5,13 @@ computed in `attnrx.support.pictures`.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
+from attnrx.support.dataclass_records import fields_of, of_fields
 from attnrx.support.errors import InvalidInput
 from attnrx.support.pictures import fit_pixels, open_picture, pixels_of
 from attnrx.support.shapes import Float, Tensor, UInt8
@@ -89,7 +90,7 @@ class ImageGeometry:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as JSON values."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return fields_of(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "ImageGeometry":
@@ -101,9 +102,8 @@ class ImageGeometry:
         names = {field.name for field in fields(cls)}
         if record.keys() - names:
             raise InvalidInput(f"an image geometry has the fields {', '.join(names)}; found {', '.join(record)}.")
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in record.items()}
         try:
-            return cls(**values)
+            return of_fields(cls, record)
         except TypeError as error:
             raise InvalidInput(f"an image geometry cannot be read: {error}.") from error
 

@@ -14,7 +14,7 @@ from torch import nn
 from attnrx.change.exporting.format import PRECISIONS, Format, Run, dtype_name, raising
 from attnrx.change.exporting.formats import FORMATS
 from attnrx.support import validation as fields
-from attnrx.support.dataclass_records import from_dict
+from attnrx.support.dataclass_records import from_dict, of_fields
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_sha256, read_json, read_record
@@ -213,7 +213,6 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
         form = from_dict(facts["format"], FORMATS.values())
     except AttnrxError as error:
         raise CheckpointError(f"{facts_path(path)}: format: {error}") from error
-    images = Images(**{**facts["images"], "shape": tuple(facts["images"]["shape"])})
     # Before a runtime, most of them in C++, parses the file.
     changed = _changed_file(path, facts)
     if changed is not None:
@@ -228,4 +227,4 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
             f"{path} is {form.name}: such a file can run any code of its author, with your rights, once it is opened. "
             "If you trust its origin, pass trust=True (--trust on the command line); onnx and openvino need no trust."
         )
-    return Exported(path, form, images, facts).eval()
+    return Exported(path, form, of_fields(Images, facts["images"]), facts).eval()

@@ -42,7 +42,7 @@ from attnrx.support.arguments import (
     optional,
 )
 from attnrx.support.atomic_writes import flush, temporary_folder
-from attnrx.support.dataclass_records import to_dict
+from attnrx.support.dataclass_records import fields_of, to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
 from attnrx.support.optional import installed_versions
@@ -354,7 +354,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
             except OSError as error:
                 reason = error.strerror or error
                 raise CheckpointError(f"cannot write {path.name}: {reason}. No file was saved.") from error
-        described = {"images": {**asdict(subject.images), "shape": list(subject.images.shape)}, **subject.facts}
+        described = {"images": fields_of(subject.images), **subject.facts}
         if subject.facts:
             form.describe(written, described)
         # The main file is the last: `_put` moves it after the files that it needs.

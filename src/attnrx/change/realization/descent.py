@@ -1,7 +1,8 @@
-"""Adam on the parameters of a module, with learning rates relative to the size of each tensor."""
+"""What the fits share: their result, and Adam with learning rates relative to the size of each tensor."""
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -10,6 +11,25 @@ from attnrx.support.shapes import Float, Tensor
 
 # One image in so many is not fitted to: it decides whether a fit is kept.
 HELD_OUT = 8
+
+
+@dataclass
+class Fitted:
+    """A fitted model, the errors that the fit minimizes, before and after, and notes on the images.
+
+    `refine` has the mean divergence per query and head (nats) of each layer; `repair` the relative squared error of the
+    output of each block on held-out images, after the repair of the blocks before; `distill` one divergence of the
+    outputs on held-out images (`OutputKind.softened`): half the variance of the difference of the logits, an eighth of
+    the squared differences of the logits of labels, the squared error of a regression relative to its variance, or half
+    the squared distance of embeddings relative to their squared norm. `learning_rate` is the one of several that
+    `distill` chose; None if no fit was better than none.
+    """
+
+    model: nn.Module
+    before: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    learning_rate: float | None = None
 
 
 def cosine(progress: float) -> float:

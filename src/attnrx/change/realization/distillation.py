@@ -2,14 +2,14 @@
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, repeat
 
 import torch
 from torch import nn
 
 from attnrx.change.predictions import outputs_of
-from attnrx.change.realization.descent import HELD_OUT, descend_
+from attnrx.change.realization.descent import HELD_OUT, Fitted, descend_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.support.arguments import (
@@ -54,23 +54,6 @@ class Distill:
         require_fields(self, epochs=COUNT, learning_rates=rates, batch=whole(HELD_OUT), seed=SEED)
 
 
-@dataclass
-class Distilled:
-    """A distilled model, the mean divergence of its outputs before and after on images that it was not fitted to, and
-    notes on the images. `learning_rate` is that of the fit; None if no fit was better than none.
-
-    The divergence is the one that is minimized: half the variance of the difference of the logits, an eighth of the
-    squared differences of the logits of labels, the squared error of a regression relative to its variance, or half the
-    squared distance of embeddings relative to their squared norm (`OutputKind.softened`).
-    """
-
-    model: nn.Module
-    before: float
-    after: float
-    learning_rate: float | None
-    notes: list[str] = field(default_factory=list)
-
-
 @checked(
     candidate=MODEL,
     reference=MODEL,
@@ -80,7 +63,7 @@ class Distilled:
 @verb
 def distill(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, settings: Distill | None = None
-) -> Distilled:
+) -> Fitted:
     """Returns a copy of the candidate whose outputs are fitted to those of the reference, without labels.
 
     All weights are fitted together by Adam, with tokens pruned and merged as in use, so that it corrects what `repair`,
@@ -127,7 +110,7 @@ def distill(
             if divergence < after:  # false for NaN
                 best, after, learning_rate = copy.deepcopy(work.state_dict()), divergence, rate
         work.load_state_dict(best)
-    return Distilled(work.to(weight.dtype), before, after, learning_rate, fit.notes)
+    return Fitted(work.to(weight.dtype), [before], [after], fit.notes, learning_rate)
 
 
 class _OutputFit:

@@ -3,13 +3,14 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from attnrx.support.dataclass_records import fields_of, of_fields
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.storage import read_record, write_json
 from attnrx.support.validation import Choice, Flag, Integer, Invalid, Items, Number, Optional, Record, Text
@@ -122,10 +123,7 @@ class Elastic:
         """Reads the index of the folder; raises CheckpointError if there is none or it is damaged."""
         path = Path(folder) / INDEX
         record = read_record(path, KIND, SCHEMA, RECORD)
-        sizes = tuple(
-            Size(**{**size, "cuts": tuple(tuple(cut) for cut in size.get("cuts", ()))}) for size in record["sizes"]
-        )
-        return cls(Path(folder), sizes, record["about"])
+        return cls(Path(folder), tuple(of_fields(Size, size) for size in record["sizes"]), record["about"])
 
     def write(self) -> Path:
         """Writes the index; the sizes are in the folder already."""
@@ -134,7 +132,7 @@ class Elastic:
     def to_record(self) -> dict[str, Any]:
         """Returns the content of the index."""
         sizes = [
-            {name: value for name, value in asdict(size).items() if name != "fingerprint" or value is not None}
+            {name: value for name, value in fields_of(size).items() if name != "fingerprint" or value is not None}
             for size in self.sizes
         ]
         return {"kind": KIND, "schema": SCHEMA, "sizes": sizes, "about": dict(self.about)}

@@ -5,7 +5,7 @@ again by `realize_and_fit` from the record.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,7 @@ from attnrx.change.realization.token_policies import realize_tokens_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.nouns.prescription import Prescription
+from attnrx.support.dataclass_records import fields_of, of_fields
 from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import copy_module
 from attnrx.support.progress import Log, begin, no_log
@@ -48,12 +49,9 @@ def fits_record(*fits: Fit) -> dict[str, Any]:
     record: dict[str, Any] = {"settings": {}}
     for settings in fits:
         name = _name_of(settings)
-        fields = asdict(settings)
-        record[name] = fields.pop(KINDS[name][1])
         # As JSON gives them back: a prescription equals the one that was saved.
-        record["settings"][name] = {
-            key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()
-        }
+        record["settings"][name] = fields_of(settings)
+        record[name] = record["settings"][name].pop(KINDS[name][1])
     return record
 
 
@@ -62,9 +60,7 @@ def recorded_fits(record: Mapping[str, Any]) -> tuple[Fit, ...]:
     found = []
     for name, (kind, count, _) in KINDS.items():
         if record.get(name):
-            fields = record.get("settings", {}).get(name, {})
-            values = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-            found.append(kind(**{count: record[name]}, **values))
+            found.append(of_fields(kind, {count: record[name], **record.get("settings", {}).get(name, {})}))
     return tuple(found)
 
 
@@ -132,7 +128,7 @@ def apply_fits(
             for note in (each for each in result.notes if each not in images.notes):
                 log(note)
         elif name == "distill":
-            reached = f"{result.before:.4f} to {result.after:.4f} on images it was not fitted to"
+            reached = f"{result.before[0]:.4f} to {result.after[0]:.4f} on images it was not fitted to"
             log(f"distilled at the rate {result.learning_rate}: {reached}")
         candidate = result.model
     return candidate

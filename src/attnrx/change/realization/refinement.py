@@ -2,12 +2,12 @@
 
 import copy
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from attnrx.change.realization.descent import descend_
+from attnrx.change.realization.descent import Fitted, descend_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.support.arguments import ANY, COUNT, MODEL, RATE, SEED, checked, instance, optional, require_fields
@@ -40,18 +40,6 @@ class Refinement:
         require_fields(self, steps=COUNT, learning_rate=RATE, batch=COUNT, seed=SEED)
 
 
-@dataclass
-class Refined:
-    """A refined model, the mean divergence per query and head (nats) of each layer before and after, and notes on the
-    images.
-    """
-
-    model: nn.Module
-    before: list[float] = field(default_factory=list)
-    after: list[float] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
 @checked(
     candidate=MODEL,
     reference=MODEL,
@@ -61,7 +49,7 @@ class Refined:
 @verb
 def refine(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, refinement: Refinement | None = None
-) -> Refined:
+) -> Fitted:
     """Returns a copy of the candidate whose query and key rows minimise KL(reference attention || candidate attention).
 
     Every layer is refined independently on the inputs of the reference layer; no labels are used. A layer whose
@@ -92,7 +80,7 @@ def refine(
     """
     knobs = refinement or Refinement()
     images = images_for(reference, calibration, "calibration", limit=MOST_REFINED, seed=knobs.seed)
-    result = Refined(copy_module(candidate))
+    result = Fitted(copy_module(candidate))
     pairs = list(
         zip(family_of(reference).attention(reference), family_of(result.model).attention(result.model), strict=False)
     )

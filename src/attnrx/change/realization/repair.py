@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from attnrx.change.decompositions.hidden_units import RIDGE
-from attnrx.change.realization.descent import HELD_OUT, descend_
+from attnrx.change.realization.descent import HELD_OUT, Fitted, descend_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.support.arguments import (
@@ -94,20 +94,6 @@ class Repair:
         )
 
 
-@dataclass
-class Repaired:
-    """A repaired model, the relative squared error of the output of each block before and after, and notes on the
-    images.
-
-    The errors are those on the held-out images, after the repair of the blocks before.
-    """
-
-    model: nn.Module
-    before: list[float] = field(default_factory=list)
-    after: list[float] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
 @checked(
     candidate=MODEL,
     reference=MODEL,
@@ -117,7 +103,7 @@ class Repaired:
 @verb
 def repair(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, settings: Repair | None = None
-) -> Repaired:
+) -> Fitted:
     """Returns a copy of the candidate whose blocks are fitted to those of the reference, without labels.
 
     Every block is fitted in turn, on what the repaired blocks before it give, to the output of the reference's block on
@@ -155,7 +141,7 @@ def repair(
     images = images_for(reference, calibration, "calibration", limit=MOST_REPAIRED, seed=requested.seed)
     for model, what in ((candidate, "repair"), (reference, "repair a candidate of")):
         require_all_tokens(model, what)
-    result = Repaired(copy_module(candidate))
+    result = Fitted(copy_module(candidate))
     _require_alike(reference, result.model, len(images))
     knobs, count = within_budget(reference, result.model, requested, len(images))
     if count < len(images) or knobs.steps < requested.steps:

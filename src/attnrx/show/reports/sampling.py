@@ -318,13 +318,13 @@ def _recording(reduction: TokenReduction, records: _StageRecords) -> Iterator[No
         # Reducers are frozen. An attribute of the copy hides the method of its class; the model's own reducer is
         # unchanged.
         object.__setattr__(recording, name, method)
-    # The C++ kernel, which the model took from its own reducer, merges no further tables.
-    native, reduction.native = reduction.native, None
+    # The C++ kernel merges no further tables.
+    uses_kernel, reduction.uses_kernel = reduction.uses_kernel, False
     reduction.policy = replace(policy, reducer=recording)
     try:
         yield
     finally:
-        reduction.policy, reduction.native = policy, native
+        reduction.policy, reduction.uses_kernel = policy, uses_kernel
 
 
 def _recorded_relevance(original: Selecting, records: _StageRecords, patches: int) -> Callable[..., Tensor]:

@@ -3,7 +3,13 @@
 from attnrx.vit.attention.attention import Attention, using
 from attnrx.vit.attention.backends.auto import Auto, Fused, Native
 from attnrx.vit.attention.backends.backend import Backend, Eager
-from attnrx.vit.attention.backends.capture import AttentionCapture, CapturedAttention, Observed, sized_softmax
+from attnrx.vit.attention.backends.capture import (
+    AttentionCapture,
+    CapturedAttention,
+    Observed,
+    capture_uniform,
+    sized_softmax,
+)
 from attnrx.vit.attention.backends.portable import Portable
 from attnrx.vit.attention.factors import AttentionContext, Bucket, ScoreFactors
 from attnrx.vit.attention.forms import unit_rows
@@ -27,6 +33,7 @@ __all__ = [
     "Positions",
     "ScoreFactors",
     "backend_of",
+    "capture_uniform",
     "sized_softmax",
     "unit_rows",
     "use_backend",

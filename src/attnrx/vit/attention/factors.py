@@ -89,10 +89,6 @@ class BlockFactors:
     # Not a cached_property, whose lock in Python 3.11 compilers cannot trace.
     _maps: Tensor | None = None
 
-    def of_images(self, images: slice) -> "BlockFactors":
-        """Returns the blocks of a part of the batch."""
-        return BlockFactors(self.query[images], self.key[images], self.ranks)
-
     def maps(self) -> Float[Tensor, "batch blocks queries keys"]:
         """Returns the products of queries and keys of every block, zero for an empty one; computed once."""
         if self._maps is None:
@@ -144,13 +140,6 @@ class ScoreFactors:
         query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
         key = self.key if self.strength is None else self.key.expand(-1, -1, query.shape[2], -1)
         return query.transpose(1, 2), key.transpose(1, 2)
-
-    def of_images(self, images: slice) -> "ScoreFactors":
-        """Returns the factors of a part of the batch."""
-        mixture = None if self.mixture is None else replace(self.mixture, blocks=self.mixture.blocks.of_images(images))
-        # A bias with one entry is that of all images.
-        bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[images]
-        return replace(self, query=self.query[images], key=self.key[images], mixture=mixture, bias=bias)
 
 
 def exact_buckets(ranks: tuple[int, ...], value_dims: tuple[int, ...] | None = None) -> tuple[Bucket, ...]:

@@ -5,7 +5,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from attnrx.support.arguments import described_error
-from attnrx.support.dataclass_records import from_dict, to_dict
+from attnrx.support.dataclass_records import fields_of, from_dict, of_fields, to_dict
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, ImageBatch, Tensor
-from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.kernels.packed_linear import PackedLinear, packed_
@@ -29,8 +28,8 @@ from attnrx.vit.models.family import (
     Family,
     LayerShapes,
     num_outputs,
-    require_ordinary_tensors,
     require_ordinary_weights,
+    require_weights,
 )
 from attnrx.vit.models.foreign_code import (
     merged,
@@ -232,14 +231,7 @@ class AdoptedFamily(Family):
         plain = merged(model) if plain is None else plain
         self.require_supported(plain)
         require_uncompiled(model)
-        require_ordinary_tensors(model)
-        weights = model.state_dict()
-        without = next(
-            (name for name, tensor in weights.items() if isinstance(tensor, Tensor) and tensor.is_meta), None
-        )
-        if without is not None:
-            raise InvalidInput(f"{model_name(model)} has no weights: {without} is on the meta device. Load them first.")
-        require_finite_tensors(weights, model_name(model))
+        require_weights(model)
         stated = {"mean": mean, "std": std, "input_shape": input_shape, "preprocessing": preprocessing}
         origin = self._stated(plain, stated)
         wrapped = self.model_type(model, origin)
@@ -465,13 +457,7 @@ class AdoptedFamily(Family):
         """Returns how the model was created, the spec of every layer's attention, and the ranks of its MLP."""
         origin = self._adopted(model).origin
         return {
-            "architecture": origin.architecture,
-            "arguments": dict(origin.arguments),
-            "input_shape": list(origin.input_shape),
-            "mean": list(origin.mean),
-            "std": list(origin.std),
-            "preprocessing": dict(origin.preprocessing),
-            **({"replaced": dict(origin.replaced)} if origin.replaced else {}),
+            **{name: value for name, value in fields_of(origin).items() if name != "replaced" or value},
             "attention": [to_dict(attention.spec) for attention in self.attention(model)],
             "mlp_ranks": [[rank_of(linear) for linear in pair] for pair in self.mlp(model)],
             "hidden_units": list(hidden_units(self.mlp(model))),
@@ -489,11 +475,9 @@ class AdoptedFamily(Family):
 
     def described_origin(self, description: Mapping[str, Any]) -> Origin:
         """Returns the origin of a described model."""
-        facts = {name: tuple(description[name]) for name in ("input_shape", "mean", "std")}
-        # Absent in files of earlier versions.
-        settings, replaced = description.get("preprocessing", {}), description.get("replaced", {})
-        created_as = description["architecture"], description["arguments"]
-        return Origin(*created_as, **facts, preprocessing=settings, replaced=replaced)
+        return of_fields(
+            Origin, {field.name: description[field.name] for field in fields(Origin) if field.name in description}
+        )
 
     def shaped(self, created: nn.Module, description: Mapping[str, Any]) -> Adopted:
         """Inserts attention and MLPs of the described ranks into the library's model, which is changed.

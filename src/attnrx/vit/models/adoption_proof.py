@@ -5,11 +5,10 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import zip_longest
 
-import torch
 from torch import nn
 
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
-from attnrx.support.modules import random_images
+from attnrx.support.modules import random_images, rounding_limit
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls
@@ -42,9 +41,6 @@ def require_equal_logits(
 
     The message names the first block whose output differs; `blocks` returns those of a model, and `attention` is the
     path of the attention in a block. `because` is the reason where the outputs of the attention differ too.
-    The limit is the square root of the machine epsilon, relative to the largest logit: rounding is far below it, and a
-    missing norm, bias or scale far above. The epsilon is at least that of float32, because some attention computes its
-    softmax in float32.
 
     Raises:
         InvalidInput: The model has no weights.
@@ -57,13 +53,12 @@ def require_equal_logits(
     with evaluating(models):
         expected = _outputs(first, images, "it cannot be run on images of its input shape")
         actual = _outputs(second, images, because)
-    epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
-    limit = epsilon**0.5 * max(1.0, float(expected.abs().max()))
+    limit = rounding_limit(expected)
     difference = float((expected - actual).abs().max())
     if not difference <= limit:  # also true for NaN
         with evaluating(models):
             outputs = [_outputs_of_blocks(model, blocks(model), attention, images) for model in models]
-        where, reason = _first_difference(outputs[0], outputs[1], epsilon**0.5, because)
+        where, reason = _first_difference(outputs[0], outputs[1], because)
         raise NotSupported(
             f"{first.origin.architecture} cannot be adopted: {reason}. On random images the logits differ by "
             f"{difference:.3g}; rounding explains at most {limit:.3g}. {where}"
@@ -115,17 +110,17 @@ def _outputs_of_blocks(
 
 
 def _first_difference(
-    expected: Sequence[tuple[Tensor, Tensor]], actual: Sequence[tuple[Tensor, Tensor]], limit: float, because: str
+    expected: Sequence[tuple[Tensor, Tensor]], actual: Sequence[tuple[Tensor, Tensor]], because: str
 ) -> tuple[str, str]:
-    """Returns where the outputs of the blocks first differ by more than `limit` times the largest, and why."""
+    """Returns where the outputs of the blocks first differ by more than rounding, and why."""
     for number, pairs in enumerate(zip(expected, actual, strict=False), 1):
         attention, block = (
-            [float((one - other).abs().max()), float(one.abs().max())] for one, other in zip(*pairs, strict=True)
+            (float((one - other).abs().max()), rounding_limit(one)) for one, other in zip(*pairs, strict=True)
         )
-        if not block[0] <= limit * max(1.0, block[1]):  # also true for NaN
-            size = f"by {block[0]:.3g}, and its largest output is {block[1]:.3g}"
+        if not block[0] <= block[1]:  # also true for NaN
+            size = f"by {block[0]:.3g}, and its largest output is {float(pairs[0][1].abs().max()):.3g}"
             where = f"The first block that differs is block {number} of {len(expected)}, {size}."
-            if not attention[0] <= limit * max(1.0, attention[1]):
+            if not attention[0] <= attention[1]:
                 return where, because
             return where, "the MLP or a norm of a block computes something else, while its attention is equal"
     return (

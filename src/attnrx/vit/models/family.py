@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
-from attnrx.support.storage import fingerprint
+from attnrx.support.storage import fingerprint, require_finite_tensors
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, TokenCosts, token_costs
 from attnrx.vit.models.mlp import FusedMLP, hidden_units, rank_of
@@ -269,6 +269,21 @@ def require_ordinary_tensors(model: nn.Module) -> None:
             f"{name} of {type(model).__name__} is {found}: give a model with dense weights of real floating-point "
             "numbers, e.g. the one before quantization or pruning."
         )
+
+
+def require_weights(model: nn.Module) -> None:
+    """Raises an error for a model of a library or a user whose weights cannot be read.
+
+    Raises:
+        NotSupported: A tensor is no dense one of real numbers.
+        InvalidInput: Weights are on the meta device, or hold NaN or infinity.
+    """
+    require_ordinary_tensors(model)
+    weights, name = model.state_dict(), f"{type(model).__module__}.{type(model).__name__}"
+    without = next((key for key, tensor in weights.items() if isinstance(tensor, Tensor) and tensor.is_meta), None)
+    if without is not None:
+        raise InvalidInput(f"{name} has no weights: {without} is on the meta device. Load them first.")
+    require_finite_tensors(weights, name)
 
 
 def _is_real(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from attnrx.support.errors import NotSupported
-from attnrx.support.modules import copy_module, random_images
+from attnrx.support.modules import copy_module, random_images, rounding_limit
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models.observation_hooks import evaluating
 
@@ -274,10 +274,8 @@ def require_unchanged(model: nn.Module, run: Callable[[Tensor], Tensor], input_s
         with without_added_code(model):
             expected = run(images)
     # Up to rounding, because hooks switch fused kernels off.
-    epsilon = max(torch.finfo(parameter.dtype).eps, torch.finfo(torch.float32).eps)
     if isinstance(actual, Tensor) and isinstance(expected, Tensor) and actual.shape == expected.shape:
-        difference = float((actual - expected).abs().max())
-        if difference <= epsilon**0.5 * max(1.0, float(expected.abs().max())):
+        if float((actual - expected).abs().max()) <= rounding_limit(expected):
             return
     raise NotSupported(
         f"a hook or a replaced forward of {', '.join(map(_path, parts[:4]))} changes the outputs of "

@@ -1,6 +1,5 @@
 """The family of the Vision Transformers of transformers, with or without a classifier."""
 
-import importlib
 import inspect
 import json
 import math
@@ -16,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.support.hub import local_copies_if_unreachable
+from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import ImageBatch, Tensor, TokenBatch
 from attnrx.support.storage import read_json
@@ -128,9 +128,7 @@ class HuggingFaceModel(Adopted):
 
     def logits(self, images: Tensor) -> Tensor:
         """Returns the logits or the embedding, [batch, features], without outputs that attnrx attention lacks."""
-        reader = reader_of(self.source)
-        inputs = reader.input.arguments(images, reader.body_of(self.source).config)
-        return reader.answer_of(self.source(**inputs, **self.interpolation, output_attentions=False, return_dict=True))
+        return answer(self.source, images, {**self.interpolation, "output_attentions": False, "return_dict": True})
 
     @cached_property
     def dense_head_macs(self) -> int:
@@ -337,8 +335,7 @@ class HuggingFaceFamily(AdoptedFamily):
             if len(saved.get("mean", ())) == model_shape[0]:
                 stated = saved | {field: value for field, value in stated.items() if value is not None}
         shape = image_shape(stated.get("input_shape") or model_shape)
-        takes_another = reader.takes_any_size or interpolates(model)
-        if shape != model_shape and not (takes_another and shape[0] == model_shape[0]):
+        if shape != model_shape and not (interpolates(model) and shape[0] == model_shape[0]):
             raise InvalidInput(f"{name} takes images of {model_shape}, not of {shape}.")
         half = (0.5,) * model_shape[0]
         mean, std = (tuple(stated.get(field) or half) for field in ("mean", "std"))
@@ -346,7 +343,7 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
         source, origin = adopted.source, adopted.origin
-        if not (reader_of(source).takes_any_size or interpolates(source)):
+        if not interpolates(source):
             return super()._resized(adopted, height, width)
         # Pictures are resized and cropped in the proportion of the size that the processor was made for.
         settings = dict(origin.preprocessing)
@@ -473,23 +470,30 @@ class LibraryAnswer(nn.Module):
 
     def forward(self, images: ImageBatch) -> Tensor:
         """Returns the logits or the embedding, [batch, features]."""
-        reader = reader_of(self.source)
-        inputs = reader.input.arguments(images, reader.body_of(self.source).config)
-        return reader.answer_of(self.source(**inputs, **self.options))
+        return answer(self.source, images, self.options)
+
+
+def answer(source: nn.Module, images: ImageBatch, options: Mapping[str, Any]) -> Tensor:
+    """Returns the logits or the embedding of a model of transformers for images, [batch, features]."""
+    reader = reader_of(source)
+    return reader.answer_of(source(**reader.input.arguments(images, reader.body_of(source).config), **options))
 
 
 def interpolation(source: nn.Module, input_shape: tuple[int, int, int]) -> dict[str, bool]:
     """Returns the argument with which a model of transformers takes images of this shape; {} where it needs none."""
     reader = reader_of(source)
-    native = reader.input.shape(reader.body_of(source).config)
-    return {INTERPOLATE: True} if native != input_shape and interpolates(source) else {}
+    is_other = reader.input.shape(reader.body_of(source).config) != input_shape
+    return {INTERPOLATE: True} if is_other and not reader.takes_any_size and interpolates(source) else {}
 
 
 def interpolates(source: nn.Module) -> bool:
-    """Returns whether a model of transformers resizes its position embeddings where a call asks for it."""
+    """Returns whether a model of transformers resizes its position embeddings: always, or where a call asks for it."""
     reader = reader_of(source)
-    return type(reader.input) in (ImageInput, OrderedImageInput) and all(
-        INTERPOLATE in inspect.signature(type(part).forward).parameters for part in (source, reader.body_of(source))
+    return reader.takes_any_size or (
+        type(reader.input) in (ImageInput, OrderedImageInput)
+        and all(
+            INTERPOLATE in inspect.signature(type(part).forward).parameters for part in (source, reader.body_of(source))
+        )
     )
 
 
@@ -540,13 +544,8 @@ def _class_of(config: Any) -> Any:
 
 
 def _transformers(name: str) -> Any:
-    try:
-        transformers = importlib.import_module("transformers")
-        return getattr(transformers, name) if name else transformers
-    except ModuleNotFoundError as error:
-        raise NotSupported(
-            f"models of Hugging Face need the package transformers ({error}): pip install transformers."
-        ) from error
+    transformers = required_module("transformers", "", "a model of Hugging Face", "transformers")
+    return getattr(transformers, name) if name else transformers
 
 
 def _image_processor(source: Path | str, **options: Any) -> Any:

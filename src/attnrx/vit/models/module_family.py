@@ -92,7 +92,12 @@ class ModuleFamily(ReaderFamily):
             UserCodeError: The factory raised an exception.
         """
         reader: Reader = from_dict(origin.arguments["reader"], (Reader,), "reader")
-        factory, arguments = self.factory or _imported(origin.architecture), dict(reader.arguments)
+        factory, arguments = self.factory or imported_class(origin.architecture), dict(reader.arguments)
+        if factory is None:
+            raise NotSupported(
+                f"the class {origin.architecture} of this model has not been imported: import it first, or give a "
+                "function that creates it, attnrx.load(folder, factory=...)."
+            )
         model = created_by(factory, origin.architecture, arguments)
         unsaved = unsaved_buffers(model, meta=True)
         if unsaved:  # the module itself computes their values: it is created once more, on the CPU
@@ -141,16 +146,11 @@ def _blueprint(source: nn.Module) -> Blueprint:
     return source.__dict__["attnrx_blueprint"]
 
 
-def _imported(name: str) -> Factory:
-    """Returns an imported class of modules by its name "module:class"."""
+def imported_class(name: str) -> type[nn.Module] | None:
+    """Returns an imported class of modules by its name "module:class"; None where there is none."""
     # Only modules that are imported already: a name from a file must not run the code of a module.
     module, _, path = name.partition(":")
     target: Any = sys.modules.get(module)
     for part in path.split("."):
         target = getattr(target, part, None)
-    if not (isinstance(target, type) and issubclass(target, nn.Module)):
-        raise NotSupported(
-            f"the class {name} of this model has not been imported: import it first, or give a function that creates "
-            "it, attnrx.load(folder, factory=...)."
-        )
-    return target
+    return target if isinstance(target, type) and issubclass(target, nn.Module) else None

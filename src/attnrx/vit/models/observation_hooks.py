@@ -10,7 +10,7 @@ from torch import nn
 
 from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, ImageBatch, Tensor
-from attnrx.vit.attention import Attention, AttentionCapture, CapturedAttention, Eager, Observed, using
+from attnrx.vit.attention import Attention, AttentionCapture, Eager, Observed, capture_uniform, using
 from attnrx.vit.models.family import Family
 from attnrx.vit.observation import Observation
 
@@ -150,16 +150,9 @@ def counted_by_spec(model: nn.Module, family: Family) -> Iterator[None]:
         # `Eager` captures nothing, so reducers receive their statistics from a hook after the layer.
         for layer in layers:
             if isinstance(layer.backend, AttentionCapture) and layer.backend.wanted:
-                hooks.enter_context(layer.register_forward_hook(partial(_capture_uniform, layer.backend)))
+                hooks.enter_context(layer.register_forward_hook(partial(capture_uniform, layer.backend)))
         hooks.enter_context(using(layers, [Eager()] * len(layers)))
         yield
-
-
-def _capture_uniform(capture: AttentionCapture, layer: Attention, args: tuple[Any, ...], output: Tensor) -> None:
-    spec, (batch, count) = layer.spec, output.shape[:2]
-    uniform = output.new_full((batch, len(spec.heads), count, count), 1 / count)
-    keys = output.new_ones(batch, count, max((*spec.ranks, 1)))
-    capture.receive(CapturedAttention(uniform, uniform[:, :, 0], keys, uniform[:, :, 0]))
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """The family of open_clip's image towers."""
 
-import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
 from attnrx.vit.models.adopted_family import ModelParts
@@ -166,9 +166,4 @@ class OpenClipFamily(ReaderFamily):
 
 
 def _open_clip(module: str) -> Any:
-    try:
-        return importlib.import_module(f"open_clip{module}")
-    except ModuleNotFoundError as error:
-        raise NotSupported(
-            f"models of open_clip need the package open_clip_torch ({error}): pip install open_clip_torch."
-        ) from error
+    return required_module(f"open_clip{module}", "", "a model of open_clip", "open_clip_torch")

@@ -16,7 +16,7 @@ from torch import nn
 
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.support.hub import local_copies_if_unreachable
-from attnrx.support.optional import installed_versions
+from attnrx.support.optional import installed_versions, required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
@@ -540,10 +540,7 @@ def _unread(attention: nn.Module) -> Iterator[Refusal]:
 
 
 def _timm(module: str) -> ModuleType:
-    try:
-        imported, models = importlib.import_module(f"timm.{module}"), importlib.import_module("timm.models")
-    except ModuleNotFoundError as error:
-        raise NotSupported(f"models of timm need the package timm ({error}): pip install timm.") from error
+    imported, models = (required_module(f"timm.{name}", "", "a model of timm", "timm") for name in (module, "models"))
     if not hasattr(models, "get_model_args"):  # new in the oldest version that the extra of attnrx accepts
         found = installed_versions("timm").get("timm", "an older version")
         raise NotSupported(

@@ -12,7 +12,7 @@ from torch import nn
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import ImageBatch, Tensor
-from attnrx.vit.attention import Attention, AttentionCapture, CapturedAttention
+from attnrx.vit.attention import Attention, AttentionCapture, capture_uniform
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.models.family import Family
 from attnrx.vit.models.observation_hooks import block_names, evaluating
@@ -158,7 +158,7 @@ def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:
         receive = partial(reduction.add_capture, heads, decides=index + 1 in policy.layers)
         layer.backend = AttentionCapture(reduction.sizes, receive, statistics, reduction.clamps)
         if statistics and not heads:
-            layer.register_forward_hook(partial(_capture_no_heads, layer.backend))
+            layer.register_forward_hook(partial(capture_uniform, layer.backend))
 
 
 def described_tokens(model: nn.Module) -> dict[str, Any] | None:
@@ -228,10 +228,3 @@ def costs_of_run(model: nn.Module, family: Family, run: TokenRun) -> list[ModelC
     finally:
         reduction.policy = policy
     return [costs[tuple(counts)] for counts in stages]
-
-
-def _capture_no_heads(capture: AttentionCapture, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-    """Reports a capture for a layer without heads, whose backend does not run."""
-    batch, count = output.shape[:2]
-    maps = output.new_zeros(batch, 0, count, count)
-    capture.receive(CapturedAttention(maps, maps[:, :, 0], output.new_zeros(batch, count, 1), maps[:, :, 0]))

@@ -19,7 +19,6 @@ from attnrx.vit.models.token_restoration import RestorableStage, TokenRestoratio
 from attnrx.vit.tokens import (
     MOMENTS,
     MapMoments,
-    Part,
     Reduction,
     Shape,
     TokenPolicy,
@@ -50,9 +49,8 @@ class TokenRun:
         self.patch_indices: Int[Tensor, "batch patches"] | None = None
         self.moments: MapMoments | None = None
         self.accumulated: Float[Tensor, "batch patches"] | None = None
-        self.accumulated_layers = 0
         self.image_keys: Int[Tensor, " batch"] | None = None
-        self.captures: list[CapturedAttention] = []
+        self.captured = CapturedAttention()
         self.trail: list[Int[Tensor, "batch kept"]] = []
         self.restorations: list[TokenRestoration] = []
         self.sampled: list[Float[Tensor, "batch patches"]] = []
@@ -124,7 +122,7 @@ class TokenReduction(nn.Module):
             raise InvalidInput(f"by={by!r}: choose from {', '.join(REALIZATIONS)}.")
         self.policy, self.shape, self.by = policy, shape, by
         # The kernel of merging removes tokens; a mask keeps every shape.
-        self.native = policy.reducer.native if by == "compress" else None
+        self.uses_kernel = by == "compress"
         self.counts = policy.counts(shape.layout.patches)
         predictors = 1 if policy.reducer.one_predictor else len(policy.layers)
         self.stages = nn.ModuleList(policy.reducer.predictor(shape) for _ in range(predictors))
@@ -242,11 +240,6 @@ class TokenReduction(nn.Module):
         """Returns the token sizes for proportional attention; None where all sizes count as 1."""
         return self._run.sizes if self.counts_sizes else None
 
-    def keeps_places(self, run: TokenRun, block: int) -> bool:
-        """Whether the tokens after a block had every patch of the image at its place in a run."""
-        restored = run.restoration is not None and block in run.restored_blocks
-        return restored or self.by == "mask" or self.samples_patches
-
     def clamps(self) -> bool:
         return self.clamps_scores
 
@@ -285,61 +278,39 @@ class TokenReduction(nn.Module):
             self._end_outside()
         return restored
 
-    def accumulate(self, scores: Float[Tensor, "part tokens"], part: Part | None = None) -> None:
-        """Adds the patch scores of one layer, for all images or for those of `part`."""
+    def accumulate(self, scores: Float[Tensor, "batch tokens"]) -> None:
+        """Adds the patch scores of one layer."""
         run, scores = self._run, scores[:, self.shape.layout.prefix :]
-        # A count, not `is None`: the buffer of the first layer exists already when its second chunk arrives.
-        before = run.accumulated if run.accumulated_layers else None
-        if part is None:
-            run.accumulated = self.policy.reducer.accumulate(before, scores)
-        else:
-            if run.accumulated is None:
-                run.accumulated = scores.new_empty(part.batch, scores.shape[1])
-            part_before = None if before is None else before[part.images]
-            run.accumulated[part.images] = self.policy.reducer.accumulate(part_before, scores)
-        run.accumulated_layers += part is None or part.is_last
+        run.accumulated = self.policy.reducer.accumulate(run.accumulated, scores)
 
     def score_layer(self, tokens: TokenBatch) -> None:
         """Adds the patch scores that the reducer computes from the output of a layer."""
         self.accumulate(self.policy.reducer.layer_score(tokens))
 
     def add_capture(self, heads: tuple[int, ...], captured: CapturedAttention, decides: bool = True) -> None:
-        """Adds the captured attention of a layer with these heads of the original model, for all images or some.
+        """Adds the captured attention of a layer with these heads of the original model.
 
         A compressed layer stores its heads in another order and omits removed ones. The reducer receives every head at
         its original index; a removed head attends uniformly, as in the masked model. The capture is stored only where
         the next stage `decides` by it.
         """
+        run, needs, sizes = self._run, self.policy.reducer.needs, self.sizes()
         if heads != tuple(range(self.shape.heads)):
-            sizes = self.sizes()
-            sizes = sizes if sizes is None or captured.part is None else sizes[captured.part.images]
             captured = replace(
                 captured,
                 attention=_at_all_heads(captured.attention, heads, self.shape.heads, sizes),
                 class_attention=_at_all_heads(captured.class_attention, heads, self.shape.heads, sizes),
                 value_norms=_at_all_heads(captured.value_norms, heads, self.shape.heads, sizes, attends=False),
             )
-        # Full maps are large: only those that the next stage uses are stored, others go into sums below.
-        if decides:
-            first = captured.part is None or captured.part.start == 0  # a new layer replaces the one before
-            run = self._run
-            run.captures = [captured] if first else [*run.captures, captured]
-        needs = self.policy.reducer.needs
+        if decides:  # full maps are large: only those that the next stage uses are stored, others go into sums
+            run.captured = captured
         if not MOMENTS.isdisjoint(needs) and captured.attention is not None:
-            self._add_to_moments(captured.attention, captured.part)
+            if run.moments is None:
+                run.moments = MapMoments.of(captured.attention, "attention_variance" in needs)
+            else:
+                run.moments = run.moments.add_layer(captured.attention)
         if "class_attention_sum" in needs and captured.class_attention is not None:
-            self.accumulate(captured.class_attention.mean(1), captured.part)
-
-    def _add_to_moments(self, attention: Float[Tensor, "part heads queries keys"], part: Part | None) -> None:
-        run, variance = self._run, "attention_variance" in self.policy.reducer.needs
-        # Chunks are written into sums of the whole batch; a whole batch needs no copy of the first maps.
-        if part is not None:
-            run.moments = run.moments or MapMoments.zeros(attention, part.batch, variance)
-            run.moments.write_(attention, part)
-        elif run.moments is None:
-            run.moments = MapMoments.of(attention, variance)
-        else:
-            run.moments = run.moments.add_layer(attention)
+            self.accumulate(captured.class_attention.mean(1))
 
     def decide(self, stage: int, tokens: TokenBatch) -> Tensor:
         """Runs the reducer at one stage, and returns the tokens for the next layer.
@@ -366,7 +337,7 @@ class TokenReduction(nn.Module):
         if count >= patches and not self.policy.by_image:  # no token is pruned, so the tokens must not change at all
             run.trail.append(run.patch_indices)
             return tokens
-        captured = CapturedAttention.joined(run.captures)
+        captured = run.captured
         state = TokenState(
             tokens,
             prefix,
@@ -387,9 +358,13 @@ class TokenReduction(nn.Module):
         )
         if self.policy.by_image:
             return self._reduce_by_image(state)
-        if self.native is not None and can_merge(tokens, run.patch_indices.shape[1], count):
-            return self._merged(state, self.native(state, count))
-        return self._draw(stage, state) if self.samples_patches else self._reduce(state, count)
+        if self.samples_patches:
+            return self._draw(stage, state)
+        if self.uses_kernel and can_merge(tokens, run.patch_indices.shape[1], count):
+            merged = self.policy.reducer.native_merge(state, count)
+            if merged is not None:
+                return self._merged(state, merged)
+        return self._applied(state, self.policy.reducer.reduce(state, count, self.predictor(stage)))
 
     def _merged(self, state: TokenState, merged: Merged) -> Tensor:
         """Returns the tokens that the C++ kernel merged, and updates the statistics of the run."""
@@ -406,9 +381,11 @@ class TokenReduction(nn.Module):
         elif self.policy.must_be_calibrated:
             raise InvalidInput(f"{self.policy} has no thresholds yet; realize it with calibration images.")
         else:
-            limit, native = self.policy.thresholds[state.stage], self.policy.reducer.native_by_cost
-            if self.native is not None and native is not None and can_merge(state.tokens, state.patches.shape[1]):
-                return self._merged(state, native(state, limit))
+            limit = self.policy.thresholds[state.stage]
+            if self.uses_kernel and can_merge(state.tokens, state.patches.shape[1]):
+                merged = self.policy.reducer.native_merge_by_cost(state, limit)
+                if merged is not None:
+                    return self._merged(state, merged)
             reduction = self.policy.reducer.reduce_by_cost(state, lambda costs: limit)
         tokens = self._applied(state, reduction)
         # Images that merged more are padded with tokens of size 0, which stand for no patch.
@@ -451,10 +428,6 @@ class TokenReduction(nn.Module):
         finally:
             self._calibrated = None
         self.policy = replace(self.policy, num_pruned=None, thresholds=tuple(thresholds))
-
-    def _reduce(self, state: TokenState, count: int) -> Tensor:
-        """Reduces the tokens to `count` patches."""
-        return self._applied(state, self.policy.reducer.reduce(state, count, self.predictor(state.stage)))
 
     def _applied(self, state: TokenState, reduction: Reduction) -> Tensor:
         """Returns the tokens that a reduction leaves, and updates the statistics of the run."""

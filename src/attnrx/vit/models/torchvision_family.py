@@ -1,6 +1,5 @@
 """The family of torchvision's VisionTransformer."""
 
-import importlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,6 +10,7 @@ from torch import nn
 
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.support.hub import local_copies_if_unreachable
+from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
 from attnrx.vit.models.reader import Reader, ReaderFamily
@@ -128,9 +128,4 @@ class TorchvisionFamily(ReaderFamily):
 
 
 def _torchvision(module: str) -> Any:
-    try:
-        return importlib.import_module(f"torchvision.{module}")
-    except ModuleNotFoundError as error:
-        raise NotSupported(
-            f"models of torchvision need the package torchvision ({error}): pip install torchvision."
-        ) from error
+    return required_module(f"torchvision.{module}", "", "a model of torchvision", "torchvision")

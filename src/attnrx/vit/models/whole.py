@@ -3,7 +3,6 @@
 import copy
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -15,16 +14,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.arguments import described, described_error
+from attnrx.support.dataclass_records import fields_of, of_fields
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
-from attnrx.support.modules import copy_module, random_images
+from attnrx.support.modules import copy_module, random_images, rounding_limit
 from attnrx.support.shapes import Tensor
-from attnrx.support.storage import require_finite_tensors
 from attnrx.support.trees import rows_of, tensors_of
 from attnrx.vit.costs import ModelCosts, PartCosts
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
 from attnrx.vit.models.chunked_forward import chunked_forward
-from attnrx.vit.models.family import Family, LayerShapes, require_ordinary_tensors, require_ordinary_weights
+from attnrx.vit.models.family import Family, LayerShapes, require_ordinary_weights, require_weights
 from attnrx.vit.models.foreign_code import (
     merged,
     require_own_weights,
@@ -32,7 +31,7 @@ from attnrx.vit.models.foreign_code import (
     require_uncompiled,
 )
 from attnrx.vit.models.library_costs import num_params
-from attnrx.vit.models.module_family import created_by
+from attnrx.vit.models.module_family import created_by, imported_class
 from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.structure import StructureFamily
 from attnrx.vit.models.substitute import Substitute, remove_capturing_
@@ -71,10 +70,6 @@ class Surroundings:
     creation: Mapping[str, Any] | None = None
     by_class: bool = True
     call: str = "forward"
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> "Surroundings":
-        return cls(**{**values, "read_blocks": tuple(values["read_blocks"])})
 
 
 def _answer(module: nn.Module, around: Surroundings, trunk: Adopted, images: Tensor) -> Any:
@@ -305,12 +300,7 @@ class WholeFamily(Family):
             InvalidInput: The module has no weights.
         """
         require_uncompiled(model)
-        require_ordinary_tensors(model)
-        weights = model.state_dict()
-        without = next((name for name, value in weights.items() if isinstance(value, Tensor) and value.is_meta), None)
-        if without is not None:
-            raise InvalidInput(f"{model_name(model)} has no weights: {without} is on the meta device. Load them first.")
-        require_finite_tensors(weights, model_name(model))
+        require_weights(model)
         plain = merged(model) if plain is None else plain
         module = copy_module(plain)
         source = module.get_submodule(path)
@@ -375,12 +365,7 @@ class WholeFamily(Family):
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         whole, trunk, family = self._of(model)
-        around = {
-            **vars(whole.around),
-            "read_blocks": list(whole.around.read_blocks),
-            "sizes": dict(whole.around.sizes),
-        }
-        return {**family.describe(trunk), "around": around}
+        return {**family.describe(trunk), "around": fields_of(whole.around)}
 
     def build(self, description: Mapping[str, Any]) -> Whole:
         """Creates the user's module, and inserts attention and MLPs of the described ranks.
@@ -390,7 +375,7 @@ class WholeFamily(Family):
             UserCodeError: The factory raised an exception.
             InvalidInput: What was created has another Vision Transformer.
         """
-        around = Surroundings.read(description["around"])
+        around = of_fields(Surroundings, description["around"])
         family = self._family(around.family)
         # With values, because the code of a module may read those of its buffers.
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
@@ -538,17 +523,13 @@ def _creator(around: Surroundings) -> Factory:
     Raises:
         NotSupported: It does not suffice to create the module.
     """
-    # Only what is imported already: a name from a file must not run the code of a module.
-    module, _, path = around.name.partition(":")
-    target: Any = sys.modules.get(module)
-    for part in path.split("."):
-        target = getattr(target, part, None)
     made = around.factory or "a function that creates it with any weights"
     given = "..." if around.factory is None else repr(around.factory)
     remedy = f"give {made}, attnrx.load(folder, factory={given})."
     if around.factory is not None:
         raise NotSupported(f"{around.name} was created by {around.factory}: {remedy}")
-    if not (isinstance(target, type) and issubclass(target, nn.Module)):
+    target = imported_class(around.name)
+    if target is None:
         raise NotSupported(f"the class {around.name} of this model has not been imported: import it first, or {remedy}")
     required = [
         name
@@ -557,7 +538,7 @@ def _creator(around: Surroundings) -> Factory:
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     # The class of a library makes a model of its default size, and not the one whose parts were replaced.
-    if required or module.split(".")[0] in ("timm", "transformers", "torchvision", "open_clip", "torch"):
+    if required or around.name.split(".")[0] in ("timm", "transformers", "torchvision", "open_clip", "torch"):
         needs = f"needs {', '.join(required)}" if required else "does not state its parts"
         raise NotSupported(f"the class {around.name} of this model {needs}: {remedy}")
     if not around.by_class:
@@ -617,11 +598,6 @@ def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor[0].numel() for name, tensor in tensors.items()}
 
 
-def _limit(tensor: Tensor) -> float:
-    epsilon = max(torch.finfo(tensor.dtype).eps, torch.finfo(torch.float32).eps)
-    return epsilon**0.5 * max(1.0, float(tensor.abs().max()))
-
-
 def _differing(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
     """Returns how the first tensor differs that differs by more than rounding, "" for none."""
     if expected.keys() != actual.keys():
@@ -631,8 +607,8 @@ def _differing(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> 
         if tensor.shape != other.shape:
             return f"{where} has the shapes {tuple(tensor.shape)} and {tuple(other.shape)}"
         difference = float((tensor - other).abs().max())
-        if not difference <= _limit(tensor):
-            return f"{where} differs by {difference:.3g}; rounding explains at most {_limit(tensor):.3g}"
+        if not difference <= rounding_limit(tensor):
+            return f"{where} differs by {difference:.3g}; rounding explains at most {rounding_limit(tensor):.3g}"
     return ""
 
 

@@ -26,14 +26,10 @@ from attnrx.vit.tokens.reducer import (
 )
 from attnrx.vit.tokens.spot import Spot, attention_features
 from attnrx.vit.tokens.state import (
-    CACHED,
     MapMoments,
-    Part,
     TokenLayout,
     TokenState,
-    chunks_of,
     gathered_rows,
-    images_of,
 )
 from attnrx.vit.tokens.untrained_scores import (
     ATS,
@@ -75,7 +71,6 @@ _REGISTERED: dict[str, type[Reducer]] = {}
 __all__ = [
     "ALL_LAYERS",
     "ATS",
-    "CACHED",
     "DTPS",
     "LAST_LAYER",
     "MOMENTS",
@@ -90,7 +85,6 @@ __all__ = [
     "HaltingScores",
     "HeadSelector",
     "MapMoments",
-    "Part",
     "PiToMe",
     "Predicting",
     "Random",
@@ -109,11 +103,9 @@ __all__ = [
     "Ward",
     "ZeroTPrune",
     "attention_features",
-    "chunks_of",
     "destinations_of",
     "gathered_rows",
     "image_keys",
-    "images_of",
     "known_reducers",
     "parse_policy",
     "parse_reducer",

@@ -11,7 +11,7 @@ from torch import nn
 from attnrx.support.modules import is_traced
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.vit.kernels.native_merging import Merged, native_merge
-from attnrx.vit.tokens.reducer import NativeMerge, Reducer, Reduction, Shape, stable_order
+from attnrx.vit.tokens.reducer import Reducer, Reduction, Shape, stable_order
 from attnrx.vit.tokens.state import TokenState, gathered_rows
 
 Tables = dict[str, Float[Tensor, "batch _ _"]]
@@ -242,11 +242,5 @@ class ToMe(Merging):
     never more than one round; here it is before a layer (`tome:N@every` is the closest schedule).
     """
 
-    @property
-    def native(self) -> NativeMerge:
-        return native_by_keys
-
-
-def native_by_keys(state: TokenState, count: int) -> Merged:
-    """Merges to `count` patches by the C++ kernel, which compares their keys."""
-    return native_merge(state.tokens, state.sizes, state.patch_indices, state.keys, count)
+    def native_merge(self, state: TokenState, count: int) -> Merged:
+        return native_merge(state.tokens, state.sizes, state.patch_indices, state.keys, count)

@@ -20,7 +20,6 @@ LAST_LAYER = {"class_attention", "attention", "keys", "value_norms"}
 MOMENTS = {"attention_mean", "attention_variance"}
 ALL_LAYERS = {*MOMENTS, "class_attention_sum", "accumulated"}
 
-NativeMerge = Callable[[TokenState, int], Merged]
 PerPatch = Float[Tensor, "batch patches"]
 KeepDrop = Float[Tensor, "batch patches 2"]  # the log-probabilities of keep and drop of every patch
 
@@ -111,14 +110,12 @@ class Reducer(ABC):
         """
         raise NotSupported(f"{self} has no costs by which images could be reduced to different numbers of patches.")
 
-    @property
-    def native(self) -> NativeMerge | None:
-        """The C++ kernel of one merging round (`kernels.native_merging`); None where it does not implement this."""
+    def native_merge(self, state: TokenState, count: int) -> Merged | None:
+        """Merges to `count` patches in one round by the C++ kernel; None where that does not implement this."""
         return None
 
-    @property
-    def native_by_cost(self) -> Callable[[TokenState, float], Merged] | None:
-        """The C++ kernel of `reduce_by_cost` for one threshold; None where it does not implement this."""
+    def native_merge_by_cost(self, state: TokenState, threshold: float) -> Merged | None:
+        """Does what `reduce_by_cost` does for one threshold by the C++ kernel; None where it does not implement it."""
         return None
 
     def predictor(self, shape: Shape) -> nn.Module:

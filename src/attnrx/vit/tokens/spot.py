@@ -9,7 +9,7 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.tokens.learned_scores import KeepScores, TokenFeatures
 from attnrx.vit.tokens.reducer import KeepDrop, PerPatch, Predicting, Shape
-from attnrx.vit.tokens.state import TokenState, chunks_of, images_of
+from attnrx.vit.tokens.state import TokenState
 
 SCALARS = 6  # of every patch, head and map: SPOT, Eqs. 3 to 9
 
@@ -70,16 +70,14 @@ class SpotPredictor(nn.Module):
     def forward(self, state: TokenState) -> KeepDrop:
         parts = [] if self.tokens is None else [self.tokens(state.patches, state.present_mask)]
         assert state.attention is not None
-        # The features are reductions of whole maps: on a CPU chunk by chunk, whose maps stay in the cache.
-        chunks = chunks_of(state.attention, *state.attention.shape[1:])
-        parts.append(torch.cat([self._features(state, images_of(part)) for part in chunks]))
+        parts.append(self._features(state, state.attention))
         return self.scores(torch.cat(parts, dim=-1))
 
-    def _features(self, state: TokenState, images: slice) -> Float[Tensor, "part patches features"]:
-        """Returns the attention features of the patches of some images."""
-        assert state.attention is not None
-        maps = [state.attention[images]]
-        moments = None if state.moments is None else state.moments.of_images(images)
+    def _features(
+        self, state: TokenState, attention: Float[Tensor, "batch heads tokens tokens"]
+    ) -> Float[Tensor, "batch patches features"]:
+        """Returns the attention features of the patches."""
+        maps, moments = [attention], state.moments
         if moments is not None and self.spot.mean:
             maps.append(moments.mean)
         if moments is not None and self.spot.variance:
@@ -87,7 +85,7 @@ class SpotPredictor(nn.Module):
         if self.spot.head_averaged:
             maps = [table.mean(1, keepdim=True) for table in maps]
         # All maps are concatenated as heads of one: few large operations instead of many small ones.
-        present_mask = None if state.unmasked else state.present_mask[images]
+        present_mask = None if state.unmasked else state.present_mask
         return attention_features(torch.cat(maps, dim=1), state.prefix, present_mask, self.spot.standardized)
 
 

@@ -1,4 +1,4 @@
-"""The tokens of a batch with their statistics, their layout, and chunks of images."""
+"""The tokens of a batch with their statistics, and their layout."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,45 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from attnrx.support.shapes import Float, Int, Tensor
-
-CACHED = 2**20  # bytes of the attention map of all heads in one chunk on a CPU
-
-
-@dataclass(frozen=True)
-class Part:
-    """The images from `start` to `stop` of a batch of `batch` images."""
-
-    start: int
-    stop: int
-    batch: int
-
-    @property
-    def images(self) -> slice:
-        return slice(self.start, self.stop)
-
-    @property
-    def is_last(self) -> bool:
-        return self.stop == self.batch
-
-
-def images_of(part: Part | None) -> slice:
-    """Returns the indices of a chunk's images; all where it is None."""
-    return slice(None) if part is None else part.images
-
-
-def chunks_of(like: Tensor, heads: int, queries: int, keys: int) -> tuple[Part | None, ...]:
-    """Splits a batch into chunks whose attention maps [heads, queries, keys] fit the cache; `like` is any tensor of it.
-
-    Returns (None,), the whole batch, where gradients are enabled, during compilation, and on devices other than a CPU.
-    """
-    if like.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return (None,)
-    batch = like.shape[0]
-    # Scores, softmax and statistics each pass over the map: while it is in the cache, a pass reads no memory.
-    chunk = max(CACHED // max(heads * queries * keys * like.element_size(), 1), 1)
-    if chunk >= batch:
-        return (None,)
-    return tuple(Part(start, min(start + chunk, batch), batch) for start in range(0, batch, chunk))
 
 
 @dataclass
@@ -76,23 +37,6 @@ class MapMoments:
             total = self.total.add_(attention)
             squares = None if squares is None else squares.addcmul_(attention, attention)
         return MapMoments(total, squares, self.count + 1)
-
-    @classmethod
-    def zeros(cls, attention: Float[Tensor, "part heads queries keys"], batch: int, variance: bool) -> "MapMoments":
-        """Returns sums of zero for `batch` images, of which `attention` has some; `write_` adds to them."""
-        shape = (batch, *attention.shape[1:])
-        return cls(attention.new_zeros(shape), attention.new_zeros(shape) if variance else None, 0)
-
-    def write_(self, attention: Float[Tensor, "part heads queries keys"], part: Part) -> None:
-        """Adds one more layer for some images; the last chunk of a batch increments the count."""
-        of_part = self.of_images(part.images)
-        of_part.total.add_(attention)
-        if of_part.squares is not None:
-            of_part.squares.addcmul_(attention, attention)
-        self.count += part.is_last
-
-    def of_images(self, images: slice) -> "MapMoments":
-        return self._map(lambda sums: sums[images])
 
     def at(self, kept: Int[Tensor, "batch kept"]) -> "MapMoments":
         """Returns the moments between the kept tokens."""

@@ -1,13 +1,12 @@
 """Ward: merges the patches whose merging changes the tokens least."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.kernels.native_merging import Merged, native_merge, native_merge_by_cost
 from attnrx.vit.tokens.merging import Merging, Tables
-from attnrx.vit.tokens.reducer import NativeMerge, Shape
+from attnrx.vit.tokens.reducer import Shape
 from attnrx.vit.tokens.state import TokenState
 
 
@@ -58,19 +57,11 @@ class Ward(Merging):
         num_present = state.patches.shape[1] if state.unmasked else state.present_mask.sum(1, keepdim=True)
         return state.sizes * (1 - self.relevance) + received * (self.relevance * num_present / total)
 
-    @property
-    def native(self) -> NativeMerge:
-        return self._native_merge
-
-    @property
-    def native_by_cost(self) -> Callable[[TokenState, float], Merged]:
-        return self._native_merge_by_cost
-
-    def _native_merge(self, state: TokenState, count: int) -> Merged:
+    def native_merge(self, state: TokenState, count: int) -> Merged:
         tokens, sizes, indices = state.tokens, state.sizes, state.patch_indices
         return native_merge(tokens, sizes, indices, None, count, self.lengths, self._weights(state))
 
-    def _native_merge_by_cost(self, state: TokenState, threshold: float) -> Merged:
+    def native_merge_by_cost(self, state: TokenState, threshold: float) -> Merged:
         tokens, sizes, indices = state.tokens, state.sizes, state.patch_indices
         return native_merge_by_cost(tokens, sizes, indices, threshold, self._weights(state), self.lengths)
 

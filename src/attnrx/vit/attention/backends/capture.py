@@ -1,7 +1,7 @@
 """Backends that pass the attention on: to a token reducer, with tokens weighted by their size, or to an observer."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,7 +24,6 @@ from attnrx.vit.attention.factors import (
 from attnrx.vit.kernels.native_attention import JointFeatures
 from attnrx.vit.observation import Observation
 from attnrx.vit.spec import AttentionSpec
-from attnrx.vit.tokens import Part, chunks_of, images_of
 
 
 @dataclass(frozen=True)
@@ -32,25 +31,13 @@ class CapturedAttention:
     """The captured attention of one layer.
 
     `attention` are full maps, `class_attention` the rows of the first token, `keys` the mean of the heads' keys, and
-    `value_norms` the norms of the values. `part` are the images of the batch that they cover; None means all.
+    `value_norms` the norms of the values.
     """
 
     attention: Float[Tensor, "batch heads tokens tokens"] | None = None
     class_attention: Float[Tensor, "batch heads tokens"] | None = None
     keys: Float[Tensor, "batch tokens directions"] | None = None
     value_norms: Float[Tensor, "batch heads tokens"] | None = None
-    part: Part | None = None
-
-    @classmethod
-    def joined(cls, captures: Sequence["CapturedAttention"]) -> "CapturedAttention":
-        """Concatenates the chunks that a layer captured."""
-        if len(captures) < 2:
-            return captures[0] if captures else cls()
-        quantities: dict[str, Any] = {}
-        for name in ("attention", "class_attention", "keys", "value_norms"):
-            if getattr(captures[0], name) is not None:  # every chunk has the same quantities
-                quantities[name] = torch.cat([getattr(captured, name) for captured in captures])
-        return cls(**quantities)
 
 
 class AttentionCapture(Backend):
@@ -58,7 +45,7 @@ class AttentionCapture(Backend):
 
     `sizes` returns the size of every token, or None if all are 1; `receive` is called with the quantities in `wanted`:
     "attention", "class_attention", "keys", "value_norms". If neither full maps nor gradients of the sizes are needed, a
-    fused kernel is used. Full maps are captured in chunks of images that fit the cache.
+    fused kernel is used.
     """
 
     takes_few_queries = True
@@ -92,7 +79,9 @@ class AttentionCapture(Backend):
         # its mask (see `sized_softmax`). Full maps are never in memory in a fused kernel.
         learned = sizes is not None and sizes.requires_grad and torch.is_grad_enabled()
         if learned or "attention" in self.wanted:
-            return self._unfused(factors, value, sizes)
+            attention = sized_softmax(scores(factors), sizes, self.clamps())
+            self.pass_on(attention, factors, value)
+            return attention @ value
         if self.wanted:
             first = None
             if "class_attention" in self.wanted:
@@ -114,33 +103,30 @@ class AttentionCapture(Backend):
         # The export to ONNX decomposes the kernel with a mask into products, whose output has another memory layout.
         return output.contiguous() if factors.bias is not None and torch.compiler.is_exporting() else output
 
-    def _unfused(
-        self, factors: ScoreFactors, value: ValueBatch, sizes: Float[Tensor, "batch tokens"] | None
-    ) -> Float[Tensor, "batch heads queries v_head_dim"]:
-        outputs, heads = [], value.shape[1]
-        for part in chunks_of(value, heads, factors.query.shape[1], factors.key.shape[1]):
-            images = images_of(part)
-            part_sizes = None if sizes is None else sizes[images]
-            attention = sized_softmax(scores(factors.of_images(images)), part_sizes, self.clamps())
-            self.pass_on(attention, factors, value, part)
-            outputs.append(attention @ value[images])
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
     def pass_on(
         self,
-        attention: Float[Tensor, "part heads queries tokens"] | None,
+        attention: Float[Tensor, "batch heads queries tokens"] | None,
         factors: ScoreFactors,
         value: ValueBatch,
-        part: Part | None = None,
     ) -> None:
         """Passes the requested quantities to `receive`; the first row of the attention is that of the class token."""
         quantities = {} if attention is None else {"attention": attention, "class_attention": attention[:, :, 0]}
         if "keys" in self.wanted:
-            quantities["keys"] = factors.key[images_of(part)].mean(2)  # over the heads, [part, tokens, width]
+            quantities["keys"] = factors.key.mean(2)  # over the heads, [batch, tokens, width]
         if "value_norms" in self.wanted:
-            quantities["value_norms"] = value[images_of(part)].norm(dim=-1)
+            quantities["value_norms"] = value.norm(dim=-1)
         if self.wanted:
-            self.receive(CapturedAttention(**{name: quantities[name] for name in self.wanted}, part=part))
+            self.receive(CapturedAttention(**{name: quantities[name] for name in self.wanted}))
+
+
+def capture_uniform(capture: AttentionCapture, layer: Any, args: tuple[Any, ...], output: Tensor) -> None:
+    """Reports uniform attention, as a hook after a layer whose backend captures none: it has no heads, or another one
+    computes it.
+    """
+    (batch, count), spec = output.shape[:2], layer.spec
+    uniform = output.new_full((batch, len(spec.heads), count, count), 1 / max(count, 1))
+    keys = output.new_zeros(batch, count, max((*spec.ranks, 1)))
+    capture.receive(CapturedAttention(uniform, uniform[:, :, 0], keys, uniform[:, :, 0]))
 
 
 class NativeCapture(Native):
