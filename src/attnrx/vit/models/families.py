@@ -26,6 +26,7 @@ from attnrx.vit.models.lvvit import SIZES, LVViT, LVViTFamily, lvvit_config
 from attnrx.vit.models.module_family import Factory, ModuleFamily
 from attnrx.vit.models.openclip_family import OpenClipFamily
 from attnrx.vit.models.reader import Reader
+from attnrx.vit.models.substitute import Substitute, created
 from attnrx.vit.models.timm_family import TimmFamily
 from attnrx.vit.models.torchvision_family import TorchvisionFamily
 from attnrx.vit.models.transformer import initialize_
@@ -331,3 +332,12 @@ def save_model(
         NotSupported: The model belongs to no family, or its weights cannot be stored one by one.
     """
     return save_weights(folder, model, family_of(model), notes, write_beside, parts)
+
+
+def created_model(kind: type[nn.Module]) -> nn.Module:
+    """Returns a model of this class without its contents; pickles of substitutes name this function."""
+    return created(kind)
+
+
+Substitute.save_model = staticmethod(save_model)
+Substitute.created = staticmethod(created_model)

@@ -1,6 +1,6 @@
 """A model that takes the place of one of a library or a user: what is code for that one takes it too."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,6 +9,11 @@ from torch import nn
 
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import copy_module
+
+
+def created(kind: type[nn.Module]) -> nn.Module:
+    """Returns a module of this class without its contents, which pickle and copies fill in."""
+    return kind.__new__(kind)
 
 
 class _OfOriginal:
@@ -25,6 +30,10 @@ class Substitute(_OfOriginal, nn.Module):
 
     original_name: ClassVar[str]
     """The name of the submodule."""
+    # Both are set by `families`, which imports this module: how a model is saved, and the function that a pickle names,
+    # so that whoever reads it imports the families.
+    save_model: ClassVar[Callable[[Path | str, nn.Module], Path]]
+    created: ClassVar[Callable[[type[nn.Module]], nn.Module]] = staticmethod(created)
     # Methods of the library that would write or change a model other than the one that attnrx describes.
     refused_methods: ClassVar[Mapping[str, str]] = {
         "push_to_hub": "save it with attnrx.save(model, folder), and publish that with attnrx.push_to_hub.",
@@ -48,7 +57,7 @@ class Substitute(_OfOriginal, nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         remove_capturing_(self)
         # By a function, because pickle compares the class of what `__newobj__` creates with `__class__`.
-        return _created, (type(self),), self.__getstate__()
+        return type(self).created, (type(self),), self.__getstate__()
 
 
 def remove_capturing_(model: nn.Module) -> None:
@@ -71,22 +80,16 @@ def _original(model: nn.Module) -> nn.Module:
     return vars(model).get("_modules", {}).get(type(model).original_name, model)  # type: ignore[attr-defined]
 
 
-def _created(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)
-
-
 def _save_pretrained(
-    model: nn.Module, save_directory: Path | str, *, state_dict: Any = None, is_main_process: bool = True, **_: Any
+    model: Substitute, save_directory: Path | str, *, state_dict: Any = None, is_main_process: bool = True, **_: Any
 ) -> None:
     """Saves the model as `attnrx.save` does, without card and evidence, for `attnrx.load`.
 
     `state_dict` replaces its weights, and only the main process writes, as in transformers.
     """
-    from attnrx.vit.models.families import save_model  # the families import this module
-
     if not is_main_process:
         return
     if state_dict is not None:
         model = copy_module(model)
         model.load_state_dict(state_dict)
-    save_model(save_directory, model)
+    type(model).save_model(save_directory, model)
