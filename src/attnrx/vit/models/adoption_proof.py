@@ -69,24 +69,30 @@ def _outputs(model: Adopted, images: Tensor, because: str) -> Float[Tensor, "ima
     """Returns the outputs for the images; raises NotSupported with the reason `because` if the forward pass fails."""
     try:
         return model(images)
-    except AttnrxError:
+    except AttnrxError as error:
+        part, returns_nothing = _failing_part(model, images)
+        if returns_nothing:
+            raise NotSupported(f"{model.origin.architecture} cannot be adopted: {part} returns None.") from error
         raise
     except Exception as error:  # the code of a model raises errors of any type
         raise NotSupported(
             f"{model.origin.architecture} cannot be adopted: {because}. On random images of shape "
-            f"{tuple(images.shape)} {_raising_part(model, images)} raises {type(error).__name__}: {error}"
+            f"{tuple(images.shape)} {_failing_part(model, images)[0]} raises {type(error).__name__}: {error}"
         ) from error
 
 
-def _raising_part(model: Adopted, images: Tensor) -> str:
-    """Returns the path of the innermost part whose forward pass raises an error."""
+def _failing_part(model: Adopted, images: Tensor) -> tuple[str, bool]:
+    """Returns the path of the innermost part that returns None or raises an error, and whether one returns None."""
     active: list[str] = []
+    nothing: list[str] = []
 
     def enter(name: str, *_: object) -> None:
         active.append(name)
 
-    def leave(*_: object) -> None:
-        active.pop()
+    def leave(part: nn.Module, args: object, output: object) -> None:
+        name = active.pop()
+        if output is None:
+            nothing.append(name)
 
     with ExitStack() as hooks:
         for name, part in model.source.named_modules():
@@ -94,7 +100,7 @@ def _raising_part(model: Adopted, images: Tensor) -> str:
             hooks.enter_context(part.register_forward_hook(leave))
         with suppress(Exception):  # the error that is reported
             model(images)
-    return (active[-1] if active else "") or "the model itself"
+    return (nothing or active[-1:] or [""])[0] or "the model itself", bool(nothing)
 
 
 def _outputs_of_blocks(

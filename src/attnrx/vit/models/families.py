@@ -19,7 +19,7 @@ from attnrx.vit.models.checkpoint import (
     load_weights,
     save_weights,
 )
-from attnrx.vit.models.family import Family
+from attnrx.vit.models.family import Family, require_ordinary_tensors
 from attnrx.vit.models.foreign_code import merged, without_wrapper
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.vit.models.lvvit import SIZES, LVViT, LVViTFamily, lvvit_config
@@ -268,6 +268,7 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None) -> nn.Module:
             f"{model_name(model)} is not supported, but the {type(model.module).__name__} in it is: give "
             "model.get_submodule('module')."
         )
+    require_ordinary_tensors(model)
     plain = merged(model)
     model = without_wrapper(model)
     whole = WholeFamily(LIBRARIES, factory)

@@ -253,8 +253,14 @@ def model_fingerprint(model: nn.Module) -> str:
 
 def require_ordinary_tensors(model: nn.Module) -> None:
     """Raises NotSupported for a parameter or a buffer that is sparse, quantized, complex or not initialized, and for a
-    parameter of integers or of 8-bit floating-point numbers.
+    parameter of integers or of 8-bit floating-point numbers; also for a part that torch quantized.
     """
+    for name, part in model.named_modules():
+        if ".nn.quantized." in type(part).__module__:
+            raise NotSupported(
+                f"{name or 'the model'} was quantized by torch: use the model before quantization; `attnrx export --to "
+                "int8` quantizes a model for ONNX Runtime."
+            )
     buffers = ((name, tensor, False) for name, tensor in model.named_buffers())
     for name, tensor, is_parameter in (*((*named, True) for named in model.named_parameters()), *buffers):
         if is_lazy(tensor):
