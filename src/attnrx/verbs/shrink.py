@@ -17,6 +17,8 @@ from torch import nn
 from attnrx.change.exporting import Format, dtype_name, parse_format, precision_for
 from attnrx.change.predictions import predict
 from attnrx.change.realization import calibrated, realize_and_fit
+from attnrx.change.realization.decoding import KEPT as DECODER_KEPT
+from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.change.realization.descent import HELD_OUT
 from attnrx.change.realization.distillation import Distill
 from attnrx.change.realization.fits import Fit, fits_record
@@ -76,6 +78,8 @@ from attnrx.vit.outputs import Divergence, Map, Metric, judged, most_images, out
 DIAGNOSIS_IMAGES, PREDICTION_IMAGES = 128, 96
 # A quick call for a model of more multiply-accumulates per image diagnoses and measures sensitivities on half of them.
 LARGE = 2.5e9
+# A target of latency that saves less is planned with the whole decoder, which could otherwise meet it alone.
+LARGEST_DECODER = 0.2
 # The most images that a result is verified on, of which an accuracy has a standard error of 0.5 points at most.
 MAX_VERIFICATION_IMAGES = 10_000
 REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
@@ -238,7 +242,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         if conditions.on_cuda and target.minimized != "latency":
             log("on a CUDA device fewer MACs are not less time: faster=N plans for its time (docs/results/gpu.md)")
         settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, to=to, seed=seed, log=log)
-        run = ShrinkRun.start(original, data, columns, folder, effort, settings)
+        run = ShrinkRun.start(original, data, columns, folder, effort, settings, may_shrink_decoder(target, settings))
         if target.quantity == DROP:
             require_labels(run.images.planned)
         try:
@@ -258,6 +262,12 @@ def phase_shares(spend: str, effort: str) -> dict[str, float]:
     if any(isinstance(fit, Distill) for fit in FITS_BY_EFFORT[effort][1]):
         return {**shares, "distilling": 150.0}
     return {name: share for name, share in shares.items() if name != "distilling"}
+
+
+def may_shrink_decoder(target: Target, settings: PlanSettings) -> bool:
+    """Whether the target is a latency in PyTorch that the decoder alone is not expected to reach."""
+    is_share = target.quantity == target.minimized == "latency"
+    return is_share and settings.to is None and target.limit < 1 - LARGEST_DECODER
 
 
 def load_original(model: nn.Module | str | Path, weights: str | Path | None) -> nn.Module:
@@ -285,6 +295,7 @@ class ShrinkRun:
     class_names: tuple[str, ...]
     settings: PlanSettings
     about: Mapping[str, Any]
+    planned_model: nn.Module  # the original, or a copy of it with a smaller decoder
 
     @classmethod
     def start(
@@ -295,6 +306,7 @@ class ShrinkRun:
         folder: Path | str | None,
         effort: str,
         settings: PlanSettings,
+        decoder: bool = False,
     ) -> "ShrinkRun":
         """Divides the images and diagnoses the model; an earlier diagnosis and earlier trials in `folder` are used.
 
@@ -330,14 +342,19 @@ class ShrinkRun:
             log(f"the outputs are large: verified on {most:,} of {len(images.verified):,} images")
             images = images._replace(verified=images.verified.take(most))
         planned = images.planned.take(min(settings.num_images, len(images.planned)))
+        planned_model = original
+        begin("diagnosing")
+        if decoder and (smaller := smaller_decoder(original, images.planned, settings.seed)) is not None:
+            planned_model, divergence = smaller
+            log(f"decoder: {100 * DECODER_KEPT:.0f} % of its channels; divergence {divergence:.3g}, before the plan")
         is_halved = effort == "quick" and family_of(original).costs(original).macs > LARGE
         if is_halved:
             settings = replace(settings, sensitivity_images=settings.sensitivity_images // 2)
         wanted = round(DIAGNOSIS_IMAGES * output_kind_of(original).needed_images ** 0.5) // (1 + is_halved)
         diagnosed = planned.take(min(wanted, len(planned)))
-        diagnosis = _diagnosis(original, diagnosed, state, log)
+        diagnosis = _diagnosis(planned_model, diagnosed, state, log)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
-        return cls(original, diagnosis, planned, images, splits.class_names, settings, about)
+        return cls(original, diagnosis, planned, images, splits.class_names, settings, about, planned_model)
 
     @property
     def seed(self) -> int:
@@ -350,9 +367,10 @@ class ShrinkRun:
         Raises:
             NotSupported: `by_image` is given, and a plan prunes and merges no tokens.
         """
-        arguments = self.original, self.diagnosis, targets, self.planned, self.images.predicted
+        arguments = self.planned_model, self.diagnosis, targets, self.planned, self.images.predicted
         log, batch = self.settings.log, self.settings.batch
-        for target, plan in zip(targets, plan_each(*arguments, settings=self.settings), strict=True):
+        plans = plan_each(*arguments, settings=self.settings, reference=self.original)
+        for target, plan in zip(targets, plans, strict=True):
             begin("realizing and repairing")
             chosen = plan.with_predictions
             if by_image:  # the numbers of tokens are then means over images
@@ -363,6 +381,11 @@ class ShrinkRun:
                 policy = replace(chosen.tokens.policy, by_image=True)
                 chosen = replace(chosen, tokens=TokenPrescription.of(policy))
             slim, fits = self._realized(chosen, log)
+            if self.has_smaller_decoder:
+                slim, line = fit_decoder(slim, self.original, self.images.planned, self.seed)
+                log(line)
+                # The blocks are those of the original, which the prescription is about.
+                chosen = replace(chosen, fingerprint=model_fingerprint(self.original))
             if self.settings.to is not None and self._is_slower(slim, target):
                 yield self.unchanged(target)
                 continue
@@ -378,19 +401,27 @@ class ShrinkRun:
         """Realizes a plan and fits it as the effort states; returns the fits that were possible too."""
         images, (_, fits) = self.images.planned, FITS_BY_EFFORT[self.about["effort"]]
         fits = [replace(fit, seed=self.seed) for fit in fits]
+        if self.has_smaller_decoder and self.about["effort"] == "quick":
+            # The fit of the decoder gains more in a quarter of the time.
+            fits = [fit for fit in fits if not isinstance(fit, Repair)]
         # Without its tokens the rules are those of ranks and units. Without any there is no map to repair.
         if not replace(prescription, tokens=None).rules:
             fits = [fit for fit in fits if not isinstance(fit, Repair)]
         if len(images) < 2 * HELD_OUT:
             fits = [fit for fit in fits if not isinstance(fit, Distill)]
         try:
-            return realize_and_fit(self.original, prescription, images, fits, log=log), tuple(fits)
+            return realize_and_fit(self.planned_model, prescription, images, fits, log=log), tuple(fits)
         except (NotSupported, InvalidInput) as error:  # e.g. other MLPs, or fewer images than repair needs
             if not any(isinstance(fit, Repair) for fit in fits):
                 raise
             log(f"not repaired: {error}")
         others = [fit for fit in fits if not isinstance(fit, Repair)]
-        return realize_and_fit(self.original, prescription, images, others, log=log), tuple(others)
+        return realize_and_fit(self.planned_model, prescription, images, others, log=log), tuple(others)
+
+    @property
+    def has_smaller_decoder(self) -> bool:
+        """Whether the plan is for a copy of the original with fewer channels in its decoder."""
+        return self.planned_model is not self.original
 
     def _is_slower(self, model: nn.Module, target: Target) -> bool:
         """Whether the file of a model is slower than that of the original, in place of which it is not written; a model
@@ -407,10 +438,12 @@ class ShrinkRun:
         return True
 
     def unchanged(self, target: Target) -> Shrunk:
-        """Returns the original, with the evidence of its speed relative to its own library."""
+        """Returns the original with the evidence of its speed relative to its own library, and with the smaller decoder
+        that it was planned with.
+        """
         batch = self.settings.batch
         speed = Latency(batch, final_protocol(self.settings.conditions, batch), library=True)
-        return self._verified(self.original, target, None, None, speed)
+        return self._verified(self.planned_model, target, None, None, speed)
 
     def _verified(
         self, model: nn.Module, target: Target, plan: Plan | None, prescription: Prescription | None, last: Check

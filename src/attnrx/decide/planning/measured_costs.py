@@ -81,6 +81,7 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
     # No weights: latency does not depend on their values, so models of one architecture share a table.
     shape = (family.name, family.input_shape(space.model), [layer.spec for layer in family.attention(space.model)])
     linear = [[repr(one) for one in pair] for pair in family.mlp(space.model)]
+    outside = family.costs(space.model).macs  # with what is around the blocks, which a decoder is a part of
     facts = (
         device_name(str(settings.conditions.device)),
         torch.__version__,
@@ -92,7 +93,7 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
     choices = space.axes, str(space.reducer), space.form, space.multiple
     timing = settings.protocol, settings.batch, settings.whole_rounds, settings.timed_levels, settings.in_subprocess
     timing = *timing, settings.form
-    request = (facts, shape, space.shape.layout, linear, timing, choices)
+    request = (facts, shape, space.shape.layout, linear, outside, timing, choices)
     path = cache_folder() / "costs" / f"{sha256(repr(request).encode()).hexdigest()[:16]}.safetensors"
     if may_measure() and path.exists():
         with suppress(AttnrxError, TypeError):  # a damaged file is measured again

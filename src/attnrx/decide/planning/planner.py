@@ -106,10 +106,12 @@ def plan_each(
     others: ImageData,
     *,
     settings: PlanSettings | None = None,
+    reference: nn.Module | None = None,
 ) -> Iterator[Plan]:
     """Yields the plan for each of several targets of one cost; the sensitivities are measured once, for the first.
 
-    The arguments are those of `plan`.
+    The arguments are those of `plan`. The predictions are about the outputs of the `reference`, by default the model's,
+    of which the model may be a copy with a smaller decoder.
     """
     parsed = [Target.parse(target) if isinstance(target, str) else target for target in targets]
     require_all_tokens(model, "plan for")
@@ -130,7 +132,7 @@ def plan_each(
         # then.
         best, cost = planner.for_drop() if target.quantity == DROP else planner.for_cost(target.limit)
         begin("predicting on other images")
-        yield planner.finished(best, cost, Answers.of(model, other_images, settings.batch_size))
+        yield planner.finished(best, cost, Answers.of(reference or model, other_images, settings.batch_size))
 
 
 def _distinct(images: ImageSet, others: ImageSet, log: Log) -> ImageSet:

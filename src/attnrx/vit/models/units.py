@@ -43,6 +43,7 @@ from attnrx.vit.tokens import TokenLayout
 SIDES = (224, 256, 384, 512, 1024, 192, 128, 96, 64, 32)
 # Pairs of fewer MACs than this share of the largest one's are left out: heads of pooled features, biases of positions.
 LEAST_SHARE = 0.01
+CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 @dataclass(frozen=True)
@@ -389,25 +390,25 @@ def _position_sides(parts: Sequence[nn.Module], convolution: nn.Conv2d | None) -
 
 def _is_map(part: nn.Module) -> bool:
     """Whether a part is a linear map of the features of every position, or of the patch around it."""
-    if type(part) is nn.Conv2d:
-        return part.groups == 1 and part.padding_mode == "zeros" and isinstance(part.padding, tuple)
+    if type(part) in CONVOLUTIONS:
+        return part.groups == 1 and part.padding_mode == "zeros" and isinstance(part.padding, tuple)  # type: ignore[union-attr]
     return type(part) in (nn.Linear, PackedLinear)
 
 
 def _is_second(part: nn.Module) -> bool:
     """Whether a map is one of the features of every position, so that it has one column for each of them."""
-    if not isinstance(part, nn.Conv2d):
+    if not isinstance(part, CONVOLUTIONS):
         return True
-    return part.kernel_size == part.stride == (1, 1) and part.padding == (0, 0)
+    return isinstance(part, nn.Conv2d) and part.kernel_size == part.stride == (1, 1) and part.padding == (0, 0)
 
 
 def _units_last(part: nn.Module, features: Tensor) -> Tensor:
-    return features.movedim(1, -1) if isinstance(part, nn.Conv2d) else features
+    return features.movedim(1, -1) if isinstance(part, CONVOLUTIONS) else features
 
 
 def _sides(part: Any) -> tuple[int, int]:
     """Returns the numbers of inputs and outputs of a map."""
-    if isinstance(part, nn.Conv2d):
+    if isinstance(part, CONVOLUTIONS):
         return part.in_channels, part.out_channels
     return part.in_features, part.out_features
 
@@ -509,14 +510,18 @@ def _traced(model: nn.Module, images: Tensor) -> tuple[list[str], dict[str, _Cal
 
 
 def _candidates(
-    model: nn.Module, order: Sequence[str], calls: Mapping[str, _Call], shared: set[str], blocks: set[str]
+    model: nn.Module, order: Sequence[str], calls: Mapping[str, _Call], shared: set[str], blocks: set[str], around: bool
 ) -> Iterator[Pair]:
     """Yields two maps after one another where the second has as many inputs as the first has outputs, and no other
     part with weights is between them than such with weights per unit.
+
+    With `around`, the second may be a convolution of any kernel, and each may be transposed.
     """
     named = dict(model.named_modules())
     for start, first in enumerate(order):
         if first not in calls or calls[first].count > 1:
+            continue
+        if isinstance(named[first], nn.ConvTranspose2d) and not around:
             continue
         units, between = _sides(named[first])[1], []
         for path in order[start + 1 :]:
@@ -528,7 +533,12 @@ def _candidates(
                 )
                 common = [one for one, other in zip(calls[first].around, calls[path].around) if one == other]  # noqa: B905
                 block = next((one for one in reversed(common) if one in blocks), None)
-                fits = path not in shared and _is_second(part) and _sides(part)[0] == units and shapes[0] == shapes[1]
+                fits = (
+                    path not in shared
+                    and (around or _is_second(part))
+                    and _sides(part)[0] == units
+                    and shapes[0] == shapes[1]
+                )
                 if calls[path].count == 1 and fits and block is not None:
                     yield Pair(first, path, tuple(between), block)
                 break
@@ -539,20 +549,23 @@ def _candidates(
 
 
 def _positions(part: nn.Module, shape: torch.Size) -> int:
-    return shape.numel() // shape[1 if isinstance(part, nn.Conv2d) else -1]
+    return shape.numel() // shape[1 if isinstance(part, CONVOLUTIONS) else -1]
 
 
-def separate_pairs(model: nn.Module, shape: tuple[int, int, int]) -> tuple[tuple[Pair, ...], str]:
+def separate_pairs(
+    model: nn.Module, shape: tuple[int, int, int], around: str | None = None
+) -> tuple[tuple[Pair, ...], str]:
     """Returns the pairs of maps whose units are separate, and the path of the map that makes the output, "" for none.
 
     Three forward passes on random images. In the second one half of the entries that the first map of every pair
     returns are changed for the second image: of what the second map receives the same entries change. In the third the
     first map, and the parts between, have half of their units: the second one receives the other half as before, and
     the model returns what it returned. Weights on the meta device have shapes only, so that a crash alone excludes a
-    pair.
+    pair. With `around` those outside of the part of this path, where units may be channels of any convolutions.
     """
     images = random_images(model, shape, 1)
     order, calls, shared, blocks, output = _traced(model, images)
+    order = [path for path in order if around is None or not path.startswith(f"{around}.")]
     named = dict(model.named_modules())
     head = ""
     outputs = tensors_of(output)
@@ -560,13 +573,17 @@ def separate_pairs(model: nn.Module, shape: tuple[int, int, int]) -> tuple[tuple
         (tensor,) = outputs.values()
         made = [path for path, call in calls.items() if call.returned.data_ptr() == tensor.data_ptr()]
         head = made[-1] if made and calls[made[-1]].outputs.numel() == tensor.numel() else ""
-    pairs = [pair for pair in _candidates(model, order, calls, shared, blocks) if pair.second != head]
+    pairs = list(_candidates(model, order, calls, shared, blocks, around is not None))
+    if around is None:
+        pairs = [pair for pair in pairs if pair.second != head]
     work = {pair: _work(calls, named, pair) for pair in pairs}
     del calls, output
     with evaluating((model,)):
         if not images.is_meta:
             pairs = _unmixed(model, pairs, images)
-        pairs = _cuttable(model, pairs, images)
+        # Around a Vision Transformer a map may be the second of one pair and the first of the next one.
+        tried = [pairs] if around is None else [[pair] for pair in pairs]
+        pairs = [pair for some in tried for pair in _cuttable(model, some, images)]
     least = LEAST_SHARE * max((work[pair] for pair in pairs), default=0)
     return tuple(pair for pair in pairs if work[pair] >= least), head
 
@@ -592,7 +609,8 @@ def _unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pa
         size = base.shape[-1:] if has_convolution else base.shape
         masks[index] = (torch.rand(size, generator=generator) < 0.5).to(base.device).expand(base.shape)
         changed = base + masks[index] * (1 + 4 * base.abs().max())
-        return torch.cat([base, changed]).movedim(-1, 1) if isinstance(part, nn.Conv2d) else torch.cat([base, changed])
+        both = torch.cat([base, changed])
+        return both.movedim(-1, 1) if isinstance(part, CONVOLUTIONS) else both
 
     def compare(index: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         last = _units_last(part, _first_tensor(args, kwargs))
@@ -673,7 +691,7 @@ def _cut(
         part = model.get_submodule(path)
         output = _units_last(part, type(part).forward(part, *args, **kwargs))
         kept = output[..., _half(output.shape[-1], output.device)]
-        return kept.movedim(-1, 1) if isinstance(part, nn.Conv2d) else kept
+        return kept.movedim(-1, 1) if isinstance(part, CONVOLUTIONS) else kept
 
     def given(pair: Pair, *args: Any, **kwargs: Any) -> Tensor:
         inputs, output = recorded[pair.second]

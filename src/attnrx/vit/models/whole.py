@@ -17,12 +17,13 @@ from attnrx.support.arguments import described, described_error
 from attnrx.support.dataclass_records import fields_of, of_fields
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.support.modules import copy_module, random_images, rounding_limit
-from attnrx.support.shapes import Tensor
+from attnrx.support.shapes import Bool, Tensor
 from attnrx.support.trees import rows_of, tensors_of
 from attnrx.vit.costs import ModelCosts, PartCosts
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
 from attnrx.vit.models.chunked_forward import chunked_forward
+from attnrx.vit.models.decoder_units import Cut, keep_units_around_
 from attnrx.vit.models.family import Family, LayerShapes, require_ordinary_weights, require_weights
 from attnrx.vit.models.foreign_code import (
     merged,
@@ -35,7 +36,7 @@ from attnrx.vit.models.module_family import created_by, imported_class
 from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.structure import StructureFamily
 from attnrx.vit.models.substitute import Substitute, remove_capturing_
-from attnrx.vit.models.units import UnitsFamily
+from attnrx.vit.models.units import Pair, UnitsFamily, separate_pairs
 from attnrx.vit.models.unsupported_features import model_name
 from attnrx.vit.tokens import TokenLayout
 
@@ -57,6 +58,8 @@ class Surroundings:
     library creates the module, if it does: its `library`, and `architecture` and `arguments` (`AdoptedFamily.created`).
     `by_class` is whether the class without arguments creates it. `call` is what images alone are given to: "forward",
     one of IMAGE_METHODS, or "trunk" where the module takes them with other inputs only.
+    `cuts` are the pairs of maps around the Vision Transformer of which units were removed, with the units that are left
+    (`decoder_units.py`).
     """
 
     name: str
@@ -70,6 +73,7 @@ class Surroundings:
     creation: Mapping[str, Any] | None = None
     by_class: bool = True
     call: str = "forward"
+    cuts: tuple[Cut, ...] = ()
 
 
 def _answer(module: nn.Module, around: Surroundings, trunk: Adopted, images: Tensor) -> Any:
@@ -179,6 +183,30 @@ class Whole(Substitute):
         """Runs one forward pass in its context; patches are restored after the blocks whose patches are read."""
         with self.trunk.forward_pass(self.around.read_blocks):
             yield
+
+    def pairs_around(self) -> tuple[Pair, ...]:
+        """Returns the pairs of maps around the Vision Transformer between which every unit, e.g. a channel of a
+        decoder, is computed from itself alone; paths are those in `module`.
+        """
+        path = self.around.path
+        if not path or self.around.call != "forward":
+            return ()
+        pairs, _ = separate_pairs(self, self.trunk.origin.input_shape, f"module.{path}")
+        return tuple(
+            replace(
+                pair,
+                first=pair.first.removeprefix("module."),
+                second=pair.second.removeprefix("module."),
+                between=tuple(one.removeprefix("module.") for one in pair.between),
+            )
+            for pair in pairs
+        )
+
+    def keep_units_around_(self, pair: Pair, keep: Bool[Tensor, "units"]) -> None:
+        """Removes the units that are not kept, in place; what compensates them is another's work."""
+        cut = Cut(pair.first, pair.second, pair.between, int(keep.sum()))
+        keep_units_around_(self.module, cut, keep)
+        self.around = replace(self.around, cuts=(*self.around.cuts, cut), macs=_outer_macs(self.module, self))
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -389,6 +417,8 @@ class WholeFamily(Family):
         with torch.device("cpu"):
             family.fit_created_(source, origin)
         shape = _Shape(module)
+        for cut in around.cuts:
+            Cut(*cut).shape_(module)
         return Whole(module, family.shaped(source, description), shape, around)
 
     def _created(self, around: Surroundings) -> nn.Module:

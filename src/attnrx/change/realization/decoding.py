@@ -1,0 +1,207 @@
+"""A smaller decoder: fewer channels in the parts around a Vision Transformer, fitted to the maps of the original.
+
+Decoders of maps are convolutions after one another, whose cost is a fifth or more of the whole. Their units are removed
+like hidden units of an MLP: by greedy elimination in the metric of their inputs, with a least-squares compensation in
+the next map. Then all weights around the Vision Transformer are fitted together to the outputs of the original. Its own
+outputs are computed once, so that a step costs a pass of the small decoder alone; this also corrects a part of what
+merged tokens and smaller layers change.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.change.decompositions.hidden_units import compensated, unit_losses
+from attnrx.change.realization.descent import HELD_OUT, descend_
+from attnrx.data import ImageSet
+from attnrx.support.modules import copy_module
+from attnrx.support.shapes import Float, Tensor
+from attnrx.support.trees import rows_of
+from attnrx.vit.models import evaluating, family_of
+from attnrx.vit.models.decoder_units import input_weight, set_input_weight_
+from attnrx.vit.models.units import Pair
+from attnrx.vit.models.whole import Whole
+from attnrx.vit.outputs import Map, output_kind_of
+
+# The share of the units that is kept. With half of its channels a decoder of transposed convolutions needs a third of
+# the time (docs/results/dense.md).
+KEPT = 0.5
+# A decoder that costs a smaller share of the model is left as it is, and so is one that loses more after its fit.
+LEAST_SAVED, TOLERATED = 0.05, 0.02
+# Images of a step and rows of a moment matrix per batch; images and steps of the first fit, before the plan, and of the
+# last one.
+BATCH, ROWS = 8, 4096
+FIRST, LAST = (64, 60), (128, 200)
+# Relative to the root mean square of a tensor; of 1e-3 and 4e-3 the better one for a saliency model.
+LEARNING_RATE = 4e-3
+RIDGE = 1e-3
+# The methods by which code calls a Vision Transformer.
+METHODS = ("forward", "forward_features", "forward_intermediates", "get_intermediate_layers")
+
+
+@dataclass
+class _Batch:
+    """Images, what the Vision Transformer of a model returns for them, and the outputs of the original in rows."""
+
+    images: Tensor
+    features: Any
+    targets: Float[Tensor, "images numbers"]
+
+
+def smaller_decoder(model: nn.Module, images: ImageSet, seed: int = 0) -> tuple[Whole, float] | None:
+    """Returns a copy of a model of maps with fewer units around its Vision Transformer, and its mean divergence on
+    images that it was not fitted to; None where there are none, they cost little, or the copy loses too much.
+    """
+    if not isinstance(model, Whole) or not isinstance(output_kind_of(model), Map):
+        return None
+    pairs = model.pairs_around()
+    if not pairs:
+        return None
+    small = copy_module(model)
+    with evaluating((model, small)):
+        batches = _batches(model, model, images.take(min(FIRST[0], len(images))))
+        if len(batches) < 2:
+            return None
+        for pair in pairs:
+            _remove_(small, pair, batches)
+    before, after = (family_of(each).costs(each).macs for each in (model, small))
+    if after > (1 - LEAST_SAVED) * before:
+        return None
+    _, divergence = _fit_(small, batches, FIRST[1], seed)
+    return (small, divergence) if divergence <= TOLERATED else None
+
+
+def fit_decoder(model: nn.Module, reference: nn.Module, images: ImageSet, seed: int = 0) -> tuple[nn.Module, str]:
+    """Returns a copy of a model whose weights around the Vision Transformer are fitted to the outputs of a reference,
+    and a line about it.
+    """
+    assert isinstance(model, Whole)
+    fitted = copy_module(model)
+    with evaluating((fitted, reference)):
+        batches = _batches(fitted, reference, images.take(min(LAST[0], len(images))))
+    if not batches:
+        return model, "the decoder is not fitted: the Vision Transformer inside was not called once per image"
+    before, after = _fit_(fitted, batches, LAST[1], seed)
+    return fitted, f"decoder fitted: divergence {before:.3g} to {after:.3g} on images it was not fitted to"
+
+
+def _batches(model: Whole, reference: nn.Module, images: ImageSet) -> list[_Batch]:
+    """Returns the outputs of the model's Vision Transformer and of the reference; [] if it is not called as a whole."""
+    weight, found = next(model.parameters()), []
+    for batch in images.batches(BATCH, device=weight.device):
+        pixels = batch.images.to(weight.dtype)
+        outputs: list[Any] = []
+        with _calls_replaced(model, partial(_kept, outputs)):
+            rows = rows_of(model(pixels))
+        if len(outputs) != 1:
+            return []
+        targets = rows if model is reference else rows_of(reference(pixels))
+        found.append(_Batch(pixels, outputs[0], targets))
+    return found
+
+
+@contextmanager
+def _calls_replaced(model: Whole, function: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    """Has the Vision Transformer inside return `function(call)` for every call of the code around it."""
+    trunk, depth = model.module.get_submodule(model.around.path), 0
+
+    def replaced(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        if depth:  # one of its methods calls another
+            return method(*args, **kwargs)
+        depth += 1
+        try:
+            return function(partial(method, *args, **kwargs))
+        finally:
+            depth -= 1
+
+    before = {name: vars(trunk)[name] for name in METHODS if name in vars(trunk)}
+    vars(trunk).update({name: partial(replaced, getattr(trunk, name)) for name in METHODS if hasattr(trunk, name)})
+    try:
+        yield
+    finally:
+        for name in METHODS:
+            vars(trunk).pop(name, None)
+        vars(trunk).update(before)
+
+
+def _kept(outputs: list[Any], call: Callable[[], Any]) -> Any:
+    outputs.append(call())
+    return outputs[-1]
+
+
+def _outputs(model: Whole, batch: _Batch) -> Float[Tensor, "images numbers"]:
+    """Returns the outputs of the model, whose Vision Transformer returns what is recorded."""
+    with _calls_replaced(model, lambda _: batch.features):
+        return rows_of(model.module(batch.images))
+
+
+def _remove_(model: Whole, pair: Pair, batches: list[_Batch]) -> None:
+    """Removes units between two maps, compensated by those that are left on the given images."""
+    second = model.module.get_submodule(pair.second)
+    is_convolution = isinstance(second, nn.Conv2d | nn.ConvTranspose2d)
+    weight, shape = input_weight(second)
+    moment = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64)
+
+    def add(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        rows = (args[0].movedim(1, -1) if is_convolution else args[0]).flatten(0, -2)
+        rows = rows[:: max(len(rows) // ROWS, 1)].double().cpu()
+        moment.add_(rows.T @ rows / len(rows))
+
+    hook = second.register_forward_pre_hook(add)
+    try:
+        for batch in batches:
+            _outputs(model, batch)
+    finally:
+        hook.remove()
+    # Moments about zero: at the border of a map a constant has another effect than inside, so that no bias replaces it.
+    weight, moment = weight.double().cpu(), moment / len(batches)
+    losses = unit_losses(moment, weight, RIDGE)
+    keep = torch.zeros(len(losses), dtype=torch.bool)
+    keep[losses.topk(max(round(KEPT * len(losses)), 1)).indices] = True
+    new = compensated(moment, weight, keep, RIDGE)
+    model.keep_units_around_(pair, keep)
+    set_input_weight_(second, new, shape)
+
+
+def _fit_(model: Whole, batches: list[_Batch], steps: int, seed: int) -> tuple[float, float]:
+    """Fits all weights around the Vision Transformer in place; returns the mean divergence before and after on one
+    batch in eight, and keeps what is better there.
+    """
+    kind = output_kind_of(model)
+    held_out = batches[::HELD_OUT]
+    fitted = [batch for index, batch in enumerate(batches) if index % HELD_OUT] or batches
+    inside = {id(weight) for weight in model.trunk.source.parameters()}
+    weights = nn.ParameterList([each for each in model.module.parameters() if id(each) not in inside])
+    before = after = _divergence(model, held_out)
+    if not held_out or not len(weights):
+        return before, after
+    start = [weight.detach().clone() for weight in weights]
+
+    def error(generator: torch.Generator) -> Float[Tensor, ""]:
+        batch = fitted[int(torch.randint(len(fitted), (1,), generator=generator))]
+        return kind.softened(batch.targets, _outputs(model, batch)).mean()
+
+    with evaluating((model,)):
+        descend_(weights, error, steps, LEARNING_RATE, seed)
+    after = _divergence(model, held_out)
+    if not after < before:
+        with torch.no_grad():
+            for weight, value in zip(weights, start, strict=True):
+                weight.copy_(value)
+        after = before
+    return before, after
+
+
+def _divergence(model: Whole, batches: list[_Batch]) -> float:
+    if not batches:
+        return 0.0
+    with evaluating((model,)):
+        rows = torch.cat([_outputs(model, batch) for batch in batches])
+        targets = torch.cat([batch.targets for batch in batches])
+        return float(output_kind_of(model).divergence(targets, rows).mean())

@@ -1,0 +1,120 @@
+"""Channels of decoders are removed, compensated and fitted; the smaller module is saved, loaded and exported."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import attnrx as rx
+from attnrx.change.realization import decoding
+from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
+from attnrx.data.model_data import images_for
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.models import family_of
+from attnrx.vit.models.decoder_units import Cut
+
+SIZE, WIDTH, CHANNELS = 32, 32, 16
+
+
+class Saliency(nn.Module):
+    """A map of patch features, which `by` names the method for, by convolutions, transposed ones and batch norms."""
+
+    def __init__(self, by: str = "forward_features"):
+        super().__init__()
+        sizes: dict[str, Any] = {
+            "img_size": SIZE,
+            "patch_size": 8,
+            "embed_dim": WIDTH,
+            "depth": 2,
+            "num_heads": 2,
+            "num_classes": 0,
+        }
+        self.backbone, self.by = timm.create_model("vit_tiny_patch16_224", global_pool="", **sizes), by
+        self.decoder = nn.Sequential(
+            nn.ConvTranspose2d(WIDTH, CHANNELS, 4, 2, 1), nn.BatchNorm2d(CHANNELS), nn.ReLU(),
+            nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(CHANNELS, 1, 4, 2, 1),
+        )  # fmt: skip
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tokens = getattr(self.backbone, self.by)(images)[:, 1:]
+        return self.decoder(tokens.mT.unflatten(2, (SIZE // 8, -1))).sigmoid()
+
+
+def module(by: str = "forward_features", redundant: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    made = Saliency(by).eval().float()
+    with torch.no_grad():
+        for index in (0, 3):  # every channel twice, so that a half can be removed without a change
+            first: Any = made.decoder[index]
+            dim = 1 if index == 0 else 0
+            half = first.weight.narrow(dim, 0, CHANNELS // 2)
+            if redundant:
+                first.weight.copy_(torch.cat([half, half], dim))
+                first.bias.copy_(first.bias[: CHANNELS // 2].repeat(2))
+    return made
+
+
+IMAGES = torch.randn(48, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+
+
+def lean(model: Any) -> Any:
+    found = smaller_decoder(model, images_for(model, IMAGES, "images"))
+    assert found is not None
+    return found[0]
+
+
+@pytest.mark.parametrize("by", ["forward_features", "forward"])
+def test_channels_that_others_replace_are_removed_without_a_change(by: str, tmp_path: Path) -> None:
+    model: Any = rx.load(module(by)).eval()
+    small = lean(model)
+    assert [cut.units for cut in small.around.cuts] == [CHANNELS // 2] * 2
+    assert small.module.decoder[1].num_features == small.module.decoder[3].in_channels == CHANNELS // 2
+    before, after = (family_of(each).costs(each) for each in (model, small))
+    assert after.macs < 0.95 * before.macs and after.params < before.params
+    with torch.no_grad():
+        expected, found = model(IMAGES), small(IMAGES)
+    assert (found - expected).square().mean() < 0.01 * expected.var()
+    # The reference of speed is the user's own module.
+    library: Any = family_of(small).library_model(small)
+    assert library.decoder[3].in_channels == CHANNELS
+    rx.save(small, tmp_path)
+    loaded = rx.load(tmp_path, factory=lambda: Saliency(by).float()).eval()
+    torch.testing.assert_close(loaded(IMAGES), small(IMAGES))
+
+
+def test_tokens_are_merged_and_the_decoder_is_fitted_to_the_original() -> None:
+    model: Any = rx.load(module()).eval()
+    small: Any = rx.realize(lean(model), rx.prescribe(lean(model), "tokens=ward:0.5@2")).eval()
+    with torch.no_grad():
+        small.module.decoder[5].weight.mul_(2)
+    images = images_for(model, IMAGES, "images")
+    fitted: Any
+    fitted, line = fit_decoder(small, model, images)
+    with torch.no_grad():
+        base, *others = (each(IMAGES) for each in (model, small, fitted))
+    errors = [float((other - base).square().mean()) for other in others]
+    assert errors[1] < errors[0], line
+    inside = dict(small.trunk.named_parameters())
+    assert all(torch.equal(inside[name], value) for name, value in fitted.trunk.named_parameters())
+
+
+def test_a_decoder_that_loses_much_or_costs_little_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = rx.load(module(redundant=False)).eval()
+    images = images_for(model, IMAGES, "images")
+    monkeypatch.setattr(decoding, "TOLERATED", 0.0)
+    assert smaller_decoder(model, images) is None
+    monkeypatch.setattr(decoding, "TOLERATED", 1e9)
+    assert smaller_decoder(model, images) is not None
+    monkeypatch.setattr(decoding, "LEAST_SAVED", 0.99)
+    assert smaller_decoder(model, images) is None
+
+
+def test_a_module_of_other_parts_is_refused() -> None:
+    cut = Cut("decoder.0", "decoder.3", ("decoder.1",), CHANNELS + 1)
+    with pytest.raises(InvalidInput, match=f"with {CHANNELS} units"):
+        cut.shape_(Saliency())
+    with pytest.raises(InvalidInput, match="without the part 'head'"):
+        Cut("head", "decoder.3", (), 2).shape_(Saliency())
