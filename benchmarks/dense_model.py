@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import attnrx as rx
-from attnrx.exporting import load_exported
+from attnrx.change.exporting import load_exported
 from attnrx.support.storage import write_json
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
