@@ -165,7 +165,8 @@ def _remove_(model: Whole, pair: Pair, batches: list[_Batch]) -> None:
     keep = torch.zeros(len(losses), dtype=torch.bool)
     keep[losses.topk(max(round(KEPT * len(losses)), 1)).indices] = True
     new = compensated(moment, weight, keep, RIDGE)
-    model.keep_units_around_(pair, keep)
+    family: Any = family_of(model)  # that of whole modules
+    family.keep_units_around_(model, pair, keep)
     set_input_weight_(second, new, shape)
 
 

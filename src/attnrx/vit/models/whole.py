@@ -202,12 +202,6 @@ class Whole(Substitute):
             for pair in pairs
         )
 
-    def keep_units_around_(self, pair: Pair, keep: Bool[Tensor, "units"]) -> None:
-        """Removes the units that are not kept, in place; what compensates them is another's work."""
-        cut = Cut(pair.first, pair.second, pair.between, int(keep.sum()))
-        keep_units_around_(self.module, cut, keep)
-        self.around = replace(self.around, cuts=(*self.around.cuts, cut), macs=_outer_macs(self.module, self))
-
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "tokens" and "trunk" in vars(self):
@@ -387,6 +381,14 @@ class WholeFamily(Family):
         is_counted = whole.around.path or family.name == self.structure.name
         macs = _outer_macs(_of_images(whole.module, whole, family), whole, family) if is_counted else 0
         whole.around = replace(whole.around, sizes=_sizes(outputs), macs=macs)
+
+    def keep_units_around_(self, model: nn.Module, pair: Pair, keep: Bool[Tensor, "units"]) -> None:
+        """Removes the units that are not kept of one of `Whole.pairs_around`, in place, without a compensation."""
+        whole, _, family = self._of(model)
+        cut = Cut(pair.first, pair.second, pair.between, int(keep.sum()))
+        keep_units_around_(whole.module, cut, keep)
+        macs = _outer_macs(_of_images(whole.module, whole, family), whole, family)
+        whole.around = replace(whole.around, cuts=(*whole.around.cuts, cut), macs=macs)
 
     def matches(self, model: nn.Module) -> bool:
         return isinstance(model, Whole)
