@@ -116,10 +116,11 @@ padded patches with `pixel_attention_mask` and `spatial_shapes`, of images of an
 and `elastic` then make a model of padded patches, whose padding changes nothing; it has no file, because transformers
 reads the grid of every image as Python integers.
 
-A model of timm with `dynamic_img_size=True`, and DINOv2 and DINOv3 of transformers, take images of any size that their
-patches tile in every call, after shrinking too: ranks are those of the model, and a token policy keeps its shares of
-the patches of each image. Their costs, plans and files are those of one size, `image_size`.
-"""
+A model of timm with `dynamic_img_size=True`, and DINOv2 and DINOv3 of transformers, take images of any size that
+their patches tile in every call, after shrinking too: ranks are those of the model, and a token policy keeps its
+shares of the patches of each image. Their costs and plans are those of one size, `image_size`, and so are their
+files, except with `attnrx.export(model, path, size="dynamic")` (`--size dynamic`), which takes every size that
+patches tile; this needs a model without pruned tokens. """
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ def of_transformers() -> Iterator[Architecture]:
     """Yields the classes with a reader, in their default configuration, and OTHER_CLASSES."""
     transformers: Any = importlib.import_module("transformers")
     readers = importlib.import_module("attnrx.vit.models.huggingface_readers").READERS
-    for name in (*readers, *(other for other in OTHER_CLASSES if hasattr(transformers, other))):
+    for name in dict.fromkeys((*readers, *(other for other in OTHER_CLASSES if hasattr(transformers, other)))):
         kind = getattr(transformers, name)
         # The masking of MAE removes patches at random, and a hybrid DPT has a convolutional backbone.
         config = kind.config_class(**({"mask_ratio": 0.0} if name == "ViTMAEModel" else {}))

@@ -40,7 +40,9 @@ class Program(Format):
 
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Loads the program; it uses torch's threads."""
-        return _returning_all(torch.export.load(path).module())
+        # Without guards: `Exported` validates shapes, and that of a free size excludes the size of the model, at which
+        # its library skips the interpolation.
+        return _returning_all(torch.export.load(path).module(check_guards=False))
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def add(parser: Parser) -> None:
     add_model(parser)
     option(parser, "--to", "FORMAT", FORMATS, "onnx")
     add_out(parser, "the file; its facts are written to PATH.json", kind="attnrx exported model")
-    add_arguments(parser, "export", "features", batch=batch, precision=("float32", "bfloat16", "float16"))
+    add_arguments(parser, "export", "features", "size", batch=batch, precision=("float32", "bfloat16", "float16"))
     option(parser, "--opset", COUNT, "the version of ONNX's operators, 18 to 23 (20)")
     add_data(parser, "training images for calibration of int8 and for parity (parity: on noise)", required=False)
     option(parser, "--against", "MODEL", "the original: its file of the same format is timed beside this one")
@@ -58,7 +58,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     # The file has class names, so that it can be used without the data.
     names = () if splits is None else rx.exporting.fitting_names(model, splits.class_names)
     log(f"writing {arguments.model} as {form.name}, and comparing its outputs with the model's")
-    options = given_arguments(arguments, "batch", "precision", "features")
+    options = given_arguments(arguments, "batch", "precision", "features", "size")
     exported = rx.export(model, arguments.out, form, **options, calibration=calibration, class_names=names)
     # The dictionary of the file: the comparison below adds the speeds to it.
     facts, speeds = exported.facts, ()

@@ -155,7 +155,7 @@ class Adopted(Substitute):
         return False
 
     @cached_property
-    def _patching(self) -> tuple[int, int, int] | None:
+    def patching(self) -> tuple[int, int, int] | None:
         """The width of the model, and the height and width of a patch; None where no convolution makes the patches."""
         # The first convolution makes the patches, and has the width of the model.
         convolution = next((part for part in self.source.modules() if isinstance(part, nn.Conv2d)), None)
@@ -163,7 +163,7 @@ class Adopted(Substitute):
 
     def _require_images(self, images: ImageBatch) -> None:
         """Raises InvalidInput for images of a size that the model does not take."""
-        expected, patching = self.origin.input_shape, self._patching
+        expected, patching = self.origin.input_shape, self.patching
         is_other = images.ndim == 4 and images.shape[1] == expected[0] and images.shape[1:] != expected
         if is_other and patching is not None and self.takes_any_size:
             sides = zip(images.shape[2:], patching[1:], strict=True)
@@ -173,9 +173,9 @@ class Adopted(Substitute):
 
     def _max_elements(self, images: ImageBatch) -> int:
         """Elements per image of the largest activation, taken as the hidden layer of an MLP of ratio 4."""
-        if self._patching is None:
+        if self.patching is None:
             return 0
-        width, down, right = self._patching
+        width, down, right = self.patching
         return 4 * width * (images.shape[2] // down) * (images.shape[3] // right)
 
     def _forward_chunk(self, images: Tensor) -> Tensor:
