@@ -31,7 +31,8 @@ def measure(predictor: SpotPredictor, state: TokenState, count: int) -> Measured
     """Returns, for every image: the shared patches and the deviations of token and attention features."""
     assert predictor.tokens is not None
     tokens = predictor.tokens(state.patches, state.present_mask)
-    attention = predictor._features(state, slice(None))  # of all images
+    assert state.attention is not None
+    attention = predictor._features(state, state.attention)
     inputs = (torch.cat([tokens, each], -1) for each in (attention, torch.zeros_like(attention)))
     scores = [odds(predictor.scores(each)) for each in inputs]
     local = tokens[..., : tokens.shape[-1] - tokens.shape[-1] // 2]  # the others are means over the patches
