@@ -265,7 +265,7 @@ def models_of(run: Run, size: str) -> Models:
     diagnosis = rx.diagnose(model, images, diagnostics=(SpectralShape(),))
     for name, text in VARIANTS.items():
         if run.tiny:  # three layers of 16 patches
-            text = text.replace("4,7,10", "2,3").replace(":13@", ":2@")
+            text = text.replace("4,7,10", "2,3").replace("3,6", "2,3").replace(":13@", ":2@")
         try:
             made[name] = rx.realize(model, rx.prescribe(diagnosis, text)) if text else model
         except Exception as error:

@@ -21,6 +21,7 @@ from attnrx.cli.options import add_data, add_model
 from attnrx.decide.planning.allocation import Frontier
 from attnrx.decide.planning.cost_table import exact_cost_table
 from attnrx.decide.planning.plan_search import search_ranges, weights_of
+from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.reference_outputs import Answers
 from attnrx.decide.planning.sensitivity import measure_sensitivities
 from attnrx.decide.planning.space import Choices, Space
@@ -34,7 +35,7 @@ ATTEMPTS = 50  # draws of weights for every plan that is requested
 def make_plans(space: Space, answers: Answers, most: float, count: int, seed: int) -> list[Choices]:
     """Makes different plans; the first is that of even weights."""
     cost_table = exact_cost_table(space, "macs")
-    sensitivities = measure_sensitivities(space, answers.first(FOR_SENSITIVITIES), print)["softened"]
+    sensitivities = measure_sensitivities(space, answers.first(FOR_SENSITIVITIES), PlanSettings(log=print))["softened"]
     random, plans = np.random.default_rng(seed), {}
     knobs: dict[str, float] = {}
     # Different weights may lead to the same plan.
