@@ -223,13 +223,16 @@ def test_a_file_takes_every_size_where_the_library_interpolates(library: str, to
         rx.export(rx.load(pretrained.of_timm(VIT)), tmp_path / "fixed.onnx", size="dynamic")
 
 
-@pytest.mark.parametrize("size", [(28, 28), (42, 28)])
-def test_shrink_uses_the_size_of_the_images(size: tuple[int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("made_for", "size"),
+    [(70, (42, 28)), *(pytest.param(518, size, marks=pytest.mark.slow) for size in ((224, 224), (280, 210)))],
+)
+def test_shrink_uses_the_size_of_the_images(made_for: int, size: tuple[int, int], tmp_path: Path) -> None:
     """As DINOv2's files are: made for larger images than they are used with."""
-    model = pretrained.of_hf("Dinov2Model", image_size=70, patch_size=14, num_hidden_layers=3).float()
+    model = pretrained.of_hf("Dinov2Model", image_size=made_for, patch_size=14, num_hidden_layers=3).float()
     data, lines = pictures(*size, 24, torch.float32), list[str]()
     result = rx.shrink(model, data, macs=0.8, log=lines.append)
-    assert any("made for 70 x 70" in line for line in lines)
+    assert any(f"made for {made_for} x {made_for}" in line for line in lines)
     assert size_of(result.model) == size
     at_size = rx.load(model, image_size=size)
     costs = family_of(at_size).costs(at_size), family_of(result.model).costs(result.model)
