@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from attnrx.support.errors import NotSupported
-from attnrx.support.modules import copy_module
+from attnrx.support.modules import copy_module, is_traced
 
 
 def created(kind: type[nn.Module]) -> nn.Module:
@@ -18,7 +18,8 @@ def created(kind: type[nn.Module]) -> nn.Module:
 
 class _OfOriginal:
     # In a class of its own: in one with methods that call `super()` the name is that of their cell.
-    __class__ = property(lambda self: type(_original(self)))  # type: ignore[assignment]
+    # Not for an exporter, which makes stand-ins of the class of every module where one has several names.
+    __class__ = property(lambda self: type(self if is_traced() else _original(self)))  # type: ignore[assignment]
 
 
 class Substitute(_OfOriginal, nn.Module):
