@@ -16,6 +16,10 @@ def created(kind: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
 
 
+class _Refused(NotSupported, AttributeError):
+    """A method of the library that a substitute refuses; `hasattr`, by which tracers look for methods, is False."""
+
+
 class _OfOriginal:
     # In a class of its own: in one with methods that call `super()` the name is that of their cell.
     # Not for an exporter, which makes stand-ins of the class of every module where one has several names.
@@ -50,7 +54,7 @@ class Substitute(_OfOriginal, nn.Module):
             if name.startswith("_") or original is self:
                 raise
             if name in self.refused_methods and hasattr(original, name):
-                raise NotSupported(f"{name} of an adopted model: {self.refused_methods[name]}") from None
+                raise _Refused(f"{name} of an adopted model: {self.refused_methods[name]}") from None
             if name == "save_pretrained" and hasattr(original, name):
                 return partial(_save_pretrained, self)  # not the original's, which writes another model
             return getattr(original, name)
