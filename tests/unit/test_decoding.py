@@ -12,7 +12,9 @@ import attnrx as rx
 from attnrx.change.realization import decoding
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.data.model_data import images_for
+from attnrx.decide.planning import PlanSettings, Target
 from attnrx.support.errors import InvalidInput
+from attnrx.verbs.shrink import ShrinkRun
 from attnrx.vit.models import family_of
 from attnrx.vit.models.decoder_units import Cut
 
@@ -99,6 +101,19 @@ def test_tokens_are_merged_and_the_decoder_is_fitted_to_the_original() -> None:
     assert errors[1] < errors[0], line
     inside = dict(small.trunk.named_parameters())
     assert all(torch.equal(inside[name], value) for name, value in fitted.trunk.named_parameters())
+
+
+def test_a_plan_with_a_smaller_decoder_gives_a_result_that_is_saved(tmp_path: Path) -> None:
+    model: Any = rx.load(module()).eval()
+    images = torch.cat([IMAGES, IMAGES.flip(3), IMAGES.flip(2)])
+    settings = PlanSettings.preset("quick", batch=8, trials=1)
+    run = ShrinkRun.start(model, images, None, None, "quick", settings, decoder=True)
+    assert run.has_smaller_decoder
+    (result,) = run.results((Target.parse("macs=0.8x"),))
+    assert result.evidence.about["reference"] != result.evidence.about["candidate"]
+    folder = result.save(tmp_path / "result")
+    loaded = rx.load(folder, factory=lambda: Saliency().float()).eval()
+    torch.testing.assert_close(loaded(IMAGES), result.model(IMAGES))
 
 
 def test_a_decoder_that_loses_much_or_costs_little_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -459,7 +459,9 @@ class ShrinkRun:
         if isinstance(output_kind_of(self.original), Map):
             shown, labels = samples[0][:REPORT_MAPS], samples[1][:REPORT_MAPS]
             maps = sample_maps({"original": self.original, "this model": model}, shown, labels)
-        parts = self.diagnosis, samples, names, self.images, maps
+        # Of the blocks, which a copy with a smaller decoder shares with the original.
+        diagnosis = replace(self.diagnosis, fingerprint=model_fingerprint(self.original))
+        parts = diagnosis, samples, names, self.images, maps
         return Shrunk(model, prescription, evidence, plan, target, *parts)
 
     def _fitted_classes(self, plan: Plan) -> dict[str, list[int]]:
