@@ -3,8 +3,9 @@
 # that pyproject.toml allows: every version pinned, with hashes, no index lines.
 set -eu
 cd "$(dirname "$0")/.."
+extras=$(sed -n "/^\[project.optional-dependencies\]/,/^$/s/^\([a-z]*\) = .*/--extra \1/p" pyproject.toml | grep -v executorch)
 compile() {
-    uv pip compile pyproject.toml --all-extras --group dev --group build --python-version 3.11 \
+    uv pip compile pyproject.toml $extras --group dev --group build --python-version 3.11 \
         --generate-hashes --no-header --no-emit-index-url --no-annotate --quiet "$@"
 }
 compile --group docs --group package --universal -o requirements/constraints.txt

@@ -78,6 +78,26 @@ change = rx.verify(int8, slim, splits.test, [rx.checks.Accuracy()]).of("accuracy
 print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.high:+.1f}]")
 
 # %% [markdown]
+# ## Phones and browsers
+#
+# `to="executorch"` writes a .pte file for phones and devices without Python (`pip install 'attnrx[executorch]'`): the
+# program in XNNPACK, for one image unless `batch=` states more, compared with the model like every file. Merged and
+# pruned tokens work there too.
+#
+# ONNX Runtime Web runs the ONNX files as they are, by `ort.InferenceSession.create("slim.onnx")`. A ViT-Tiny, unchanged
+# and with three stages of merging, gave the outputs of PyTorch to 1.5e-6 in its WebAssembly (onnxruntime-web 1.30 in
+# Node; WebGPU was not tried).
+#
+# Core ML is written from the program, for models whose tokens are not pruned or merged: its converter has no stable
+# sort. The conversion was checked on Linux (coremltools 9.0), where Core ML itself does not run:
+#
+# ```python
+# rx.export(slim, "slim.pt2", to="program", batch=1)
+# program = torch.export.load("slim.pt2").run_decompositions({})
+# coremltools.convert(program, minimum_deployment_target=coremltools.target.iOS18).save("slim.mlpackage")
+# ```
+
+# %% [markdown]
 # On the command line: `attnrx export slim --to onnx --out slim.onnx`, then
 # `attnrx verify slim.onnx --reference slim --data DATA`. `attnrx export slim --out slim.onnx --against MODEL` times the
 # file beside the original's in the same runtime (in Python `rx.exporting.compare_with_original`), and

@@ -4,6 +4,7 @@ rx.export(slim, "slim.onnx")                       # or "onnx(opset=18)", "progr
 rx.exporting.load_exported("slim.onnx")(images)              # logits, from ONNX Runtime
 """
 
+from attnrx.change.exporting.executorch_format import ExecuTorch
 from attnrx.change.exporting.export_files import (
     present_exports,
     present_script,
@@ -34,6 +35,7 @@ __all__ = [
     "DYNAMIC",
     "FORMATS",
     "AOTInductor",
+    "ExecuTorch",
     "ExportSubject",
     "Exported",
     "Format",

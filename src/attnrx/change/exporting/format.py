@@ -74,6 +74,8 @@ class Format(ABC):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
     on_cuda: ClassVar[bool] = False
     """Whether a model on a CUDA device is exported for CUDA; other formats run on the CPU."""
+    fixed_batch: ClassVar[int | None] = None
+    """The number of images of a file for which none is given, in formats that cannot take any number."""
     runs_code: ClassVar[bool] = False
     """Whether a file of this format can contain code that runs when it is opened: machine code, or pickles."""
 

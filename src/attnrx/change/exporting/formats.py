@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 
+from attnrx.change.exporting.executorch_format import ExecuTorch
 from attnrx.change.exporting.format import Format
 from attnrx.change.exporting.onnx_formats import Int8, Onnx
 from attnrx.change.exporting.openvino_format import OpenVINO
 from attnrx.change.exporting.torch_formats import AOTInductor, Program
 from attnrx.support.text_parsing import Language, TextReader
 
-FORMATS: Mapping[str, type[Format]] = {form.name: form for form in (Onnx, Program, AOTInductor, OpenVINO, Int8)}
+FORMATS: Mapping[str, type[Format]] = {
+    form.name: form for form in (Onnx, Program, AOTInductor, OpenVINO, ExecuTorch, Int8)
+}
 
 
 class _FormatReader(TextReader):

@@ -35,7 +35,8 @@ class Runtime:
         return {} if self.form is None else installed_versions(*self.form.libraries)
 
     def prepare(self, module: nn.Module, example: Float[Tensor, "batch *sizes"]) -> Callable[[Tensor], Any]:
-        """Returns a function that runs a module, e.g. some blocks, on inputs like the example with any second size.
+        """Returns a function that runs a module, e.g. some blocks, on inputs with the sizes of the example, or fewer
+        of the second axis.
 
         The module itself is unchanged. In 8 bits all linear maps are quantized: which of them stay in float in a whole
         model depends on its outputs, which blocks alone do not have.
@@ -51,7 +52,7 @@ class Runtime:
         threads = self.conditions.threads or torch.get_num_threads()
         # AUTO and not a named size: where a block needs all tokens, e.g. for biases of pairs, the size becomes fixed.
         with TemporaryDirectory() as folder, raising(f"a part of this model cannot be timed as {form.name}"):
-            program = captured(ready, example, ({1: Dim.AUTO},))
+            program = captured(ready, example, ({1: Dim.AUTO(max=example.shape[1])},))
             path = Path(folder) / f"part{form.suffix}"
             form.write(program, path, [example])
             return form.open(path, self.conditions.device, threads)

@@ -78,7 +78,7 @@ TIMED, ROUNDS = (1, 32), 20
 # The share of images whose logits may differ in models with token reduction: rounding may swap two tokens of nearly
 # equal scores.
 MAY_DIFFER = 0.1
-PACKAGES = ("attnrx", "torch", "onnx", "onnxscript", "onnxruntime", "openvino")
+PACKAGES = ("attnrx", "torch", "onnx", "onnxscript", "onnxruntime", "openvino", "executorch")
 
 
 class PatchFeatures(nn.Module):
@@ -134,7 +134,7 @@ class ExportSubject:
             converted = _Answer(converted, has_several=isinstance(output_kind_of(model), Several))
         converted = converted if precision is None else converted.to(PRECISIONS[precision])
         weight = next(converted.parameters())
-        fixed = batch if isinstance(batch, int) else None
+        fixed = batch if isinstance(batch, int) else form.fixed_batch
         patch = None if size is None else _free_patch(model)
         images = Images(family.input_shape(model), dtype_name(weight.dtype), fixed, str(weight.device), patch)
         mean, std = family.normalization(model)
@@ -238,9 +238,10 @@ def export(
     Args:
         model: The model. The file of a model without a classifier returns its embeddings, and has no class names.
         path: The file.
-        to: A format or its text: onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets,
-            e.g. openvino(precision=bf16).
-        batch: The number of images that the file takes at once, or dynamic for any (dynamic).
+        to: A format or its text: onnx, program (torch.export), aotinductor, openvino, executorch or int8, with knobs in
+            brackets, e.g. openvino(precision=bf16).
+        batch: The number of images that the file takes at once, or dynamic for any (dynamic). A file of executorch
+            takes one unless a number is given.
         precision: Of weights and images (the model's own).
         calibration: Images, normalized for the model, that parity is measured on, by default on noise; required for
             int8.

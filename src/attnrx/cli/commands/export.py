@@ -29,7 +29,7 @@ EXAMPLE = (
     "  attnrx verify slim.onnx --reference slim --data imagenette --checks accuracy,fidelity --out evidence.json"
 )
 FORMATS = (
-    "onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets: onnx(opset=18), "
+    "onnx, program (torch.export), aotinductor, openvino, executorch or int8, with knobs in brackets: onnx(opset=18), "
     "int8(images=128,method=percentile,tolerance=0.05), openvino(precision=bf16), openvino(precision=int8)"
 )
 
