@@ -17,7 +17,8 @@ import attnrx as rx
 from attnrx.change.exporting import Onnx, parse_format, precision_for, present_exports, present_script, remove_export
 from attnrx.change.exporting.export_files import sealed_script
 from attnrx.data.model_data import preprocessing_of, splits_for
-from attnrx.support.errors import InvalidInput
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.vit.costs import Conditions
 from support import odd_pictures, pretrained
 
 onnx = pytest.importorskip("onnx")
@@ -185,3 +186,9 @@ def test_the_class_names_of_a_dataset_reach_the_file(given: str, tmp_path: Path)
     assert exported.facts["class_names"] == ["ant", "bee", "cow"]
     assert splits_for(model, data).class_names == ("ant", "bee", "cow")
     assert rx.export(small(num_classes=5), tmp_path / "a.onnx", calibration=data).facts["class_names"] == []
+
+
+def test_a_plan_for_the_speed_of_files_of_fixed_sizes_is_refused() -> None:
+    runtime = rx.exporting.Runtime(Conditions("cpu", "float32", 1), rx.exporting.ExecuTorch())
+    with pytest.raises(NotSupported, match="plans are not made for the speed of executorch"):
+        runtime.prepare(torch.nn.Linear(2, 2), torch.zeros(1, 3, 2))

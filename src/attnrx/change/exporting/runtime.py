@@ -13,6 +13,7 @@ from torch.export import Dim
 
 from attnrx.change.exporting.format import Format, raising
 from attnrx.change.exporting.writing import captured
+from attnrx.support.errors import NotSupported
 from attnrx.support.modules import copy_module
 from attnrx.support.optional import installed_versions
 from attnrx.support.shapes import Float, Tensor
@@ -35,24 +36,29 @@ class Runtime:
         return {} if self.form is None else installed_versions(*self.form.libraries)
 
     def prepare(self, module: nn.Module, example: Float[Tensor, "batch *sizes"]) -> Callable[[Tensor], Any]:
-        """Returns a function that runs a module, e.g. some blocks, on inputs with the sizes of the example, or fewer
-        of the second axis.
+        """Returns a function that runs a module, e.g. some blocks, on inputs like the example with any second size.
 
         The module itself is unchanged. In 8 bits all linear maps are quantized: which of them stay in float in a whole
         model depends on its outputs, which blocks alone do not have.
 
         Raises:
-            NotSupported: The module cannot be written in the format.
+            NotSupported: The module cannot be written in the format, or its files have fixed sizes.
         """
         if self.form is None:
             return self.conditions.prepare(module)
+        if self.form.fixed_batch is not None:
+            raise NotSupported(
+                f"plans are not made for the speed of {self.form.name}: a part of a model is timed with several numbers "
+                "of tokens, and such a file has fixed sizes. Plan for a number of MACs or another runtime, and export "
+                "the result."
+            )
         form: Any = self.form  # a dataclass, as every format
         form = replace(form, tolerance=inf) if form.calibrated else form
         ready = copy_module(module).eval().to(self.conditions.device, PRECISIONS[self.conditions.precision])
         threads = self.conditions.threads or torch.get_num_threads()
         # AUTO and not a named size: where a block needs all tokens, e.g. for biases of pairs, the size becomes fixed.
         with TemporaryDirectory() as folder, raising(f"a part of this model cannot be timed as {form.name}"):
-            program = captured(ready, example, ({1: Dim.AUTO(max=example.shape[1])},))
+            program = captured(ready, example, ({1: Dim.AUTO},))
             path = Path(folder) / f"part{form.suffix}"
             form.write(program, path, [example])
             return form.open(path, self.conditions.device, threads)
