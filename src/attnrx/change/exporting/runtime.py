@@ -48,9 +48,8 @@ class Runtime:
             return self.conditions.prepare(module)
         if self.form.fixed_batch is not None:
             raise NotSupported(
-                f"plans are not made for the speed of {self.form.name}: a part of a model is timed with several numbers "
-                "of tokens, and such a file has fixed sizes. Plan for a number of MACs or another runtime, and export "
-                "the result."
+                f"plans are not made for the speed of {self.form.name}: parts of a model are timed with several numbers"
+                " of tokens, and such a file has fixed sizes. Plan for MACs or another runtime, and export the result."
             )
         form: Any = self.form  # a dataclass, as every format
         form = replace(form, tolerance=inf) if form.calibrated else form
