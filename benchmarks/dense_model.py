@@ -1,16 +1,15 @@
 """`attnrx.shrink` on a whole model of maps (a Vision Transformer with a decoder), compared on images held out from all.
 
-The module is created by a class of a Python file, e.g. `saliency.py:Saliency`, with weights in a safetensors file;
+The module is created by a class that can be imported, e.g. `saliency:Saliency`, with weights in a safetensors file;
 images are those of a parquet file. Half of the reported errors would hide in a few maps, so that the correlation is
 a mean over images, with the least one beside it. The files of ONNX and OpenVINO are compared with the result.
 
-python benchmarks/dense_model.py saliency.py:Saliency --weights FILE --data imagenette224.parquet --out runs/dense
+PYTHONPATH=FOLDER python benchmarks/dense_model.py saliency:Saliency --weights FILE --data PARQUET --out runs/dense
 """
 
 import argparse
-import importlib.util
+import importlib
 import io
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,13 +45,8 @@ class Pictures(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def created(name: str, weights: Path) -> nn.Module:
-    file, _, class_name = name.partition(":")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where loading a saved result finds the class
-    spec.loader.exec_module(module)
-    model = getattr(module, class_name)().eval()
+    module, _, class_name = name.partition(":")
+    model = getattr(importlib.import_module(module), class_name)().eval()
     model.load_state_dict({key: value.float() for key, value in load_file(weights).items()}, strict=False)
     return model
 
@@ -78,7 +72,7 @@ def errors(before: torch.Tensor, after: torch.Tensor) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("module", help="FILE.py:CLASS, called without arguments")
+    parser.add_argument("module", help="MODULE:CLASS, called without arguments")
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--data", required=True, help="a parquet file with a column of encoded images")
     parser.add_argument("--size", type=int, nargs=2, default=(224, 224), metavar=("HEIGHT", "WIDTH"))

@@ -133,3 +133,9 @@ def test_a_module_of_other_parts_is_refused() -> None:
         cut.shape_(Saliency())
     with pytest.raises(InvalidInput, match="without the part 'head'"):
         Cut("head", "decoder.3", (), 2).shape_(Saliency())
+
+
+def test_a_batch_that_the_model_computes_in_chunks_is_recorded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = rx.load(module()).eval()
+    monkeypatch.setattr(type(model.trunk), "_max_elements", lambda *_: 1 << 40)  # one image at a time
+    assert [cut.units for cut in lean(model).around.cuts] == [CHANNELS // 2] * 2

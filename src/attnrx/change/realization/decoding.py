@@ -96,8 +96,9 @@ def _batches(model: Whole, reference: nn.Module, images: ImageSet) -> list[_Batc
     for batch in images.batches(BATCH, device=weight.device):
         pixels = batch.images.to(weight.dtype)
         outputs: list[Any] = []
-        with _calls_replaced(model, partial(_kept, outputs)):
-            rows = rows_of(model(pixels))
+        # The module itself, because the model computes a large batch in chunks, with a call for each.
+        with model.forward_pass(), _calls_replaced(model, partial(_kept, outputs)):
+            rows = rows_of(model.module(pixels))
         if len(outputs) != 1:
             return []
         targets = rows if model is reference else rows_of(reference(pixels))
