@@ -18,7 +18,7 @@ class ImageInput:
 
     name, dimensions = "pixel_values", 3
 
-    def images(self, inputs: Tensor, dimensions: int) -> Tensor:
+    def images(self, inputs: Float[Tensor, "*sizes"], dimensions: int) -> Float[Tensor, "*sizes"]:
         """Returns inputs of transformers as inputs in attnrx, of `dimensions` axes: 3 for one input, 4 for a batch;
         others are returned as they are.
         """
@@ -114,7 +114,7 @@ class SpectrogramInput(ImageInput):
 
     name, dimensions = "input_values", 2
 
-    def images(self, inputs: Tensor, dimensions: int) -> Tensor:
+    def images(self, inputs: Float[Tensor, "*sizes"], dimensions: int) -> Float[Tensor, "*sizes"]:
         return inputs.unsqueeze(-3) if inputs.ndim == dimensions - 1 else inputs
 
     def shape(self, config: Any) -> tuple[int, int, int]:
@@ -135,7 +135,7 @@ class VideoInput(ImageInput):
 
     dimensions = 4
 
-    def images(self, inputs: Tensor, dimensions: int) -> Tensor:
+    def images(self, inputs: Float[Tensor, "*sizes"], dimensions: int) -> Float[Tensor, "*sizes"]:
         return inputs.flatten(-4, -3) if inputs.ndim == dimensions + 1 else inputs
 
     def shape(self, config: Any) -> tuple[int, int, int]:

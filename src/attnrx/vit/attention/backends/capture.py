@@ -119,7 +119,9 @@ class AttentionCapture(Backend):
             self.receive(CapturedAttention(**{name: quantities[name] for name in self.wanted}))
 
 
-def capture_uniform(capture: AttentionCapture, layer: Any, args: tuple[Any, ...], output: Tensor) -> None:
+def capture_uniform(
+    capture: AttentionCapture, layer: Any, args: tuple[Any, ...], output: Float[Tensor, "batch tokens width"]
+) -> None:
     """Reports uniform attention, as a hook after a layer whose backend captures none: it has no heads, or another one
     computes it.
     """
