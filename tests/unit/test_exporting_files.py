@@ -192,3 +192,32 @@ def test_a_plan_for_the_speed_of_files_of_fixed_sizes_is_refused() -> None:
     runtime = rx.exporting.Runtime(Conditions("cpu", "float32", 1), rx.exporting.ExecuTorch())
     with pytest.raises(NotSupported, match="plans are not made for the speed of executorch"):
         runtime.prepare(torch.nn.Linear(2, 2), torch.zeros(1, 3, 2))
+
+
+def test_models_of_openvino_leave_the_memory_for_signals_as_it_was(tmp_path: Path) -> None:
+    """The second of two models would leave that of the first, which is gone, and the next signal end the process."""
+    pytest.importorskip("openvino")
+    if sys.platform != "linux":
+        pytest.skip("the stack for signals is that of Linux")
+    program = """
+import ctypes, faulthandler, sys, torch
+from pathlib import Path
+import attnrx as rx
+faulthandler.enable()
+def stack():
+    found = (ctypes.c_int64 * 3)()
+    ctypes.CDLL(None).sigaltstack(None, found)
+    return list(found)
+before = stack()
+files = [rx.load(path) for path in sys.argv[1:]]
+for file in files:
+    file(torch.randn(1, *file.images.shape))
+    assert stack() == before, "after a run"
+for index in (0, 0):
+    del files[index], file
+    assert stack() == before, "after the end of a model"
+    file = None
+"""
+    paths = [str(rx.export(small(), tmp_path / f"{name}.xml", to="openvino").path) for name in ("a", "b")]
+    done = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

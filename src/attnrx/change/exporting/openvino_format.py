@@ -1,6 +1,9 @@
 """OpenVINO files, in float32, bfloat16 or with 8-bit linear maps."""
 
-from collections.abc import Sequence
+import ctypes
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -17,6 +20,31 @@ OPENING = """about = json.loads(here.with_name("{file}.json").read_text(encoding
 batch = about["images"]["batch"] or 1
 hints = {{"INFERENCE_PRECISION_HINT": "{precision}"}}
 compiled = openvino.Core().compile_model(str(here.with_name("{file}")), "CPU", hints)"""
+
+
+class _SignalStack(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+@contextmanager
+def _signal_stack_kept() -> Iterator[None]:
+    """Restores the memory in which this thread handles signals.
+
+    A compiled model of OpenVINO brings its own, and at its end restores what it found. Of two models, the one that ends
+    last then restores memory of the other, which is gone: the next signal ends the process, e.g. when a child process
+    ends after a loader with workers was used.
+    """
+    stack, exchange = (
+        _SignalStack(),
+        getattr(ctypes.CDLL(None), "sigaltstack", None) if sys.platform == "linux" else None,
+    )
+    if exchange is not None:
+        exchange(None, ctypes.byref(stack))
+    try:
+        yield
+    finally:
+        if exchange is not None:
+            exchange(ctypes.byref(stack), None)
 
 
 @dataclass(frozen=True)
@@ -102,7 +130,8 @@ class OpenVINO(Format):
         def run(images: Tensor) -> tuple[Tensor, ...]:
             if images.shape not in compiled:
                 model.reshape(list(images.shape))
-                compiled[images.shape] = core.compile_model(model, "CPU", hints)
+                with _signal_stack_kept():
+                    compiled[images.shape] = core.compile_model(model, "CPU", hints)
             found = compiled[images.shape](to_numpy(images))
             # Copies, which the next call cannot overwrite.
             return tuple(torch.from_numpy(found[index].copy()) for index in range(len(model.outputs)))
