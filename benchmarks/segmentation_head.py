@@ -52,13 +52,16 @@ class Mosaics(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class Segmenter(nn.Module):
-    """A Vision Transformer of timm and one linear map for every patch; returns logits [batch, classes, 14, 14]."""
+    """A Vision Transformer of timm and convolutions over its patches; returns logits [batch, classes, 14, 14]."""
 
     def __init__(self, weights: str | None = None):
         super().__init__()
         overlay = {} if weights is None else {"pretrained": True, "pretrained_cfg_overlay": {"file": weights}}
         self.backbone = timm.create_model("vit_tiny_patch16_224", **overlay)
-        self.head = nn.Conv2d(self.backbone.embed_dim, CLASSES, 1)
+        self.head = nn.Sequential(
+            nn.Conv2d(self.backbone.embed_dim, 128, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(128, 128, 3, padding=1), nn.ReLU(), nn.Conv2d(128, CLASSES, 1),
+        )  # fmt: skip
 
     def features(self, images: torch.Tensor) -> torch.Tensor:
         return self.backbone.forward_features(images)[:, 1:].transpose(1, 2).unflatten(2, (GRID, GRID))
@@ -86,7 +89,7 @@ def train_head_(model: Segmenter, mosaics: Mosaics, epochs: int) -> None:
     """Fits the head on the features of the frozen Vision Transformer, which are computed once."""
     with torch.no_grad():
         batches = [(model.features(images), masks) for images, masks in DataLoader(mosaics, batch_size=32)]
-    optimizer = torch.optim.AdamW(model.head.parameters(), 3e-3)
+    optimizer = torch.optim.AdamW(model.head.parameters(), 1e-3)
     for _ in range(epochs):
         for features, masks in batches:
             optimizer.zero_grad()
