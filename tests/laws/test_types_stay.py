@@ -16,6 +16,7 @@ import attnrx as rx
 from attnrx.support.errors import NotSupported
 from attnrx.support.trees import tensors_of
 from attnrx.vit.models import family_of
+from support.comparisons import assert_same_tensors
 from support.pretrained import of_hf, of_timm, of_torchvision, shaken
 
 timm = pytest.importorskip("timm")
@@ -89,12 +90,6 @@ def outputs(model: Any, images: torch.Tensor = IMAGES) -> dict[str, torch.Tensor
     return tensors_of(model(images))
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], limit: float = 0.0) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=limit)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_class_is_that_of_the_original(name: str) -> None:
     original, small = pair(name)
@@ -119,15 +114,15 @@ def test_copies_have_the_same_outputs_before_and_after_a_pass(name: str) -> None
     copies = [*fresh[:1], pickle.loads(fresh[1]), copy.deepcopy(small), copy.copy(small)]
     for each in (*copies, torch.load(stream, weights_only=False)):
         assert type(each) is type(small)
-        same(outputs(each), expected)
+        assert_same_tensors(outputs(each), expected)
     averaged = torch.optim.swa_utils.AveragedModel(small)
     averaged.update_parameters(small)
-    same(outputs(averaged), expected, 1e-12)
+    assert_same_tensors(outputs(averaged), expected, 1e-12)
     other = copy.deepcopy(small)
     for parameter in other.parameters():
         nn.init.zeros_(parameter)
     other.load_state_dict(small.state_dict())
-    same(outputs(other), expected)
+    assert_same_tensors(outputs(other), expected)
     half = copy.deepcopy(small).half()
     assert all(tensor.dtype == torch.float16 for tensor in outputs(half, IMAGES.half()).values())
 
@@ -158,9 +153,9 @@ def test_hooks_are_called_with_gradients_and_without(name: str) -> None:
 def test_a_module_that_its_library_creates_is_loaded_without_a_factory(name: str, tmp_path: Path) -> None:
     _, small = pair(name)
     rx.save(small, tmp_path / "saved")
-    same(outputs(rx.load(tmp_path / "saved")), outputs(small))
+    assert_same_tensors(outputs(rx.load(tmp_path / "saved")), outputs(small))
     small.save_pretrained(tmp_path / "pretrained")
-    same(outputs(rx.load(tmp_path / "pretrained")), outputs(small))
+    assert_same_tensors(outputs(rx.load(tmp_path / "pretrained")), outputs(small))
     with pytest.raises(ValueError, match=r"attnrx\.load"):  # it would be a model with random weights
         type(small.module).from_pretrained(tmp_path / "pretrained")
     with pytest.raises(NotSupported, match=r"attnrx\.push_to_hub"):
@@ -243,7 +238,9 @@ def test_a_pipeline_and_a_trainer_run_it_unchanged(name: str, tmp_path: Path, ca
     assert again.state.global_step == 6
     trainer.save_model(str(tmp_path / "trained"))
     made = None if name != "own head" else lambda: model
-    same(outputs(rx.load(tmp_path / "trained", factory=made), images), outputs(trainer.model.eval(), images), 1e-6)
+    assert_same_tensors(
+        outputs(rx.load(tmp_path / "trained", factory=made), images), outputs(trainer.model.eval(), images), 1e-6
+    )
 
 
 @pytest.mark.slow
@@ -253,4 +250,4 @@ def test_a_compiled_model_has_the_same_outputs(name: str) -> None:
     _, small = pair(name, EVERY if name in ("backbone", "registers", "segmenter") else None)
     torch._dynamo.reset()
     # Dynamo alone: what it cannot trace is an error of its own, and code for a processor takes minutes to make.
-    same(outputs(torch.compile(small, backend="eager")), outputs(small), 1e-9)
+    assert_same_tensors(outputs(torch.compile(small, backend="eager")), outputs(small), 1e-9)

@@ -17,6 +17,7 @@ from attnrx.support.trees import tensors_of
 from attnrx.vit.models import family_of
 from attnrx.vit.models.whole import Whole
 from attnrx.vit.outputs import KINDS, output_kind_of
+from support.comparisons import assert_same_tensors
 
 timm = pytest.importorskip("timm")
 pytestmark = [
@@ -153,12 +154,6 @@ def outputs(model: nn.Module, images: torch.Tensor = IMAGES) -> dict[str, torch.
         return tensors_of(model(images))
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], limit: float = 0.0) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=limit)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_module_keeps_its_outputs_and_is_realized_saved_and_loaded(name: str, tmp_path: Path) -> None:
     model = made(name)
@@ -167,8 +162,8 @@ def test_a_module_keeps_its_outputs_and_is_realized_saved_and_loaded(name: str, 
     whole = rx.load(model, factory=lambda: made(name))
     assert isinstance(whole, Whole) and type(whole.module) is type(model)
     assert output_kind_of(whole).name == CASES[name][1]
-    assert_equal(outputs(whole), expected, 1e-10)
-    assert_equal(outputs(whole, IMAGES[:0]), {key: tensor[:0] for key, tensor in expected.items()})
+    assert_same_tensors(outputs(whole), expected, 1e-10)
+    assert_same_tensors(outputs(whole, IMAGES[:0]), {key: tensor[:0] for key, tensor in expected.items()})
     assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in before.items())
     diagnosis = rx.diagnose(whole, IMAGES)
     text = "qk=total_rank:0.5 vo=total_rank:0.5 hidden=total_rank:0.5 tokens=ward:0.75@2"
@@ -177,15 +172,15 @@ def test_a_module_keeps_its_outputs_and_is_realized_saved_and_loaded(name: str, 
     assert {key: tensor.shape for key, tensor in outputs(slim).items()} == {
         key: tensor.shape for key, tensor in expected.items()
     }
-    assert_equal(outputs(slim), outputs(masked), 1e-8)
-    assert_equal(outputs(copy.deepcopy(slim)), outputs(slim))
+    assert_same_tensors(outputs(slim), outputs(masked), 1e-8)
+    assert_same_tensors(outputs(copy.deepcopy(slim)), outputs(slim))
     family = family_of(slim)
     assert family.costs(slim).params == sum(parameter.numel() for parameter in slim.parameters())
     assert family.costs(slim).macs < family.costs(whole).macs
     assert outputs(family.library_model(slim)).keys() == expected.keys()
     rx.save(slim, tmp_path / "slim")
     loaded = rx.load(tmp_path / "slim", factory=lambda: made(name))
-    assert_equal(outputs(loaded), outputs(slim))
+    assert_same_tensors(outputs(loaded), outputs(slim))
     assert output_kind_of(loaded).name == output_kind_of(whole).name
     assert family_of(loaded).costs(loaded) == family.costs(slim)
 
@@ -209,12 +204,12 @@ def test_methods_arguments_and_copies_of_the_module_stay() -> None:
     model = made("dictionary")
     whole: Any = rx.load(model)
     with torch.no_grad():
-        assert_equal(tensors_of(whole(IMAGES, scale=2.0)), tensors_of(model(IMAGES, scale=2.0)), 1e-10)
-        assert_equal(tensors_of(whole(images=IMAGES)), tensors_of(model(IMAGES)), 1e-10)
+        assert_same_tensors(tensors_of(whole(IMAGES, scale=2.0)), tensors_of(model(IMAGES, scale=2.0)), 1e-10)
+        assert_same_tensors(tensors_of(whole(images=IMAGES)), tensors_of(model(IMAGES)), 1e-10)
     assert whole.depth is whole.module.depth
     slim: Any = rx.realize(whole, rx.prescribe(rx.diagnose(whole, IMAGES), "tokens=ward:0.75@2"))
-    assert_equal(outputs(pickle.loads(pickle.dumps(slim))), outputs(slim))
-    assert_equal(outputs(slim.module), outputs(slim), 1e-10)  # also alone
+    assert_same_tensors(outputs(pickle.loads(pickle.dumps(slim))), outputs(slim))
+    assert_same_tensors(outputs(slim.module), outputs(slim), 1e-10)  # also alone
     assert outputs(slim.half(), IMAGES.half())["classes"].dtype == torch.float16
 
 
@@ -256,7 +251,7 @@ def test_a_folder_says_what_it_needs(tmp_path: Path) -> None:
     with pytest.warns(FactoryWarning, match=named):
         rx.save(rx.load(made("own head"), factory=named), tmp_path / "named")
     assert named in (tmp_path / "named" / "README.md").read_text().replace("\\", "")
-    assert_equal(outputs(rx.load(tmp_path / "named", factory=named)), outputs(made("own head")), 1e-10)
+    assert_same_tensors(outputs(rx.load(tmp_path / "named", factory=named)), outputs(made("own head")), 1e-10)
     with pytest.raises(Exception, match="cannot be imported"):
         rx.load(tmp_path / "named", factory="no_such_module:function")
 
@@ -312,9 +307,9 @@ def test_a_module_is_shrunk_as_a_whole(name: str, tmp_path: Path) -> None:
     shrunk.save(tmp_path / "slim")
     assert (tmp_path / "slim" / "report.html").exists()
     loaded = rx.load(tmp_path / "slim", factory=lambda: made(name).float())
-    assert_equal(outputs(loaded, images), outputs(shrunk.model, images))
+    assert_same_tensors(outputs(loaded, images), outputs(shrunk.model, images))
     file = rx.load(tmp_path / "slim" / "model.onnx")
-    assert_equal(outputs(file, images[:8]), found, 1e-4)
+    assert_same_tensors(outputs(file, images[:8]), found, 1e-4)
     assert output_kind_of(file).name == output_kind_of(loaded).name
 
 
@@ -330,7 +325,7 @@ def test_a_file_has_every_output_by_its_name(name: str, to: str, tmp_path: Path)
     for batch in ("dynamic", 2):
         file = rx.export(whole, path, to=to, batch=batch, **options)
         for each in (file, rx.load(path, trust=to == "program")):
-            assert_equal(outputs(each, images), expected, 0.5 if to == "int8" else 1e-4)
+            assert_same_tensors(outputs(each, images), expected, 0.5 if to == "int8" else 1e-4)
             assert output_kind_of(each).name == "several"
             assert family_of(whole).matches(whole) and each.output_sizes == whole.output_sizes
     found = rx.verify(file, whole, images.repeat(5, 1, 1, 1), [Fidelity()]).findings
@@ -351,7 +346,7 @@ def test_a_file_takes_any_number_of_images_where_the_forward_calls_len(tmp_path:
     whole = rx.load(Lengths().eval())
     file = rx.export(whole, tmp_path / "model.pt2", to="program")
     for count in (1, 5):
-        assert_equal(outputs(file, IMAGES[:count]), outputs(whole, IMAGES[:count]), 1e-8)
+        assert_same_tensors(outputs(file, IMAGES[:count]), outputs(whole, IMAGES[:count]), 1e-8)
     assert "len" not in globals()
 
 
@@ -363,7 +358,7 @@ def test_a_module_takes_images_of_another_size(name: str, tmp_path: Path) -> Non
     slim = rx.realize(whole, rx.prescribe(rx.diagnose(whole, images), "tokens=ward:0.5@2"))
     rx.save(slim, tmp_path / "slim")
     loaded = rx.load(tmp_path / "slim", factory=lambda: made(name))
-    assert_equal(outputs(loaded, images), outputs(slim, images))
+    assert_same_tensors(outputs(loaded, images), outputs(slim, images))
     twin = outputs(family_of(loaded).library_model(loaded), images)
     assert {key: tensor.shape for key, tensor in twin.items()} == {
         key: tensor.shape for key, tensor in outputs(slim, images).items()

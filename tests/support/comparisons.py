@@ -96,3 +96,10 @@ def assert_text_and_files_give_the_same_model(
     for other in (again, read):
         assert str(other) == str(given)
         torch.testing.assert_close(realize(model, other)(images), expected, rtol=0, atol=0)
+
+
+def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 0.0) -> None:
+    """Asserts that two answers have the same names, and tensors that differ by at most `limit`."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=limit)

@@ -26,7 +26,7 @@ from attnrx.vit.models.lvvit import SIZES, LVViT, LVViTFamily, lvvit_config
 from attnrx.vit.models.module_family import Factory, ModuleFamily
 from attnrx.vit.models.openclip_family import OpenClipFamily
 from attnrx.vit.models.reader import Reader
-from attnrx.vit.models.substitute import Substitute, created
+from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.timm_family import TimmFamily
 from attnrx.vit.models.torchvision_family import TorchvisionFamily
 from attnrx.vit.models.transformer import initialize_
@@ -336,8 +336,10 @@ def save_model(
 
 
 def created_model(kind: type[nn.Module]) -> nn.Module:
-    """Returns a model of this class without its contents; pickles of substitutes name this function."""
-    return created(kind)
+    """Returns a model of this class without its contents, which pickle fills in; pickles of substitutes name this
+    function.
+    """
+    return kind.__new__(kind)
 
 
 Substitute.save_model = staticmethod(save_model)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.modules import random_images
+from attnrx.support.modules import copy_module, random_images
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.models.adopted import Adopted, Origin
 from attnrx.vit.models.adopted_family import ModelParts
@@ -128,8 +129,6 @@ class StructureFamily(ReaderFamily):
         """
         if _group_of(model) is None:
             return None
-        from attnrx.support.modules import copy_module
-
         holder = nn.Sequential(copy_module(model))
         blocks, attention, projections = rewritten_(holder)
         if any(piece.isdigit() for piece in attention.split(".")):  # blocks are named by the last number of a path
@@ -236,12 +235,8 @@ def _inside(path: str, inner: str) -> str:
 def _common(paths: Sequence[str]) -> str:
     """Returns the path of the smallest module that contains all of these."""
     pieces = [path.split(".") for path in paths]
-    shared = []
-    for level in zip(*pieces, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return ".".join(shared[: min(map(len, pieces)) - 1] if len(shared) == min(map(len, pieces)) else shared)
+    shared = takewhile(lambda level: len(set(level)) == 1, zip(*pieces, strict=False))
+    return ".".join([level[0] for level in shared][: min(map(len, pieces)) - 1])
 
 
 # By names and shapes.

@@ -11,11 +11,6 @@ from attnrx.support.errors import NotSupported
 from attnrx.support.modules import copy_module, is_traced
 
 
-def created(kind: type[nn.Module]) -> nn.Module:
-    """Returns a module of this class without its contents, which pickle and copies fill in."""
-    return kind.__new__(kind)
-
-
 class _Refused(NotSupported, AttributeError):
     """A method of the library that a substitute refuses; `hasattr`, by which tracers look for methods, is False."""
 
@@ -38,7 +33,7 @@ class Substitute(_OfOriginal, nn.Module):
     # Both are set by `families`, which imports this module: how a model is saved, and the function that a pickle names,
     # so that whoever reads it imports the families.
     save_model: ClassVar[Callable[[Path | str, nn.Module], Path]]
-    created: ClassVar[Callable[[type[nn.Module]], nn.Module]] = staticmethod(created)
+    created: ClassVar[Callable[[type[nn.Module]], nn.Module]]
     # Methods of the library that would write or change a model other than the one that attnrx describes.
     refused_methods: ClassVar[Mapping[str, str]] = {
         "push_to_hub": "save it with attnrx.save(model, folder), and publish that with attnrx.push_to_hub.",
