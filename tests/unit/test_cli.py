@@ -14,7 +14,7 @@ from attnrx.change.realization.distillation import Distill, distill
 from attnrx.change.realization.refinement import Refinement, refine
 from attnrx.cli import main
 from attnrx.cli.commands import command_modules, costs
-from attnrx.cli.commands.shrink import failures
+from attnrx.cli.commands.shrink import failure, is_target
 from attnrx.cli.inputs import parse_losses
 from attnrx.cli.outcome import Table, plain_text
 from attnrx.decide.planning.plan_settings import EFFORTS
@@ -384,11 +384,18 @@ def test_the_help_of_plan_states_the_numbers_of_the_efforts(
     assert f"({quick}, {normal} or {thorough}, by effort)" in described[:100]
 
 
-def test_shrink_states_which_claims_fail() -> None:
-    kept = Finding("promises", "speed, at least as predicted", 1.7, "x", limit=1.5, outcome="holds")
-    broken = Finding("promises", "agreement, at least as predicted", 80.0, "%", limit=91.25, outcome="fails")
-    (line,) = failures(rx.Evidence((kept, broken), {}))
-    assert line == "fails: agreement, at least as predicted: 80 %, limit 91.25 %"
+def test_of_the_claims_that_fail_only_the_target_is_a_failure_of_shrink() -> None:
+    def failed(quantity: str, value: float, unit: str, limit: float) -> Finding:
+        details = {"quantity": quantity}
+        return Finding("promises", "as predicted", value, unit, limit=limit, outcome="fails", details=details)
+
+    speed = failed("promised speed", 1.4, "x", 1.5)
+    agreement = failed("promised_agreement", 80.0, "%", 91.25)
+    assert failure(speed, is_target(speed, "latency")) == "target missed: as predicted: 1.4 x, limit 1.5 x"
+    assert not is_target(agreement, "latency") and not is_target(agreement, "macs")
+    assert is_target(failed("promised_change", -3.0, "points", -1.0), "max-drop")
+    line = "worse than the plan predicted (not your target): as predicted: 80 %, limit 91.25 %"
+    assert failure(agreement, False) == line
 
 
 @pytest.mark.slow

@@ -443,6 +443,24 @@ def test_timm_weights_are_read_strictly(tmp_path: Path) -> None:
         TIMM.load(VIT, weights=path, **SMALL)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("vit_tiny_patch16_224", {}), ("deit_tiny_distilled_patch16_224", {})],
+    ids=["one classifier", "two classifiers"],
+)
+def test_weights_of_a_model_fine_tuned_to_other_classes_are_read(
+    name: str, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    fine_tuned = timm.create_model(name, num_classes=7, **arguments)
+    torch.save(fine_tuned.state_dict(), tmp_path / "fine_tuned.pt")
+    adopted = TIMM.load(name, weights=tmp_path / "fine_tuned.pt")
+    assert [head.out_features for head in TIMM.heads(adopted)] == [7] * len(TIMM.heads(adopted))
+    batch = torch.randn(2, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(adopted(batch), fine_tuned.eval()(batch), rtol=1e-4, atol=1e-5)
+
+
 def test_timm_names_are_checked_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(UnknownName, match=VIT):
         TIMM.load("vit_tiny_patch16_22")

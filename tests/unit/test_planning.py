@@ -232,6 +232,17 @@ def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, sensitivi
     assert not any(found.choices.qk) and any(found.choices.num_pruned)
 
 
+def test_an_unchanged_model_that_is_slower_than_the_original_has_the_same_plans(
+    space: Space, sensitivities: Sensitivities
+) -> None:
+    cost_table, even = exact_cost_table(space, "macs"), even_weights(3)
+    slower = replace(cost_table, whole=cost_table.whole / 2)  # its savings exceed the cost of the original
+    one, other = (Frontier(space, table, sensitivities, even) for table in (cost_table, slower))
+    assert other.nothing == pytest.approx(2) and other.cheapest == pytest.approx(2 * one.cheapest)
+    for share in (0.9, 0.6, one.reachable):
+        assert one.at(share).choices == other.at(2 * share).choices
+
+
 @pytest.mark.parametrize("target", ["macs=0.6x", "params=0.8x", "max-drop=20pt", "latency=0.9x"])
 @pytest.mark.slow
 def test_a_plan_keeps_its_target_and_is_the_same_again(
@@ -479,8 +490,13 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
     # The closed form alone was too slow; what was searched for after that is not.
     assert slower * requested[0] > most > allowed and len(requested) == 2 and len(made.trials) == 9
     slower = 100.0
-    with pytest.raises(NotSupported, match=r"cannot be promised|the cheapest|out of reach"):
+    # A correction asks for at most the fastest plan, and the message names what was measured.
+    with pytest.raises(NotSupported, match=r"cannot be promised: .*Request a share of the MACs"):
         made.for_cost(0.8)
+    slower = 1.3
+    least = measurements.frontier(made.initial_knobs).reachable
+    with pytest.raises(NotSupported, match=rf"Request at most faster={1 / (slower * least) - 0.01:.1f}"):
+        made.for_cost(1.05 * least)
 
 
 def test_no_output_of_a_plan_is_computed_twice(

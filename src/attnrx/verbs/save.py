@@ -88,7 +88,7 @@ def save_with(
             prescription.save(new / "prescription.json")
         if evidence is not None:
             evidence.save(new / "evidence.json")
-        write_text(new / "README.md", _kept_card(Path(folder)) or _card(model, evidence, prescription))
+        write_text(new / "README.md", _kept_card(Path(folder)) or _card(Path(folder), model, evidence, prescription))
         write_beside(new)
 
     # Into the new folder, which replaces the old one as a whole: model and documents always belong together.
@@ -101,9 +101,10 @@ def require_no_sizes(folder: Path) -> None:
         raise InvalidInput(f"{folder} is the folder of an elastic model; choose another folder.")
 
 
-def _card(model: nn.Module, evidence: Evidence | None, prescription: Prescription | None) -> str:
+def _card(folder: Path, model: nn.Module, evidence: Evidence | None, prescription: Prescription | None) -> str:
     costs = family_of(model).costs(model)
     facts = {
+        "name": folder.resolve().name,
         "family": family_of(model).name,
         "outputs": output_kind_of(model).name,
         "parameters": costs.params,
@@ -172,7 +173,7 @@ def push_to_hub(
         prescription_path = folder / "prescription.json"
         prescription = Prescription.load(prescription_path) if prescription_path.exists() else None
         if is_unedited(text):
-            text = _card(model, evidence, prescription)
+            text = _card(folder, model, evidence, prescription)
     if license is not None or base_model is not None:
         text = completed_card(text, license, base_model)
     # The folder is changed only where the card is, so a second upload has the same files.

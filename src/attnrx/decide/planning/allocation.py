@@ -14,9 +14,9 @@ from attnrx.support.errors import NotSupported
 
 # Savings and sensitivities below it are rounding; also the smallest divisor of the greedy gain.
 NOTHING = 1e-12
-# Savings are rounded to 1 / GRID of the original's cost. Up to MAX_DEFICIT parts of negative savings are allowed,
-# because a stage has a cost. Plans that miss the target by up to ROUNDING_SLACK parts are checked too, because of
-# the rounding.
+# Savings are rounded to 1 / GRID of the cost of the unchanged model. Up to MAX_DEFICIT parts of negative savings are
+# allowed, because a stage has a cost. Plans that miss the target by up to ROUNDING_SLACK parts are checked too, because
+# of the rounding.
 GRID, MAX_DEFICIT, ROUNDING_SLACK = 2000, 200, 10
 
 
@@ -40,7 +40,8 @@ class Frontier:
 
     A multiple-choice knapsack, solved by dynamic programming over the layers. The state after a layer is the number of
     pruned patches and the savings so far: the costs and sensitivities of later layers depend on nothing else. Per state
-    the plan with the lowest sensitivity is kept. Savings are rounded to 1 / `GRID`, the only approximation.
+    the plan with the lowest sensitivity is kept. Savings are rounded to 1 / `GRID` of the unchanged model's cost, the
+    only approximation.
     """
 
     space: Space
@@ -56,7 +57,7 @@ class Frontier:
         """
         # The table holds rounded savings, so the exact cost decides: the first plan that is cheap enough is optimal, up
         # to the rounding. Savings beyond the budget are undone.
-        for choices in self._by_sensitivity(self.nothing - limit):
+        for choices in self._by_sensitivity(1 - limit / self.nothing):
             cost = self.cost_table.total(choices)
             if cost <= limit:
                 step = Step(choices, cost, self.sensitivities.total(choices, self.weights))
@@ -64,11 +65,16 @@ class Frontier:
         raise _out_of_reach(self.space, self.cost_table.quantity, limit, self.cheapest)
 
     @property
+    def reachable(self) -> float:
+        """The smallest cost that `at` has a plan for, as a share; rounded up."""
+        return self.cheapest + self.nothing * ROUNDING_SLACK / GRID
+
+    @property
     def cheapest(self) -> float:
         """The smallest cost of any plan as a share, up to rounding."""
         # The last column that any final state reaches.
         saved = np.flatnonzero(np.isfinite(self._least.min(0))).max() - MAX_DEFICIT
-        return self.nothing - float(saved) / GRID
+        return self.nothing * (1 - float(saved) / GRID)
 
     @cached_property
     def nothing(self) -> float:
@@ -173,10 +179,12 @@ class Frontier:
         return self._parts(-self.cost_table.stages[layer, tokens])
 
     def _parts(self, saved: float) -> int:
-        return round(saved / self.cost_table.whole * GRID)
+        # Of the unchanged model's own cost: as a share of the original's it may be above 1, and so may its savings.
+        return round(saved / (self.cost_table.whole * self.nothing) * GRID)
 
     def _by_sensitivity(self, saved: float) -> Iterator[Choices]:
-        """Yields the plans that save at least this share minus ROUNDING_SLACK parts, by increasing sensitivity."""
+        """Yields the plans that save at least this share of the unchanged model's cost minus ROUNDING_SLACK parts, by
+        increasing sensitivity."""
         # [gone, saved] flattened: the final number of pruned patches is free, so all states with enough savings
         # compete.
         first = MAX_DEFICIT + max(round(saved * GRID) - ROUNDING_SLACK, -MAX_DEFICIT)

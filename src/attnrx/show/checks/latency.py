@@ -11,6 +11,7 @@ from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.support import process_group
 from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import begin
 from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latency, compare_memory
 from attnrx.vit.costs.latency import PROCESSES
 from attnrx.vit.models import family_of
@@ -122,6 +123,7 @@ class Latency(Check):
         conditions = replace(self.protocol.conditions, device=str(comparison.device))
         # The gain by attnrx's kernels is part of the speed that a user of the library sees.
         timed = TimedModels.of(comparison, self.library)
+        begin("measuring speed")
         models = comparison.candidate, timed.baseline, images
         times = compare_latency(*models, replace(self.protocol, conditions=conditions), timed.unchanged)
         memory = compare_memory(*models, conditions)

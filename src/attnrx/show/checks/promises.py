@@ -13,6 +13,7 @@ from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.latency import TimedModels
 from attnrx.show.checks.statistics import mean_change, mean_estimate, mean_share
 from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import begin
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latency
 from attnrx.vit.costs.latency import PROCESSES
@@ -82,6 +83,7 @@ class Promises(Check):
         # Latency does not depend on the values of the pixels.
         images = torch.randn(size, generator=torch.Generator().manual_seed(0))
         timed = TimedModels.of(comparison, library=True)
+        begin("measuring speed")
         measured = compare_latency(comparison.candidate, timed.baseline, images, protocol, timed.unchanged)
         faster, limit = measured.faster, promised["faster"] / (1 + self.within)
         factors, measurement = timed.findings(self, measured)

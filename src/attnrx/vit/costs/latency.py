@@ -361,7 +361,8 @@ def _runs(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProt
         # Some models cannot be pickled: of classes that no module defines, or files that a runtime has opened. An error
         # of the measurement itself is raised again below.
         with suppress(NotSupported), shared_subprocess():
-            return [run_in_subprocess(_run, models, images, part) for _ in range(protocol.processes)]
+            processes = track(range(protocol.processes), "measuring latency, processes")
+            return [run_in_subprocess(_run, models, images, part) for _ in processes]
     return [_run(models, images, protocol)]
 
 

@@ -288,8 +288,8 @@ class AdoptedFamily(Family):
 
         Args:
             name: The name in the library.
-            weights: A file with the weights under the library's names (`read_weight_file`); by default the library
-                downloads them.
+            weights: A file with the weights under the library's names (`read_weight_file`), also of a model that was
+                fine-tuned to another number of classes; by default the library downloads them.
             pretrained: False initializes the weights from seed 0 instead.
             **arguments: Arguments of the library for this model, e.g. `num_classes=10` of timm.
 
@@ -317,14 +317,25 @@ class AdoptedFamily(Family):
         """
         if weights is not None and pretrained:
             raise InvalidInput(f"weights={str(weights)!r} and pretrained=True: choose one of them.")
+        state = None if weights is None else read_weight_file(Path(weights))
+        if state is not None:
+            arguments = self._num_classes_in(state, name, arguments) | arguments
         model = self.initialized(name, pretrained=weights is None and pretrained is not False, **arguments)
-        if weights is not None:
-            state = read_weight_file(Path(weights))
+        if state is not None:
             try:
                 model.load_state_dict(self.fitted(state, model), strict=True)
             except Exception as error:  # the conversions of libraries and torch raise errors of many types
                 raise CheckpointError(f"the weights in {weights} do not fit {self.name}:{name} ({error}).") from error
         return model
+
+    def _num_classes_in(self, state: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
+        """Returns the argument `num_classes` for the weights of a model that was fine-tuned to other classes."""
+        with torch.device("meta"):
+            published = self.initialized(name, **arguments).state_dict()
+        # The linear maps with other rows and the same columns: the classifiers, of which distilled models have two.
+        both = [(state[path].shape, tensor.shape) for path, tensor in published.items() if path in state]
+        rows = {own[0] for own, other in both if len(own) == 2 and own[0] != other[0] and own[1:] == other[1:]}
+        return {"num_classes": rows.pop()} if len(rows) == 1 else {}
 
     def fitted(self, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         """Returns the tensors of a weight file as the library converts them for this model."""

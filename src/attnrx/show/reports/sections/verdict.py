@@ -122,7 +122,7 @@ def _latency_bars(speed: MeasuredSpeed, name: str) -> BarPair:
         note += f", {number(1000 * speed.reference_seconds)} ms at batch {speed.batch}"
     between = None
     if unchanged is not None:
-        between = "unchanged", Bar(number(100 / unchanged), 1 / unchanged / longest)
+        between = "kernels alone", Bar(number(100 / unchanged), 1 / unchanged / longest)
     after = Bar(number(100 / speed.value), 1 / speed.value / longest, *ends)
     return BarPair("Latency", note, Bar("100", 1 / longest), after, name, between)
 
