@@ -191,7 +191,7 @@ def test_every_command_is_accepted_as_it_is_written(page: str) -> None:
         library, _, name = (getattr(arguments, "model", None) or "").partition(":")
         assert library != "timm" or timm.is_model(name)
         data = getattr(arguments, "data", None)
-        assert data is None or data in DATASETS or data.endswith(".parquet")
+        assert data is None or data in (*DATASETS, "photos") or data.endswith(".parquet")
 
 
 # What is downloaded, and what is local in its place; no other word of a command is replaced.
