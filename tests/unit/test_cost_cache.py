@@ -11,7 +11,7 @@ import torch
 
 from attnrx.decide.planning import measured_costs
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
-from attnrx.decide.planning.measured_costs import ATTEMPTS, STEADY, cached_cost_table
+from attnrx.decide.planning.measured_costs import ATTEMPTS, SLOWEST, STEADY, cached_cost_table
 from attnrx.decide.planning.space import Space
 from attnrx.support.errors import NotSupported
 from attnrx.support.hardware import cache_folder
@@ -115,8 +115,10 @@ def test_a_damaged_table_is_measured_again(damage: str, space: Space, cache: Pat
     assert run(space, iter([table]))[0] is table
 
 
-def test_noisy_timings_are_used_and_not_kept(space: Space, cache: Path) -> None:
-    noisy = replace(good(space), spread=2 * STEADY)
+@pytest.mark.parametrize("noise", ["spread", "slower than the library"])
+def test_noisy_timings_are_used_and_not_kept(noise: str, space: Space, cache: Path) -> None:
+    table = good(space)
+    noisy = replace(table, **{"spread": 2 * STEADY} if noise == "spread" else {"whole": table.whole / (1.1 * SLOWEST)})
     found, lines = run(space, iter([noisy]))
     assert found is noisy and any("not kept" in line for line in lines)
     assert not list(cache.rglob("*.safetensors"))

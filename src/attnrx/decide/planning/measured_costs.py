@@ -49,8 +49,9 @@ STAGE_LAYER, STAGE_KEEP = 2, 0.75
 # The successive blocks that are timed as one in the runtime of a format, where calling it costs as much as a part of a
 # block.
 BLOCKS_OF_FORMAT = 2
-# Tables that are measured before a plan gives up, and the largest spread of timings of a table that is kept.
-ATTEMPTS, STEADY = 3, 0.3
+# Tables that are measured before a plan gives up; the largest spread of timings of a table that is kept, and the
+# largest latency of the unchanged model relative to the original's: beside other processes kernels wait for threads.
+ATTEMPTS, STEADY, SLOWEST = 3, 0.3, 1.3
 REFERENCE, ALL = "original", "all"
 # The folders of attnrx whose code decides what is timed and how: models, compressed layers and files, measurements.
 PACKAGE, MEASURED_CODE = Path(__file__).parents[2], ("vit", "change", "decide/planning")
@@ -106,8 +107,12 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
                 return table
         settings.log(f"the stored cost table is damaged or implausible, and measured again: {path}")
     table = _plausible(measure, settings.log)
-    if table.spread > STEADY:
-        settings.log(f"cost table: the timings vary by {100 * table.spread:.0f} %, so it is not kept for later plans")
+    unchanged = table.total(Choices.nothing(space.depth))
+    if table.spread > STEADY or unchanged > SLOWEST:
+        settings.log(
+            f"cost table: the timings vary by {100 * table.spread:.0f} %, and the unchanged model took {unchanged:.2f} "
+            "of the time that it takes in its own library. Of a busy machine, so it is not kept for later plans."
+        )
         return table
     numbers = {field.name: getattr(table, field.name) for field in fields(table) if field.name != "quantity"}
     with suppress(AttnrxError):  # without a cache the next plan measures again
