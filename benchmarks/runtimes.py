@@ -2,6 +2,7 @@
 
     python benchmarks/runtimes.py --out runs/runtimes                       # ViT-Tiny, all cells
     python benchmarks/runtimes.py --only openvino-bf16 --batches 1 --threads 1 --rounds 60
+    python benchmarks/runtimes.py --models runs/slim --only onnx --batches 1   # a folder that `attnrx shrink` wrote
     python benchmarks/runtimes.py --counts                                  # operations by type alone, no timing
 
 The anchor is timm's own model: `openvino.convert_model`, and `torch.onnx.export` with its defaults. Every other model
@@ -39,7 +40,9 @@ ROUNDS = {1: 60, 8: 20, 32: 10}
 
 
 def model_of(name: str, architecture: str) -> torch.nn.Module:
-    """Returns the model of timm, or the one of attnrx with a rule text."""
+    """Returns the model of timm, or the one of attnrx with a rule text or from a folder."""
+    if Path(name).is_dir():
+        return rx.load(name).eval()
     torch.manual_seed(0)
     library_model = timm.create_model(architecture).eval()
     if name == ANCHOR:
@@ -130,7 +133,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Writes the missing files, measures the missing cells and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architecture", default="vit_tiny_patch16_224", metavar="NAME", help="of timm")
-    parser.add_argument("--models", nargs="*", default=MODELS, metavar="RULES", help="besides the unchanged model")
+    parser.add_argument("--models", nargs="*", default=MODELS, metavar="RULES", help="or folders, besides the unchanged")
     parser.add_argument("--out", type=Path, default=Path("runs/runtimes"), metavar="FOLDER")
     parser.add_argument("--only", default="", metavar="TEXT", help="runtimes whose names have this in them")
     parser.add_argument("--shapes", nargs="+", default=["static", "free"], choices=["static", "free"])
