@@ -133,7 +133,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Writes the missing files, measures the missing cells and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architecture", default="vit_tiny_patch16_224", metavar="NAME", help="of timm")
-    parser.add_argument("--models", nargs="*", default=MODELS, metavar="RULES", help="or folders, besides the unchanged")
+    parser.add_argument("--models", nargs="*", default=MODELS, metavar="RULES", help="or folders")
     parser.add_argument("--out", type=Path, default=Path("runs/runtimes"), metavar="FOLDER")
     parser.add_argument("--only", default="", metavar="TEXT", help="runtimes whose names have this in them")
     parser.add_argument("--shapes", nargs="+", default=["static", "free"], choices=["static", "free"])

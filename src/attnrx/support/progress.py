@@ -26,7 +26,7 @@ MAIN_LOOPS = {
 # Starts the lines by which another process passes on how far it is (`subprocess_runner`).
 PASSED_ON = "\0progress "
 # The share of a call after which the time that is left is estimated.
-KNOWN = 0.03
+KNOWN = 0.1
 
 
 def no_log(_: str) -> None:

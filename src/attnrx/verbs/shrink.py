@@ -258,8 +258,10 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
 def phase_shares(spend: str, effort: str) -> dict[str, float]:
     """Returns the phases of a call for a target of this cost, with their usual shares of the time."""
     shares = dict(PHASE_SHARES)
-    if spend == "latency":  # blocks are timed, and so are whole plans
-        shares |= {"measuring costs": 60.0, "searching plans": 80.0, "measuring speed": 25.0}
+    if spend == "latency":
+        # Blocks are timed, and so are whole plans. Seconds of wall clock on one thread of an idle machine (2026-11).
+        shares |= {"diagnosing": 11.0, "measuring costs": 18.0, "measuring sensitivities": 12.0}
+        shares |= {"searching plans": 34.0, "realizing and repairing": 34.0, "measuring speed": 50.0}
     if any(isinstance(fit, Distill) for fit in FITS_BY_EFFORT[effort][1]):
         shares["distilling"] = 150.0
     return {name: share for name, share in shares.items() if share}
