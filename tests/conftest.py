@@ -3,8 +3,8 @@
 import os
 import shutil
 import socket
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jaxtyping
@@ -16,7 +16,8 @@ REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 # Deterministic products of matrices on CUDA need it, before the first one.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-QUICK_CASES = 4  # of one parametrized test, evenly spaced, in `make test`; `make test-all` runs every case
+QUICK_CASES = 4  # of one parametrized test, evenly spaced, in `make test`
+LEAST_CASES = 2  # of every value of every parameter, in `make test-all`; one parameter alone has all its values
 CHROMIUM_FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -29,22 +30,38 @@ CHROMIUM_FLAGS = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="the slow tests too, and every case of parametrized tests")
+    parser.addoption("--all", action="store_true", help="the slow tests too, and every value of parametrized tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--all"):
-        return
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if "slow" not in item.keywords:
+        if config.getoption("--all") or "slow" not in item.keywords:
             cases[item.nodeid.partition("[")[0]].append(item)
-    quick = set()
-    for each in cases.values():
-        count = min(len(each), QUICK_CASES)
-        quick |= {each[position * len(each) // count] for position in range(count)}
-    config.hook.pytest_deselected(items=[item for item in items if item not in quick])
-    items[:] = [item for item in items if item in quick]
+    chosen = set()
+    for each in map(covering, cases.values()):
+        count = len(each) if config.getoption("--all") else min(len(each), QUICK_CASES)
+        chosen |= {each[position * len(each) // count] for position in range(count)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+
+
+def covering(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Returns the cases of a test in which every value of every parameter occurs LEAST_CASES times, if it does at all.
+
+    The cases of stacked `parametrize` decorators are the cells of a grid, taken along its diagonals. Cases that one
+    decorator lists are all taken.
+    """
+    indices = [getattr(item, "callspec").indices if hasattr(item, "callspec") else {} for item in items]
+    axes = {tuple(each[name] for each in indices) for name in indices[0]}  # parameters of one decorator are one axis
+    cells = list(zip(*sorted(axes), strict=True)) if axes else [()] * len(items)
+    longest = max((index + 1 for cell in cells for index in cell), default=1)
+    found, chosen = Counter[tuple[int, int]](), set()
+    for number in sorted(range(len(items)), key=lambda number: sum(cells[number]) % longest):
+        if not cells[number] or any(found[each] < LEAST_CASES for each in enumerate(cells[number])):
+            found.update(enumerate(cells[number]))
+            chosen.add(number)
+    return [items[number] for number in sorted(chosen)]
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """Laws of the map "heads": removal by any metric, alone and together with the other maps of the layer."""
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,9 @@ def rules(metric: str, others: str) -> str:
     return f"{others} heads=total_rank:0.5,metric={metric}".strip()
 
 
-@pytest.mark.parametrize(("form", "metric", "others"), list(product(FORMS, HEAD_METRICS, OTHERS)))
+@pytest.mark.parametrize("others", OTHERS)
+@pytest.mark.parametrize("metric", HEAD_METRICS)
+@pytest.mark.parametrize("form", FORMS)
 def test_mask_equals_compress_and_costs_are_exact(subjects, form: str, metric: str, others: str) -> None:
     model, diagnosis, images = subjects[form]
     if form == "svda" and "qk" in others:

@@ -1,7 +1,6 @@
 """A compressed model is compressed again: its heads have different widths, and mask == compress still holds."""
 
 from collections.abc import Callable
-from itertools import product
 
 import pytest
 import torch
@@ -40,8 +39,14 @@ def subject() -> tuple[nn.Module, Tensor, Callable[[nn.Module, str], rx.Prescrip
     return cases.model(CONFIG).double().eval(), images, prescribe
 
 
-# Factored maps of an MLP are no single matrix, which `hidden` and a second factorization need.
-PAIRS = [pair for pair in product(RULES, RULES) if not (pair[0].startswith("fc1") and pair[1][:3] in ("fc1", "hid"))]
+# Every rule is the first and the second of three pairs. Factored maps of an MLP are no single matrix, which `hidden` and
+# a second factorization need.
+PAIRS = [
+    (first, second)
+    for row, first in enumerate(RULES)
+    for column, second in enumerate(RULES)
+    if (row + column) % 3 == 0 and not (first.startswith("fc1") and second[:3] in ("fc1", "hid"))
+]
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)

@@ -3,7 +3,6 @@
 import copy
 import re
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -63,9 +62,13 @@ def both(model: nn.Module, pattern: str, policy: TokenPolicy) -> Prescription:
     return replace(ranks, tokens=TokenPrescription.of(policy, predictors(policy, model)))
 
 
-# Every class of reducers with every pattern, and every reducer with one.
-PAIRS = [("ragged", kind) for kind in SAME]
-PAIRS += [pair for pair in product(PATTERNS, SAME) if pair[1] in KINDS and pair[0] != "ragged"]
+# Every reducer with one pattern, and every class of reducers with two or three.
+PAIRS = [
+    (pattern, kind)
+    for row, pattern in enumerate(PATTERNS)
+    for column, kind in enumerate(SAME)
+    if pattern == "ragged" or (kind in KINDS and (row + column) % 3 == 0)
+]
 
 
 @pytest.mark.parametrize(("pattern", "kind"), PAIRS)
@@ -96,7 +99,8 @@ def test_rewritten_directions_values_and_mlp_leave_with_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "kind"), [*product(("full", "head-removed"), KINDS), *product(["ragged"], REDUCTIONS)]
+    ("pattern", "kind"),
+    [*(("ragged", kind) for kind in REDUCTIONS), *zip(["full", "head-removed"] * len(KINDS), KINDS, strict=False)],
 )
 def test_priced_equals_realized_equals_counted(pattern: str, kind: str) -> None:
     prescription = both(DEEP, pattern, TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)))

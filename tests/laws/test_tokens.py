@@ -35,9 +35,14 @@ def logits(model: nn.Module) -> torch.Tensor:
         return model(inputs(model))
 
 
-# Every class of reducers in every family, and every reducer in one.
-PAIRS = [(name, kind) for name in (*FAMILIES, "dense", "svda", *cases.LVVITS) for kind in KINDS]
-PAIRS += [("vit", kind) for kind in REDUCTIONS if kind not in KINDS]
+# Every reducer in one family, and every class of reducers in a quarter of them, others in the next.
+PAIRS = [("vit", kind) for kind in REDUCTIONS]
+PAIRS += [
+    (name, kind)
+    for row, name in enumerate((*FAMILIES, "dense", "svda", *cases.LVVITS))
+    for column, kind in enumerate(KINDS)
+    if name != "vit" and (row + column) % 4 == 0
+]
 
 
 def test_every_reducer_is_a_case() -> None:
