@@ -52,7 +52,8 @@ def covering(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     The cases of stacked `parametrize` decorators are the cells of a grid, taken along its diagonals. Cases that one
     decorator lists are all taken.
     """
-    indices = [getattr(item, "callspec").indices if hasattr(item, "callspec") else {} for item in items]
+    specs = [getattr(item, "callspec", None) for item in items]
+    indices: list[dict[str, int]] = [spec.indices if spec else {} for spec in specs]
     axes = {tuple(each[name] for each in indices) for name in indices[0]}  # parameters of one decorator are one axis
     cells = list(zip(*sorted(axes), strict=True)) if axes else [()] * len(items)
     longest = max((index + 1 for cell in cells for index in cell), default=1)

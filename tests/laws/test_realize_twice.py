@@ -39,8 +39,8 @@ def subject() -> tuple[nn.Module, Tensor, Callable[[nn.Module, str], rx.Prescrip
     return cases.model(CONFIG).double().eval(), images, prescribe
 
 
-# Every rule is the first and the second of three pairs. Factored maps of an MLP are no single matrix, which `hidden` and
-# a second factorization need.
+# Every rule is the first and the second of three pairs. Factored maps of an MLP are no single matrix, which `hidden`
+# and a second factorization need.
 PAIRS = [
     (first, second)
     for row, first in enumerate(RULES)

@@ -43,7 +43,7 @@ VALUES: tuple[Any, ...] = (
     "../a", "/etc/passwd", "\ud800", "a\udfff", "\x00", "x" * 10_000, "%s{0}", "=1+1", "<script>", [], [[]], [None],
     [1, 2, 3], ["a"], [[]] * 50, {}, {"a": 1}, {"type": "int"}, {"tuple": []}, {"type": []}, {"": None},
 )  # fmt: skip
-EDITS, SAMPLE = 160, 24  # per kind of file, in all tests and in the quick ones
+EDITS, SAMPLE = 96, 24  # per kind of file, in all tests and in the quick ones
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -70,7 +70,10 @@ def test_neighbours_are_sought_in_groups_of_a_fixed_size():
     assert not len(EMBEDDINGS.decisions(base[:0]))
 
 
-@pytest.mark.parametrize("name", ["hf dinov2, backbone", "hf clip tower, projected", "vit, no classifier"])
+OF_LIBRARIES = [pytest.param(name, marks=pytest.mark.slow) for name in ("hf dinov2, backbone", "vit, no classifier")]
+
+
+@pytest.mark.parametrize("name", ["hf clip tower, projected", *OF_LIBRARIES])
 def test_a_backbone_is_diagnosed_planned_and_verified(name):
     model = copy.deepcopy(adopted_once(name)[2])
     generator = torch.Generator().manual_seed(0)

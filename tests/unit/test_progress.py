@@ -3,14 +3,11 @@
 import re
 import threading
 import time
-from typing import Any
 
 import pytest
 
-import attnrx as rx
 from attnrx.support import progress
 from attnrx.support.progress import begin, passed_on, phases, track
-from support import cases
 
 SHARES = {"reading": 1.0, "measuring": 2.0, "writing": 1.0}
 
@@ -147,15 +144,3 @@ def test_a_loop_of_another_process_is_the_progress_of_the_phase(
             assert passed_on(line)
     shown = [int(percent) for percent in re.findall(r"measuring, (\d+) %", capsys.readouterr().err)]
     assert shown == sorted(shown) and shown[-1] == 100
-
-
-def test_the_log_of_a_call_has_its_phases_in_their_order() -> None:
-    config = cases.CONFIGS["svda-deep"]
-    lines: list[str] = []
-    model, images = cases.model(config), cases.pixels(config, 60)
-    result: Any = rx.shrink(model, images, macs=0.8, log=lines.append)
-    found = [re.match(r"\[(\d+) of (\d+)\] ([\w ]+)", line) for line in lines]
-    numbers = [int(match[1]) for match in found if match]
-    assert numbers == sorted(numbers) == list(range(1, numbers[-1] + 1)), lines
-    assert {match[2] for match in found if match} == {str(numbers[-1])}
-    assert result.evidence.findings

@@ -2,8 +2,10 @@
 
 import copy
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 def images(count: int, seed: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of a user's own."""
     return [(batch.images, batch.labels) for batch in pixels(CONFIG, count, seed).batches(8)]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Shrunk, list[str]]:
+    """The folder, the result and the log of a call."""
+    folder, lines = tmp_path_factory.mktemp("first"), list[str]()
+    return folder, rx.shrink(original(), images(48), macs=0.8, folder=folder, log=lines.append), lines
 
 
 def objects(value: Any, depth: int = 8) -> Iterator[Any]:
@@ -79,9 +88,8 @@ def test_images_of_the_plan_are_not_those_of_the_evidence() -> None:
         three_parts(splits_for(original(), images(5)))
 
 
-def test_a_model_is_made_smaller_and_its_folder_loads(tmp_path: Path) -> None:
-    folder = tmp_path / "shrunk"
-    found = rx.shrink(original(), images(48), macs=0.8, folder=folder)
+def test_a_model_is_made_smaller_and_its_folder_loads(first, tmp_path: Path) -> None:
+    folder, found, _ = shutil.copytree(first[0], tmp_path / "shrunk"), *first[1:]
     slim, prescription, evidence = found
     macs = [rx.models.family_of(model).costs(model).macs for model in (slim, original())]
     assert macs[0] <= 0.8 * macs[1] and prescription.about["plan"]["target"] == "macs=0.8x"
@@ -124,28 +132,32 @@ def test_the_report_of_merged_tokens_shows_them_on_test_images(tmp_path: Path) -
     assert "% of the score directions" not in page.read_text()
 
 
-def test_a_call_goes_on_where_it_was(tmp_path: Path) -> None:
-    lines: list[str] = []
-    first = rx.shrink(original(), images(48), macs=0.8, folder=tmp_path, log=lines.append)
-    count = sum(line.startswith("a plan of") for line in lines)
-    lines.clear()
-    again = rx.shrink(original(), images(48), macs=0.8, folder=tmp_path, log=lines.append)
+def test_the_log_has_the_phases_of_the_call_in_their_order(first) -> None:
+    found = [re.match(r"\[(\d+) of (\d+)\] ([\w ]+)", line) for line in first[2]]
+    numbers = [int(match[1]) for match in found if match]
+    assert numbers == sorted(numbers) == list(range(1, numbers[-1] + 1)), first[2]
+    assert {match[2] for match in found if match} == {str(numbers[-1])}
+
+
+def test_a_call_goes_on_where_it_was(first, tmp_path: Path) -> None:
+    folder, (_, before, log), lines = shutil.copytree(first[0], tmp_path / "shrunk"), first, list[str]()
+    again = rx.shrink(original(), images(48), macs=0.8, folder=folder, log=lines.append)
     assert any("diagnosis of an earlier call" in line for line in lines)
-    assert sum(line.startswith("a plan of") for line in lines) < count
-    assert first.plan is not None and again.plan is not None
-    assert again.plan.prescription.rules == first.plan.prescription.rules
-    assert again.plan.expected["divergence"].value == pytest.approx(first.plan.expected["divergence"].value, rel=1e-6)
+    assert sum(line.startswith("a plan of") for line in lines) < sum(line.startswith("a plan of") for line in log)
+    assert before.plan is not None and again.plan is not None
+    assert again.plan.prescription.rules == before.plan.prescription.rules
+    assert again.plan.expected["divergence"].value == pytest.approx(before.plan.expected["divergence"].value, rel=1e-6)
 
 
-def test_a_call_on_other_data_measures_anew(tmp_path: Path) -> None:
-    other, lines = [(batch.flip(-1), labels) for batch, labels in images(48)], list[str]()
-    first = rx.shrink(original(), images(48), macs=0.8, folder=tmp_path)
-    again = rx.shrink(original(), other, macs=0.8, folder=tmp_path, log=lines.append)
+def test_a_call_on_other_data_measures_anew(first, tmp_path: Path) -> None:
+    folder, before, lines = shutil.copytree(first[0], tmp_path / "shrunk"), first[1], list[str]()
+    other = [(batch.flip(-1), labels) for batch, labels in images(48)]
+    again = rx.shrink(original(), other, macs=0.8, folder=folder, log=lines.append)
     assert any("diagnosing" in line for line in lines) and not any("earlier call" in line for line in lines)
-    assert first.plan is not None and again.plan is not None
+    assert before.plan is not None and again.plan is not None
     # As many plans are measured as in the first call, with other results.
-    assert sum(line.startswith("a plan of") for line in lines) == len(first.plan.about["trials"])
-    values = [{trial["divergence"] for trial in found.about["trials"]} for found in (first.plan, again.plan)]
+    assert sum(line.startswith("a plan of") for line in lines) == len(before.plan.about["trials"])
+    values = [{trial["divergence"] for trial in found.about["trials"]} for found in (before.plan, again.plan)]
     assert not values[0] & values[1]
 
 
@@ -212,6 +224,7 @@ def test_the_unchanged_model_is_the_result_where_the_smaller_file_is_slower(
     assert f"as onnx: {speed:.2f}x the speed of the unchanged model" in lines
 
 
+@cache
 def result(rules: str = "vo=uniform_rank:0.5", dtype: torch.dtype = torch.float32) -> Shrunk:
     """A smaller model as `shrink` returns it, without a plan."""
     model = copy.deepcopy(original()).to(dtype)
