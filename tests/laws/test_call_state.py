@@ -304,7 +304,7 @@ def test_a_model_is_exported_after_a_call(kind: str, library: str, grad: bool) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "library", "grad"), TURNS)
+@pytest.mark.parametrize(("kind", "library", "grad"), TURNS[::2])
 def test_a_model_is_exported_and_distilled_after_a_call(kind: str, library: str, grad: bool, tmp_path: Path) -> None:
     test_a_model_is_exported_after_a_call(kind, library, grad)
     model, images, _ = called(kind, library, grad)
