@@ -222,11 +222,6 @@ def test_a_kill_at_any_file_system_event_leaves_the_old_or_the_new_result(
     shutil.rmtree(tmp_path / "copies")
 
 
-def exit_at(last: int, event: int) -> None:
-    if event == last:
-        os._exit(9)
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.slow
 def test_processes_that_end_within_a_save_leave_one_of_two_models_and_the_next_save_deletes_their_files(

@@ -20,7 +20,6 @@ from attnrx.training.losses import PerturbationRobustness, TargetRank, Task
 from attnrx.training.reporters import Outline
 from attnrx.vit.models import VisionTransformer, ViTConfig, initialize_
 
-STEPS_PER_EPOCH = 3
 MODEL = ViTConfig.uniform(
     "svda", width=8, depth=2, heads=2, image_size=8, patch_size=4, channels=1, classes=3, mlp_ratio=2.0
 )
