@@ -8,7 +8,6 @@ import attnrx as rx
 from attnrx.change.realization import realize
 from attnrx.support.errors import NotSupported, UnknownName
 from attnrx.vit.attention import (
-    Backend,
     Eager,
     Fused,
     Observed,
@@ -18,34 +17,6 @@ from attnrx.vit.kernels.compilation import native_library
 from attnrx.vit.models import family_of, observing
 from attnrx.vit.observation import Observation
 from support.cases import CONFIGS, PATTERNS, images, model, prescription
-
-
-def with_backend(vit: nn.Module, make: type[Backend], inputs: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    layers = family_of(vit).attention(vit)
-    with using(layers, [make() for _ in layers]):
-        logits = vit(inputs)
-        gradients = torch.autograd.grad(
-            logits.square().sum(), [p for p in vit.parameters() if p.numel()], allow_unused=True
-        )
-    return logits, [gradient for gradient in gradients if gradient is not None]
-
-
-@pytest.mark.parametrize("norms", ["renormalized", "exact"])
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("config", CONFIGS)
-def test_fused_equals_eager(config: str, pattern: str, norms: str) -> None:
-    vit = model(CONFIGS[config])
-    small = realize(vit, prescription(vit, PATTERNS[pattern]), "compress", norms)
-    inputs = images(CONFIGS[config])
-    logits, gradients = with_backend(small, Fused, inputs)
-    expected, expected_gradients = with_backend(small, Eager, inputs)
-    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
-    layers = family_of(small).attention(small)
-    with torch.no_grad(), using(layers, [Fused() for _ in layers]):  # other paths: cached weights
-        torch.testing.assert_close(small(inputs), expected, rtol=1e-10, atol=1e-10)
-    assert len(gradients) == len(expected_gradients)
-    for ours, truth in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(ours, truth, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -89,19 +89,6 @@ def test_other_maps_masked_equal_compressed(
 
 
 @pytest.mark.parametrize("joint", ["weights", "augmented", "centered"])
-@pytest.mark.parametrize("form", ["cp", "epc", "tied", "literal"])
-@pytest.mark.slow
-def test_shared_directions_run_as_eager_says(
-    joint: str, form: str, model: VisionTransformer, found: Diagnosis, images: ImageSet
-) -> None:
-    small = realize(model, prescribe_maps(found, SharedRank(5, form, joint, sweeps=20)))
-    fused = logits(small, images)
-    layers = family_of(small).attention(small)
-    with using(layers, [Eager()] * len(layers)):
-        torch.testing.assert_close(logits(small, images), fused, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("joint", ["weights", "augmented", "centered"])
 def test_enough_shared_directions_are_the_original(
     joint: str, model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
