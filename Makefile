@@ -11,7 +11,8 @@ endif
 BIN := $(VENV)/$(PROGRAMS)
 STAMP := $(VENV)/.installed
 DATA ?= cluttered-digits
-# Types and shapes of every call, which double the time: the quick tests check those of one walk (laws/test_shapes.py).
+# Types and shapes of every call, which double the time: `make test-oldest` checks them in all unit tests and laws, the
+# others in one walk through the verbs (laws/test_shapes.py).
 CHECKED := --jaxtyping-packages=attnrx,attnrx_lab,type_checks.checked
 
 .PHONY: demo test test-all test-oldest setup lint types imports unit docs docs-serve clean bench dist wheel check-metadata check-package check-workflows pre-commit test-wheel
@@ -23,8 +24,8 @@ test: $(STAMP)  ## What CI runs: the checks of the source, the site, and the qui
 	@$(MAKE) --no-print-directory -j 2 lint types imports docs
 	@$(MAKE) --no-print-directory unit
 
-test-all: lint types imports docs  ## The same with every test and every case: trainings, searches, recipes, how-tos, sweeps
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --all $(CHECKED)
+test-all: lint types imports docs  ## The same with every test and every value: trainings, searches, recipes, how-tos, sweeps
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --all
 
 # Beside `make test`, which runs on the newest versions: the suite takes too long for CI to run it twice.
 test-oldest: $(OLDEST)/.installed  ## The tests on the oldest versions that pyproject.toml allows

@@ -1,4 +1,4 @@
-"""The checker of types and shapes of `make test-all`: as for pyright, a whole number is a float too."""
+"""The checker of types and shapes of `make test-oldest`: as for pyright, a whole number is a float too."""
 
 import torch
 from beartype import BeartypeConf, FrozenDict, beartype

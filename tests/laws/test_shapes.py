@@ -1,4 +1,4 @@
-"""Tensors have the annotated types and shapes in a walk through the verbs; `make test-all` checks every call."""
+"""Tensors have the annotated types and shapes in a walk through the verbs; `make test-oldest` checks every call."""
 
 import os
 import subprocess

@@ -490,7 +490,3 @@ def test_a_changed_model_is_copied_exactly_or_refused(library: str, kind: str) -
         path: found for path, change in every[first :: len(LIBRARIES)] if (found := judged(library, kind, path, change))
     }
     assert not wrong, wrong
-
-
-def test_there_are_as_many_cases_as_are_stated() -> None:
-    assert len(KINDS) * len(LIBRARIES) > 400
