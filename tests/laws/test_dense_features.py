@@ -21,7 +21,7 @@ from attnrx.vit.tokens import TokenPolicy, ToMe
 from support import cases
 from support.cases import REDUCTIONS
 from support.pretrained import CASES, HF, TIMM, adopted_once, deep, inputs
-from support.token_models import original, reduced
+from support.token_models import KINDS, original, reduced
 
 OF_TIMM = [name for name, (family, _) in CASES.items() if family is TIMM]
 OF_HF = [name for name, (family, _) in CASES.items() if family is HF]
@@ -132,7 +132,7 @@ def test_requested_features_do_not_change_the_answer(name: str) -> None:
     assert torch.equal(model(images), before)
 
 
-@pytest.mark.parametrize("kind", REDUCTIONS)
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_features_mask_equals_compress(kind: str) -> None:
     policy = TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 3, 4))
@@ -144,7 +144,7 @@ def test_features_mask_equals_compress(kind: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", REDUCTIONS)
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_the_representatives_are_a_partition_of_the_patches(kind: str) -> None:
     """Their numbers are the sizes of merged tokens, and a kept patch represents itself."""

@@ -1,9 +1,6 @@
 """Exported == eager: what leaves a model is chosen in the exported program as it is in the model."""
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +16,8 @@ from support.cases import PATTERNS, REDUCTIONS
 from support.pretrained import adopted_once, deep, inputs
 from support.token_models import KINDS, fits, reduced
 
-# Every reducer on a model of timm; each kind on one of ours, of transformers, or LV-ViT; some with two stages.
-PAIRS = [("vit", kind) for kind in REDUCTIONS]
+# Each kind of reducer on a model of timm, and on one of ours, of transformers, or LV-ViT; some with two stages.
+PAIRS = [("vit", kind) for kind in KINDS]
 PAIRS += [
     (name, kind)
     for row, name in enumerate(("dense", "hf vit", "lvvit"))
@@ -78,19 +75,3 @@ def test_a_model_that_lost_directions_heads_and_tokens_is_exported() -> None:
     assert family_of(small).attention(small)[0].spec.heads == (1, 2)
     attach_tokens_(small, family_of(small), TokenPolicy.staged(REDUCTIONS["attention_average"], 0.6, (2, 4)), heads=3)
     require_same(small, exported(small.eval(), dynamic=True), 5)
-
-
-@pytest.mark.slow
-def test_compiled_equals_eager_in_one_graph() -> None:
-    """In a process of its own: Dynamo does not follow the checks of shapes that the tests turn on."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == list(STAGED)
-
-
-if __name__ == "__main__":
-    for each in STAGED:
-        small = reduced("deep", TokenPolicy.staged(REDUCTIONS[each], 0.6, (2, 4)), "compress")
-        require_same(small, torch.compile(small, fullgraph=True, backend="eager"))  # type: ignore[arg-type]
-        print(each)

@@ -164,13 +164,6 @@ def test_folders_that_link_to_each_other_are_read_once(tmp_path: Path) -> None:
     assert len(splits.train) + len(splits.validation) + len(splits.test) == 9
 
 
-def test_a_pipe_among_the_images_is_refused(tmp_path: Path) -> None:
-    root = write_folder(tmp_path / "pets", {"train": 4, "test": 2})
-    os.mkfifo(root / "train" / "cat" / "pipe.png")
-    with pytest.raises(DataError, match="named pipe"):
-        load_data(root)
-
-
 @pytest.mark.parametrize("splits", [("",), ("train", "test")])
 def test_a_folder_without_folders_of_classes_has_images_without_labels(splits: tuple[str, ...], tmp_path: Path) -> None:
     for split in splits:

@@ -9,11 +9,10 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.change.realization import realize
-from attnrx.decide.planning import Plan, PlanSettings, Target
-from attnrx.decide.planning.space import Choices
+from attnrx.decide.planning import Plan, PlanSettings
 from attnrx.support.errors import InvalidRule, NotSupported
 from attnrx.vit.models import family_of
-from support import planned, pretrained
+from support import pretrained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -87,16 +86,6 @@ def test_images_of_few_patches_are_planned(size: int, patches: int) -> None:
     else:
         with pytest.raises(NotSupported, match="1 patches"):
             plan_of(model, axes=("tokens",))
-
-
-@pytest.mark.parametrize("name", ["vit_base_patch16_siglip_224", "vit_small_patch16_rope_224", pretrained.BEIT])
-@pytest.mark.slow
-def test_blocks_are_timed_without_the_axis_of_tokens_and_with_other_arguments(name: str) -> None:
-    model = rx.load(pretrained.of_timm(name, depth=3)).float()
-    diagnosis = rx.diagnose(model, pretrained.inputs(model, 6).float(), moments=True)
-    space = planned.SETTINGS.space(model, diagnosis, Target.parse("faster=1.1"))
-    table = planned.timed(space, (4,))
-    assert table.patches == space.patches and table.total(Choices.nothing(space.depth)) == pytest.approx(1.0)
 
 
 def test_a_reducer_that_is_named_is_not_left_out() -> None:

@@ -127,13 +127,16 @@ def test_a_table_of_a_runtime_has_every_level(space: Space) -> None:
     assert (np.diff(table.mlp[0, :, -1]) <= 1e-12).all()
 
 
-@pytest.mark.parametrize("name", [pretrained.BEIT, "eva02_tiny_patch14_224"])
+WITHOUT_TOKENS = pytest.param("vit_base_patch16_siglip_224", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [pretrained.BEIT, "eva02_tiny_patch14_224", WITHOUT_TOKENS])
 def test_blocks_of_two_layers_with_positions_are_timed_after_a_stage(name: str) -> None:
     model = rx.load(pretrained.of_timm(name, depth=2)).float()  # biases, or rotations, of all patches
     diagnosis = rx.diagnose(model, pretrained.inputs(model, 6).float(), moments=True)
     space = SETTINGS.space(model, diagnosis, Target.parse("faster=1.1"))
     table = timed(space, (4,))
-    assert table.total(Choices.nothing(2)) == pytest.approx(1.0)
+    assert table.patches == space.patches and table.total(Choices.nothing(2)) == pytest.approx(1.0)
     assert table.attention[0, 0, 0, 1] > 0
 
 
