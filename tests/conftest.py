@@ -52,10 +52,14 @@ def covering(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     The cases of stacked `parametrize` decorators are the cells of a grid, taken along its diagonals. Cases that one
     decorator lists are all taken.
     """
-    specs = [getattr(item, "callspec", None) for item in items]
-    indices: list[dict[str, int]] = [spec.indices if spec else {} for spec in specs]
-    axes = {tuple(each[name] for each in indices) for name in indices[0]}  # parameters of one decorator are one axis
-    cells = list(zip(*sorted(axes), strict=True)) if axes else [()] * len(items)
+    axes = []
+    for mark in items[0].iter_markers("parametrize"):
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        # Values of the same decorator are the same objects in all its cases.
+        values = [tuple(id(item.callspec.params[name]) for name in names) for item in items]  # type: ignore[attr-defined]
+        numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+        axes.append([numbers[value] for value in values])
+    cells = [*zip(*axes, strict=True)] or [()] * len(items)
     longest = max((index + 1 for cell in cells for index in cell), default=1)
     found, chosen = Counter[tuple[int, int]](), set()
     for number in sorted(range(len(items)), key=lambda number: sum(cells[number]) % longest):
