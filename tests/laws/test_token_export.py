@@ -55,7 +55,10 @@ def test_one_export_is_for_batches_of_any_size(kind: str) -> None:
     require_same(model, program, 7)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("beit, bias per layer", "evit"), ("hf beit, one bias", "tome")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("hf beit, one bias", "tome"), pytest.param("beit, bias per layer", "evit", marks=pytest.mark.slow)],
+)
 def test_biases_of_the_pairs_that_are_left_are_exported_for_any_batch(name: str, kind: str, tmp_path: Path) -> None:
     model = copy.deepcopy(adopted_once(name)[2]).float()
     attach_tokens_(model, family_of(model), TokenPolicy(REDUCTIONS[kind], (2,), (0.5,)), "compress")

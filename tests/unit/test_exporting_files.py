@@ -42,7 +42,7 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("name", ["vit, no classifier", "hf vit, backbone"])
+@pytest.mark.parametrize("name", ["vit, no classifier", pytest.param("hf vit, backbone", marks=pytest.mark.slow)])
 def test_a_model_of_embeddings_is_exported_without_classes(name: str, tmp_path: Path) -> None:
     model = rx.load(pretrained.CASES[name][1]()).float()
     assert rx.exporting.fitting_names(model, ("cat", "dog")) == ()
@@ -112,6 +112,7 @@ def test_an_export_is_removed_with_its_files_unless_they_were_changed(made: Path
     assert "a.onnx" in files(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_export_of_two_files_replaces_its_own_only(tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     path, model = tmp_path / "a.xml", small()
@@ -126,7 +127,7 @@ def test_an_export_of_two_files_replaces_its_own_only(tmp_path: Path) -> None:
     assert files(tmp_path) == before and (tmp_path / "a.bin").read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_the_precision_of_a_format_is_its_own(dtype: torch.dtype, tmp_path: Path) -> None:
     model = small().to(dtype)
     assert precision_for(model, Onnx()) == "float32" and precision_for(small(), Onnx()) is None
@@ -200,6 +201,7 @@ def test_a_plan_for_the_speed_of_files_of_fixed_sizes_is_refused() -> None:
         runtime.prepare(torch.nn.Linear(2, 2), torch.zeros(1, 3, 2))
 
 
+@pytest.mark.slow
 def test_models_of_openvino_leave_the_memory_for_signals_as_it_was(tmp_path: Path) -> None:
     """The second of two models would leave that of the first, which is gone, and the next signal end the process."""
     pytest.importorskip("openvino")

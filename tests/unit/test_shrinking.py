@@ -161,6 +161,7 @@ def test_a_call_on_other_data_measures_anew(first, tmp_path: Path) -> None:
     assert not values[0] & values[1]
 
 
+@pytest.mark.slow
 def test_an_effort_with_distillation_comes_nearer_to_the_original(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -205,7 +206,12 @@ def test_tokens_by_image_are_calibrated_and_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "speed", "is_changed"), [("macs", 0.9, False), ("macs", 1.1, True), ("params", 0.9, True)]
+    ("target", "speed", "is_changed"),
+    [
+        ("macs", 0.9, False),
+        pytest.param("macs", 1.1, True, marks=pytest.mark.slow),
+        pytest.param("params", 0.9, True, marks=pytest.mark.slow),
+    ],
 )
 def test_the_unchanged_model_is_the_result_where_the_smaller_file_is_slower(
     target: str, speed: float, is_changed: bool, monkeypatch: pytest.MonkeyPatch
