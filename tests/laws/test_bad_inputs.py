@@ -866,7 +866,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "agreement": (lambda: rx.checks.Fidelity(least_agreement=101.0), "least_agreement=101.0: give a share"),
     "half an epoch": (lambda: rx.TrainingConfig(epochs=1.5), "(epochs=1.5): give a positive whole number"),  # type: ignore[arg-type]
     "verify without a seed": (lambda: verify(seed=None), "seed=None"),
-    "rule": (lambda: rx.rules.parse_rule("top_rank:2147483648"), "top_rank"),
+    "rule": (lambda: rx.rules.parse_rule("top_rank:2147483648"), "0 or more, at most 2147483647."),
     "search without a seed": (lambda: PlanSettings(seed=None), "seed=None"),  # type: ignore[arg-type]
     "search without variations": (lambda: PlanSettings(variations=0), "variations=0"),
     "storage in no folder": (lambda: PlanSettings(storage="missing/a.db"), "the folder of the file does not exist"),

@@ -117,7 +117,10 @@ def whole(least: int, most: int = 2**31 - 1) -> Kind:
     def accepts(value: Any) -> bool:
         return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
-    return Kind(expected, accepts, lambda value, name: int(value))
+    def too_large(value: Any) -> str:
+        return f", at most {most}." if not ending and isinstance(value, Integral) and int(value) > most else ""
+
+    return Kind(expected, accepts, lambda value, name: int(value), too_large)
 
 
 def number(least: float, most: float = math.inf, expected: str = "", above: bool = True) -> Kind:
