@@ -26,6 +26,7 @@ from support.token_models import KINDS, original, reduced
 OF_TIMM = [name for name, (family, _) in CASES.items() if family is TIMM]
 OF_HF = [name for name, (family, _) in CASES.items() if family is HF]
 HALF = TokenPolicy(ToMe(), (2,), (0.5,))
+OTHER_INPUTS = ("hf ast", "hf vivit")  # spectrograms, and frames of videos one after another
 
 
 def supports_tokens(name: str) -> bool:
@@ -96,7 +97,7 @@ def test_without_pruned_tokens_the_features_are_those_of_the_original(name: str)
 @pytest.mark.parametrize("name", OF_HF)
 @torch.no_grad()
 def test_transformers_outputs_have_the_shapes_of_the_original(name: str) -> None:
-    if name == "hf ast" or not supports_tokens(name):
+    if name in OTHER_INPUTS or not supports_tokens(name):
         pytest.skip("tokens cannot be reduced in this model")
     _, source, adopted = adopted_once(name)
     images, small = inputs(adopted), reduced(name, HALF, "compress")
@@ -120,7 +121,7 @@ def test_requested_features_do_not_change_the_answer(name: str) -> None:
             patches(model)
         return
     patches(model)
-    if name == "hf ast":  # takes input_values
+    if name in OTHER_INPUTS:
         return
     if name in OF_HF:
         output = model(pixel_values=images, output_hidden_states=True)
