@@ -63,7 +63,7 @@ def diagnoses(models: dict[str, VisionTransformer], images: ImageSet) -> dict[st
 
 def prescribed(diagnosis: Diagnosis, form: str, name: str) -> Prescription:
     rules = (RULES | DENSE_ONLY)[name]
-    return rx.prescribe(diagnosis, re.sub("[:,]metric=mix", "", rules) if form == "svda" else rules)
+    return rx.rules.prescribe_maps(diagnosis, re.sub("[:,]metric=mix", "", rules) if form == "svda" else rules)
 
 
 @pytest.mark.parametrize(("form", "name"), CASES, ids=lambda value: value)
