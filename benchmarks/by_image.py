@@ -39,7 +39,7 @@ def main() -> None:
         models[policy] = rx.realize(reference, prescription, calibration=calibration).eval()
     images = torch.cat([batch.images for batch in splits.test.take(arguments.images).batches(50)])
     # A first pass over other images: a policy by image has other numbers of tokens for other images, and for each of
-    # them the attention is planned and weights are padded and packed once.
+    # them the attention is planned and weights are padded once.
     warm = torch.cat([batch.images for batch in calibration.take(min(100, len(calibration))).batches(50)])
     measure(models, warm)
     logits, seconds = measure(models, images)

@@ -13,18 +13,18 @@ import torch.nn.functional as F
 
 from attnrx.support.hardware import device_name
 from attnrx.vit.costs import interleave
-from attnrx.vit.kernels.native_products import PackedMap, native_maps
+from attnrx.vit.kernels.native_products import native_maps
 
 
 def product(tokens: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
     features, weight, bias = torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
-    packed_map, reordered = PackedMap(weight, bias), torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     # The operator that torch.compile uses for frozen weights on a CPU, which have oneDNN's own layout.
     onednn = torch.ops.mkldnn._linear_pointwise.default
     return {
         "PyTorch": lambda: F.linear(features, weight, bias),
         "oneDNN, packed": lambda: onednn(features, reordered, bias, "none", [], ""),
-        "attnrx": lambda: native_maps(features, (packed_map,), (False,)),
+        "attnrx": lambda: native_maps(features, (weight,), (bias,), (False,)),
     }
 
 
@@ -34,7 +34,6 @@ def mlp(tokens: int, width: int) -> dict[str, Callable[[], object]]:
         (torch.randn(hidden, width), torch.randn(width, hidden)),
         (torch.randn(hidden), torch.randn(width)),
     )
-    maps = [PackedMap(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     onednn = torch.ops.mkldnn._linear_pointwise.default
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
 
@@ -45,7 +44,7 @@ def mlp(tokens: int, width: int) -> dict[str, Callable[[], object]]:
     return {
         "PyTorch": lambda: F.linear(F.gelu(F.linear(features, weights[0], biases[0])), weights[1], biases[1]),
         "oneDNN, packed": by_onednn,
-        "attnrx": lambda: native_maps(features, maps, (True, False)),
+        "attnrx": lambda: native_maps(features, weights, biases, (True, False)),
     }
 
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 EXTRAS = "data,onnx,report,timm"
 KERNELS = SHIPPED.get(platform.machine(), {}) if sys.platform == "linux" else {}
-LAWS = ["native", "native_products", "native_merging"]
+LAWS = ["native", "native_blocks", "native_products", "native_merging"]
 INPUTS = """
 import numpy as np, timm, torch
 from pathlib import Path

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attnrx.vit.attention import Attention
 from attnrx.vit.kernels import compilation
-from attnrx.vit.kernels.native_products import PackedMap, native_maps
+from attnrx.vit.kernels.native_products import native_maps
 from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import parse_policy
@@ -43,8 +43,7 @@ def attention() -> Callable[[], Tensor]:
 
 def maps() -> Callable[[], Tensor]:
     features, weight = torch.randn(900, 200, dtype=torch.float32), torch.randn(700, 200, dtype=torch.float32)
-    packed = PackedMap(weight, None)
-    return lambda: native_maps(features, (packed,), (False,))
+    return lambda: native_maps(features, (weight,), (None,), (False,))
 
 
 def merging_model() -> Callable[[], Tensor]:

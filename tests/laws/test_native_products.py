@@ -11,14 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.attention.head_linear import FusedQKV, HeadLinear
 from attnrx.vit.kernels import compilation
-from attnrx.vit.kernels.native_products import PackedMap, native_maps
-from attnrx.vit.kernels.packed_linear import LARGEST, PackedLinear, is_packed
+from attnrx.vit.kernels.native_products import LARGEST, NativeLinear, native_maps, runs_natively
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 
 # Rows, inputs and outputs: single ones, widths beside and between panels, several blocks of rows and of inputs.
-SHAPES = ((1, 1, 1), (1, 192, 1000), (5, 7, 3), (3, 5, 8), (4, 9, 17), (197, 192, 28), (50, 28, 192), (250, 2000, 40))
+SHAPES = ((1, 1, 1), (1, 192, 1000), (5, 7, 3), (3, 5, 8), (4, 9, 17), (197, 192, 28), (50, 28, 192), (250, 2048, 40))
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +44,7 @@ def test_one_map_equals_the_product_in_float64(shape, gelu, bias, threads):
     added = draws(outputs, seed=2) if bias else None
     expected = F.linear(features.double(), weight.double(), None if added is None else added.double())
     expected = F.gelu(expected) if gelu else expected
-    found = native_maps(features, [PackedMap(weight, added)], [gelu])
+    found = native_maps(features, [weight], [added], [gelu])
     assert found.shape == (rows, outputs)
     assert (found - expected).abs().max() <= 3e-6 * max(expected.abs().max(), 1)
 
@@ -57,7 +56,7 @@ def test_several_maps_equal_one_after_the_other(rows, threads):
     widths = (24, 5, 96, 33, 24)
     weights = [draws(b, a, seed=a) / a**0.5 for a, b in pairwise(widths)]
     features, gelus = draws(2, rows, 24), [False, True, False, True]
-    found = native_maps(features, [PackedMap(weight, None) for weight in weights], gelus)
+    found = native_maps(features, weights, [None] * len(weights), gelus)
     expected = features.double()
     for weight, gelu in zip(weights, gelus, strict=True):
         expected = F.linear(expected, weight.double())
@@ -65,32 +64,44 @@ def test_several_maps_equal_one_after_the_other(rows, threads):
     assert (found - expected).abs().max() < 3e-6
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [1, 97, 600])
+def test_maps_of_the_same_features_are_written_side_by_side(rows, threads):
+    torch.set_num_threads(threads)
+    features, widths = draws(2, rows, 24), (5, 40, 96)
+    weights, biases = [draws(width, 24, seed=width) for width in widths], [draws(5), None, draws(96)]
+    found = native_maps(features, weights, biases, [False, True, False], joined=True)
+    expected = [F.linear(features, *pair) for pair in zip(weights, biases, strict=True)]
+    expected[1] = F.gelu(expected[1])
+    assert (found - torch.cat(expected, -1)).abs().max() < 1e-5
+
+
 def test_gelu_keeps_nan_and_infinity_and_is_exact_to_rounding():
-    one = PackedMap(torch.ones(1, 1), None)
+    one = torch.ones(1, 1)
     special = torch.tensor([[float("nan")], [float("inf")], [-float("inf")], [0.0], [-100.0], [100.0]])
-    found = native_maps(special, [one], [True]).flatten()
+    found = native_maps(special, [one], [None], [True]).flatten()
     assert found[0].isnan() and found[1] == float("inf") and found[3] == 0 and abs(found[4]) < 1e-30 and found[5] == 100
     line = torch.linspace(-12, 12, 100_001)[:, None]
-    assert (native_maps(line, [one], [True]) - F.gelu(line.double())).abs().max() < 1e-6
+    assert (native_maps(line, [one], [None], [True]) - F.gelu(line.double())).abs().max() < 1e-6
 
 
 def test_strided_features_and_no_rows():
     features, weight = draws(6, 4, 10).transpose(0, 1), draws(3, 10)
-    found = native_maps(features, [PackedMap(weight, None)], [False])
+    found = native_maps(features, [weight], [None], [False])
     assert torch.allclose(found, F.linear(features, weight), atol=1e-5)
-    assert native_maps(draws(0, 10), [PackedMap(weight, None)], [False]).shape == (0, 3)
+    assert native_maps(draws(0, 10), [weight], [None], [False]).shape == (0, 3)
 
 
 @pytest.mark.parametrize("wrong", [draws(4, 11), draws(4, 10).double()])
 def test_what_the_kernel_would_misread_is_refused(wrong):
     with pytest.raises(InvalidInput):
-        native_maps(wrong, [PackedMap(draws(3, 10), None)], [False])
+        native_maps(wrong, [draws(3, 10)], [None], [False])
 
 
 def mlp(ranks: tuple[int | None, int | None]) -> FusedMLP:
     torch.manual_seed(0)
     pairs = zip(ranks, ((48, 192), (192, 48)), strict=True)
-    fc1, fc2 = (PackedLinear(a, b) if rank is None else LowRankLinear(a, b, rank) for rank, (a, b) in pairs)
+    fc1, fc2 = (NativeLinear(a, b) if rank is None else LowRankLinear(a, b, rank) for rank, (a, b) in pairs)
     return FusedMLP(fc1, nn.GELU(), fc2).eval()
 
 
@@ -138,16 +149,17 @@ def test_other_activations_are_computed_by_themselves(activation):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_large_projections_of_one_input_are_computed_side_by_side_without_a_copy(bias):
-    width = 320  # three projections of it are larger than what is packed
-    assert width * width <= LARGEST < 3 * width * width
-    sides = [HeadLinear(width, (64,) * 5, bias) for _ in range(3)]
+@pytest.mark.parametrize("width", [320, 640])
+def test_projections_of_one_input_are_computed_side_by_side_without_a_copy(bias, width):
+    assert 320**2 <= LARGEST < 640**2  # by the kernel and by PyTorch
+    sides = [HeadLinear(width, (64,) * (width // 64), bias) for _ in range(3)]
     tokens, fused = draws(2, 31, width), FusedQKV()
     pairs = [(side, side.rows) for side in sides]
     with torch.no_grad():
         for side in sides:
             if side.bias is not None:
                 side.bias.normal_()
+        assert runs_natively(tokens, *[side.weight for side in sides]) == (width == 320)
         joint = fused.product(tokens, pairs)
         expected = torch.cat(
             [
@@ -162,7 +174,6 @@ def test_large_projections_of_one_input_are_computed_side_by_side_without_a_copy
         again, added = fused.product(tokens, pairs), sides[1].bias
         assert again is not None
         assert (again[..., width : 2 * width] - (0 if added is None else added)).abs().max() < 1e-6
-        padded = [(side, (72,) * 5) for side in sides]
+        padded = [(side, (72,) * (width // 64)) for side in sides]
         wide = fused.product(tokens, padded)
-        assert wide is not None and wide.shape[-1] == 3 * 5 * 72 and fused._kept._kept is not None
-        assert not is_packed(draws(197, 384), draws(1536, 384)) and is_packed(draws(197, 192), draws(768, 192))
+        assert wide is not None and wide.shape[-1] == 3 * 72 * (width // 64) and fused._kept._kept is not None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import attnrx as rx
 from attnrx.support.errors import NotSupported
 from attnrx.support.trees import rows_of
-from attnrx.vit.kernels.packed_linear import PackedLinear
+from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.models import family_of
 from support.pretrained import shaken
 
@@ -122,7 +122,7 @@ def test_the_copy_is_exact_and_a_mask_equals_the_smaller_model(
     family = family_of(small)
     for (first, second), (wide, _) in zip(family.mlp(small), family_of(model).mlp(model), strict=True):
         units: Any = wide
-        assert isinstance(first, PackedLinear) and first.out_features == second.in_features == units.out_features // 2
+        assert isinstance(first, NativeLinear) and first.out_features == second.in_features == units.out_features // 2
     costs, before = family.costs(small), family_of(model).costs(model)
     assert before.params == sum(parameter.numel() for parameter in source.parameters())
     assert costs.params == sum(parameter.numel() for parameter in small.parameters())

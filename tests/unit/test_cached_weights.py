@@ -10,9 +10,9 @@ from torch.nn.utils import parameters_to_vector, parametrize, vector_to_paramete
 from torch.optim.swa_utils import AveragedModel
 
 from attnrx.vit.attention import Attention, Auto
-from attnrx.vit.kernels import cached_weights, compilation, packed_linear
+from attnrx.vit.kernels import cached_weights, compilation, native_products
 from attnrx.vit.kernels.cached_weights import content_of
-from attnrx.vit.kernels.packed_linear import PackedLinear
+from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear
 from attnrx.vit.spec import AttentionSpec
 from support.layers import LAYERS
@@ -136,19 +136,20 @@ CHANGES = (
 
 
 def mlp() -> FusedMLP:
-    return FusedMLP(PackedLinear(12, 20), nn.GELU(), LowRankLinear(20, 12, 3))
+    return FusedMLP(NativeLinear(12, 20), nn.GELU(), LowRankLinear(20, 12, 3))
 
 
 def adopted(name: str) -> nn.Module:
     return copy.deepcopy(adopted_once(name)[2])
 
 
-# Every module that caches weights: heads of different ranks, shared directions in blocks, linear maps, biases of pairs.
+# Every module that caches weights, or passes them to a kernel: heads of different ranks, shared directions in blocks,
+# linear maps, biases of pairs.
 CONSUMERS: dict[str, Callable[[], nn.Module]] = {
     "attention of different ranks": lambda: Attention(RAGGED),
     "attention": lambda: Attention(AttentionSpec.full("dense", 12, 3)),
     "mixed": lambda: LAYERS["mixed"].layer(Auto()),
-    "linear": lambda: PackedLinear(12, 7),
+    "linear": lambda: NativeLinear(12, 7),
     "mlp": mlp,
     "bias of a table": lambda: adopted("beit, bias per layer"),
     "bias of a library": lambda: adopted("relative positions"),
@@ -157,8 +158,9 @@ CONSUMERS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.fixture(autouse=True)
-def everything_is_packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(packed_linear, "LEAST_MACS", 0)
+def small_products_run_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(native_products, "LEAST_MACS", 0)
+    monkeypatch.setattr(native_products, "LEAST_ROWS", 1)
     yield
 
 
@@ -192,7 +194,7 @@ def test_a_changed_module_answers_as_a_copy_of_it_does(name: str, change: Callab
 
 @pytest.mark.parametrize("change", [scaled_data, one_element_of_data, exchanged_elements_of_data, numpy_view])
 def test_weights_are_present_without_a_compiler(change: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (cached_weights, packed_linear):
+    for module in (cached_weights, native_products):
         monkeypatch.setattr(module, "native_library", lambda: None)
     require_present_weights("attention of different ranks", change)
 

@@ -18,7 +18,7 @@ from attnrx.support.arguments import IMAGES, MODEL, checked, instance, one_of, o
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Tensor
-from attnrx.vit.kernels.packed_linear import PackedLinear
+from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.maps import LINEAR_MAPS, REALIZATIONS, REALIZED_NORMS
 from attnrx.vit.models import (
     Family,
@@ -240,8 +240,8 @@ def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: Hidde
     # The first map loses rows; the second one is replaced by the refitted weight, which has the kept columns only.
     num_kept = int(keep.sum())
     small = (
-        PackedLinear(first.in_features, num_kept, bias=first.bias is not None),
-        PackedLinear(num_kept, second.out_features),
+        NativeLinear(first.in_features, num_kept, bias=first.bias is not None),
+        NativeLinear(num_kept, second.out_features),
     )
     family.keep_units_(model, index, keep)
     for which, (linear, original) in enumerate(zip(small, (first, second), strict=True)):

@@ -11,7 +11,7 @@ from torch import nn
 from attnrx.support.shapes import Float, Tensor, TokenBatch
 from attnrx.vit.attention.factors import Bucket
 from attnrx.vit.kernels.cached_weights import CachedWeights, has_fixed_weights
-from attnrx.vit.kernels.packed_linear import LARGEST, LinearMap, is_packed
+from attnrx.vit.kernels.native_products import LARGEST, linear_map, native_maps, runs_natively
 
 
 class HeadLinear(nn.Module):
@@ -27,7 +27,7 @@ class HeadLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(sum(rows))) if bias else None
         if self.weight.numel():  # every head may have rank 0, or be gone
             nn.init.trunc_normal_(self.weight, std=0.02)
-        self._kept: CachedWeights[LinearMap] = CachedWeights()
+        self._kept: CachedWeights[WeightAndBias] = CachedWeights()
 
     def forward(self, tokens: TokenBatch) -> Float[Tensor, "batch tokens rows"]:
         return F.linear(tokens, self.weight, self.bias)
@@ -36,7 +36,7 @@ class HeadLinear(nn.Module):
         """Returns `rows[h]` features for every head h; features beyond the head's own are zero."""
         if rows == self.rows:
             return self(tokens)
-        return self._kept(rows, (self.weight, self.bias), lambda: LinearMap(*self.spread(rows)))(tokens)
+        return linear_map(tokens, *self._kept(rows, (self.weight, self.bias), lambda: self.spread(rows)))
 
     def augmented(self) -> Float[Tensor, "rows augmented"]:
         """Returns the rows with their bias (or zero) as the last column, in float64 on the CPU."""
@@ -44,7 +44,7 @@ class HeadLinear(nn.Module):
         bias = self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
         return torch.cat([self.weight, bias[:, None]], dim=1).detach().cpu().double()
 
-    def spread(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    def spread(self, rows: tuple[int, ...]) -> "WeightAndBias":
         """Returns weight and bias with zero rows for the padding."""
         if rows == self.rows:
             return self.weight, self.bias
@@ -54,6 +54,8 @@ class HeadLinear(nn.Module):
         return weight, None if self.bias is None else F.pad(self.bias, (0, 1)).index_select(0, index)
 
 
+WeightAndBias = tuple[Tensor, Tensor | None]
+
 Side = tuple[HeadLinear, tuple[int, ...]]
 """A projection, and how many rows every head gets of it."""
 
@@ -61,12 +63,12 @@ Side = tuple[HeadLinear, tuple[int, ...]]
 class FusedQKV:
     """Several projections of the same tokens as one matrix product, while no gradients are needed.
 
-    One wide product is faster than several narrow ones, especially for few tokens. Its weight is a copy of theirs,
-    which is cached. Large projections write their results side by side, and need no copy.
+    One wide product is faster than several narrow ones, especially for few tokens. The C++ kernel and, for large
+    projections, PyTorch write the results side by side; otherwise the weight is a copy of theirs, which is cached.
     """
 
     def __init__(self):
-        self._kept: CachedWeights[LinearMap] = CachedWeights()
+        self._kept: CachedWeights[WeightAndBias] = CachedWeights()
 
     def __call__(self, tokens: TokenBatch, sides: Sequence[Side]) -> list[Tensor]:
         """Returns the result of `padded` for every projection."""
@@ -92,20 +94,19 @@ class FusedQKV:
         # Without the cache (gradients, compilation) the joint weight would be copied together in every call.
         if not CachedWeights.possible(parameters):
             return None
-        if _are_large(tokens, sides):
-            return _side_by_side(tokens, sides)
-        return self._kept(tuple([rows for _, rows in sides]), parameters, lambda: _joined(sides))(tokens)
+        if not has_fixed_weights() and all(rows == side.rows for side, rows in sides):
+            weights = [side.weight for side, _ in sides]
+            if runs_natively(tokens, *weights):
+                return native_maps(tokens, weights, [side.bias for side, _ in sides], [False] * len(sides), joined=True)
+            if _are_large(tokens, weights):
+                return _side_by_side(tokens, sides)
+        return linear_map(tokens, *self._kept(tuple([rows for _, rows in sides]), parameters, lambda: _joined(sides)))
 
 
-def _are_large(tokens: TokenBatch, sides: Sequence[Side]) -> bool:
-    """Whether the joint weight would be too large to be packed, and no projection is padded."""
-    size, dtypes = 0, {tokens.dtype}
-    for side, rows in sides:
-        if rows != side.rows:
-            return False
-        size += side.weight.numel()
-        dtypes.add(side.weight.dtype)
-    return size > LARGEST and len(dtypes) == 1 and not has_fixed_weights() and not torch.is_autocast_enabled("cpu")
+def _are_large(tokens: TokenBatch, weights: Sequence[Tensor]) -> bool:
+    """Whether a copy of the weights would take longer than it saves."""
+    size, dtypes = sum([weight.numel() for weight in weights]), {tokens.dtype, *[weight.dtype for weight in weights]}
+    return size > LARGEST and len(dtypes) == 1 and not torch.is_autocast_enabled("cpu")
 
 
 def _side_by_side(tokens: TokenBatch, sides: Sequence[Side]) -> Float[Tensor, "batch tokens rows"]:
@@ -119,15 +120,13 @@ def _side_by_side(tokens: TokenBatch, sides: Sequence[Side]) -> Float[Tensor, "b
     return joint
 
 
-def _joined(sides: Sequence[Side]) -> LinearMap:
+def _joined(sides: Sequence[Side]) -> WeightAndBias:
     parts = [side.spread(rows) for side, rows in sides]
     weight = torch.cat([weight for weight, _ in parts])
     if all(bias is None for _, bias in parts):
-        return LinearMap(weight, None)
+        return weight, None
     # Some models have biases for queries and values only; the product needs one for every row.
-    return LinearMap(
-        weight, torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts])
-    )
+    return weight, torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts])
 
 
 def in_buckets(
@@ -151,19 +150,16 @@ class OutputProjection(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
         if self.weight.numel():
             nn.init.trunc_normal_(self.weight, std=0.02)
-        self._kept: CachedWeights[LinearMap] = CachedWeights()
+        self._kept: CachedWeights[Tensor] = CachedWeights()
 
     def forward(self, features: Float[Tensor, "batch tokens features"]) -> TokenBatch:
-        if not is_packed(features, self.weight):
-            return F.linear(features, self.weight, self.bias)
-        return self._map(self.value_dims)(features)
+        return linear_map(features, self.weight, self.bias)
 
     def padded(self, features: Float[Tensor, "batch tokens features"], value_dims: tuple[int, ...]) -> TokenBatch:
         """Projects heads that are padded to `value_dims[h]` features; features beyond the head's own are ignored."""
-        return self(features) if value_dims == self.value_dims else self._map(value_dims)(features)
-
-    def _map(self, value_dims: tuple[int, ...]) -> LinearMap:
-        return self._kept(value_dims, (self.weight, self.bias), lambda: LinearMap(self.spread(value_dims), self.bias))
+        if value_dims == self.value_dims:
+            return self(features)
+        return linear_map(features, self._kept(value_dims, (self.weight,), lambda: self.spread(value_dims)), self.bias)
 
     def spread(self, value_dims: tuple[int, ...]) -> Float[Tensor, "width features"]:
         """Returns the weight with zero columns for the padding."""

@@ -265,8 +265,9 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.attnrx_merge.argtypes = [pointer, integer]
     library.attnrx_merge.restype = integer
     int64 = ctypes.c_int64
-    library.attnrx_maps.argtypes = [pointer, integer, pointer, int64, int64, pointer, integer]
-    for function in (library.attnrx_maps, library.attnrx_panel, library.attnrx_vector):
+    library.attnrx_maps.argtypes = [pointer, integer, integer, pointer, int64, int64, pointer, integer]
+    library.attnrx_block.argtypes = [pointer, integer]
+    for function in (library.attnrx_maps, library.attnrx_block):
         function.restype = integer
     library.attnrx_content.argtypes = [pointer, integer, integer]
     library.attnrx_content.restype = ctypes.c_uint64

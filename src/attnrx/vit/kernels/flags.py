@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "merging.cpp", "products.cpp"))
-HEADERS = (Path(__file__).with_name("vectors.hpp"),)
+SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("attention.cpp", "blocks.cpp", "merging.cpp", "products.cpp")
+)
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.hpp", "columns.hpp"))
 # Products and sums may be fused, and errno of mathematical functions is not set, which would prevent vector code.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-w")
 THREADS = "-fopenmp"

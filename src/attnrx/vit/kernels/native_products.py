@@ -1,106 +1,167 @@
-"""Linear maps in C++, one after the other, as one operator of PyTorch."""
+"""Linear maps in C++, one after the other or side by side, as one operator of PyTorch, and the layer that uses it."""
 
 import ctypes
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.flop_counter import register_flop_formula
 
 from attnrx.support.errors import InvalidInput
+from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.kernels.compilation import kernel_threads, required_library
+from attnrx.vit.kernels.compilation import kernel_threads, native_library, required_library
 from attnrx.vit.kernels.native_attention import require_inference
+
+# The smallest product that the kernel computes; for smaller ones the call itself takes longer than it saves.
+LEAST_MACS = 1_000_000
+# The fewest rows: they are the lanes of the kernel's vectors, of which an AVX-512 register has 16.
+LEAST_ROWS = 16
+# The largest weight that it multiplies by; larger ones are multiplied by PyTorch (docs/results/speed.md).
+LARGEST = 1 << 18
 
 _library = torch.library.Library("attnrx", "FRAGMENT")
 _library.define(
-    "native_maps(Tensor features, Tensor[] weights, Tensor[] biases, int[] outputs, bool[] gelus) -> Tensor"
+    "native_maps(Tensor features, Tensor[] weights, Tensor?[] biases, bool[] gelus, bool joined=False) -> Tensor"
 )
 
 
-class PackedMap:
-    """The weight [outputs, inputs] of a linear map in the layout of the kernel, with its bias.
+class NativeMap(ctypes.Structure):
+    """The structure `Map` of columns.hpp."""
 
-    Panels of neighbouring outputs follow one another, [inputs, outputs of the panel] each, padded with zeros.
-    """
-
-    def __init__(self, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None):
-        self.outputs = weight.shape[0]
-        missing = padded_outputs(self.outputs) - self.outputs
-        # The last panel may be one vector wide (`padded_outputs`): `split` makes it smaller than the others.
-        panels = F.pad(weight.detach(), (0, 0, 0, missing)).split(_widths()[0])
-        self.weight = torch.cat([panel.T.flatten() for panel in panels])
-        # An empty tensor means no bias, because the lists of an operator have no optional elements.
-        self.bias = weight.new_zeros(0) if bias is None else F.pad(bias.detach(), (0, missing))
+    _fields_ = [(name, ctypes.c_int64) for name in ("weight", "bias", "inputs", "outputs", "gelu")]
 
 
-# Outputs in a panel and in a vector register: the compiler decides them for the instructions of this CPU.
-@lru_cache(maxsize=1)
-def _widths() -> tuple[int, int]:
-    library = required_library()
-    return library.attnrx_panel(), library.attnrx_vector()
+def runs_natively(features: Float[Tensor, "*batch inputs"], *weights: Float[Tensor, "outputs inputs"]) -> bool:
+    """Whether the kernel computes the products with these weights: for inference in float32 on a CPU."""
+    return (
+        not is_recorded()  # first, because recorded sizes may be symbolic
+        and features.dtype == torch.float32
+        and features.device.type == "cpu"
+        # Subclasses (fake, distributed, quantized tensors) have products of their own.
+        and type(features) is Tensor
+        and features.numel() >= LEAST_ROWS * features.shape[-1]
+        and features.numel() * sum([len(weight) for weight in weights]) >= LEAST_MACS
+        and all(map(is_native, weights))
+        and not torch.is_autocast_enabled("cpu")
+        and native_library() is not None
+    )
+
+
+def is_native(weight: Float[Tensor, "outputs inputs"]) -> bool:
+    """Whether the kernel multiplies by a weight."""
+    return (
+        type(weight) in (nn.Parameter, Tensor)
+        and weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and weight.numel() <= LARGEST
+    )
+
+
+def linear_map(
+    features: Float[Tensor, "*batch inputs"], weight: Float[Tensor, "outputs inputs"], bias: Tensor | None
+) -> Float[Tensor, "*batch outputs"]:
+    """Returns features @ weight^T + bias, by the kernel where it `runs_natively`."""
+    if not runs_natively(features, weight):
+        return F.linear(features, weight, bias)
+    return native_maps(features, (weight,), (bias,), (False,))
+
+
+class NativeLinear(nn.Linear):
+    """A linear layer whose product is `linear_map`."""
+
+    def forward(self, input: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
+        return linear_map(input, self.weight, self.bias)
+
+
+def native_(linear: nn.Linear) -> NativeLinear:
+    """Converts a linear layer in place; its parameters and hooks remain."""
+    # The class is changed, not the module: references to it, its parameters and its hooks remain valid.
+    linear.__class__ = NativeLinear
+    assert isinstance(linear, NativeLinear)
+    return linear
 
 
 def native_maps(
-    features: Float[Tensor, "*batch inputs"], maps: Sequence[PackedMap], gelus: Sequence[bool]
+    features: Float[Tensor, "*batch inputs"],
+    weights: Sequence[Float[Tensor, "outputs inputs"]],
+    biases: Sequence[Float[Tensor, "outputs"] | None],
+    gelus: Sequence[bool],
+    joined: bool = False,
 ) -> Float[Tensor, "*batch outputs"]:
     """Returns the maps of the features, one after the other, with a GELU after those in `gelus`; float32, on a CPU.
 
-    Only for inference: gradients are not recorded.
+    With `joined` all maps are of the features, and their outputs are concatenated. Only for inference: gradients are
+    not recorded.
 
     Raises:
         NotSupported: The kernel cannot be built here.
         InvalidInput: Tensors that are not float32, or whose shapes do not fit.
     """
     require_inference((features,))
-    weights, biases = [packed.weight for packed in maps], [packed.bias for packed in maps]
-    return torch.ops.attnrx.native_maps.default(features, weights, biases, [packed.outputs for packed in maps], gelus)
+    return torch.ops.attnrx.native_maps.default(features, list(weights), list(biases), list(gelus), joined)
+
+
+def described_maps(
+    inputs: int,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    gelus: Sequence[bool],
+    joined: bool = False,
+) -> tuple[list[NativeMap], list[Tensor]]:
+    """Returns what the kernel reads of maps of `inputs` features, and the tensors that must live during the call.
+
+    Raises:
+        InvalidInput: Tensors that are not float32 on a CPU, or whose shapes do not fit.
+    """
+    maps: list[NativeMap] = []
+    buffers: list[Tensor] = []
+    for weight, bias, gelu in zip(weights, biases, gelus, strict=True):
+        outputs = weight.shape[0]
+        if weight.ndim != 2 or weight.shape[1] != inputs or (bias is not None and bias.shape != (outputs,)):
+            added = "" if bias is None else f" and a bias {list(bias.shape)}"
+            raise InvalidInput(f"a weight {list(weight.shape)}{added} make no map of {inputs} features.")
+        for tensor in (weight, *(() if bias is None else (bias,))):
+            if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+                raise InvalidInput(
+                    f"the product kernel reads float32 on a CPU; {tensor.dtype} on {tensor.device} given."
+                )
+        weight = weight if weight.is_contiguous() else weight.contiguous()
+        bias = bias if bias is None or bias.is_contiguous() else bias.contiguous()
+        buffers += (weight,) if bias is None else (weight, bias)
+        maps.append(NativeMap(weight.data_ptr(), 0 if bias is None else bias.data_ptr(), inputs, outputs, gelu))
+        inputs = inputs if joined else outputs
+    return maps, buffers
 
 
 def _maps(
-    features: Tensor, weights: list[Tensor], biases: list[Tensor], outputs: list[int], gelus: list[bool]
+    features: Tensor, weights: list[Tensor], biases: list[Tensor | None], gelus: list[bool], joined: bool = False
 ) -> Tensor:
     library = required_library()
-    if not features.ndim or not outputs:
-        raise InvalidInput(f"{len(outputs)} maps of features {list(features.shape)}: give a map and rows of features.")
+    if not features.ndim or not weights:
+        raise InvalidInput(f"{len(weights)} maps of features {list(features.shape)}: give a map and rows of features.")
+    if features.dtype != torch.float32:
+        raise InvalidInput(f"the product kernel reads float32; {features.dtype} given.")
     features = features.contiguous()
-    inputs = features.shape[-1]
-    numbers: list[int] = []  # the structures `Map` of products.cpp
-    dtypes = {features.dtype}
-    for weight, bias, width, gelu in zip(weights, biases, outputs, gelus, strict=True):
-        dtypes |= {weight.dtype, bias.dtype}
-        if weight.numel() != inputs * padded_outputs(width):
-            raise InvalidInput(f"a packed weight of {weight.numel()} numbers is no map from {inputs} to {width}.")
-        numbers += (weight.data_ptr(), bias.data_ptr() if bias.numel() else 0, inputs, width, gelu)
-        inputs = width
-    if dtypes != {torch.float32}:
-        raise InvalidInput(f"the product kernel reads float32; {', '.join(map(str, dtypes))} given.")
-    output = _empty(features, weights, biases, outputs, gelus)
-    count = output.numel() // max(inputs, 1)
+    maps, _buffers = described_maps(features.shape[-1], weights, biases, gelus, joined)
+    output = _empty(features, weights, biases, gelus, joined)
+    count = output.numel() // max(output.shape[-1], 1)
     if not count:
         return output
-    maps = (ctypes.c_int64 * len(numbers))(*numbers)
     if library.attnrx_maps(
-        maps, len(outputs), features.data_ptr(), features.shape[-1], count, output.data_ptr(),
-        kernel_threads(),
+        (NativeMap * len(maps))(*maps), len(maps), joined, features.data_ptr(), features.shape[-1], count,
+        output.data_ptr(), kernel_threads(),
     ):  # fmt: skip
         raise MemoryError("the linear maps found no memory for the features between them.")
     return output
 
 
-def padded_outputs(outputs: int) -> int:
-    """Returns the outputs of a packed map, padding included."""
-    # A remainder that fits one vector is padded to it, and not to the two vectors of a panel.
-    panel, vector = _widths()
-    rest = outputs % panel
-    return outputs - rest + (0 if not rest else vector if rest <= vector else panel)
-
-
 def _empty(
-    features: Tensor, weights: list[Tensor], biases: list[Tensor], outputs: list[int], gelus: list[bool]
+    features: Tensor, weights: list[Tensor], biases: list[Tensor | None], gelus: list[bool], joined: bool = False
 ) -> Tensor:
-    return features.new_empty(*features.shape[:-1], outputs[-1])
+    outputs = [len(weight) for weight in weights]
+    return features.new_empty(*features.shape[:-1], sum(outputs) if joined else outputs[-1])
 
 
 _library.impl("native_maps", _maps, "CPU")
@@ -108,17 +169,6 @@ _library.impl("native_maps", _empty, "Meta")
 
 
 @register_flop_formula(torch.ops.attnrx.native_maps)
-def _operations(
-    features: torch.Size,
-    weights: list[torch.Size],
-    biases: list[torch.Size],
-    outputs: Sequence[int],
-    *_: object,
-    **__: object,
-) -> int:
+def _operations(features: torch.Size, weights: list[torch.Size], *_: object, **__: object) -> int:
     """Counts two operations per MAC, as PyTorch does."""
-    return (
-        2
-        * (features.numel() // features[-1])
-        * sum(a * b for a, b in zip((features[-1], *outputs[:-1]), outputs, strict=True))
-    )
+    return 2 * (features.numel() // features[-1]) * sum(weight.numel() for weight in weights)

@@ -115,14 +115,16 @@ void pack_keys(const float* key, int64_t token, int keys, int rank, float factor
   }
 }
 
-// N rows times VECTORS vectors of columns, summed over `length`; sums stay in registers.
+// N rows times VECTORS vectors of columns, summed over `length`; sums stay in registers. The numbers of a row lie `step`
+// apart.
 template <int N, int VECTORS>
-INLINED void multiply(const float* rows, int64_t stride, const float* columns, int length, Vector (&sums)[N][VECTORS]) {
-  for (int i = 0; i < length; i++, columns += VECTORS * WIDTH) {
+INLINED void multiply(const float* rows, int64_t stride, const float* columns, int length, Vector (&sums)[N][VECTORS],
+                      int step = 1) {
+  for (int i = 0; i < length; i++, rows += step, columns += VECTORS * WIDTH) {
     Vector column[VECTORS];
     UNROLLED for (int v = 0; v < VECTORS; v++) column[v] = load(columns + v * WIDTH);
     UNROLLED for (int n = 0; n < N; n++)
-      UNROLLED for (int v = 0; v < VECTORS; v++) sums[n][v] += rows[n * stride + i] * column[v];
+      UNROLLED for (int v = 0; v < VECTORS; v++) sums[n][v] += rows[n * stride] * column[v];
   }
 }
 

@@ -70,10 +70,10 @@ class _LastLayerCall(CallState):
 
 
 class _AdapterCall(CallState):
-    """`key_value_tokens` are those of the next call of the attention, if its queries are some of them; else None."""
+    """`entered` are all tokens before the block and the norm before the attention, if only some pass through the block."""
 
     def __init__(self) -> None:
-        self.key_value_tokens: Tensor | None = None
+        self.entered: tuple[Tensor, nn.Module | None] | None = None
 
 
 class LastLayer:
@@ -102,12 +102,12 @@ class LastLayer:
         """Runs one forward pass in its context with the shortcut or without it, and removes its state at the end."""
         adapter: Any = self.block.get_submodule(self.attention)
         # Restored afterwards, because a hook of a user may run the model inside a forward pass.
-        before, adapter.call.key_value_tokens = (self.call.at_work, adapter.call.key_value_tokens), None
+        before, adapter.call.entered = (self.call.at_work, adapter.call.entered), None
         self.call.at_work = at_work
         try:
             yield
         finally:
-            self.call.at_work, adapter.call.key_value_tokens = before
+            self.call.at_work, adapter.call.entered = before
 
     @property
     def watched(self) -> bool:
@@ -123,8 +123,7 @@ class LastLayer:
         ranks = attention.spec.ranks or (0,)
         if not (self.call.at_work and all(ranks) and attention.plan(tokens).backend.takes_few_queries):
             return args, kwargs
-        # The block will normalize the queries that it receives; keys and values need the norm of all tokens.
-        adapter.call.key_value_tokens = tokens if self.norm is None else block.get_submodule(self.norm)(tokens)
+        adapter.call.entered = tokens, None if self.norm is None else block.get_submodule(self.norm)
         queries = tokens[:, : self.prefix]
         return ((queries, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": queries})
 
@@ -291,11 +290,11 @@ class Adapter(nn.Module):
         self.call = _AdapterCall()
 
     def mixed(self, tokens: TokenBatch, positions: Positions | None = None) -> TokenBatch:
-        key_value_tokens = self.call.key_value_tokens
-        if key_value_tokens is None:
+        if self.call.entered is None:
             return self.attention(tokens, None, positions)
-        self.call.key_value_tokens = None  # for one call only: the next one may have other images
-        return self.attention(tokens, key_value_tokens, positions)
+        (entered, norm), self.call.entered = self.call.entered, None  # of one call only: the next one has other images
+        # The block has normalized the queries that it received; keys and values need the norm of all tokens.
+        return self.attention(tokens, entered if norm is None else norm(entered), positions)
 
     def positions(
         self, embedding: Tensor | None, rotation: Callable[[Tensor], tuple[Tensor, Tensor]], *biases: Tensor | None

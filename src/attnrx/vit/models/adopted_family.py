@@ -19,7 +19,7 @@ from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
-from attnrx.vit.kernels.packed_linear import PackedLinear, packed_
+from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache
 from attnrx.vit.models.adoption_proof import difference_in_structure, require_equal_logits
@@ -385,12 +385,16 @@ class AdoptedFamily(Family):
                 if type(part) is nn.Dropout and part.p == 0:
                     block.set_submodule(name, nn.Identity().train(part.training))
                 elif type(part) is nn.Linear:
-                    packed_(part)
+                    native_(part)
             _fuse_mlp_(block, parts)
+            self.fuse_block_(block)
         if blocks and parts.pooling == "class":  # every other pooling uses the patches of the last block
             adopted.last = LastLayer(
                 blocks[-1], parts.attention, parts.norm_before, self.last_norm(source), parts.prefix_tokens
             )
+
+    def fuse_block_(self, block: nn.Module) -> None:
+        """Makes a block call the kernel of whole blocks (`fused_block`), where its code is known."""
 
     def require_supported(self, model: nn.Module) -> None:
         """Raises NotSupported with every unsupported feature of the model; does not read its weights."""
@@ -532,7 +536,7 @@ class AdoptedFamily(Family):
                     self.set_mlp_(adopted, layer, which, LowRankLinear(inputs, outputs, rank, has_bias))
                 elif hidden != created_units[layer]:
                     # The second map has a bias after units were removed: the mean of what they gave.
-                    self.set_mlp_(adopted, layer, which, PackedLinear(inputs, outputs, bias=has_bias or which == 1))
+                    self.set_mlp_(adopted, layer, which, NativeLinear(inputs, outputs, bias=has_bias or which == 1))
         for layer in description.get("linear_mlps", ()):  # absent in files of earlier versions
             self.linearize_mlp_(adopted, layer)
 

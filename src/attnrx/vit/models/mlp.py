@@ -8,9 +8,7 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.kernels.compilation import native_library
-from attnrx.vit.kernels.native_products import native_maps
-from attnrx.vit.kernels.packed_linear import PackedLinear, is_packed
+from attnrx.vit.kernels.native_products import NativeLinear, native_maps, runs_natively
 
 
 class LowRankLinear(nn.Module):
@@ -21,8 +19,8 @@ class LowRankLinear(nn.Module):
         if not 1 <= rank <= min(inputs, outputs):
             raise InvalidInput(f"rank {rank} of a map from {inputs} to {outputs}: give 1..{min(inputs, outputs)}.")
         # One bias, after both factors: a bias between them would be one more term of the second.
-        self.first = PackedLinear(inputs, rank, bias=False)
-        self.second = PackedLinear(rank, outputs, bias=bias)
+        self.first = NativeLinear(inputs, rank, bias=False)
+        self.second = NativeLinear(rank, outputs, bias=bias)
 
     @property
     def rank(self) -> int:
@@ -82,23 +80,21 @@ class FusedMLP(nn.Module):
             return self.fc2(self.act(self.fc1(features)))
         # Whether a GELU follows each map: after the last factor of the first map only.
         gelus = [*[False] * (len(first) - 1), True, *[False] * len(second)]
-        return native_maps(features, [linear.cached().packed() for linear in (*first, *second)], gelus)
+        linears = (*first, *second)
+        return native_maps(features, [each.weight for each in linears], [each.bias for each in linears], gelus)
 
-    def _is_fused(self, features: Tensor, linears: Sequence[PackedLinear]) -> bool:
+    def _is_fused(self, features: Tensor, linears: Sequence[NativeLinear]) -> bool:
         # In this order: a compiler traces what follows unless the call is recorded.
-        if not is_packed(features, linears[0].weight) or native_library() is None:
-            return False
-        # The exact class: subclasses (fake, distributed, quantized tensors) have products of their own.
-        if not all(type(linear.weight) is nn.Parameter and linear.weight.dtype == features.dtype for linear in linears):
+        if not runs_natively(features, *[linear.weight for linear in linears]):
             return False
         parts = (self.fc1, self.act, self.fc2, *linears)
         return is_exact_gelu(self.act) and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
 
 
-def linears_of(part: nn.Module) -> tuple[PackedLinear, ...]:
+def linears_of(part: nn.Module) -> tuple[NativeLinear, ...]:
     """Returns the linear maps of which a map consists: itself, or its factors; empty for other modules."""
     # The exact classes: a subclass may compute something else.
-    if type(part) is PackedLinear:
+    if type(part) is NativeLinear:
         return (part,)
     return (part.first, part.second) if type(part) is LowRankLinear else ()
 

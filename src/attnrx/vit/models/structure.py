@@ -29,7 +29,7 @@ from attnrx.vit.models.units import UnitsFamily
 from attnrx.vit.models.unsupported_features import Refusal, model_name
 
 HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "num_attention_heads", "h")
-SINGLE_MAPS = ("Linear", "PackedLinear", "LowRankLinear")  # the classes of the maps of an MLP that is no module
+SINGLE_MAPS = ("Linear", "NativeLinear", "LowRankLinear")  # the classes of the maps of an MLP that is no module
 
 
 @dataclass(frozen=True)

@@ -439,6 +439,11 @@ class TimmFamily(AdoptedFamily):
             inner_norms=norms,
         )
 
+    def fuse_block_(self, block: nn.Module) -> None:
+        from attnrx.vit.models.timm_blocks import fuse_  # imports timm
+
+        fuse_(block)
+
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention, rotations: RotationCache) -> Adapter:
         adapter = super().adapter(source, module, attention, rotations)
         assert isinstance(adapter, TimmAttention)

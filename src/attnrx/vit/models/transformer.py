@@ -15,10 +15,11 @@ from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, layer_costs, norm_costs
-from attnrx.vit.kernels.packed_linear import PackedLinear
+from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models.chunked_forward import chunked_forward, require_images
 from attnrx.vit.models.family import Family, LayerShapes, MLPRanks
+from attnrx.vit.models.fused_block import fused_block
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, linear_mlps, rank_of
 from attnrx.vit.models.observation_hooks import recording_calls
 from attnrx.vit.models.token_hooks import forward_pass
@@ -166,12 +167,16 @@ class Layer(nn.Module):
         self.mlp = FusedMLP(_linear(spec.width, hidden, first), activation, _linear(hidden, spec.width, second))
 
     def forward(self, tokens: TokenBatch) -> TokenBatch:
+        norms = self.attention_norm, self.mlp_norm
+        fused = fused_block(tokens, norms, self.attention, self.mlp)
+        if fused is not None:
+            return fused
         tokens = tokens + self.attention(self.attention_norm(tokens))
         return tokens + self.mlp(self.mlp_norm(tokens))
 
 
 def _linear(inputs: int, outputs: int, rank: int | None) -> nn.Module:
-    return PackedLinear(inputs, outputs) if rank is None else LowRankLinear(inputs, outputs, rank)
+    return NativeLinear(inputs, outputs) if rank is None else LowRankLinear(inputs, outputs, rank)
 
 
 class Transformer(nn.Module, Generic[Config]):

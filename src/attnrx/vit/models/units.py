@@ -28,7 +28,7 @@ from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.support.trees import tensors_of
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
-from attnrx.vit.kernels.packed_linear import PackedLinear, packed_
+from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
 from attnrx.vit.models.family import LayerShapes, num_outputs
@@ -76,7 +76,7 @@ class Convolution(nn.Module):
         # Who observes or replaces the linear map gets the features of a position last, as everywhere; a convolution
         # needs no copy of them in that order.
         is_watched = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
-        if not is_watched and type(linear) is PackedLinear and linear.weight.numel():
+        if not is_watched and type(linear) is NativeLinear and linear.weight.numel():
             weight = linear.weight.unflatten(1, (maps.shape[1], *self.kernel))
             return F.conv2d(maps, weight, linear.bias, **self.geometry)
         if self.kernel == (1, 1):
@@ -194,11 +194,11 @@ class UnitsFamily(AdoptedFamily):
             for path in (pair.first, pair.second):
                 part: Any = found.source.get_submodule(path)
                 if isinstance(part, nn.Linear):
-                    packed_(part)
+                    native_(part)
                     continue
                 weight = nn.Parameter(part.weight.detach().flatten(1), part.weight.requires_grad)
                 with torch.device("meta"):
-                    linear = PackedLinear(weight.shape[1], weight.shape[0], part.bias is not None)
+                    linear = NativeLinear(weight.shape[1], weight.shape[0], part.bias is not None)
                 linear.weight, linear.bias = weight, part.bias
                 geometry = {"stride": part.stride, "padding": part.padding, "dilation": part.dilation}
                 convolution = Convolution(linear, part.kernel_size, **geometry)
@@ -392,7 +392,7 @@ def _is_map(part: nn.Module) -> bool:
     """Whether a part is a linear map of the features of every position, or of the patch around it."""
     if type(part) in CONVOLUTIONS:
         return part.groups == 1 and part.padding_mode == "zeros" and isinstance(part.padding, tuple)  # type: ignore[union-attr]
-    return type(part) in (nn.Linear, PackedLinear)
+    return type(part) in (nn.Linear, NativeLinear)
 
 
 def _is_second(part: nn.Module) -> bool:

@@ -87,8 +87,8 @@ class Native(Eager):
         return any(spec.ranks) and any(spec.value_dims) and runs_on(context)
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
-        """Pads nothing, unless there are few tokens: then all heads are in one bucket."""
-        if not context.has_fewer_than(FEW_TOKENS):
+        """Pads nothing, unless there are few tokens and each bucket needs operations: then all heads are in one."""
+        if not context.has_fewer_than(FEW_TOKENS) or self.takes_fused_qkv(spec, context):
             return super().layout(spec, context)
         rank = max(spec.ranks, default=0)
         return padded_buckets(spec.ranks, rank, rank), (max(spec.value_dims),) * len(spec.heads)

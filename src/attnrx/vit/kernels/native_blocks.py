@@ -1,0 +1,168 @@
+"""A pre-norm block in C++ as one operator of PyTorch: norm, attention, residual sum, norm, MLP, residual sum."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Float, Tensor, TokenBatch
+from attnrx.vit.kernels.compilation import kernel_threads, required_library
+from attnrx.vit.kernels.native_attention import require_inference
+from attnrx.vit.kernels.native_products import NativeMap, described_maps
+
+_library = torch.library.Library("attnrx", "FRAGMENT")
+_library.define(
+    "native_block(Tensor tokens, Tensor?[] vectors, float[] epsilons, Tensor[] weights, "
+    "Tensor?[] biases, bool[] gelus, int[] ranks, int[] value_dims, float scale, Tensor? sizes, int outputs) -> Tensor"
+)
+
+
+class BlockTensors(NamedTuple):
+    """What a block computes with.
+
+    `vectors` are weight and bias of its first norm and of its second, then the factors of its two branches; `weights`
+    and `biases` those of the maps of queries, keys, values and outputs, then those of the MLP, with a GELU after those
+    in `gelus`; `scale` is the factor of the scores.
+    """
+
+    vectors: list[Tensor | None]
+    epsilons: list[float]
+    weights: list[Tensor]
+    biases: list[Tensor | None]
+    gelus: list[bool]
+    ranks: Sequence[int]
+    value_dims: Sequence[int]
+    scale: float
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [
+        ("weight", ctypes.c_int64), ("bias", ctypes.c_int64), ("epsilon", ctypes.c_float), ("unused", ctypes.c_float)
+    ]  # fmt: skip
+
+
+class _Block(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("tokens", "output", "sizes", "images", "count", "outputs")),
+        *((name, ctypes.c_int64) for name in ("width", "heads", "ranks", "reads", "maps", "mlp_maps")),
+        ("norms", _Norm * 2), ("scales", ctypes.c_int64 * 2), ("scale", ctypes.c_float), ("unused", ctypes.c_float),
+    ]  # fmt: skip
+
+
+def native_block(
+    tokens: TokenBatch, block: BlockTensors, sizes: Float[Tensor, "batch tokens"] | None, outputs: int | None = None
+) -> Float[Tensor, "batch outputs width"]:
+    """Returns x + factors[1] * mlp(norm(x)) with x = tokens + factors[0] * attention(norm(tokens)); float32, on a CPU.
+
+    Keys are weighted by the `sizes` of their tokens. Only the first `outputs` tokens are computed (default: all). Only
+    for inference: gradients are not recorded.
+
+    Raises:
+        NotSupported: The kernel cannot be built here.
+        InvalidInput: Tensors that are not float32, or whose shapes do not fit.
+    """
+    require_inference((tokens, sizes))
+    sizes, outputs = None if sizes is None else sizes.float(), tokens.shape[1] if outputs is None else outputs
+    return torch.ops.attnrx.native_block.default(tokens, *block, sizes, outputs)
+
+
+def _block(  # noqa: PLR0913, the arguments of the operator
+    tokens: Tensor,
+    vectors: list[Tensor | None],
+    epsilons: list[float],
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    gelus: list[bool],
+    ranks: list[int],
+    value_dims: list[int],
+    scale: float,
+    sizes: Tensor | None,
+    outputs: int,
+) -> Tensor:
+    library = required_library()
+    tokens = tokens.contiguous()
+    if not 0 <= outputs <= tokens.shape[1]:
+        raise InvalidInput(f"{outputs} of {tokens.shape[1]} tokens are to be computed.")
+    output = tokens.new_empty(len(tokens), outputs, tokens.shape[2])
+    if not output.numel():
+        return output
+    images, count, width = tokens.shape
+    _require_fitting(tokens, vectors, ranks, value_dims, weights, sizes)
+    # Queries, keys and values are maps of the tokens, the others of what the step before returns.
+    sides, buffers = described_maps(width, weights[:3], biases[:3], gelus[:3], joined=True)
+    readout, others = described_maps(sum(value_dims), weights[3:4], biases[3:4], gelus[3:4])
+    mlp, more = described_maps(width, weights[4:], biases[4:], gelus[4:])
+    maps = (NativeMap * len(weights))(*sides, *readout, *mlp)
+    integers = ctypes.c_int64 * len(ranks)
+    all_ranks, all_dims = integers(*ranks), integers(*value_dims)
+    buffers += (*others, *more)
+    sizes = None if sizes is None else sizes.contiguous()
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*vectors, sizes)]
+    described = _Block(
+        tokens.data_ptr(), output.data_ptr(), pointers[6], images, count, outputs, width, len(ranks),
+        ctypes.addressof(all_ranks), ctypes.addressof(all_dims), ctypes.addressof(maps), len(mlp),
+        (_Norm(pointers[0], pointers[1], epsilons[0]), _Norm(pointers[2], pointers[3], epsilons[1])),
+        (pointers[4], pointers[5]), scale,
+    )  # fmt: skip
+    if library.attnrx_block(ctypes.byref(described), kernel_threads()):
+        raise MemoryError("a block found no memory for the features of one image.")
+    return output
+
+
+def _require_fitting(
+    tokens: Tensor,
+    vectors: list[Tensor | None],
+    ranks: list[int],
+    value_dims: list[int],
+    weights: list[Tensor],
+    sizes: Tensor | None,
+) -> None:
+    """Raises InvalidInput for arguments with which the kernel would read out of bounds."""
+    images, count, width = tokens.shape
+    outputs = [len(weight) for weight in weights]
+    directions, features = sum(ranks), sum(value_dims)
+    if len(outputs) < 5 or outputs[:4] != [directions, directions, features, width] or outputs[-1] != width:
+        raise InvalidInput(
+            f"maps with {outputs} outputs are not those of heads of ranks {ranks} and value dimensions {value_dims}, "
+            f"and of an MLP, in a block of width {width}."
+        )
+    fits = len(vectors) == 6 and len(ranks) == len(value_dims) and tokens.dtype == torch.float32
+    for vector in vectors:
+        fits &= vector is None or (
+            vector.shape == (width,) and vector.dtype == torch.float32 and vector.is_contiguous()
+        )
+    if not fits or (sizes is not None and (sizes.shape != (images, count) or sizes.dtype != torch.float32)):
+        raise InvalidInput(
+            f"the norms, factors or sizes do not fit {tokens.dtype} tokens {list(tokens.shape)}: give contiguous "
+            f"float32 vectors of {width}, and sizes {[images, count]}."
+        )
+
+
+def _empty(tokens: Tensor, *others: Any) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], others[-1], tokens.shape[2])
+
+
+_library.impl("native_block", _block, "CPU")
+_library.impl("native_block", _empty, "Meta")
+
+
+@register_flop_formula(torch.ops.attnrx.native_block)
+def _operations(
+    tokens: torch.Size,
+    vectors: object,
+    epsilons: object,
+    weights: list[torch.Size],
+    biases: object,
+    gelus: object,
+    ranks: Sequence[int],
+    value_dims: Sequence[int],
+    *_: object,
+    **__: object,
+) -> int:
+    """Counts two operations per MAC, as PyTorch does."""
+    batch, count = tokens[:2]
+    products = sum(weight.numel() for weight in weights)
+    return 2 * batch * count * (products + count * (sum(ranks) + sum(value_dims)))

@@ -1,0 +1,215 @@
+"""A block in one call of the C++ kernel computes what its parts compute, and only where nothing observes them."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.attention import Attention, Eager, Native
+from attnrx.vit.kernels import compilation
+from attnrx.vit.kernels.native_blocks import BlockTensors, native_block
+from attnrx.vit.kernels.native_products import NativeLinear
+from attnrx.vit.models.fused_block import fused_block
+from attnrx.vit.models.mlp import FusedMLP, LowRankLinear
+from attnrx.vit.spec import AttentionSpec
+
+pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
+
+WIDTH = 48
+
+
+class OneBlock(nn.Module):
+    """A pre-norm block; its attention has `ranks` and `value_dims`, its MLP is factored at `mlp_ranks`."""
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...] = (16, 16, 16),
+        value_dims: tuple[int, ...] = (16, 16, 16),
+        mlp_ranks: tuple[int | None, int | None] = (None, None),
+        scaled: bool = False,
+        act: nn.Module | None = None,
+        hidden: int = 100,
+        biases: tuple[str, ...] = ("query", "key", "value", "output"),
+    ):
+        super().__init__()
+        spec = AttentionSpec(
+            "dense", WIDTH, 16, ranks, tuple(range(len(ranks))), 0.25, 16, value_ranks=value_dims, biases=biases
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.attention = Attention(spec)
+        pairs = zip(mlp_ranks, ((WIDTH, hidden), (hidden, WIDTH)), strict=True)
+        fc1, fc2 = (NativeLinear(a, b) if rank is None else LowRankLinear(a, b, rank) for rank, (a, b) in pairs)
+        self.mlp = FusedMLP(fc1, act or nn.GELU(), fc2)
+        self.factors = nn.ParameterList(torch.zeros(WIDTH) for _ in range(2 if scaled else 0))
+        self.others = nn.ModuleList([nn.Dropout(0.3)])
+
+    def by_parts(self, tokens: torch.Tensor) -> torch.Tensor:
+        mlp, factors = self.mlp, self.branch_factors()
+        tokens = tokens + self.attention(self.norms[0](tokens)) * (1 if factors[0] is None else factors[0])
+        branch = mlp.fc2(mlp.act(mlp.fc1(self.norms[1](tokens))))
+        return tokens + branch * (1 if factors[1] is None else factors[1])
+
+    def branch_factors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return (self.factors[0], self.factors[1]) if len(self.factors) else (None, None)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        norms = self.norms[0], self.norms[1]
+        return fused_block(tokens, norms, self.attention, self.mlp, self.branch_factors(), tuple(self.others))
+
+
+BLOCKS: dict[str, Callable[[], OneBlock]] = {
+    "plain": OneBlock,
+    "ragged": lambda: OneBlock((16, 3, 9), (5, 16, 1), hidden=37),
+    "heads without scores or values": lambda: OneBlock((16, 0, 9), (5, 4, 0)),
+    "low rank": lambda: OneBlock(mlp_ranks=(7, 20)),
+    "scaled": lambda: OneBlock(scaled=True),
+    "linear MLP": lambda: OneBlock(act=nn.Identity()),
+    "some biases": lambda: OneBlock(biases=("query", "value")),
+}
+
+
+@pytest.fixture(autouse=True)
+def float32() -> Iterator[None]:
+    before, threads = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(before)
+    torch.set_num_threads(threads)
+
+
+def built(name: str) -> OneBlock:
+    torch.manual_seed(0)
+    block = BLOCKS[name]().eval()
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(std=0.3)
+    return block
+
+
+def draws(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def exact(block: OneBlock, tokens: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns what the parts of the block compute in float64, by the reference backend."""
+    reference = copy.deepcopy(block).double()
+    reference.attention.backend = Eager(None if sizes is None else lambda: sizes.double())
+    with torch.no_grad():
+        return reference.by_parts(tokens.double())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 197), (1, 16), (1, 65), (3, 33), (2, 130)])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_equals_its_parts_in_float64(name: str, shape: tuple[int, int], threads: int) -> None:
+    torch.set_num_threads(threads)
+    block, tokens = built(name), draws(*shape, WIDTH)
+    with torch.no_grad():
+        found = block(tokens)
+    assert found is not None and (found - exact(block, tokens)).abs().max() < 1e-5 * max(1.0, float(found.abs().max()))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_keys_are_weighted_by_the_sizes_of_their_tokens(threads: int) -> None:
+    torch.set_num_threads(threads)
+    block, tokens = built("ragged"), draws(3, 50, WIDTH)
+    sizes = torch.arange(150.0).reshape(3, 50) % 7
+    sizes[:, 0] = 1
+    block.attention.backend = Native(lambda: sizes)
+    with torch.no_grad():
+        found = block(tokens)
+    assert found is not None and (found - exact(block, tokens, sizes)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("outputs", [1, 5, 40, 65])
+def test_only_the_first_tokens_are_computed(outputs: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    block, tokens = built("ragged"), draws(3, 65, WIDTH)
+    with torch.no_grad():
+        found = fused_block(tokens, (block.norms[0], block.norms[1]), block.attention, block.mlp, outputs=outputs)
+    assert found is not None and found.shape == (3, outputs, WIDTH)
+    assert (found - exact(block, tokens)[:, :outputs]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_changed_weight_changes_the_result(name: str) -> None:
+    block, tokens = built(name), draws(1, 40, WIDTH)
+    with torch.no_grad():
+        block(tokens)
+        for parameter in block.parameters():
+            parameter.data.mul_(-1.1)
+        found = block(tokens)
+    assert (found - exact(block, tokens)).abs().max() < 1e-5 * max(1.0, float(found.abs().max()))
+
+
+PARTS = [
+    name for name, _ in OneBlock().named_modules() if name and name not in ("norms", "scales", "attention.inner_norms")
+]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_that_is_observed_or_replaced_is_called(name: str) -> None:
+    block, tokens, calls = built("plain"), draws(1, 40, WIDTH), []
+    part = block.get_submodule(name)
+    with torch.no_grad():
+        assert block(tokens) is not None
+        for register in (part.register_forward_hook, part.register_forward_pre_hook):
+            handle = register(lambda *call: calls.append(call))
+            assert block(tokens) is None
+            handle.remove()
+        part.forward = part.forward
+        assert block(tokens) is None
+        del part.forward
+        assert block(tokens) is not None
+
+
+def test_blocks_by_parts_where_something_is_recorded_or_of_another_kind() -> None:
+    block, tokens = built("plain"), draws(1, 40, WIDTH)
+    assert block(tokens) is None  # gradients
+    with torch.no_grad():
+        assert block(tokens.double()) is None and block(draws(1, 9, WIDTH)) is None
+        with torch.autocast("cpu"):
+            assert block(tokens) is None
+        with FlopCounterMode(display=False):  # its hooks of all modules count the parts
+            assert block(tokens) is None
+        for act in (nn.ReLU(), nn.GELU("tanh")):
+            block.mlp.act = act
+            assert block(tokens) is None
+        block.mlp.act = nn.GELU()
+        block.attention.backend = Eager()
+        assert block(tokens) is None
+        block.attention.backend = Native()
+        assert block(tokens) is not None
+        block.train()
+        assert block(tokens) is None
+
+
+def test_what_the_kernel_would_misread_is_refused() -> None:
+    block, tokens = built("plain"), draws(1, 40, WIDTH)
+    linears = (block.attention.scores.query, block.attention.scores.key, block.attention.value, block.attention.output)
+    maps = (*linears, block.mlp.fc1, block.mlp.fc2)
+    weights = [each.weight for each in maps]
+    vectors = [*[tensor for norm in block.norms for tensor in (norm.weight, norm.bias)], None, None]
+    right = BlockTensors(
+        vectors, [1e-5] * 2, weights, [each.bias for each in maps], [False] * 4 + [True, False],
+        (16,) * 3, (16,) * 3, 0.25,
+    )  # fmt: skip
+    with torch.no_grad():
+        assert native_block(tokens, right, None).shape == tokens.shape
+        wrong = (
+            right._replace(ranks=(16, 16, 17)), right._replace(vectors=[vectors[0][1:], *vectors[1:]]),
+            right._replace(weights=[*weights[:5], weights[5].T]), right._replace(weights=weights[:4]),
+            right._replace(vectors=[vectors[0].double(), *vectors[1:]]),
+        )  # fmt: skip
+        for each in wrong:
+            with pytest.raises((InvalidInput, ValueError)):
+                native_block(tokens, each, None)
+        with pytest.raises(InvalidInput):
+            native_block(tokens, right, draws(1, 39))
+        with pytest.raises(InvalidInput):
+            native_block(tokens, right, None, 41)
