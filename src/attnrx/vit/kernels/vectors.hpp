@@ -120,11 +120,17 @@ void pack_keys(const float* key, int64_t token, int keys, int rank, float factor
 template <int N, int VECTORS>
 INLINED void multiply(const float* rows, int64_t stride, const float* columns, int length, Vector (&sums)[N][VECTORS],
                       int step = 1) {
-  for (int i = 0; i < length; i++, rows += step, columns += VECTORS * WIDTH) {
+  // An address is a pointer, or that plus one or two strides: with one pointer per row the registers would not suffice.
+  constexpr int SHARED = 3, POINTERS = (N + SHARED - 1) / SHARED;
+  const float* pointers[POINTERS];
+  UNROLLED for (int p = 0; p < POINTERS; p++) pointers[p] = rows + SHARED * p * stride;
+  for (int i = 0; i < length; i++, columns += VECTORS * WIDTH) {
     Vector column[VECTORS];
     UNROLLED for (int v = 0; v < VECTORS; v++) column[v] = load(columns + v * WIDTH);
     UNROLLED for (int n = 0; n < N; n++)
-      UNROLLED for (int v = 0; v < VECTORS; v++) sums[n][v] += rows[n * stride] * column[v];
+      UNROLLED for (int v = 0; v < VECTORS; v++)
+        sums[n][v] += pointers[n / SHARED][n % SHARED * stride] * column[v];
+    UNROLLED for (int p = 0; p < POINTERS; p++) pointers[p] += step;
   }
 }
 

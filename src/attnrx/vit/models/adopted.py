@@ -70,7 +70,7 @@ class _LastLayerCall(CallState):
 
 
 class _AdapterCall(CallState):
-    """`entered` are all tokens before the block and the norm before the attention, if only some pass through the block."""
+    """`entered` are all tokens before the block, and the norm before the attention, where only some pass through it."""
 
     def __init__(self) -> None:
         self.entered: tuple[Tensor, nn.Module | None] | None = None
