@@ -135,7 +135,7 @@ def test_tensors_that_no_kernel_reads_are_refused_by_their_kind() -> None:
     with pytest.raises(InvalidInput, match="at least one"):
         torch.ops.attnrx.native_mixed_attention.default(query[:, 0], key[:, 0], [], [4], torch.eye(1), None)
     with pytest.raises(InvalidInput, match="give a map"):
-        torch.ops.attnrx.native_maps.default(query, [], [], [], [])
+        torch.ops.attnrx.native_maps.default(query, [], [], [])
     with pytest.raises(InvalidInput, match="dense tensors"):
         native_attention([query], [key], [value], torch.ones(2, 9, dtype=torch.float32).to_sparse(), 1.0)
     learned = query.clone().requires_grad_()

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -192,7 +193,7 @@ def test_blocks_by_parts_where_something_is_recorded_or_of_another_kind() -> Non
 def test_what_the_kernel_would_misread_is_refused() -> None:
     block, tokens = built("plain"), draws(1, 40, WIDTH)
     linears = (block.attention.scores.query, block.attention.scores.key, block.attention.value, block.attention.output)
-    maps = (*linears, block.mlp.fc1, block.mlp.fc2)
+    maps: tuple[Any, ...] = (*linears, block.mlp.fc1, block.mlp.fc2)
     weights = [each.weight for each in maps]
     vectors = [*[tensor for norm in block.norms for tensor in (norm.weight, norm.bias)], None, None]
     right = BlockTensors(

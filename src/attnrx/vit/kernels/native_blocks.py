@@ -122,7 +122,7 @@ def _require_fitting(
 ) -> None:
     """Raises InvalidInput for arguments with which the kernel would read out of bounds."""
     images, count, width = tokens.shape
-    outputs = [len(weight) for weight in weights]
+    outputs = [weight.shape[0] for weight in weights]
     directions, features = sum(ranks), sum(value_dims)
     if len(outputs) < 5 or outputs[:4] != [directions, directions, features, width] or outputs[-1] != width:
         raise InvalidInput(

@@ -42,7 +42,7 @@ def runs_natively(features: Float[Tensor, "*batch inputs"], *weights: Float[Tens
         # Subclasses (fake, distributed, quantized tensors) have products of their own.
         and type(features) is Tensor
         and features.numel() >= LEAST_ROWS * features.shape[-1]
-        and features.numel() * sum([len(weight) for weight in weights]) >= LEAST_MACS
+        and features.numel() * sum([weight.shape[0] for weight in weights]) >= LEAST_MACS
         and all(map(is_native, weights))
         and not torch.is_autocast_enabled("cpu")
         and native_library() is not None
@@ -54,7 +54,7 @@ def is_native(weight: Float[Tensor, "outputs inputs"]) -> bool:
     return (
         type(weight) in (nn.Parameter, Tensor)
         and weight.dtype == torch.float32
-        and weight.device.type == "cpu"
+        and weight.is_cpu
         and weight.numel() <= LARGEST
     )
 
@@ -122,11 +122,9 @@ def described_maps(
         if weight.ndim != 2 or weight.shape[1] != inputs or (bias is not None and bias.shape != (outputs,)):
             added = "" if bias is None else f" and a bias {list(bias.shape)}"
             raise InvalidInput(f"a weight {list(weight.shape)}{added} make no map of {inputs} features.")
-        for tensor in (weight, *(() if bias is None else (bias,))):
-            if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
-                raise InvalidInput(
-                    f"the product kernel reads float32 on a CPU; {tensor.dtype} on {tensor.device} given."
-                )
+        for tensor in (weight, weight if bias is None else bias):
+            if tensor.dtype != torch.float32 or not tensor.is_cpu:
+                raise InvalidInput(f"the kernel reads float32 on a CPU; {tensor.dtype} on {tensor.device} given.")
         weight = weight if weight.is_contiguous() else weight.contiguous()
         bias = bias if bias is None or bias.is_contiguous() else bias.contiguous()
         buffers += (weight,) if bias is None else (weight, bias)

@@ -14,6 +14,7 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.attention.attention import LayerPlan
 from attnrx.vit.attention.backends.auto import Native
 from attnrx.vit.attention.forms import DenseForm
+from attnrx.vit.attention.head_linear import HeadLinear, OutputProjection
 from attnrx.vit.kernels.native_blocks import BlockTensors, native_block
 from attnrx.vit.kernels.native_products import LEAST_ROWS, is_native
 from attnrx.vit.models.mlp import FusedMLP, is_exact_gelu, linears_of
@@ -50,27 +51,41 @@ def fused_block(
     if is_recorded() or not _takes(tokens) or type(attention) is not Attention or type(mlp) is not FusedMLP:
         return None
     plan = attention.plan(tokens)
-    maps = (*_projections(attention, plan), *linears_of(mlp.fc1), *linears_of(mlp.fc2))
-    parts = (*norms, attention, attention.scores, mlp, mlp.fc1, mlp.act, mlp.fc2, *maps, *others)
-    vectors = [*[tensor for norm in norms for tensor in (norm.weight, norm.bias)], *factors]
-    has_gelu = is_exact_gelu(mlp.act)
+    # From the dictionaries of the modules, as their attributes are found more slowly; only parts of exact classes are
+    # used, whose weights are there.
+    scores, inside = children(attention)["scores"], children(mlp)
+    fc1, act, fc2 = inside["fc1"], inside["act"], inside["fc2"]
+    first, second = linears_of(fc1), linears_of(fc2)
+    maps = (*_projections(attention, scores, plan), *first, *second)
+    parts = (*norms, attention, scores, mlp, fc1, act, fc2, *maps, *others)
+    vectors = [*[tensor for norm in norms for tensor in weight_and_bias(norm)], *factors]
+    tensors = [weight_and_bias(each) for each in maps]
+    weights, biases = [weight for weight, _ in tensors], [bias for _, bias in tensors]
+    has_gelu = is_exact_gelu(act)
     if (
-        len(maps) < 6
-        or not (has_gelu or type(mlp.act) is nn.Identity)
+        len(maps) < 4 + len(first) + len(second)
+        or not (first and second)
+        or not (has_gelu or type(act) is nn.Identity)
         or any(other.training for other in others)
         or not all(is_layer_norm(type(norm)) for norm in norms)
-        or not all(is_idle(part) for part in parts)
-        or not all(is_native(each.weight) for each in maps)
+        or not all(map(is_idle, parts))
+        or not all(map(is_native, weights))
         or not all(_is_vector(each, attention.spec.width) for each in vectors)
     ):
         return None
-    first = 4 + len(linears_of(mlp.fc1))  # the maps up to the activation
-    gelus = [index == first - 1 and has_gelu for index in range(len(maps))]
-    block = BlockTensors(
-        vectors, [norm.eps for norm in norms], [each.weight for each in maps], [each.bias for each in maps], gelus,
-        attention.spec.ranks, attention.spec.value_dims, attention.spec.scale,
-    )  # fmt: skip
-    return native_block(tokens, block, plan.backend.token_sizes(), outputs)
+    gelus = [*[False] * (3 + len(first)), has_gelu, *[False] * len(second)]
+    spec, backend, epsilons = attention.spec, plan.backend, [vars(norm)["eps"] for norm in norms]
+    assert isinstance(backend, Native)
+    block = BlockTensors(vectors, epsilons, weights, biases, gelus, spec.ranks, spec.value_dims, spec.scale)
+    return native_block(tokens, block, backend.token_sizes(), outputs)
+
+
+def children(module: nn.Module) -> dict[str, Any]:
+    return module._modules
+
+
+def weight_and_bias(module: nn.Module) -> tuple[Any, Any]:
+    return module._parameters.get("weight"), module._parameters.get("bias")
 
 
 def _takes(tokens: TokenBatch) -> bool:
@@ -86,15 +101,19 @@ def _takes(tokens: TokenBatch) -> bool:
     )
 
 
-def _projections(attention: Attention, plan: LayerPlan) -> tuple[nn.Module, ...]:
+def _projections(attention: Attention, scores: nn.Module, plan: LayerPlan) -> tuple[nn.Module, ...]:
     """Returns the maps of queries, keys, values and outputs; empty where the kernel computes another attention."""
-    scores, spec = attention.scores, attention.spec
+    spec = attention.spec
     # `joint`: the scores are products of the projected rows. A subclass of the backend captures something.
     if not plan.joint or type(plan.backend) is not Native or type(scores) is not DenseForm:
         return ()
-    if spec.pair_bias or spec.inner_norms or plan.rows != scores.query.rows or plan.value_dims != spec.value_dims:
+    of_scores, others = children(scores), children(attention)
+    sides, output = (of_scores["query"], of_scores["key"], others["value"]), others["output"]
+    if any(type(side) is not HeadLinear for side in sides) or type(output) is not OutputProjection:
         return ()
-    return scores.query, scores.key, attention.value, attention.output
+    if spec.pair_bias or spec.inner_norms or (plan.rows, plan.value_dims) != (sides[0].rows, spec.value_dims):
+        return ()
+    return *sides, output
 
 
 def is_idle(part: nn.Module) -> bool:

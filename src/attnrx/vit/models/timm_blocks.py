@@ -6,7 +6,7 @@ from torch import nn
 
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.models.adopted import Adapter
-from attnrx.vit.models.fused_block import fused_block, is_idle
+from attnrx.vit.models.fused_block import children, fused_block, is_idle
 
 
 class Block(vision_transformer.Block):
@@ -18,7 +18,7 @@ class Block(vision_transformer.Block):
 
     def _fused(self, tokens: TokenBatch) -> TokenBatch | None:
         # In the dictionary: `nn.Module.__getattr__` takes longer than all comparisons here.
-        parts = self._modules
+        parts = children(self)
         adapter, scales = parts["attn"], (parts["ls1"], parts["ls2"])
         if not isinstance(adapter, Adapter) or not is_idle(adapter):
             return None
@@ -26,7 +26,7 @@ class Block(vision_transformer.Block):
             return None
         first, second = (scale._parameters.get("gamma") for scale in scales)
         others = (*scales, parts["drop_path1"], parts["drop_path2"])
-        norms, attention = (parts["norm1"], parts["norm2"]), adapter._modules["attention"]
+        norms, attention = (parts["norm1"], parts["norm2"]), children(adapter)["attention"]
         # In the last block `tokens` may be the first ones of all.
         entered = tokens if adapter.call.entered is None else adapter.call.entered[0]
         fused = fused_block(entered, norms, attention, parts["mlp"], (first, second), others, tokens.shape[1])
