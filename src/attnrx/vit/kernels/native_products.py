@@ -60,7 +60,9 @@ def is_native(weight: Float[Tensor, "outputs inputs"]) -> bool:
 
 
 def linear_map(
-    features: Float[Tensor, "*batch inputs"], weight: Float[Tensor, "outputs inputs"], bias: Tensor | None
+    features: Float[Tensor, "*batch inputs"],
+    weight: Float[Tensor, "outputs inputs"],
+    bias: Float[Tensor, "outputs"] | None,
 ) -> Float[Tensor, "*batch outputs"]:
     """Returns features @ weight^T + bias, by the kernel where it `runs_natively`."""
     if not runs_natively(features, weight):

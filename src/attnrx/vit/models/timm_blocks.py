@@ -4,15 +4,17 @@ from timm.layers import LayerScale
 from timm.models import vision_transformer
 from torch import nn
 
-from attnrx.support.shapes import Tensor, TokenBatch
+from attnrx.support.shapes import Float, Tensor, TokenBatch
 from attnrx.vit.models.adopted import Adapter
 from attnrx.vit.models.fused_block import children, fused_block, is_idle
+
+AttentionMask = Float[Tensor, "*batch tokens tokens"] | None
 
 
 class Block(vision_transformer.Block):
     """timm's block; its class is changed in place, so its parts, parameters and hooks are those of timm."""
 
-    def forward(self, x: TokenBatch, attn_mask: Tensor | None = None, is_causal: bool = False) -> TokenBatch:
+    def forward(self, x: TokenBatch, attn_mask: AttentionMask = None, is_causal: bool = False) -> TokenBatch:
         fused = None if attn_mask is not None or is_causal else self._fused(x)
         return super().forward(x, attn_mask, is_causal) if fused is None else fused
 
