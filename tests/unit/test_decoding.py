@@ -12,7 +12,8 @@ import attnrx as rx
 from attnrx.change.realization import decoding
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.data.model_data import images_for
-from attnrx.decide.planning import PlanSettings, Target
+from attnrx.decide.planning import PlanSettings, Target, plan_each
+from attnrx.decide.planning.reference_outputs import Answers
 from attnrx.support.errors import InvalidInput
 from attnrx.verbs.shrink import ShrinkRun
 from attnrx.vit.models import family_of
@@ -43,6 +44,11 @@ class Saliency(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         tokens = getattr(self.backbone, self.by)(images)[:, 1:]
         return self.decoder(tokens.mT.unflatten(2, (SIZE // 8, -1))).sigmoid()
+
+
+@pytest.fixture(autouse=True)
+def _half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "KEPT", 0.5)  # every channel of `module` is there twice
 
 
 def module(by: str = "forward_features", redundant: bool = True) -> nn.Module:
@@ -116,6 +122,24 @@ def test_a_plan_with_a_smaller_decoder_gives_a_result_that_is_saved(tmp_path: Pa
     torch.testing.assert_close(loaded(IMAGES), result.model(IMAGES))
 
 
+def test_divergences_and_costs_of_plans_are_relative_to_the_original() -> None:
+    model: Any = rx.load(module()).eval()
+    small = lean(model)
+    with torch.no_grad():  # an error of the decoder itself
+        small.module.decoder[5].weight.mul_(1.5)
+    settings = PlanSettings.preset("quick", batch=8, trials=1, trial_images=24)
+    images, others = (images_for(model, each, "images") for each in (IMAGES[:24], IMAGES[24:]))
+    diagnosis = rx.diagnose(small, images, moments=True)
+    (plan,) = plan_each(small, diagnosis, ("macs=0.8x",), images, others, settings=settings, reference=model)
+    plain = Answers.of(model, images, 24).measure(small).mean
+    chosen = Answers.of(model, images, 24).measure(rx.realize(small, plan.prescription)).mean
+    assert plan.front[-1].divergence == pytest.approx(chosen, rel=1e-5) and plain > 0.1
+    # The sensitivities of the choices are added to the error of the decoder, and are not about it.
+    assert all(plain <= (point.sensitivity or 0.0) < 2 * plain for point in plan.front)
+    costs = {name: family_of(model).costs(each).macs for name, each in (("before", model), ("after", small))}
+    assert plan.front[-1].macs == pytest.approx(plan.cost * costs["after"] / costs["before"], rel=1e-3)
+
+
 def test_a_decoder_that_loses_much_or_costs_little_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = rx.load(module(redundant=False)).eval()
     images = images_for(model, IMAGES, "images")
@@ -125,6 +149,15 @@ def test_a_decoder_that_loses_much_or_costs_little_stays(monkeypatch: pytest.Mon
     assert smaller_decoder(model, images) is not None
     monkeypatch.setattr(decoding, "LEAST_SAVED", 0.99)
     assert smaller_decoder(model, images) is None
+
+
+def test_many_channels_are_left_in_whole_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "KEPT", 0.375)
+    monkeypatch.setattr(decoding, "STEP", 4)
+    monkeypatch.setattr(decoding, "TOLERATED", 1e9)
+    for many, units in ((CHANNELS + 1, 6), (CHANNELS, 8)):
+        monkeypatch.setattr(decoding, "MANY", many)
+        assert [cut.units for cut in lean(rx.load(module()).eval()).around.cuts] == [units] * 2
 
 
 def test_a_module_of_other_parts_is_refused() -> None:

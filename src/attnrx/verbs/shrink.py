@@ -17,7 +17,6 @@ from torch import nn
 from attnrx.change.exporting import Format, dtype_name, parse_format, precision_for
 from attnrx.change.predictions import predict
 from attnrx.change.realization import calibrated, realize_and_fit
-from attnrx.change.realization.decoding import KEPT as DECODER_KEPT
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.change.realization.descent import HELD_OUT
 from attnrx.change.realization.distillation import Distill
@@ -349,7 +348,8 @@ class ShrinkRun:
         begin("diagnosing")
         if decoder and (smaller := smaller_decoder(original, images.planned, settings.seed)) is not None:
             planned_model, divergence = smaller
-            log(f"decoder: {100 * DECODER_KEPT:.0f} % of its channels; divergence {divergence:.3g}, before the plan")
+            units = " + ".join(str(cut.units) for cut in planned_model.around.cuts)
+            log(f"decoder: {units} channels are left; divergence {divergence:.3g}, before the plan")
         is_halved = effort == "quick" and family_of(original).costs(original).macs > LARGE
         if is_halved:
             settings = replace(settings, sensitivity_images=settings.sensitivity_images // 2)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ from attnrx.vit.models.units import Pair
 from attnrx.vit.models.whole import Whole
 from attnrx.vit.outputs import Map, output_kind_of
 
-# The share of the units that is kept. With half of its channels a decoder of transposed convolutions needs a third of
-# the time (docs/results/dense.md).
-KEPT = 0.5
+# The share of the units that is kept, in multiples of STEP where there are MANY, as the vectors of convolutions have.
+# Such a decoder of transposed convolutions needs 28 % of the time (docs/results/dense.md).
+KEPT, STEP, MANY = 0.375, 16, 64
 # A decoder that costs a smaller share of the model is left as it is, and so is one that loses more after its fit.
 LEAST_SAVED, TOLERATED = 0.05, 0.02
 # Images of a step and rows of a moment matrix per batch; images and steps of the first fit, before the plan, and of the
@@ -163,8 +164,8 @@ def _remove_(model: Whole, pair: Pair, batches: list[_Batch]) -> None:
     # Moments about zero: at the border of a map a constant has another effect than inside, so that no bias replaces it.
     weight, moment = weight.double().cpu(), moment / len(batches)
     losses = unit_losses(moment, weight, RIDGE)
-    keep = torch.zeros(len(losses), dtype=torch.bool)
-    keep[losses.topk(max(round(KEPT * len(losses)), 1)).indices] = True
+    keep, step = torch.zeros(len(losses), dtype=torch.bool), STEP if len(losses) >= MANY else 1
+    keep[losses.topk(max(ceil(KEPT * len(losses) / step) * step, 1)).indices] = True
     new = compensated(moment, weight, keep, RIDGE)
     family: Any = family_of(model)  # that of whole modules
     family.keep_units_around_(model, pair, keep)

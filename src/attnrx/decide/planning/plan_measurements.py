@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import nn
 
 from attnrx.change.exporting import export, precision_for
@@ -101,7 +102,10 @@ class PlanTimer:
         settings = self.settings
         # Shorter rounds cost less, so there are more of them: their median is more precise.
         rounds = settings.whole_rounds * (ROUND_FACTOR if settings is not self.requested else 1)
-        sides = model, self.library_model, settings.noise(self.space.model), replace(settings.protocol, rounds=rounds)
+        protocol = replace(settings.protocol, rounds=rounds)
+        if settings.adjusts and settings.batch * family_of(self.space.model).costs(self.space.model).macs >= LONG:
+            protocol = replace(protocol, rounds=max(rounds // 2, 2), warmup=1)
+        sides = model, self.library_model, settings.noise(self.space.model), protocol
         speed = call_in_subprocess_if(compare_latency, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
         return {
             "faster": speed.faster.value,
@@ -168,10 +172,21 @@ KEPT = 4096
 class PlanMeasurements:
     """Costs and sensitivities of single choices, deviations and latencies of whole plans, and the optimal plans by the
     former. Targets of the same cost share them.
+
+    Deviations are those from the `reference`, by default the model of the space, which may be a copy of it with a
+    smaller decoder. Sensitivities are about that model, which the choices change.
     """
 
-    def __init__(self, space: Space, settings: PlanSettings, minimized: str, images: ImageSet):
+    def __init__(
+        self,
+        space: Space,
+        settings: PlanSettings,
+        minimized: str,
+        images: ImageSet,
+        reference: nn.Module | None = None,
+    ):
         self.space, self.settings, self.minimized = space, settings, minimized
+        self.reference = reference or space.model
         self.images, self.fingerprint = images, images.fingerprint
         self.timer = PlanTimer(space, settings, images)
         self._deviations: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
@@ -182,8 +197,8 @@ class PlanMeasurements:
     # After the cost table, by which an impossible target is known.
     @cached_property
     def answers(self) -> Answers:
-        """The outputs of the original on all images."""
-        return Answers.of(self.space.model, self.images, self.settings.batch_size)
+        """The outputs of the reference on all images."""
+        return Answers.of(self.reference, self.images, self.settings.batch_size)
 
     @cached_property
     def trial_answers(self) -> Answers:
@@ -199,7 +214,14 @@ class PlanMeasurements:
     def _single_choices(self) -> dict[str, Sensitivities]:
         begin("measuring sensitivities")
         answers = self.answers.exactly(self.settings.sensitivity_images)
+        if self.reference is not self.space.model:
+            answers = replace(answers, outputs=torch.cat(answers.outputs_of(self.space.model)))
         return measure_sensitivities(self.space, answers, self.settings)
+
+    @cached_property
+    def unchanged_divergence(self) -> float:
+        """The mean divergence of the model of the space from the reference, before any choice, on the first images."""
+        return 0.0 if self.reference is self.space.model else self.trial_answers.measure(self.space.model).mean
 
     @property
     def sensitivities(self) -> Sensitivities:

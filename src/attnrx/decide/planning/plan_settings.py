@@ -325,7 +325,7 @@ EFFORTS: Mapping[str, PlanSettings] = {
         num_front=2,
         attempts=4,
         min_ratio=0.93,
-        max_ratio=1.01,
+        max_ratio=0.99,
         # Every search measures many plans; an adjustment of the cost measures a few.
         adjusts=True,
     ),

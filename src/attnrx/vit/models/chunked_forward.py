@@ -14,11 +14,12 @@ from attnrx.vit.models.substitute import is_capturing
 from attnrx.vit.models.token_hooks import forward_pass
 from attnrx.vit.models.token_reduction import TokenRun, reduction_of
 
-WARM = 8 * 2**20
+WARM = 16 * 2**20
 """Bytes of the largest activation that a CPU thread handles at once.
 
 The operating system allocates larger ones anew, page by page, at every operation, and they do not fit the cache: that
-takes longer than starting the operations several times.
+takes longer than starting the operations several times. Every product packs its weight anew, which the chunks repeat:
+with 8 MiB a ViT-S/14 with a decoder took 4 % longer at batch 8 (docs/results/dense.md).
 """
 
 
@@ -44,7 +45,9 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: Imag
     chunk_size = max(context.threads * WARM // (largest * images.element_size()), 1)
     if len(images) <= chunk_size or any(map(_needs_whole_batch, model.modules())):
         return forward(images)
-    reduction, chunks = reduction_of(model), images.split(chunk_size)
+    # Chunks of equal sizes: a small last one would pack the weights for few images.
+    num_chunks = -(-len(images) // chunk_size)
+    reduction, chunks = reduction_of(model), images.split(-(-len(images) // num_chunks))
     if reduction is None or not reduction.is_recorded:
         return joined([forward(chunk) for chunk in chunks])
     with reduction.recording() as runs:
