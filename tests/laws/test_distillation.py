@@ -104,6 +104,7 @@ def test_a_fit_that_does_not_help_is_not_kept(own: tuple[nn.Module, nn.Module, T
     assert equal.before == equal.after == [0]
 
 
+@pytest.mark.slow
 def test_the_best_of_several_learning_rates_is_kept(own: tuple[nn.Module, nn.Module, Tensor]) -> None:
     model, small, images = own
     alone = {rate: distill(small, model, images, replace(FEW, learning_rates=(rate,))) for rate in (1e-5, 3e-3, 0.9)}

@@ -511,7 +511,7 @@ def test_labels_that_start_at_one() -> None:
         rx.verify(slim, vit, (IMAGES, labels))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_half_precision_models_and_images(dtype: torch.dtype, single_precision: None) -> None:
     vit = rx.models.build_model("svda:digits", depth=1).to(dtype)
     images = torch.rand(8, *rx.models.family_of(vit).input_shape(vit)).to(dtype)

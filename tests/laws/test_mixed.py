@@ -176,6 +176,7 @@ def test_refinement_improves_it() -> None:
     assert sum(refined.after) < 0.95 * sum(refined.before)
 
 
+@pytest.mark.slow
 def test_a_random_control_costs_the_same() -> None:
     rule = SharedRank(5, form="tied", sweeps=2, start="water_filling")
     models = [rx.realize(dense()[0], prescribe_maps(dense()[1], each)) for each in (rule, RandomMatched(rule))]

@@ -155,6 +155,7 @@ def test_a_size_of_an_elastic_model_is_named_by_its_budget(made: SimpleNamespace
     assert reported["about"]["rules"] == json.loads(json.dumps(dict(prescription.rules)))
 
 
+@pytest.mark.slow
 def test_a_table_without_labels_is_diagnosed_and_verified_by_outputs(made: SimpleNamespace, tmp_path: Path) -> None:
     content = [{"image": row["image"], "split": row["split"]} for split in ("train", "test") for row in rows(30, split)]
     data = write_parquet(tmp_path / "images.parquet", content, None)

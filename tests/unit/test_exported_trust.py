@@ -69,7 +69,7 @@ def test_files_of_other_formats_need_no_trust(form: str, tmp_path: Path) -> None
         assert "trust" not in str(error)
 
 
-@pytest.mark.parametrize("form", RUN_CODE)
+@pytest.mark.parametrize("form", ["program", pytest.param("aotinductor", marks=pytest.mark.slow)])
 def test_commands_take_trust(form: str, tmp_path: Path) -> None:
     path = planted(tmp_path, form)
     data = ("--data", "digits", "--out", tmp_path / "out.json")

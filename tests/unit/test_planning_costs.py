@@ -92,9 +92,11 @@ def test_a_block_is_timed_as_it_runs_after_a_stage(space: Space) -> None:
     assert not _Timer(replace(space, axes=RANKS, reducer=None, _pieces={}), *timing).prunes_tokens
 
 
+OF_RUNTIMES = [(None, "openvino"), (pretrained.BEIT, "openvino"), ("eva02_tiny_patch14_224", "onnx")]
+
+
 @pytest.mark.parametrize(
-    ("name", "form"),
-    [(None, "onnx"), (None, "openvino"), (pretrained.BEIT, "openvino"), ("eva02_tiny_patch14_224", "onnx")],
+    ("name", "form"), [(None, "onnx"), *(pytest.param(*each, marks=pytest.mark.slow) for each in OF_RUNTIMES)]
 )
 @pytest.mark.usefixtures("no_type_checks")  # sizes of a trace are no int
 def test_blocks_give_the_same_at_every_number_of_tokens_in_a_runtime(name: str | None, form: str) -> None:
@@ -119,6 +121,7 @@ def test_blocks_give_the_same_at_every_number_of_tokens_in_a_runtime(name: str |
 
 
 @pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.slow
 def test_a_table_of_a_runtime_has_every_level(space: Space) -> None:
     pytest.importorskip("onnxscript")
     units = replace(space, axes=("mlp",), reducer=None, _pieces={})
@@ -127,10 +130,12 @@ def test_a_table_of_a_runtime_has_every_level(space: Space) -> None:
     assert (np.diff(table.mlp[0, :, -1]) <= 1e-12).all()
 
 
-WITHOUT_TOKENS = pytest.param("vit_base_patch16_siglip_224", marks=pytest.mark.slow)
+OTHERS = [
+    pytest.param(f"{name}_224", marks=pytest.mark.slow) for name in ("eva02_tiny_patch14", "vit_base_patch16_siglip")
+]
 
 
-@pytest.mark.parametrize("name", [pretrained.BEIT, "eva02_tiny_patch14_224", WITHOUT_TOKENS])
+@pytest.mark.parametrize("name", [pretrained.BEIT, *OTHERS])
 def test_blocks_of_two_layers_with_positions_are_timed_after_a_stage(name: str) -> None:
     model = rx.load(pretrained.of_timm(name, depth=2)).float()  # biases, or rotations, of all patches
     diagnosis = rx.diagnose(model, pretrained.inputs(model, 6).float(), moments=True)
