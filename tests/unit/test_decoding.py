@@ -46,6 +46,26 @@ class Saliency(nn.Module):
         return self.decoder(tokens.mT.unflatten(2, (SIZE // 8, -1))).sigmoid()
 
 
+class OfAnySize(nn.Module):
+    """A map of a DINOv2 of transformers, whose position embeddings are interpolated to the size of the images."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers import Dinov2Config, Dinov2Model
+
+        sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
+        self.backbone = Dinov2Model(Dinov2Config(**sizes, patch_size=8, image_size=64))
+        self.decoder = nn.Sequential(
+            nn.ConvTranspose2d(WIDTH, CHANNELS, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(CHANNELS, 1, 4, 2, 1)
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        height, width = images.shape[2:]
+        tokens = self.backbone(images).last_hidden_state[:, 1:]
+        grid = tokens.transpose(1, 2).reshape(len(images), WIDTH, height // 8, width // 8)
+        return nn.functional.interpolate(self.decoder(grid), size=(height, width), mode="bilinear")
+
+
 @pytest.fixture(autouse=True)
 def _half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "KEPT", 0.5)  # every channel of `module` is there twice
@@ -120,6 +140,27 @@ def test_a_plan_with_a_smaller_decoder_gives_a_result_that_is_saved(tmp_path: Pa
     folder = result.save(tmp_path / "result")
     loaded = rx.load(folder, factory=lambda: Saliency().float()).eval()
     torch.testing.assert_close(loaded(IMAGES), result.model(IMAGES))
+
+
+def test_a_decoder_is_smaller_for_images_of_another_size_than_the_model_was_made_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(decoding, "TOLERATED", 1e9)
+    torch.manual_seed(0)
+    images = torch.randn(96, 3, 40, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    settings = PlanSettings.preset("quick", batch=8, trials=1)
+    model = rx.load(OfAnySize().float()).eval()
+    run = ShrinkRun.start(model, images, None, None, "quick", settings, decoder=True)
+    (result,) = run.results((Target.parse("macs=0.8x"),))
+    assert run.has_smaller_decoder and result.model.module.decoder[2].in_channels == CHANNELS // 2
+    assert result.model(images[:2]).shape == (2, 1, 40, 24)
+    folder = result.save(tmp_path / "result")
+    loaded = rx.load(folder, factory=lambda: OfAnySize().float()).eval()
+    file: Any = rx.load(folder / "model.onnx")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(images[:8]), result.model(images[:8]))
+        torch.testing.assert_close(file(images[:8]), result.model(images[:8]), atol=1e-4, rtol=1e-4)
 
 
 def test_divergences_and_costs_of_plans_are_relative_to_the_original() -> None:
