@@ -153,14 +153,15 @@ def test_a_decoder_is_smaller_for_images_of_another_size_than_the_model_was_made
     model = rx.load(OfAnySize().float()).eval()
     run = ShrinkRun.start(model, images, None, None, "quick", settings, decoder=True)
     (result,) = run.results((Target.parse("macs=0.8x"),))
-    assert run.has_smaller_decoder and result.model.module.decoder[2].in_channels == CHANNELS // 2
-    assert result.model(images[:2]).shape == (2, 1, 40, 24)
+    small: Any = result.model
+    assert run.has_smaller_decoder and small.module.decoder[2].in_channels == CHANNELS // 2
+    assert small(images[:2]).shape == (2, 1, 40, 24)
     folder = result.save(tmp_path / "result")
     loaded = rx.load(folder, factory=lambda: OfAnySize().float()).eval()
     file: Any = rx.load(folder / "model.onnx")
     with torch.no_grad():
-        torch.testing.assert_close(loaded(images[:8]), result.model(images[:8]))
-        torch.testing.assert_close(file(images[:8]), result.model(images[:8]), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(loaded(images[:8]), small(images[:8]))
+        torch.testing.assert_close(file(images[:8]), small(images[:8]), atol=1e-4, rtol=1e-4)
 
 
 def test_divergences_and_costs_of_plans_are_relative_to_the_original() -> None:
