@@ -124,7 +124,12 @@ void multiply_by(const Map& map, const Columns& from, const Columns& to, int fir
     const float *weight = (const float*)map.weight + (int64_t)start * inputs, *bias = (const float*)map.bias;
     for (int row = 0; copy && row < count; row++)
       memcpy(copy + row * (inputs + WIDTH), weight + (int64_t)row * inputs, inputs * sizeof(float));
-    for (int panel = 0; panel < from.panels(); panel++) {
+    // The next rows are on their way from the memory while these are multiplied: 16 numbers per line of the cache.
+    const int64_t lines = (int64_t)std::min(ROWS, (int)map.outputs - start - count) * inputs / 16, panels = from.panels();
+    const float* next = (const float*)map.weight + (int64_t)(start + count) * inputs;
+    for (int panel = 0; panel < panels; panel++) {
+      for (int64_t line = lines * panel / panels; line < lines * (panel + 1) / panels; line++)
+        __builtin_prefetch(next + line * 16, 0, 2);
       const int wide = from.wide(panel);
       const Compute run = wide == PANEL ? computing<2>(count, all_rows) : computing<1>(count, all_rows);
       run({copy ? copy : weight, bias ? bias + start : nullptr, scale ? scale + start : nullptr, from.panel(panel),
