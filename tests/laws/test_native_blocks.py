@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.attention import Attention, Eager, Native
+from attnrx.vit.attention import Attention, AttentionCapture, CapturedAttention, Eager, Native
 from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_blocks import BlockTensors, native_block
 from attnrx.vit.kernels.native_products import NativeLinear
@@ -127,6 +127,22 @@ def test_keys_are_weighted_by_the_sizes_of_their_tokens(threads: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["plain", "heads without scores or values"])
+def test_the_attention_of_the_class_token_is_captured(name: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    block, tokens = built(name), draws(3, 50, WIDTH)
+    sizes = 1 + torch.arange(150.0).reshape(3, 50) % 7
+    captured: list[CapturedAttention] = []
+    with torch.no_grad():
+        for by_parts in (False, True):
+            block.attention.backend = AttentionCapture(lambda: sizes, captured.append, ("class_attention",))
+            found = block.by_parts(tokens) if by_parts else block(tokens)
+            assert found is not None and (found - exact(block, tokens, sizes)).abs().max() < 1e-4
+    rows, expected = (each.class_attention for each in captured)
+    assert rows is not None and expected is not None and (rows - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("outputs", [1, 5, 40, 65])
 def test_only_the_first_tokens_are_computed(outputs: int, threads: int) -> None:
     torch.set_num_threads(threads)
@@ -201,7 +217,7 @@ def test_what_the_kernel_would_misread_is_refused() -> None:
         (16,) * 3, (16,) * 3, 0.25,
     )  # fmt: skip
     with torch.no_grad():
-        assert native_block(tokens, right, None).shape == tokens.shape
+        assert native_block(tokens, right, None)[0].shape == tokens.shape
         wrong = (
             right._replace(ranks=(16, 16, 17)), right._replace(vectors=[vectors[0][1:], *vectors[1:]]),
             right._replace(weights=[*weights[:5], weights[5].T]), right._replace(weights=weights[:4]),

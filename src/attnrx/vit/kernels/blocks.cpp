@@ -13,10 +13,11 @@ struct Norm {
 };
 
 // The arguments, passed from Python: start addresses (zero: none) and numbers. Of the `count` tokens of an image, the
-// first `outputs` are computed. `maps` are those of queries, keys, values and outputs, then those of the MLP; `scales`
+// first `outputs` are computed. The attention of the first token is written to `first_rows` [images][heads][count], if
+// given. `maps` are those of queries, keys, values and outputs, then those of the MLP; `scales`
 // multiply the two branches.
 struct Block {
-  int64_t tokens, output, sizes, images, count, outputs, width, heads, ranks, reads, maps, mlp_maps;
+  int64_t tokens, output, first_rows, sizes, images, count, outputs, width, heads, ranks, reads, maps, mlp_maps;
   Norm norms[2];
   int64_t scales[2];
   float scale, unused;
@@ -99,9 +100,10 @@ const Steps<VECTORS>& steps_of(int rows, std::integer_sequence<int, N...>) {
 }
 
 // The outputs of one head for a panel of queries. `scores` is a buffer of a panel per key, `scaled` of one per direction.
+// The attention of the first query is written to `first_row`, unless that is null.
 template <int VECTORS>
 void attend_panel(const Columns& all_features, const Head& head, const float* queries, float scale, const float* added,
-                  float* scores, float* scaled, float* to) {
+                  float* scores, float* scaled, float* to, float* first_row) {
   constexpr auto rows = std::make_integer_sequence<int, ROWS>{};
   constexpr int wide = VECTORS * WIDTH;
   const int keys = all_features.tokens;
@@ -128,6 +130,7 @@ void attend_panel(const Columns& all_features, const Head& head, const float* qu
       sums[v] += weight;
     }
   for (int v = 0; v < VECTORS; v++) sums[v] = 1.f / sums[v];
+  for (int key = 0; first_row && key < keys; key++) first_row[key] = scores[(int64_t)key * wide] * sums[0][0];
   in_tiles(head.reads, [&](int first, int count) {
     steps_of<VECTORS>(count, rows).value(all_features, head.value + first, scores, sums, to + (int64_t)first * wide);
   });
@@ -135,7 +138,7 @@ void attend_panel(const Columns& all_features, const Head& head, const float* qu
 
 // The attention of the panels from `first` to `last` as queries, to all tokens.
 void attend(const Block& block, const Columns& all_features, const float* added, int first, int last,
-            const Columns& to, float* buffer) {
+            const Columns& to, float* buffer, float* first_rows) {
   const int64_t *ranks = (const int64_t*)block.ranks, *reads = (const int64_t*)block.reads;
   const int directions = (int)block.map(0).outputs;
   float *scores = buffer, *scaled = buffer + (int64_t)all_features.tokens * PANEL;
@@ -148,7 +151,8 @@ void attend(const Block& block, const Columns& all_features, const float* added,
       const float* queries = all_features.panel(panel) + (int64_t)head.query * wide;
       float* own = to.panel(panel) + (int64_t)head.output * wide;
       const auto run = wide == PANEL ? attend_panel<2> : attend_panel<1>;
-      run(all_features, head, queries, block.scale, added, scores, scaled, own);
+      float* row = first_rows && panel == 0 ? first_rows + (int64_t)number * block.count : nullptr;
+      run(all_features, head, queries, block.scale, added, scores, scaled, own, row);
     }
     head.query += head.rank;
     head.key += head.rank;
@@ -213,7 +217,8 @@ bool finish(const Block& block, const Image& image, int number, int first, int l
   const int64_t directions = block.map(0).outputs;
   float* buffer = workspace.of(std::max(2 * most * BLOCK, (block.count + directions) * PANEL));
   if (!buffer) return false;
-  attend(block, image.features, image.added, first, last, image.attended, buffer);
+  float* first_rows = block.first_rows ? (float*)block.first_rows + number * block.heads * block.count : nullptr;
+  attend(block, image.features, image.added, first, last, image.attended, buffer, first_rows);
   const float *scale = (const float*)block.scales[0], *mlp_scale = (const float*)block.scales[1];
   multiply_by(block.map(3), image.attended.part(first, last), image.tokens.part(first, last), 0, ADDED, scale);
   for (int start = first; start < last; start += GROUP) {

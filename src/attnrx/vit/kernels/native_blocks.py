@@ -16,7 +16,8 @@ from attnrx.vit.kernels.native_products import NativeMap, described_maps
 _library = torch.library.Library("attnrx", "FRAGMENT")
 _library.define(
     "native_block(Tensor tokens, Tensor?[] vectors, float[] epsilons, Tensor[] weights, "
-    "Tensor?[] biases, bool[] gelus, int[] ranks, int[] value_dims, float scale, Tensor? sizes, int outputs) -> Tensor"
+    "Tensor?[] biases, bool[] gelus, int[] ranks, int[] value_dims, float scale, Tensor? sizes, "
+    "int outputs, bool first_rows) -> (Tensor, Tensor)"
 )
 
 
@@ -46,16 +47,22 @@ class _Norm(ctypes.Structure):
 
 class _Block(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("tokens", "output", "sizes", "images", "count", "outputs")),
+        *((name, ctypes.c_int64) for name in ("tokens", "output", "first_rows", "sizes", "images", "count", "outputs")),
         *((name, ctypes.c_int64) for name in ("width", "heads", "ranks", "reads", "maps", "mlp_maps")),
         ("norms", _Norm * 2), ("scales", ctypes.c_int64 * 2), ("scale", ctypes.c_float), ("unused", ctypes.c_float),
     ]  # fmt: skip
 
 
 def native_block(
-    tokens: TokenBatch, block: BlockTensors, sizes: Float[Tensor, "batch tokens"] | None, outputs: int | None = None
-) -> Float[Tensor, "batch outputs width"]:
-    """Returns x + factors[1] * mlp(norm(x)) with x = tokens + factors[0] * attention(norm(tokens)); float32, on a CPU.
+    tokens: TokenBatch,
+    block: BlockTensors,
+    sizes: Float[Tensor, "batch tokens"] | None,
+    outputs: int | None = None,
+    first_rows: bool = False,
+) -> tuple[Float[Tensor, "batch outputs width"], Float[Tensor, "batch heads tokens"] | None]:
+    """Returns the output of a block, and with `first_rows` the attention that its first token pays to all.
+
+    It is x + factors[1] * mlp(norm(x)) with x = tokens + factors[0] * attention(norm(tokens)); float32, on a CPU.
 
     Keys are weighted by the `sizes` of their tokens. Only the first `outputs` tokens are computed (default: all). Only
     for inference: gradients are not recorded.
@@ -66,7 +73,8 @@ def native_block(
     """
     require_inference((tokens, sizes))
     sizes, outputs = None if sizes is None else sizes.float(), tokens.shape[1] if outputs is None else outputs
-    return torch.ops.attnrx.native_block.default(tokens, *block, sizes, outputs)
+    output, rows = torch.ops.attnrx.native_block.default(tokens, *block, sizes, outputs, first_rows)
+    return output, rows if first_rows else None
 
 
 def _block(  # noqa: PLR0913, the arguments of the operator
@@ -81,14 +89,15 @@ def _block(  # noqa: PLR0913, the arguments of the operator
     scale: float,
     sizes: Tensor | None,
     outputs: int,
-) -> Tensor:
+    first_rows: bool,
+) -> tuple[Tensor, Tensor]:
     library = required_library()
     tokens = tokens.contiguous()
     if not 0 <= outputs <= tokens.shape[1]:
         raise InvalidInput(f"{outputs} of {tokens.shape[1]} tokens are to be computed.")
-    output = tokens.new_empty(len(tokens), outputs, tokens.shape[2])
+    output, rows = _empty(tokens, vectors, epsilons, weights, biases, gelus, ranks, *[None] * 3, outputs, first_rows)
     if not output.numel():
-        return output
+        return output, rows.zero_()
     images, count, width = tokens.shape
     _require_fitting(tokens, vectors, ranks, value_dims, weights, sizes)
     # Queries, keys and values are maps of the tokens, the others of what the step before returns.
@@ -102,14 +111,15 @@ def _block(  # noqa: PLR0913, the arguments of the operator
     sizes = None if sizes is None else sizes.contiguous()
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*vectors, sizes)]
     described = _Block(
-        tokens.data_ptr(), output.data_ptr(), pointers[6], images, count, outputs, width, len(ranks),
+        tokens.data_ptr(), output.data_ptr(), rows.data_ptr() if first_rows else 0, pointers[6],
+        images, count, outputs, width, len(ranks),
         ctypes.addressof(all_ranks), ctypes.addressof(all_dims), ctypes.addressof(maps), len(mlp),
         (_Norm(pointers[0], pointers[1], epsilons[0]), _Norm(pointers[2], pointers[3], epsilons[1])),
         (pointers[4], pointers[5]), scale,
     )  # fmt: skip
     if library.attnrx_block(ctypes.byref(described), kernel_threads()):
         raise MemoryError("a block found no memory for the features of one image.")
-    return output
+    return output, rows
 
 
 def _require_fitting(
@@ -141,8 +151,11 @@ def _require_fitting(
         )
 
 
-def _empty(tokens: Tensor, *others: Any) -> Tensor:
-    return tokens.new_empty(tokens.shape[0], others[-1], tokens.shape[2])
+def _empty(tokens: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    ranks, (outputs, first_rows) = others[5], others[-2:]
+    images, count, width = tokens.shape
+    rows = tokens.new_empty(images if first_rows else 0, len(ranks), count)
+    return tokens.new_empty(images, outputs, width), rows
 
 
 _library.impl("native_block", _block, "CPU")

@@ -13,6 +13,7 @@ from attnrx.support.shapes import Float, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.attention.attention import LayerPlan
 from attnrx.vit.attention.backends.auto import Native
+from attnrx.vit.attention.backends.capture import CapturedAttention, NativeCapture
 from attnrx.vit.attention.forms import DenseForm
 from attnrx.vit.attention.head_linear import HeadLinear, OutputProjection
 from attnrx.vit.kernels.native_blocks import BlockTensors, native_block
@@ -77,7 +78,11 @@ def fused_block(
     spec, backend, epsilons = attention.spec, plan.backend, [vars(norm)["eps"] for norm in norms]
     assert isinstance(backend, Native)
     block = BlockTensors(vectors, epsilons, weights, biases, gelus, spec.ranks, spec.value_dims, spec.scale)
-    return native_block(tokens, block, backend.token_sizes(), outputs)
+    is_captured = isinstance(backend, NativeCapture)
+    output, class_attention = native_block(tokens, block, backend.token_sizes(), outputs, is_captured)
+    if is_captured:
+        backend.receive(CapturedAttention(class_attention=class_attention))
+    return output
 
 
 def children(module: nn.Module) -> dict[str, Any]:
@@ -104,8 +109,8 @@ def _takes(tokens: TokenBatch) -> bool:
 def _projections(attention: Attention, scores: nn.Module, plan: LayerPlan) -> tuple[nn.Module, ...]:
     """Returns the maps of queries, keys, values and outputs; empty where the kernel computes another attention."""
     spec = attention.spec
-    # `joint`: the scores are products of the projected rows. A subclass of the backend captures something.
-    if not plan.joint or type(plan.backend) is not Native or type(scores) is not DenseForm:
+    # `joint`: the scores are products of the projected rows.
+    if not plan.joint or type(plan.backend) not in (Native, NativeCapture) or type(scores) is not DenseForm:
         return ()
     of_scores, others = children(scores), children(attention)
     sides, output = (of_scores["query"], of_scores["key"], others["value"]), others["output"]
