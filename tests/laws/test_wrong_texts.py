@@ -38,7 +38,7 @@ LANGUAGES: Mapping[str, tuple[Callable[[str], Any], bool, tuple[str, ...]]] = {
     "policy": (
         parse_policy,
         True,
-        ("evit:0.7@4,7,10", "tome:13@every", "spot(projected=5,mean=false):0.8/0.5@2,5", "ward:mean=0.7@4,7,10"),
+        ("evit:0.7@4,7,10", "tome:13@every", "spot(projected=5,mean=false):0.8/0.5@2,5"),
     ),
     "reducer": (parse_reducer, False, ("ward(relevance=0.3)", "tome", "spvit(scores=spot)")),
     "target": (Target.parse, False, ("faster=1.6", "latency=0.6x", "macs=50%", "params=0.7x", "max-drop=1pt")),

@@ -184,7 +184,6 @@ def test_a_shrunk_model_is_quantized_and_that_file_verified(made: SimpleNamespac
     evidence = rx.Evidence.load(out / "evidence-int8.json")
     assert {"divergence", "agreement", "speed"} <= {one.details["quantity"] for one in evidence.findings}
     assert evidence.about["candidate"] == rx.models.model_fingerprint(rx.load(out / "model-int8.onnx"))
-    assert "fixed shapes" in call("shrink", made.run, *given, "--to", "int8", "--by-image").err
     assert "did you mean 'int8'" in call("shrink", made.run, *given, "--to", "int9").err
 
 

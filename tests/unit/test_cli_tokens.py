@@ -186,10 +186,6 @@ def test_a_run_with_another_policy_is_not_continued(made: SimpleNamespace) -> No
         ("train {run} --data {data} --tokens spot:0.5@2 --out x", "class token"),
         ("train {run} --data {data} --tokens random:1@2 --out x", "keeps every token"),
         ("train {run} --data {data} --tokens random=0.5 --out x", "':' and the keep ratio"),
-        (
-            "train {run} --data {data} --tokens ward:mean=0.5@2 --out x",
-            "found on images before training; realize the policy",
-        ),
         ("prescribe {run} --rules qk=total_rank:0.4 tokens=random:0.5@2 --out x.json", "diagnose the model on images"),
         ("prescribe {slim} --rules tokens=random:0.5@2 --out x.json", "the original"),
         ("prescribe {diagnosis} --weights w --rules tokens=random:0.5@2 --out x.json", "name of a model"),

@@ -95,12 +95,3 @@ def test_the_images_are_noise_of_the_size_that_the_model_reads() -> None:
 def test_the_noise_is_on_the_scale_of_the_model() -> None:
     # The statistics of the digits, which are far from those of pixels in [-1, 1].
     noise_bench(build_model("dense:digits", mean=(0.305,), std=(0.376,)))
-
-
-def test_thresholds_that_were_found_on_noise_are_noted(tmp_path: Path) -> None:
-    bench, lines = noise_bench(cases.model(cases.CONFIGS["dense"]).float()), list[str]()
-    methods = [Method.parse("fixed=tokens=ward:0.5@2"), Method.parse("adaptive=tokens=ward:mean=0.5@2")]
-    found = compare_speeds(bench, methods, Rates((1,), (PROTOCOL,), shares=(0.5,)), lines.append, tmp_path / "s.json")
-    (note,) = found.about["notes"]
-    assert note.startswith("adaptive") and "noise" in note and "fixed" not in note
-    assert f"warning: {note}" in lines and read_json(tmp_path / "s.json")["about"]["notes"] == [note]

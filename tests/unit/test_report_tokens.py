@@ -155,19 +155,6 @@ def test_patches_that_the_kernel_merges_are_grouped() -> None:
     assert reduction_of(model).uses_kernel  # type: ignore[union-attr]
 
 
-@pytest.mark.filterwarnings("ignore::attnrx.support.errors.ScaleWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_patches_are_grouped_where_every_image_has_its_own_number(dtype: torch.dtype) -> None:
-    """Images that merged more have tokens of no patch, in float32 from the C++ kernel."""
-    model = report_content.spread_model().to(dtype)
-    shown = images(model, 4).to(dtype)
-    small = rx.realize(model, rx.prescribe(model, "tokens=ward:mean=0.7/0.5@2,3"), calibration=shown)
-    samples = sample_tokens(small, shown)
-    assert len(set(samples.left[:, 0].sum(1).tolist())) > 1 and samples.groups is not None
-    for groups, left in zip(samples.groups.flatten(0, 1), samples.left.flatten(0, 1), strict=True):
-        assert set(groups.tolist()) == set(left.nonzero().flatten().tolist())
-
-
 def test_a_batch_in_chunks_is_sampled_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("vit")
     reduced(model, Ward())

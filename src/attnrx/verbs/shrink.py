@@ -16,7 +16,7 @@ from torch import nn
 
 from attnrx.change.exporting import Format, dtype_name, parse_format, precision_for
 from attnrx.change.predictions import predict
-from attnrx.change.realization import calibrated, realize_and_fit
+from attnrx.change.realization import realize_and_fit
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.change.realization.descent import HELD_OUT
 from attnrx.change.realization.distillation import Distill
@@ -38,7 +38,7 @@ from attnrx.decide.planning import Plan, PlanSettings, Target, plan_each
 from attnrx.decide.planning.plan_measurements import file_speeds, final_protocol, rounds_of
 from attnrx.decide.planning.plan_settings import DROP, EFFORTS, target_of
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.prescription import Prescription, TokenPrescription
+from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Check, Costs, Fidelity, Latency, Promises
 from attnrx.show.reports import sample_maps
 from attnrx.support.arguments import (
@@ -46,7 +46,6 @@ from attnrx.support.arguments import (
     BATCH,
     CALLBACK,
     FASTER,
-    FLAG,
     FUNCTION,
     PATH,
     SEED,
@@ -136,7 +135,6 @@ POINTS = number(0.0, 100.0, "points of accuracy from 0 to 100, e.g. 1", above=Fa
     macs=optional(BELOW_ONE),
     params=optional(BELOW_ONE),
     max_drop=optional(POINTS),
-    by_image=FLAG,
     to=optional(TEXT),
     folder=optional(PATH),
     divergence=optional(FUNCTION),
@@ -155,7 +153,6 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     batch: int = 32,
     threads: int | None = None,
     effort: str = "quick",
-    by_image: bool = False,
     to: str | None = None,
     weights: str | Path | None = None,
     columns: Columns | None = None,
@@ -186,8 +183,6 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         threads: CPU threads of that forward pass (torch's default).
         effort: How much is measured: quick (minutes), normal or thorough, which also distills the model from the
             original at the end.
-        by_image: Every image has its own number of tokens, and those of the plan are means over images; no model.onnx,
-            whose shapes are fixed.
         to: The format of a file that `faster` is about (see export), e.g. int8 or 'openvino(precision=bf16)': the plan
             is made with the latency of blocks in the runtime of the format; `Shrunk.save(to=...)` writes the file.
         weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.
@@ -228,8 +223,6 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             check()
         except NotSupported as missing:
             log(f"for Shrunk.save: {missing}")
-    if to is not None and by_image:
-        raise InvalidInput(f"to {to} with tokens by_image: an exported file has fixed shapes; omit one of them.")
     # One process for all latency measurements, which starts while the images are read.
     one_process = shared_subprocess() if target.minimized == "latency" else nullcontext()
     one_call = nullcontext() if folder is None else file_lock(folder, seconds=0.0)
@@ -237,7 +230,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         original = load_original(model, weights)
         form = None if to is None else parse_format(to)
         if folder is not None:  # before the work
-            require_result_folder(Path(folder), original, not by_image, form)
+            require_result_folder(Path(folder), original, True, form)
         conditions = timing_conditions(original, threads, form)
         if conditions.on_cuda and target.minimized != "latency":
             log("on a CUDA device fewer MACs are not less time: faster=N plans for its time (docs/results/gpu.md)")
@@ -246,7 +239,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         if target.quantity == DROP:
             require_labels(run.images.planned)
         try:
-            (result,) = run.results((target,), by_image)
+            (result,) = run.results((target,))
         except TargetMet as met:
             # The kernels of attnrx, or the format, reach the speed alone: nothing has to be removed.
             log(str(met))
@@ -364,25 +357,14 @@ class ShrinkRun:
         """The seed of every random draw of the call."""
         return self.settings.seed
 
-    def results(self, targets: Sequence[Target], by_image: bool = False) -> Iterator[Shrunk]:
-        """Yields the smaller model of every target: plans, realizes, fits and verifies it.
-
-        Raises:
-            NotSupported: `by_image` is given, and a plan prunes and merges no tokens.
-        """
+    def results(self, targets: Sequence[Target]) -> Iterator[Shrunk]:
+        """Yields the smaller model of every target: plans, realizes, fits and verifies it."""
         arguments = self.planned_model, self.diagnosis, targets, self.planned, self.images.predicted
         log, batch = self.settings.log, self.settings.batch
         plans = plan_each(*arguments, settings=self.settings, reference=self.original)
         for target, plan in zip(targets, plans, strict=True):
             begin("realizing and repairing")
             chosen = plan.with_predictions
-            if by_image:  # the numbers of tokens are then means over images
-                if chosen.tokens is None:
-                    raise NotSupported(
-                        "by_image: the plan prunes and merges no tokens; omit by_image, or lower the target."
-                    )
-                policy = replace(chosen.tokens.policy, by_image=True)
-                chosen = replace(chosen, tokens=TokenPrescription.of(policy))
             slim, fits = self._realized(chosen, log)
             if self.has_smaller_decoder:
                 slim, line = fit_decoder(slim, self.original, self.images.planned, self.seed)
@@ -395,8 +377,7 @@ class ShrinkRun:
             # `attnrx realize` and the matched controls read this record, and repeat it.
             how = {"by": "compress", "norms": REALIZED_NORMS[0], "refine": 0}
             how |= {"calibration_images": len(self.images.planned), **fits_record(*fits), **self._fitted_classes(plan)}
-            # The thresholds of tokens by image are known only now.
-            prescription = calibrated(replace(chosen, about={**chosen.about, "realized": how}), slim)
+            prescription = replace(chosen, about={**chosen.about, "realized": how})
             rounds = rounds_of(batch, family_of(self.original).costs(self.original).macs)
             yield self._verified(slim, target, plan, prescription, Promises(rounds=rounds))
 

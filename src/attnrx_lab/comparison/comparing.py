@@ -8,7 +8,6 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from attnrx.change.predictions import Predictions, predict
 from attnrx.data import require_labels
@@ -27,7 +26,7 @@ from attnrx.support.progress import Log, no_log
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.maps import TOKENS
-from attnrx.vit.models import costs_by_image, family_of, reduction_of
+from attnrx.vit.models import family_of
 from attnrx.vit.outputs import Logits, output_kind_of
 from attnrx.vit.tokens import parse_policy
 from attnrx_lab.comparison.methods import Method, MethodBench, ModelCompressor, points, require_points
@@ -154,7 +153,7 @@ class _Original:
         seconds = time.perf_counter() - started
         measured = predict({"candidate": candidate}, self.bench.test, self.bench.batch_size)
         found = replace(self.predictions, outputs={**self.predictions.outputs, **measured.outputs})
-        macs, seed = _mean_macs(candidate, costs.macs, self.bench), self.bench.seed
+        macs, seed = costs.macs, self.bench.seed
         divergence, correct = found.divergence("original", "candidate"), found.correct("candidate")
         requested_share = share if method.varies else None
         trial = MethodTrial(
@@ -179,17 +178,6 @@ class _Original:
 
 def _percent(hits: Bool[Tensor, "images"]) -> Estimate:
     return proportion(int(hits.sum()), len(hits)).scaled(100.0)
-
-
-def _mean_macs(model: nn.Module, macs: int, bench: MethodBench) -> int:
-    """Returns the mean MACs over the test images of a model with a token policy by image, else `macs`."""
-    reduction = reduction_of(model)
-    if reduction is None or not reduction.policy.by_image:
-        return macs
-    weight, macs_of_images = next(model.parameters()), []
-    for batch in bench.test.batches(bench.batch_size, device=weight.device):
-        macs_of_images += [each.macs for each in costs_by_image(model, family_of(model), batch.images.to(weight.dtype))]
-    return round(sum(macs_of_images) / len(macs_of_images))
 
 
 def paired_differences(results: Sequence[ImageResults], seed: int) -> tuple[Difference, ...]:

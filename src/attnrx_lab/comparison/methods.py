@@ -181,10 +181,7 @@ def parse_methods(texts: Sequence[str]) -> list[Method]:
 
 @dataclass(frozen=True)
 class MethodBench:
-    """A model, its diagnosis, the images for fitting the methods, and the images for measuring them.
-
-    With `on_noise` the images are noise, which suffices for latency.
-    """
+    """A model, its diagnosis, the images for fitting the methods, and the images for measuring them."""
 
     model: nn.Module
     diagnosis: Diagnosis
@@ -192,7 +189,6 @@ class MethodBench:
     test: ImageSet
     seed: int = 0
     batch_size: int = 64
-    on_noise: bool = False
 
     def compressor(self, method: Method) -> ModelCompressor:
         """Returns the compressor of one method; baselines share their calibration statistics."""

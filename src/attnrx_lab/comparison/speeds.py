@@ -1,6 +1,6 @@
 """The measured latency of several prescriptions on one model, relative to the reference implementation."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -22,7 +22,7 @@ from attnrx.support.shapes import Tensor
 from attnrx.support.storage import write_json
 from attnrx.support.tables import markdown_table
 from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latencies
-from attnrx.vit.models import family_of, reduction_of
+from attnrx.vit.models import family_of
 from attnrx_lab.comparison.methods import Method, MethodBench, points, require_points
 from attnrx_lab.comparison.record import Unreached, kept_text
 
@@ -132,29 +132,14 @@ def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench
     noise = from_tensors("noise", pixels, torch.zeros(images, dtype=torch.long), normalization_of(model))
     # With moments for a model of any form: rules of values, heads and MLP need them.
     diagnosis = diagnose(model, noise, moments=True, batch_size=images, seed=seed)
-    return MethodBench(model, diagnosis, noise, noise, seed, images, on_noise=True)
+    return MethodBench(model, diagnosis, noise, noise, seed, images)
 
 
-def _threshold_notes(bench: MethodBench, models: Mapping[str, nn.Module]) -> list[str]:
-    """Returns a note if token policies by image were calibrated on noise."""
-    by_image = [
-        name for name, model in models.items() if (found := reduction_of(model)) is not None and found.policy.by_image
-    ]
-    if not bench.on_noise or not by_image:
-        return []
-    return [
-        f"{', '.join(by_image)}: the thresholds by image were found on noise, so that your images have other numbers "
-        "of tokens, and other speeds; time a model that was realized on them, with `attnrx verify --checks latency`."
-    ]
+def _images(bench: MethodBench, batch: int) -> Tensor:
+    """Returns the images to time: noise, because latency does not depend on the pixels.
 
-
-def _images(bench: MethodBench, models: Iterable[nn.Module], batch: int) -> Tensor:
-    """Returns the images to time: noise, or calibration images if a token policy goes by image.
-
-    Otherwise latency does not depend on the pixels; fixed ones let token policies select the same patches every time.
+    Fixed noise lets token policies select the same patches every time.
     """
-    if any(reduction.policy.by_image for model in models if (reduction := reduction_of(model)) is not None):
-        return next(iter(bench.calibration.batches(batch))).images
     shape = family_of(bench.model).input_shape(bench.model)
     return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
 
@@ -187,15 +172,12 @@ def compare_speeds(
             entries[key] = (method.name, share if method.varies else None, compressor.costs(share).macs / before.macs)
             models[key] = compressor.make(share)
     runtime = None if rates.runtime is None else to_dict(rates.runtime)
-    notes = _threshold_notes(bench, models)
-    for note in notes:
-        log(f"warning: {note}")
-    speeds = Speeds((), {**bench.describe(methods), "runtime": runtime, "notes": notes})
+    speeds = Speeds((), {**bench.describe(methods), "runtime": runtime})
     # All of one protocol and batch size take turns in one run, so that other load of the machine affects all alike.
     with _running_in(rates, models, bench) as running:
         reference = running.pop("")
         for protocol, batch in product(rates.protocols, rates.batches):
-            images = _images(bench, models.values(), batch)
+            images = _images(bench, batch)
             latencies = compare_latencies(running, reference, images, protocol)
             new_speeds = tuple(Speed(*entries[key], latency) for key, latency in latencies.items())
             speeds = replace(speeds, speeds=(*speeds.speeds, *new_speeds))

@@ -265,12 +265,6 @@ def export(
         'model.onnx'
     """
     form = parse_format(to) if isinstance(to, str) else to
-    reduction = reduction_of(model)
-    if reduction is not None and reduction.policy.by_image:
-        raise NotSupported(
-            f"{reduction.policy} gives every image its own number of tokens, and an exported graph has fixed shapes; "
-            "export a policy of fixed numbers, e.g. ward:0.7@4,7,10."
-        )
     wanted = max(form.wanted, batch if isinstance(batch, int) else AT_ONCE)  # as many as are calibrated on
     images = None if calibration is None else images_for(model, calibration, "calibration", limit=wanted)
     subject = ExportSubject.of(model, form, batch, precision, images, size)

@@ -248,10 +248,10 @@ def fit_tokens_(model: nn.Module, limit: float) -> bool:
     less.
 
     The shares of pruned patches of all stages are multiplied by one factor. Returns False, with the model unchanged,
-    where the model has no policy of fixed numbers, or no factor reaches the budget.
+    where the model has no policy, or no factor reaches the budget.
     """
     reduction, family = reduction_of(model), family_of(model)
-    if reduction is None or reduction.policy.by_image or not reduction.policy.drops:
+    if reduction is None or not reduction.policy.drops:
         return False
     policy, patches = reduction.policy, reduction.shape.layout.patches
 

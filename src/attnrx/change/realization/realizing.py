@@ -72,7 +72,7 @@ def realize(
         prescription: Decisions about the maps, the heads and the tokens.
         by: "compress" deletes what is pruned, "mask" sets it to zero.
         norms: The norms of compressed SVDA layers.
-        calibration: Images for norms="refit", and for a token policy by image, which finds its thresholds on them.
+        calibration: Images for norms="refit".
 
     Returns:
         The smaller model, or the masked one.
@@ -93,11 +93,11 @@ def realize(
     require_all_tokens(model, "realize a prescription on")
     _require_shapes(model, prescription)
     if by == "mask" or norms != "refit":
-        return _realized(model, prescription, prescription.layers, by, norms, calibration)
+        return _realized(model, prescription, prescription.layers, by, norms)
     images = images_for(model, _require_refittable(prescription, calibration), "calibration")
     # The order decides between equal candidates: the refit comes first.
     fits = (refit_strengths(model, prescription, images), prescription.layers)
-    candidates = [_realized(model, prescription, layers, by, norms, images) for layers in fits]
+    candidates = [_realized(model, prescription, layers, by, norms) for layers in fits]
     return nearest_candidate(candidates, model, images)
 
 
@@ -115,7 +115,6 @@ def _realized(
     layers: Sequence[LayerPrescription],
     by: str,
     norms: str,
-    calibration: ImageData | None,
 ) -> nn.Module:
     changed = copy_module(model)
     family = family_of(changed)
@@ -135,8 +134,8 @@ def _realized(
                 _replace_mlp_(family, changed, index, *linear, by)
         if prescription.tokens is not None:
             heads = family.token_shape(model).heads
-            # Last, on the realized model: thresholds are calibrated to its tokens. The heads are those of the original.
-            realize_tokens_(changed, family, prescription.tokens, by, heads, calibration)
+            # Last, on the realized model; the heads are those of the original.
+            realize_tokens_(changed, family, prescription.tokens, by, heads)
     return changed
 
 

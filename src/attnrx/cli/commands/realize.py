@@ -54,10 +54,8 @@ def add(parser: Parser) -> None:
     option(parser, "--refine", STEPS, REFINE, 0)
     option(parser, "--repair", STEPS, REPAIR, 0)
     option(parser, "--distill", STEPS, DISTILL, 0)
-    add_data(parser, "training images for --norms refit, fits of weights, --form and tokens by image", required=False)
-    calibration = (
-        "training images for --norms refit, --repair, --distill and tokens by image; the first 96 of them for --refine"
-    )
+    add_data(parser, "training images for --norms refit, fits of weights and --form", required=False)
+    calibration = "training images for --norms refit, --repair and --distill; the first 96 of them for --refine"
     option(parser, "--calibration-images", COUNT, calibration, 512)
     option(parser, "--seed", SEED, "seeds --refine, --repair and --distill", 0)
     add_device(parser)
@@ -81,9 +79,9 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     how = {name: getattr(arguments, name) for name in ("by", "norms", *FITS, "calibration_images")}
     fits = fits_of({name: how[name] for name in FITS}, arguments.seed)
     how |= fits_record(*fits)
-    images = _calibration(model, prescription, arguments)
+    images = _calibration(model, arguments)
     slim = realize_and_fit(model, prescription, images, fits, arguments.by, arguments.norms)
-    prescription = replace(rx.realization.calibrated(prescription, slim), about={**prescription.about, "realized": how})
+    prescription = replace(prescription, about={**prescription.about, "realized": how})
     folder = rx.save(slim, arguments.out, prescription=prescription)
     before, after = (rx.costs.SVDA.price(rx.models.family_of(each).costs(each)) for each in (model, slim))
     record = {"model": str(folder), **how, **cost_changes(before, after), "removed_share": prescription.removed_share}
@@ -108,13 +106,9 @@ def _converted(arguments: Namespace) -> Outcome:
     return Outcome({"model": str(folder), "form": arguments.form, **steps}, (f"model: {folder}",))
 
 
-def _calibration(
-    model: "nn.Module", prescription: "rx.Prescription", arguments: Namespace
-) -> "rx.data.ImageSet | None":
+def _calibration(model: "nn.Module", arguments: Namespace) -> "rx.data.ImageSet | None":
     fits = [f"--{name}" for name in FITS if getattr(arguments, name)]
     fits += ["--norms refit"] * (arguments.norms == "refit")
-    if prescription.tokens is not None and prescription.tokens.policy.must_be_calibrated:
-        fits.append(str(prescription.tokens.policy))
     # Data that nothing is fitted on are not loaded.
     if not fits:
         return None

@@ -27,7 +27,7 @@ EXAMPLE = "attnrx shrink timm:vit_tiny_patch16_224 --data imagenette224.parquet 
 TARGETS = ("faster", "macs", "params", "max_drop")
 # The quantities of the claims about a target that is measured; MACs and parameters are met by construction.
 MEASURED_TARGETS = {"latency": ("promised speed", "speed"), "max-drop": ("promised_change",)}
-SETTINGS = ("batch", "threads", "by_image", "seed")
+SETTINGS = ("batch", "threads", "seed")
 
 
 def add(parser: Parser) -> None:
@@ -44,8 +44,7 @@ def add(parser: Parser) -> None:
 def run(arguments: Namespace, log: Log) -> Outcome:
     from attnrx.verbs.preflight import preflight  # imports torch
 
-    # A model with tokens by image has no fixed shapes, so it cannot be exported.
-    onnx = not (arguments.no_onnx or arguments.by_image)
+    onnx = not arguments.no_onnx
     formats = (rx.exporting.parse_format("onnx"),) if onnx else ()
     preflight(folder=arguments.out, formats=formats, report=True)
     log(f"loading {arguments.model} and {arguments.data}")

@@ -21,7 +21,6 @@ from attnrx.cli.options import (
 )
 from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.parser import Parser
-from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 
 if TYPE_CHECKING:
@@ -69,13 +68,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     # The losses are parsed first, so that a typing error is reported before the dataset is loaded.
     config = rx.TrainingConfig(**_chosen(arguments))
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
-    if policy is not None and policy.must_be_calibrated:
-        raise InvalidInput(
-            f"--tokens {policy}: its thresholds are found on images before training; realize the policy with "
-            f"`attnrx prescribe {arguments.model} --rules 'tokens={policy}' --out tokens.json` and `attnrx realize "
-            f"{arguments.model} --prescription tokens.json --data {arguments.data} --out reduced`, and train that "
-            "folder without --tokens."
-        )
     model, splits = _model_and_data(arguments, config.seed, log)
     if arguments.batch_size is None and len(splits.train) < config.batch_size:
         # At least four steps per epoch if there are enough images.

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from attnrx.support.errors import InvalidInput
@@ -295,11 +294,8 @@ class _StageRecords:
             if stage in self.goals:
                 # [images, patches before], and for each of them its token after the stage.
                 before, into = (torch.cat(chunks) for chunks in zip(*self.goals[stage], strict=True))
-                goals, patches = trail[stage].cpu().gather(1, into), left.shape[2]
-                # Tokens that stand for no patch (-1: padding of a policy by image) go to one more column.
-                goal_of_patch = F.pad(torch.zeros_like(group), (0, 1))
-                goal_of_patch = goal_of_patch.scatter(1, before.where(before >= 0, patches), goals)
-                group = goal_of_patch.gather(1, group)
+                goals = trail[stage].cpu().gather(1, into)
+                group = torch.zeros_like(group).scatter(1, before, goals).gather(1, group)
             after.append(group)
         return torch.stack(after, dim=1)
 

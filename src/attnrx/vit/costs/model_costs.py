@@ -294,10 +294,7 @@ def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec
     masked = by == "mask"
     stage_patches = (patches,) * len(policy.layers) if masked else policy.state(layout)
     stages = zip(policy.layers, stage_patches, policy.counts(patches), strict=True)
-    if policy.by_image:  # patches are compared even if none is merged
-        at_work = [(layer, number, min(count, number - 1)) for layer, number, count in stages]
-    else:
-        at_work = [(layer, number, count) for layer, number, count in stages if count < patches]
+    at_work = [(layer, number, count) for layer, number, count in stages if count < patches]
     # A stage before layer l (from 1) compares the keys of layer l - 1, which are padded to the largest rank of a head.
     directions = {layer: max((*specs[layer - 2].ranks, 1)) for layer in policy.layers}
     macs = sum(

@@ -13,14 +13,10 @@ namespace {
 
 // The arguments, passed from Python: start addresses, and strides of images and tokens in floats. The first `prefix`
 // tokens are no patches; compared rows, sizes, weights and outputs include them, indices do not.
-//
-// `by_cost` merges all pairs that cost less than the double whose bits are `threshold`, instead of `merged` of them. The
-// images then may have different numbers of patches: the rest of their rows, which has size 0, is at the end.
 struct Merge {
   int64_t tokens, tokens_image, tokens_row, width;
   int64_t compared, compared_image, compared_row, features;
   int64_t images, prefix, count, merged;
-  int64_t by_cost, threshold;
   int64_t distances, lengths;  // flags: squared distances instead of cosines; norms of merged patches are kept
   int64_t sizes, weights, indices, output, output_sizes, output_indices, output_destinations;
 
@@ -28,18 +24,6 @@ struct Merge {
     return (const float*)start + image * image_stride + (prefix + patch) * row_stride;
   }
   const float* sizes_of(int image) const { return (const float*)sizes + image * (prefix + count) + prefix; }
-  int present(int image) const {
-    if (!by_cost) return (int)count;
-    const float* own = sizes_of(image);
-    int found = 0;
-    while (found < count && own[found] > 0) found++;
-    return found;
-  }
-  double limit() const {
-    double value;
-    memcpy(&value, &threshold, sizeof value);
-    return value;
-  }
   const float* weights_of(int image) const { return (const float*)weights + image * (prefix + count) + prefix; }
 };
 
@@ -64,7 +48,7 @@ void sum_squares(const Side& side, int count, int length, float* to) {
 }
 
 void prepare(const Merge& merge, int image, int parity, Side& side) {
-  const int count = (merge.present(image) + 1 - parity) / 2, padded = up(count, WIDTH), length = (int)merge.features;
+  const int count = ((int)merge.count + 1 - parity) / 2, padded = up(count, WIDTH), length = (int)merge.features;
   const float* rows = merge.row_of(merge.compared, merge.compared_image, merge.compared_row, image, parity);
   const float* weights = merge.weights_of(image) + parity;
   side.packed.resize((size_t)padded * length);
@@ -140,7 +124,7 @@ void match_rows(const Merge& merge, int image, int begin, int end, const Side& f
     const int own = std::min(ROWS, end - row);
     const Match function = merge.distances ? matching<true>(own, rows) : matching<false>(own, rows);
     function(from + 2 * row * merge.compared_row, 2 * merge.compared_row, (int)merge.features, row, first, second,
-             merge.present(image) / 2, best + row, nearest + row);
+             (int)merge.count / 2, best + row, nearest + row);
   }
 }
 
@@ -157,7 +141,7 @@ float sum_of_squares(const float* row, int width) {
 // Merges the most similar pairs of one image and writes what remains, in order.
 void merge_image(const Merge& merge, int image, const Side& first, const Side& second, const float* best,
                  const int32_t* nearest) {
-  const int count = merge.present(image), width = (int)merge.width, left = (int)(merge.count - merge.merged);
+  const int count = (int)merge.count, width = (int)merge.width, left = (int)(merge.count - merge.merged);
   const int prefix = (int)merge.prefix;
   const float* patches = merge.row_of(merge.tokens, merge.tokens_image, merge.tokens_row, image, 0);
   const float* sizes = merge.sizes_of(image);
@@ -173,10 +157,7 @@ void merge_image(const Merge& merge, int image, const Side& first, const Side& s
   std::vector<int> order((count + 1) / 2), place(count);
   for (size_t i = 0; i < order.size(); i++) order[i] = (int)i;
   std::stable_sort(order.begin(), order.end(), [best](int a, int b) { return best[a] > best[b]; });
-  size_t merged = (size_t)merge.merged;
-  if (merge.by_cost)
-    for (const double limit = merge.limit(); merged < order.size() && -best[order[merged]] < limit;) merged++;
-  order.resize(merged);
+  order.resize((size_t)merge.merged);
   std::vector<float> total(sizes, sizes + count), length(merge.lengths ? count : 0);
   for (int source : order) {
     total[2 * nearest[source] + 1] += sizes[2 * source];
@@ -189,12 +170,7 @@ void merge_image(const Merge& merge, int image, const Side& first, const Side& s
     output_sizes[next] = total[i];
     memcpy(output + (int64_t)next++ * width, patches + i * merge.tokens_row, width * sizeof(float));
   }
-  for (int i = count - (int)merged; i < left; i++) {
-    output_indices[i] = -1;
-    output_sizes[i] = 0;
-    memset(output + (int64_t)i * width, 0, width * sizeof(float));
-  }
-  for (int i = 0; i < merge.count; i++) destinations[i] = i < count ? place[i] : -1;
+  for (int i = 0; i < count; i++) destinations[i] = place[i];
   for (int source : order) destinations[2 * source] = place[2 * nearest[source] + 1];
   const auto norm = [&](int i) { return std::sqrt((i % 2 ? second : first).squares[i / 2]); };
   for (int source : order) {
@@ -223,7 +199,7 @@ void merge_one(const Merge& merge, int image, int threads) {
   thread_local std::vector<float> most_similar;
   thread_local std::vector<int32_t> most_similar_at;
   Side &first = sides[0], &second = sides[1];  // by reference: a thread-local name is another object in each thread
-  const int rows = (merge.present(image) + 1) / 2;
+  const int rows = ((int)merge.count + 1) / 2;
   most_similar.resize(rows);
   most_similar_at.resize(rows);
   float* best = most_similar.data();

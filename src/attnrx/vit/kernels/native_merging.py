@@ -1,7 +1,6 @@
 """The C++ kernel of one merging round as an operator of PyTorch."""
 
 import ctypes
-import struct
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -22,17 +21,16 @@ Merged = tuple[
 
 _library = torch.library.Library("attnrx", "FRAGMENT")
 _library.define(
-    "native_merge(Tensor tokens, Tensor sizes, Tensor indices, Tensor? keys, Tensor? weights, int merged, bool lengths,"
-    " float? threshold=None)"
+    "native_merge(Tensor tokens, Tensor sizes, Tensor indices, Tensor? keys, Tensor? weights, int merged, bool lengths)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-def can_merge(tokens: TokenBatch, patches: int, count: int | None = None) -> bool:
-    """Whether the kernel merges these patches, to `count` or by cost: float32 on a CPU, one round, not recorded."""
+def can_merge(tokens: TokenBatch, patches: int, count: int) -> bool:
+    """Whether the kernel merges these patches, to `count`: float32 on a CPU, one round, not recorded."""
     return (
         # One round merges at most the first set, of which an odd patch is a member: patches // 2 remain.
-        (count is None or patches // 2 <= count < patches)
+        patches // 2 <= count < patches
         and patches > 1
         and tokens.dtype == torch.float32
         and tokens.device.type == "cpu"
@@ -68,26 +66,6 @@ def native_merge(
     )  # fmt: skip
 
 
-def native_merge_by_cost(
-    tokens: TokenBatch,
-    sizes: Float[Tensor, "batch tokens"],
-    indices: Int[Tensor, "batch patches"],
-    threshold: float,
-    weights: Float[Tensor, "batch tokens"],
-    lengths: bool = False,
-) -> Merged:
-    """Merges all patches that increase the squared error by less than the threshold, as `native_merge` does.
-
-    The patches of an image that are present, of size above 0, must come first; so they do in the result, which has as
-    many patches as the largest image.
-    """
-    merge = torch.ops.attnrx.native_merge.default
-    # The number of merges is a result of the kernel: it writes rows for all patches, and the surplus is cut off here.
-    merged, merged_sizes, kept, destinations = merge(tokens, sizes, indices, None, weights, 0, lengths, threshold)
-    prefix, left = tokens.shape[1] - indices.shape[1], int((merged_sizes > 0).sum(1).max())
-    return merged[:, :left], merged_sizes[:, :left], kept[:, : left - prefix], destinations
-
-
 def _merge(
     tokens: Tensor,
     sizes: Tensor,
@@ -96,15 +74,13 @@ def _merge(
     weights: Tensor | None,
     merged: int,
     lengths: bool,
-    threshold: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     library = required_library()
     # Without keys the patches themselves are compared, by squared distances (Ward).
     compared = tokens if keys is None else keys
     weights = sizes if weights is None else weights.to(sizes.dtype)
     _require_fitting(tokens, sizes, weights, indices, compared, lengths and keys is not None)
-    if threshold is None:
-        _require_count(merged, indices.shape[1])
+    _require_count(merged, indices.shape[1])
     outputs = _empty(tokens, sizes, indices, keys, weights, merged, lengths)
     # A row must be contiguous; a copy is kept until the kernel has returned.
     tokens = tokens if tokens.stride(2) == 1 else tokens.contiguous()
@@ -115,7 +91,7 @@ def _merge(
     numbers = (
         tokens.data_ptr(), *tokens.stride()[:2], tokens.shape[2],
         compared.data_ptr(), *compared.stride()[:2], compared.shape[2],
-        images, tokens.shape[1] - count, count, merged, threshold is not None, _bits(threshold), keys is None, lengths,
+        images, tokens.shape[1] - count, count, merged, keys is None, lengths,
         sizes.data_ptr(), weights.data_ptr(), indices.data_ptr(), *(output.data_ptr() for output in outputs),
     )  # fmt: skip
     if library.attnrx_merge((ctypes.c_int64 * len(numbers))(*numbers), kernel_threads()):
@@ -151,11 +127,6 @@ def _require_count(merged: int, count: int) -> None:
         raise InvalidInput(f"{merged} of {count} patches cannot be merged in one round; merge at most half of them.")
 
 
-def _bits(threshold: float | None) -> int:
-    """Returns the bits of a double as an integer, as the kernel takes them."""
-    return struct.unpack("q", struct.pack("d", 0.0 if threshold is None else threshold))[0]
-
-
 def _empty(
     tokens: Tensor,
     sizes: Tensor,
@@ -164,7 +135,6 @@ def _empty(
     weights: Tensor | None,
     merged: int,
     lengths: bool,
-    threshold: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, count, width = tokens.shape
     left = count - merged

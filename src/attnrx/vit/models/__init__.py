@@ -42,8 +42,6 @@ from attnrx.vit.models.observation_hooks import (
 from attnrx.vit.models.reader import Reader
 from attnrx.vit.models.token_hooks import (
     attach_tokens_,
-    costs_by_image,
-    costs_of_run,
     described_tokens,
     recording_tokens,
     token_run,
@@ -77,8 +75,6 @@ __all__ = [
     "block_names",
     "blocks_of",
     "build_model",
-    "costs_by_image",
-    "costs_of_run",
     "counted_by_spec",
     "described_tokens",
     "evaluating",

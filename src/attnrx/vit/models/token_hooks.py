@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.attention import Attention, AttentionCapture, capture_uniform
-from attnrx.vit.costs import ModelCosts
 from attnrx.vit.models.family import Family
 from attnrx.vit.models.observation_hooks import block_names, evaluating
 from attnrx.vit.models.token_reduction import TokenReduction, TokenRun, reduction_of
@@ -201,30 +199,3 @@ def token_run(model: nn.Module, images: ImageBatch) -> TokenRun:
     with evaluating((model,)), recording_tokens(model) as runs:
         model(images)
     return runs[-1] if runs else TokenRun()
-
-
-def costs_by_image(model: nn.Module, family: Family, images: ImageBatch) -> list[ModelCosts]:
-    """Returns the costs of the model for every image; they differ with a policy by image only."""
-    reduction = reduction_of(model)
-    if reduction is None or not reduction.policy.by_image:
-        return [family.costs(model)] * len(images)
-    return costs_of_run(model, family, token_run(model, images))
-
-
-def costs_of_run(model: nn.Module, family: Family, run: TokenRun) -> list[ModelCosts]:
-    """Returns the costs of the model, which has a policy by image, for every image of a recorded forward pass."""
-    reduction = reduction_of(model)
-    assert reduction is not None
-    stages = torch.stack([(indices >= 0).sum(1) for indices in run.trail], dim=1).tolist()
-    policy, patches = reduction.policy, reduction.shape.layout.patches
-    # The costs follow from the attached policy: it is replaced by one with the counts of an image, which many share.
-    costs: dict[tuple[int, ...], ModelCosts] = {}
-    try:
-        for counts in map(tuple, stages):
-            if counts not in costs:
-                keep = tuple(count / patches for count in counts)
-                reduction.policy = replace(policy, keep=keep)
-                costs[counts] = family.costs(model)
-    finally:
-        reduction.policy = policy
-    return [costs[tuple(counts)] for counts in stages]

@@ -3,7 +3,6 @@
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -76,13 +75,12 @@ class TokenRun:
     def joined(cls, runs: Sequence["TokenRun"]) -> "TokenRun":
         """Returns the statistics of a chunked batch, without captured attention, which no later stage uses."""
         joined = cls(runs[0].restored_blocks)
-        # With a policy by image every chunk is padded to its own largest number of patches.
         sizes = [run.sizes for run in runs if run.sizes is not None]
         indices = [run.patch_indices for run in runs if run.patch_indices is not None]
-        joined.sizes = _padded_rows(sizes, 0) if sizes else None
-        joined.patch_indices = _padded_rows(indices, -1) if indices else None
+        joined.sizes = torch.cat(sizes) if sizes else None
+        joined.patch_indices = torch.cat(indices) if indices else None
         joined.restorations = [restoration for run in runs for restoration in run.restorations]
-        joined.trail = [_padded_rows(stage, -1) for stage in zip(*(run.trail for run in runs), strict=True)]
+        joined.trail = [torch.cat(stage) for stage in zip(*(run.trail for run in runs), strict=True)]
         return joined
 
 
@@ -130,7 +128,6 @@ class TokenReduction(nn.Module):
         self.temperature = 1.0
         self.clamps_scores = True
         self.restored_blocks: Container[int] = ()
-        self._calibrated: list[float] | None = None
 
     def use_policy_(self, policy: TokenPolicy) -> None:
         """Replaces the policy by one with the same reducer and layers, and other numbers of tokens.
@@ -316,15 +313,15 @@ class TokenReduction(nn.Module):
         """Runs the reducer at one stage, and returns the tokens for the next layer.
 
         Raises:
-            InvalidInput: A policy by image without thresholds.
+            InvalidInput: The block is called alone.
         """
         if self.call.run is None:
             raise InvalidInput(
                 f"a block of a model with the token policy {self.policy} was called alone, and its tokens depend on "
                 "the blocks before it: call the model, or a method of it that computes its patches."
             )
-        # Three ways to reduce: by image to a threshold, by the C++ kernel, or by the reducer; a learned one samples in
-        # training. All of them update the statistics of the run to the tokens that are left.
+        # By the C++ kernel or by the reducer; a learned one samples in training. All of them update the statistics of
+        # the run to the tokens that are left.
         prefix, run = self.shape.layout.prefix, self._run
         sizes = tokens.new_ones(tokens.shape[:2]) if run.sizes is None else run.sizes
         if run.patch_indices is None:
@@ -334,7 +331,7 @@ class TokenReduction(nn.Module):
         if patches != self.shape.layout.patches:  # the same shares of an image of another size
             counts = self.policy.counts(patches)
         count = counts[stage]
-        if count >= patches and not self.policy.by_image:  # no token is pruned, so the tokens must not change at all
+        if count >= patches:  # no token is pruned, so the tokens must not change at all
             run.trail.append(run.patch_indices)
             return tokens
         captured = run.captured
@@ -353,11 +350,9 @@ class TokenReduction(nn.Module):
             stage,
             self.policy.layers[stage],
             self.shape.depth,
-            unmasked=self.by == "compress" and not self.samples_patches and not self.policy.by_image,
+            unmasked=self.by == "compress" and not self.samples_patches,
             tracked=run.restoration is not None,
         )
-        if self.policy.by_image:
-            return self._reduce_by_image(state)
         if self.samples_patches:
             return self._draw(stage, state)
         if self.uses_kernel and can_merge(tokens, run.patch_indices.shape[1], count):
@@ -373,61 +368,6 @@ class TokenReduction(nn.Module):
         self._track(RestorableStage(state.layer, state.patches, tokens[:, state.prefix :], destinations))
         run.trail.append(run.patch_indices)
         return tokens
-
-    def _reduce_by_image(self, state: TokenState) -> Tensor:
-        """Reduces every image by the threshold of the stage."""
-        if self._calibrated is not None:
-            reduction = self.policy.reducer.reduce_by_cost(state, partial(self._calibrate, state))
-        elif self.policy.must_be_calibrated:
-            raise InvalidInput(f"{self.policy} has no thresholds yet; realize it with calibration images.")
-        else:
-            limit = self.policy.thresholds[state.stage]
-            if self.uses_kernel and can_merge(state.tokens, state.patches.shape[1]):
-                merged = self.policy.reducer.native_merge_by_cost(state, limit)
-                if merged is not None:
-                    return self._merged(state, merged)
-            reduction = self.policy.reducer.reduce_by_cost(state, lambda costs: limit)
-        tokens = self._applied(state, reduction)
-        # Images that merged more are padded with tokens of size 0, which stand for no patch.
-        run = self._run
-        assert run.sizes is not None and run.patch_indices is not None
-        run.patch_indices = run.patch_indices.masked_fill(run.sizes[:, state.prefix :] == 0, -1)
-        run.trail[-1] = run.patch_indices
-        return tokens
-
-    def _calibrate(self, state: TokenState, costs: Float[Tensor, "batch steps"]) -> float:
-        """Returns the threshold that merges as many patches as the policy prunes on average, and stores it."""
-        assert self._calibrated is not None
-        pruned = float(state.present_mask.sum(1).mean()) - self.policy.keep[state.stage] * self.shape.layout.patches
-        # Over all images: the cheapest merges of the whole calibration set are done, wherever they are. The threshold
-        # is halfway between the last of them and the next, so that rounding does not change how many are merged.
-        finite = costs[costs.isfinite()].double().sort().values
-        number = round(pruned * len(costs))
-        if number > len(finite):
-            raise InvalidInput(
-                f"{self.policy}: the stage before layer {state.layer} would merge {pruned:.1f} patches of an image on "
-                f"average, and by image a stage merges at most every second one, here {len(finite) / len(costs):.1f}; "
-                "give more stages, or keep more."
-            )
-        # No cost is below 0. Where all pairs are merged, the largest cost of the calibration images is.
-        after = finite[number] if number < len(finite) else 1.01 * finite[-1]
-        # Six digits, because the text of the policy states the threshold.
-        limit = float(f"{float((finite[number - 1] + after) / 2):.6g}") if number else 0.0
-        self._calibrated.append(limit)
-        return limit
-
-    @contextmanager
-    def calibrating(self) -> Iterator[list[float]]:
-        """Finds the thresholds of a policy by image in one forward pass of all calibration images.
-
-        Yields the list to which the pass appends them; afterwards the policy has them.
-        """
-        self._calibrated = thresholds = []
-        try:
-            yield thresholds
-        finally:
-            self._calibrated = None
-        self.policy = replace(self.policy, num_pruned=None, thresholds=tuple(thresholds))
 
     def _applied(self, state: TokenState, reduction: Reduction) -> Tensor:
         """Returns the tokens that a reduction leaves, and updates the statistics of the run."""
@@ -516,12 +456,6 @@ def require_all_tokens(model: nn.Module, verb: str) -> None:
             f"this model prunes or merges tokens ({reduction.policy}), so its layers have different tokens: "
             f"{verb} the original, and apply the token policy last."
         )
-
-
-def _padded_rows(parts: Sequence[Tensor], value: int) -> Tensor:
-    """Concatenates rows of images that may have different lengths; the rest of shorter rows is `value`."""
-    longest = max(part.shape[1] for part in parts)
-    return torch.cat([nn.functional.pad(part, (0, longest - part.shape[1]), value=value) for part in parts])
 
 
 def _at_all_heads(

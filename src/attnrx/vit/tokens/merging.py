@@ -1,7 +1,5 @@
 """Token merging by bipartite matching, in rounds; ToMe."""
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -98,57 +96,6 @@ class Merging(Reducer):
             destinations = torch.full_like(state.patch_indices, -1).scatter(1, present_indices, destinations)
         return Reduction(kept, self.finished(tables), sizes=sizes, destinations=destinations)
 
-    def reduce_by_cost(
-        self, state: TokenState, threshold_of: Callable[[Float[Tensor, "batch first"]], float]
-    ) -> Reduction:
-        """Merges every patch of the first set that costs less than the threshold, in one round.
-
-        The cost of a merge is the negative closeness. The present patches of an image are moved to the front, so that
-        its two sets do not depend on the other images of the batch.
-        """
-        present_mask = state.present_mask > 0
-        kept = indices_of(present_mask, int(present_mask.sum(1).max()))
-        tables = self.first_tables({name: gathered_rows(table, kept) for name, table in self.tables(state).items()})
-        sizes = state.sizes[:, state.prefix :].gather(1, kept)
-
-        def unchanged() -> Reduction:
-            patches = gathered_rows(state.patches, kept)
-            return Reduction(kept, patches, sizes=sizes, destinations=_inverse(kept, present_mask))
-
-        if kept.shape[1] < 2:  # the second set is empty
-            return unchanged()
-        first, second = ALTERNATING
-        features = self.features(tables, sizes)
-        rows = [{name: table[:, side] for name, table in features.items()} for side in ALTERNATING]
-        # Images with fewer patches have surplus rows of size 0: never goals, and sources of infinite cost.
-        closeness = self.closeness(*rows).masked_fill((sizes[:, second] == 0)[:, None], -math.inf)
-        closest, nearest = closeness.max(-1)
-        costs = (-closest).masked_fill(sizes[:, first] == 0, math.inf)
-        merges = costs < threshold_of(costs)  # strict: a threshold of 0 merges nothing, not even equal patches
-        if not bool(merges.any()):
-            return unchanged()
-        goals = 2 * nearest + 1  # the second set of ALTERNATING has the odd positions
-        source_sizes = sizes[:, first] * merges
-        merged_sizes = sizes.scatter_add(1, goals, source_sizes)
-        # Clamped for pairs of which none is merged; their share is 0.
-        shares = (source_sizes / merged_sizes.gather(1, goals).clamp_min(1e-12))[..., None]
-        # Goals are in the second set, so the size of a merged source becomes exactly 0.
-        merged_sizes[:, first] -= source_sizes
-        for name, table in tables.items():
-            # mean = goal + sum of shares * (source - goal): changes add up, so several sources can have one goal.
-            change = (table[:, first] - gathered_rows(table, goals)) * shares
-            tables[name] = table.scatter_add(1, goals[..., None].expand_as(change), change)
-        remains = merged_sizes > 0
-        stay = indices_of(remains, int(remains.sum(1).max()))
-        # [batch, patches]: the index after the merge of every remaining patch; of a merged one, that of its goal.
-        positions = remains.cumsum(1) - 1
-        positions[:, first] = torch.where(merges, positions.gather(1, goals), positions[:, first])
-        tables = {name: gathered_rows(table, stay) for name, table in tables.items()}
-        new_sizes, patches = merged_sizes.gather(1, stay), self.finished(tables)
-        destinations = torch.full_like(state.patch_indices, -1)
-        destinations = destinations.scatter(1, kept, positions.masked_fill(sizes == 0, -1))
-        return Reduction(kept.gather(1, stay), patches, sizes=new_sizes, destinations=destinations)
-
     def _round(self, state: TokenState, tables: Tables, sizes: Float[Tensor, "batch patches"], most: int) -> "Round":
         features = self.features(tables, sizes)
         first, second = self.split(state, features, most)
@@ -205,13 +152,6 @@ class Round:
             merged = self._shares @ table
         # Under autocast the product has a lower precision than the table, sizes may have a higher one.
         return merged if merged.dtype == table.dtype else merged.to(table.dtype)
-
-
-def _inverse(kept: Indices, present_mask: Bool[Tensor, "batch patches"]) -> Indices:
-    """Returns the index of every patch among the kept ones; -1 for a patch that is not there."""
-    positions = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
-    among_kept = torch.full_like(present_mask, -1, dtype=kept.dtype).scatter(1, kept, positions)
-    return among_kept.masked_fill(~present_mask, -1)
 
 
 def _rows_of(table: Float[Tensor, "batch patches _"], side: Side) -> Float[Tensor, "batch _ _"]:

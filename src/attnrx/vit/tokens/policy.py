@@ -3,15 +3,12 @@
 Policies as text: `evit:0.7@4,7,10`, `spot(variance=false,projected=0):0.7@4,7,10`, `class_attention:0.8/0.5@4,7`,
 `tome:13@every`.
 
-    policy  = reducer ":" [ "mean" "=" ] ( keep { "/" keep } "@" layer { "," layer } | number "@every" )
-    keep    = ratio [ "<" cost ]
+    policy  = reducer ":" ( ratio { "/" ratio } "@" layer { "," layer } | number "@every" )
     reducer = call (`support.text_parsing`), whose knobs may be reducers
 
 One ratio is the share of the remaining patches kept at every stage; several are the shares of the image's patches
-that remain after each stage. A number before @every is the reduction before every layer but the first. After "mean="
-they are means over the images: every image is reduced until a further step would cost more than a threshold, which is
-found on calibration images when the policy is realized. A calibrated policy has the threshold of every stage after
-"<", e.g. `ward:0.7<6.2/0.49<11@4,7`. Invariant: parse_policy(str(policy)) == policy.written.
+that remain after each stage. A number before @every is the reduction before every layer but the first.
+Invariant: parse_policy(str(policy)) == policy.written.
 """
 
 import math
@@ -25,7 +22,7 @@ from attnrx.vit.tokens.reducer import Reducer
 from attnrx.vit.tokens.state import TokenLayout
 
 EXAMPLES = "evit:0.7@4,7,10, spot(variance=false):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
-EVERY, MEAN = "every", "mean"
+EVERY = "every"
 
 
 @dataclass(frozen=True)
@@ -38,28 +35,16 @@ class TokenPolicy:
     With `num_pruned`, the patches are reduced by that number before every layer but the first (the schedule r of ToMe,
     which as published merges inside every layer, including the last). Layers and shares then depend on the model; `on`
     sets them.
-
-    With `by_image` the shares are means over images, and every image has its own number of tokens: a stage merges what
-    costs less than its element of `thresholds`, in units of the reducer's cost. Without thresholds the policy must be
-    calibrated.
     """
 
     reducer: Reducer
     layers: tuple[int, ...] = ()
     keep: tuple[float, ...] = ()
     num_pruned: int | None = None
-    by_image: bool = False
-    thresholds: tuple[float, ...] = ()
 
     def __post_init__(self):
         if self.num_pruned is not None and self.num_pruned < 1:
             raise InvalidInput(f"{self.num_pruned} patches to prune before every layer: give 1 or more.")
-        if self.by_image and not self.reducer.has_costs:
-            raise InvalidInput(
-                f"{self.reducer} has no cost by which every image could have its own number of tokens; use ward, or a "
-                "policy of fixed numbers, e.g. tome:0.7@4,7,10."
-            )
-        self._require_thresholds()
         if self.num_pruned is not None and not self.layers and not self.keep:  # as in text, before `on`
             return
         if not self.layers or len(self.layers) != len(self.keep):
@@ -76,18 +61,6 @@ class TokenPolicy:
                 f"keep={self.keep}: the shares of patches after each stage must lie in (0, 1] and not increase."
             )
 
-    def _require_thresholds(self) -> None:
-        if self.thresholds and (not self.by_image or len(self.thresholds) != len(self.layers)):
-            raise InvalidInput(
-                f"{len(self.thresholds)} thresholds for {len(self.layers)} stages of a policy "
-                f"{'by image' if self.by_image else 'of fixed numbers'}: give one for each stage, by image."
-            )
-        # Files hold no infinite numbers, so a model with one could be saved but not loaded.
-        if any(not 0 <= cost < math.inf for cost in self.thresholds):
-            raise InvalidInput(
-                f"thresholds of {self.thresholds}: a stage merges what costs less; give finite costs of 0 or more."
-            )
-
     @classmethod
     def staged(cls, reducer: Reducer, ratio: float, layers: tuple[int, ...]) -> "TokenPolicy":
         """Returns a policy that keeps the same share of the remaining patches at every stage: rho^s after stage s.
@@ -100,21 +73,12 @@ class TokenPolicy:
         return cls(reducer, layers, _powers(ratio, len(layers)))
 
     def __str__(self) -> str:
-        mean = "mean=" if self.must_be_calibrated else ""
         if self.num_pruned is not None:
-            return f"{self.reducer}:{mean}{self.num_pruned}@every"
-        if self.thresholds:
-            stages = "/".join(f"{keep!r}<{cost!r}" for keep, cost in zip(self.keep, self.thresholds, strict=True))
-            return f"{self.reducer}:{stages}@{','.join(map(str, self.layers))}"
+            return f"{self.reducer}:{self.num_pruned}@every"
         # Exact equality is safe: `staged` computes the powers of the same ratio by the same function. repr round-trips.
         staged = self.keep == _powers(self.keep[0], len(self.keep))
         ratios = repr(self.keep[0]) if staged else "/".join(map(repr, self.keep))
-        return f"{self.reducer}:{mean}{ratios}@{','.join(map(str, self.layers))}"
-
-    @property
-    def must_be_calibrated(self) -> bool:
-        """Whether thresholds must be found before the policy can run."""
-        return self.by_image and not self.thresholds
+        return f"{self.reducer}:{ratios}@{','.join(map(str, self.layers))}"
 
     @property
     def drops(self) -> bool:
@@ -146,14 +110,12 @@ class TokenPolicy:
 
     def describe(self) -> tuple[str, ...]:
         """Returns one sentence per stage, or one sentence for an every-layer policy."""
-        mean = ", on average over images" if self.by_image else ""
         if self.num_pruned is not None:
             return (
-                f"before every layer but the first {self.reducer} removes {self.num_pruned} of the image's "
-                f"patches{mean}",
+                f"before every layer but the first {self.reducer} removes {self.num_pruned} of the image's patches",
             )
         return tuple(
-            f"before layer {layer} {self.reducer} keeps {ratio:.4g} of the image's patches{mean}"
+            f"before layer {layer} {self.reducer} keeps {ratio:.4g} of the image's patches"
             for layer, ratio in zip(self.layers, self.keep, strict=True)
         )
 
@@ -211,7 +173,7 @@ def _powers(ratio: float, count: int) -> tuple[float, ...]:
 class PolicyReader(TextReader):
     """Reads policies; every method consumes the tokens of one rule of the grammar."""
 
-    language = Language("policy", "Policies", EXAMPLES, "():,=/@<")
+    language = Language("policy", "Policies", EXAMPLES, "():,=/@")
     nested = Reducer
 
     def __init__(self, text: str, registry: Mapping[str, type[Reducer]]):
@@ -221,36 +183,21 @@ class PolicyReader(TextReader):
     def read_policy(self) -> TokenPolicy:
         reducer = self.read_reducer()
         self.expect(":", "':' and the keep ratio")
-        mean = self.token.text == MEAN
-        if mean:
-            self.expect("name", MEAN)
-            self.expect("=", "'=' and the mean keep ratio")
         # A number before @every is first read like a ratio, because the @ comes later; `first` keeps its token.
-        first, thresholds = self.token, []
-        ratios = [self.read_keep(thresholds)]
+        first = self.token
+        ratios = [self.read_ratio()]
         while self.take("/"):
-            ratios.append(self.read_keep(thresholds))
+            ratios.append(self.read_ratio())
         self.expect("@", "'@' and the layers before which tokens are pruned")
         if self.token.text == EVERY:
-            return replace(self.read_every(reducer, first, len(ratios) + len(thresholds)), by_image=mean)
+            return self.read_every(reducer, first, len(ratios))
         layers = [self.read_layer()]
         while self.take(","):
             layers.append(self.read_layer())
         self.expect("end", "the end")
-        by_image = mean or bool(thresholds)
-        if len(ratios) == 1 and not thresholds:
-            return replace(TokenPolicy.staged(reducer, ratios[0], tuple(layers)), by_image=by_image)
-        return TokenPolicy(reducer, tuple(layers), tuple(ratios), by_image=by_image, thresholds=tuple(thresholds))
-
-    def read_keep(self, thresholds: list[float]) -> float:
-        """Reads a keep ratio; appends the threshold after it, if there is one."""
-        ratio = self.read_ratio()
-        if self.take("<"):
-            cost = self.expect("number", "the cost of a merge, e.g. 6.2")
-            if cost.text.endswith("%"):
-                raise self.problem(cost.start, f"{cost.text} is a share, and a threshold is a cost, e.g. 6.2")
-            thresholds.append(float(cost.text))
-        return ratio
+        if len(ratios) == 1:
+            return TokenPolicy.staged(reducer, ratios[0], tuple(layers))
+        return TokenPolicy(reducer, tuple(layers), tuple(ratios))
 
     def read_every(self, reducer: Reducer, number: Token, given: int) -> TokenPolicy:
         self.expect("name", EVERY)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -74,8 +73,7 @@ class Reducer(ABC):
     And "image_keys", a hash of the pixels of every image.
 
     A `proportional` reducer changes the sizes of tokens, and later attention weights a token by its size (the logarithm
-    of the size is added to its scores). A stage appends `extra` tokens to the kept ones. A reducer that `has_costs`
-    can reduce every image by a threshold (`reduce_by_cost`). A `learned` reducer has a
+    of the size is added to its scores). A stage appends `extra` tokens to the kept ones. A `learned` reducer has a
     predictor at every stage, or `one_predictor` for all of them. A reducer with `untrained_reason` selects by what only
     a training with it makes meaningful.
     """
@@ -83,7 +81,6 @@ class Reducer(ABC):
     name: ClassVar[str] = ""  # the name in text, set by REDUCERS
     proportional: ClassVar[bool] = False
     extra: ClassVar[int] = 0
-    has_costs: ClassVar[bool] = False
     # These three may depend on the knobs; a reducer whose knobs decide sets them in __post_init__.
     needs: tuple[str, ...] = ()
     learned: bool = False
@@ -98,24 +95,8 @@ class Reducer(ABC):
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Reduces every image to `count` patches."""
 
-    # The threshold is a function, because calibration finds it from the costs (`TokenReduction.calibrating`).
-    def reduce_by_cost(self, state: TokenState, threshold_of: Callable[[PerPatch], float]) -> Reduction:
-        """Reduces every image by all steps that cost less than a threshold, which is a function of the costs.
-
-        Images may keep different numbers of patches: the result has as many as the largest, those of others have size
-        0. Costs of [batch, _] are infinite where there is no step.
-
-        Raises:
-            NotSupported: The reducer has no costs.
-        """
-        raise NotSupported(f"{self} has no costs by which images could be reduced to different numbers of patches.")
-
     def native_merge(self, state: TokenState, count: int) -> Merged | None:
         """Merges to `count` patches in one round by the C++ kernel; None where that does not implement this."""
-        return None
-
-    def native_merge_by_cost(self, state: TokenState, threshold: float) -> Merged | None:
-        """Does what `reduce_by_cost` does for one threshold by the C++ kernel; None where it does not implement it."""
         return None
 
     def predictor(self, shape: Shape) -> nn.Module:

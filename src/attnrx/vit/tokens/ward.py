@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.kernels.native_merging import Merged, native_merge, native_merge_by_cost
+from attnrx.vit.kernels.native_merging import Merged, native_merge
 from attnrx.vit.tokens.merging import Merging, Tables
 from attnrx.vit.tokens.reducer import Shape
 from attnrx.vit.tokens.state import TokenState
@@ -23,8 +23,6 @@ class Ward(Merging):
     the class token pays a patch in the previous layer, mean 1 over the patches: errors of patches that the class token
     does not attend to cost less. The means are weighted by the sizes themselves.
     """
-
-    has_costs = True
 
     lengths: bool = True
     relevance: float = 0.0
@@ -60,10 +58,6 @@ class Ward(Merging):
     def native_merge(self, state: TokenState, count: int) -> Merged:
         tokens, sizes, indices = state.tokens, state.sizes, state.patch_indices
         return native_merge(tokens, sizes, indices, None, count, self.lengths, self._weights(state))
-
-    def native_merge_by_cost(self, state: TokenState, threshold: float) -> Merged:
-        tokens, sizes, indices = state.tokens, state.sizes, state.patch_indices
-        return native_merge_by_cost(tokens, sizes, indices, threshold, self._weights(state), self.lengths)
 
     def first_tables(self, tables: Tables) -> Tables:
         # Norms are a table of their own: merged like the patches, they become means weighted by size.
