@@ -20,7 +20,7 @@ def _snake_case(name: str) -> str:
 REGISTRIES: Mapping[str, Callable[[], Registry]] = {
     "rules": lambda: rx.rules.RULES,
     "checks": rx.checks.all_checks,
-    "tokens": lambda: rx.tokens.REDUCERS,
+    "tokens": rx.tokens.known_reducers,
     "losses": lambda: {_snake_case(kind.__name__): kind for kind in rx.losses.LOSSES},
     "diagnostics": lambda: rx.diagnostics.DIAGNOSTICS,
 }

@@ -14,7 +14,17 @@ from attnrx.support.errors import DataError, InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models import attach_tokens_, family_of, reduction_of, resized
 from attnrx.vit.models.huggingface_readers import reader_of
-from attnrx.vit.tokens import ClassAttention, EViT, EvoViT, TokenPolicy, ToMe, Ward, ZeroTPrune
+from attnrx.vit.tokens import (
+    ClassAttention,
+    EViT,
+    TokenPolicy,
+    ToMe,
+    Ward,
+)
+from attnrx_lab.tokens import (
+    EvoViT,
+    ZeroTPrune,
+)
 
 rx = pytest.importorskip("attnrx")
 pretrained = pytest.importorskip("support.pretrained")

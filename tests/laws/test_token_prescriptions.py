@@ -29,7 +29,13 @@ from attnrx.vit.models import (
     model_fingerprint,
     save_model,
 )
-from attnrx.vit.tokens import HaltingScores, TokenPolicy, parse_policy
+from attnrx.vit.tokens import (
+    TokenPolicy,
+    parse_policy,
+)
+from attnrx_lab.tokens import (
+    HaltingScores,
+)
 from support import cases
 from support.cases import PATTERNS, REDUCTIONS, with_heads
 from support.comparisons import pixels

@@ -24,8 +24,20 @@ from attnrx.vit.models import (
     save_model,
 )
 from attnrx.vit.models import token_reduction as reducing_module
-from attnrx.vit.tokens import DTPS, ClassAttention, DynamicViT, EViT, Spot, SPViT, TokenPolicy, TokenState, sampled_keep
+from attnrx.vit.tokens import (
+    ClassAttention,
+    DynamicViT,
+    EViT,
+    Spot,
+    TokenPolicy,
+    TokenState,
+    sampled_keep,
+)
 from attnrx.vit.tokens.reducer import best, odds
+from attnrx_lab.tokens import (
+    DTPS,
+    SPViT,
+)
 from support.cases import REDUCTIONS
 from support.pretrained import TIMM, VIT, adopted_once, inputs, of_timm
 from support.tiny_runs import At, same, weights

@@ -7,13 +7,15 @@ from torch import nn
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.vit.models import attach_tokens_, family_of, observing, reduction_of, token_run
 from attnrx.vit.tokens import (
-    DTPS,
     REDUCERS,
-    HaltingScores,
     MapMoments,
     Reducer,
     Spot,
     TokenPolicy,
+)
+from attnrx_lab.tokens import (
+    DTPS,
+    HaltingScores,
 )
 from support import cases
 from support.cases import REDUCTIONS

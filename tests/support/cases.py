@@ -59,26 +59,28 @@ from attnrx.vit.models import (
 )
 from attnrx.vit.models.transformer import Model
 from attnrx.vit.tokens import (
-    ATS,
-    DTPS,
     AttentionAverage,
     AttentionReceived,
     ClassAttention,
     DynamicViT,
     EViT,
+    Random,
+    Reducer,
+    Spot,
+    ToMe,
+    Ward,
+)
+from attnrx_lab.checks import Robustness, Transfer
+from attnrx_lab.tokens import (
+    ATS,
+    DTPS,
     EvoViT,
     HaltingScores,
     HeadSelector,
     PiToMe,
-    Random,
-    Reducer,
-    Spot,
     SPViT,
-    ToMe,
-    Ward,
     ZeroTPrune,
 )
-from attnrx_lab.checks import Robustness, Transfer
 
 TINY = {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3, "mlp_ratio": 2.0}
 

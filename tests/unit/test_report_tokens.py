@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import attnrx as rx
 from attnrx.show.reports import ReportContent, sample_attention, sample_tokens
 from attnrx.show.reports.drawing import AxisScale
 from attnrx.show.reports.figures import patch_picture
@@ -21,12 +20,14 @@ from attnrx.vit.tokens import (
     ClassAttention,
     DynamicViT,
     EViT,
-    PiToMe,
     Random,
     Reducer,
     TokenPolicy,
     ToMe,
     Ward,
+)
+from attnrx_lab.tokens import (
+    PiToMe,
 )
 from support import cases, report_content
 from support.command_line import call, record

@@ -8,7 +8,7 @@ from attnrx.support.errors import NotSupported
 from attnrx.training.losses import KeepRatio, LossContext, PerturbationRobustness
 from attnrx.vit.models import attach_tokens_, family_of, recording_blocks, recording_tokens
 from attnrx.vit.tokens import DynamicViT, Reducer, TokenPolicy, TokenState
-from attnrx.vit.tokens.learned_scores import HeadSelectorPredictor, head_mean
+from attnrx_lab.tokens.scores import HeadSelectorPredictor, head_mean
 from support.pretrained import TIMM, VIT, of_timm
 
 

@@ -9,29 +9,31 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.tokens import (
-    ATS,
-    DTPS,
     ClassAttention,
     DynamicViT,
     EViT,
-    EvoViT,
-    HaltingScores,
-    PiToMe,
     Random,
     Reducer,
     Reduction,
     Shape,
     Spot,
-    SPViT,
     TokenLayout,
     TokenState,
     ToMe,
     Ward,
+)
+from attnrx.vit.tokens.spot import attention_features, standardized_features
+from attnrx_lab.tokens import (
+    ATS,
+    DTPS,
+    EvoViT,
+    HaltingScores,
+    PiToMe,
+    SPViT,
     ZeroTPrune,
 )
-from attnrx.vit.tokens.pitome import energy_scores
-from attnrx.vit.tokens.spot import attention_features, standardized_features
-from attnrx.vit.tokens.zero_tprune import page_rank, redundant
+from attnrx_lab.tokens.pitome import energy_scores
+from attnrx_lab.tokens.zero_tprune import page_rank, redundant
 
 SHAPE = Shape(8, 2, TokenLayout(1, 9, True, "class"))
 

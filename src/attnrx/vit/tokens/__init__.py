@@ -1,14 +1,15 @@
 """Token pruning and merging: reducers that select, before some layers, which tokens the next layers process."""
 
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
 from attnrx.support.dataclass_records import from_dict
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.tokens.fusing import DTPS, EViT, FusedToken, Soft, SPViT
-from attnrx.vit.tokens.learned_scores import DynamicViT, HeadSelector
+from attnrx.vit.tokens.fusing import EViT, Soft
+from attnrx.vit.tokens.learned_scores import DynamicViT
 from attnrx.vit.tokens.merging import ToMe
-from attnrx.vit.tokens.pitome import PiToMe
 from attnrx.vit.tokens.policy import PolicyReader, TokenPolicy
 from attnrx.vit.tokens.random import Random, image_keys
 from attnrx.vit.tokens.reducer import (
@@ -31,16 +32,8 @@ from attnrx.vit.tokens.state import (
     TokenState,
     gathered_rows,
 )
-from attnrx.vit.tokens.untrained_scores import (
-    ATS,
-    AttentionAverage,
-    AttentionReceived,
-    ClassAttention,
-    EvoViT,
-    HaltingScores,
-)
+from attnrx.vit.tokens.untrained_scores import AttentionAverage, AttentionReceived, ClassAttention
 from attnrx.vit.tokens.ward import Ward
-from attnrx.vit.tokens.zero_tprune import ZeroTPrune
 
 # Every reducer by its name in text.
 REDUCERS: Mapping[str, type[Reducer]] = {
@@ -53,25 +46,14 @@ REDUCERS: Mapping[str, type[Reducer]] = {
     "ward": Ward,
     "dynamicvit": DynamicViT,
     "spot": Spot,
-    "zero_tprune": ZeroTPrune,
-    "halting_scores": HaltingScores,
-    "head_selector": HeadSelector,
-    "spvit": SPViT,
-    "dtps": DTPS,
-    "pitome": PiToMe,
-    "ats": ATS,
-    "evo_vit": EvoViT,
 }
 # Stated once, here: `str(reducer)` writes the name that `parse_reducer` reads.
 for _name, _kind in REDUCERS.items():
     _kind.name = _name
-# Separate from REDUCERS, from which the reference of the package is generated (docs/making/parts.py).
 _REGISTERED: dict[str, type[Reducer]] = {}
 
 __all__ = [
     "ALL_LAYERS",
-    "ATS",
-    "DTPS",
     "LAST_LAYER",
     "MOMENTS",
     "REDUCERS",
@@ -80,17 +62,11 @@ __all__ = [
     "ClassAttention",
     "DynamicViT",
     "EViT",
-    "EvoViT",
-    "FusedToken",
-    "HaltingScores",
-    "HeadSelector",
     "MapMoments",
-    "PiToMe",
     "Predicting",
     "Random",
     "Reducer",
     "Reduction",
-    "SPViT",
     "SampledTokens",
     "Selecting",
     "Shape",
@@ -101,7 +77,6 @@ __all__ = [
     "TokenPolicy",
     "TokenState",
     "Ward",
-    "ZeroTPrune",
     "attention_features",
     "destinations_of",
     "gathered_rows",
@@ -123,15 +98,24 @@ def register_reducer(name: str, kind: type[Reducer]) -> None:
     Raises:
         InvalidInput: Another reducer has this name.
     """
-    if known_reducers().get(name, kind) is not kind:
+    if {**REDUCERS, **_REGISTERED}.get(name, kind) is not kind:
         raise InvalidInput(f"the token reducer {name} exists already; choose another name.")
     kind.name = name
     _REGISTERED[name] = kind
 
 
 def known_reducers() -> Mapping[str, type[Reducer]]:
-    """Returns the reducers of this package and the registered ones, by name."""
+    """Returns the reducers of this package, those of other packages (entry points of the group `attnrx.tokens`, modules
+    that register theirs) and the registered ones, by name.
+    """
+    _import_plugins()
     return {**REDUCERS, **_REGISTERED}
+
+
+@cache
+def _import_plugins() -> None:
+    for entry in entry_points(group="attnrx.tokens"):
+        entry.load()
 
 
 def parse_policy(text: str) -> TokenPolicy:

@@ -1,14 +1,10 @@
-"""Reducers that keep the patches of the highest scores, which come from attention or features and are not learned."""
+"""Reducers that keep the patches of the highest scores, which come from attention and are not learned."""
 
-import math
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
-from attnrx.support.errors import InvalidInput
-from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.tokens.reducer import PerPatch, Reducer, Reduction, Selecting, reduced_to_best
+from attnrx.vit.tokens.reducer import PerPatch, Selecting
 from attnrx.vit.tokens.state import TokenState
 
 
@@ -51,98 +47,3 @@ class AttentionReceived(Selecting):
         present_mask = (state.sizes > 0).to(state.attention.dtype)
         received = (state.attention * present_mask[:, None, :, None]).sum(2)  # over the queries: [batch, heads, tokens]
         return received[:, :, state.prefix :].mean(1)
-
-
-@dataclass(frozen=True)
-class EvoViT(AttentionAverage):
-    """Keeps the patches of the highest global class attention (Xu et al., AAAI 2022).
-
-    The class attention of every layer, averaged over the heads, is blended into that of the previous layers with the
-    weight 1 - `alpha`: G of the first layer is its own, then G = alpha G + (1 - alpha) A. In the paper the patches that
-    are not selected remain as placeholders, updated by one representative token; here they are pruned, and
-    `evit(scores=evo_vit)` keeps one fused token for them.
-    """
-
-    alpha: float = 0.5
-
-    def __post_init__(self):
-        if not 0 <= self.alpha < 1:
-            raise InvalidInput(f"{self}: alpha is the weight of the previous layers; give a number in [0, 1).")
-
-    def accumulate(self, before: PerPatch | None, scores: PerPatch) -> PerPatch:
-        return scores if before is None else self.alpha * before + (1 - self.alpha) * scores
-
-
-@dataclass(frozen=True)
-class ATS(Reducer):
-    """Adaptive token sampling (Fayyaz et al., ECCV 2022) with a fixed number of patches; nothing is learned.
-
-    The significance of a patch is the class attention to it times the norm of its value, scaled to a sum of 1 in every
-    head, and averaged over the heads. Inverse transform sampling at the fixed points (2 k - 1) / 2 K (k = 1..K) selects
-    the patches: one of large significance is hit more than once, patches of small significance share a point. As
-    published the number of patches differs between images, because each patch is kept once however often it is hit.
-    Here it is fixed: K is the number to keep, and the patches of the highest significance replace repeated hits. As
-    published patches are removed within the attention of a layer; here it is before the next layer.
-    """
-
-    needs = ("class_attention", "value_norms")
-
-    def significance(self, state: TokenState) -> PerPatch:
-        """Returns the distribution that is sampled from; 0 for pruned patches."""
-        assert state.class_attention is not None
-        assert state.value_norms is not None
-        scores = (state.class_attention * state.value_norms)[:, :, state.prefix :] * state.present_mask[:, None]
-        totals = scores.sum(2, keepdim=True)
-        # A head whose values are all zero has no part in the sum; it would be divided by zero.
-        scores = (scores / torch.where(totals > 0, totals, 1.0)).sum(1)
-        # Where all are 0 (all values are zero), the remaining patches are equally significant.
-        scores = torch.where(scores.sum(1, keepdim=True) > 0, scores, state.present_mask)
-        return scores / scores.sum(1, keepdim=True)
-
-    def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
-        """Samples `count` points, and keeps as many patches."""
-        significance = self.significance(state)
-        # The points up to a share s of the distribution are floor(K s + 1/2): a patch is hit if there are more of them
-        # at its end than at its beginning.
-        ends = (count * significance.cumsum(1) + 0.5).floor()
-        hit = ends > torch.nn.functional.pad(ends, (1, 0))[:, :-1]
-        # A significance is at most 1, so 2 puts every hit before every other patch.
-        return reduced_to_best(state, significance + 2 * hit, count)
-
-
-@dataclass(frozen=True)
-class HaltingScores(Selecting):
-    """Prunes the patches whose halting scores have the largest sum: the rule of A-ViT (Yin et al., CVPR 2022).
-
-    After every layer a token's halting score is sigmoid(gamma x + beta) of its first feature x. Training with
-    A-ViT's ponder loss and prior makes x a halting score; without it x has no such meaning, and results are not those
-    of A-ViT. In A-ViT tokens halt at any layer where their sum reaches 1 - epsilon, so the number of kept tokens
-    differs between images; here the numbers are the policy's, and only the order is A-ViT's. The class token, whose
-    layers A-ViT averages with halting probabilities, does not halt here.
-    """
-
-    # The values of the paper.
-    gamma: float = 5.0
-    beta: float = -10.0
-
-    needs = ("accumulated",)
-
-    def __post_init__(self):
-        if not (math.isfinite(self.gamma) and math.isfinite(self.beta)) or self.gamma == 0:
-            raise InvalidInput(f"{self}: gamma scales a feature and beta shifts it; give finite numbers, gamma not 0.")
-
-    @property
-    def untrained_reason(self) -> str:
-        return "the first feature of a token is no halting score until a ponder loss trains it"
-
-    def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
-        return torch.sigmoid(self.gamma * tokens[..., 0] + self.beta)
-
-    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        assert state.accumulated is not None
-        return -state.accumulated  # the patch of the largest sum is the first to halt
-
-    def weights(self, relevance: PerPatch) -> PerPatch:
-        """Returns the remainder 1 - sum of the halting scores, at least 0."""
-        # `relevance` is minus the sum. The clamp: under a policy's numbers a patch may stay beyond a sum of 1.
-        return (1 + relevance).clamp(min=0)
