@@ -33,7 +33,7 @@ from attnrx.support.storage import write_json
 from attnrx.vit.costs import device_name
 from attnrx.vit.models import attach_tokens_, evaluating, family_of, model_fingerprint, observing, reduction_of
 from attnrx.vit.observation import Observation
-from attnrx.vit.tokens import REDUCERS, TokenLayout, TokenPolicy, parse_policy
+from attnrx.vit.tokens import TokenLayout, TokenPolicy, known_reducers, parse_policy
 from attnrx.vit.tokens.reducer import best
 from attnrx_lab.clutter import patches_left
 
@@ -289,7 +289,7 @@ def reducing(model: nn.Module, policy: TokenPolicy, arguments: argparse.Namespac
     layout = family_of(model).token_layout(model)
     models: dict[str, nn.Module] = {}
     for name in arguments.reducers:
-        reducer = REDUCERS[name]()
+        reducer = known_reducers()[name]()
         if reducer.learned:
             raise InvalidInput(f"{name} has a predictor that must be trained; give it with --also {name}=FOLDER.")
         # Without a class token, reducers by its attention are left out.
@@ -323,7 +323,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--stages", default="0.7@4,7,10", help="RATIO@LAYER,LAYER,...")
     parser.add_argument(
-        "--reducers", nargs="*", choices=REDUCERS, default=[n for n, r in REDUCERS.items() if not r().learned]
+        "--reducers",
+        nargs="*",
+        choices=known_reducers(),
+        default=[n for n, r in known_reducers().items() if not r().learned],
     )
     parser.add_argument("--also", nargs="*", default=[], metavar="NAME=FOLDER", help="models with trained predictors")
     parser.add_argument("--noise", nargs="+", type=float, default=[0.05, 0.2, 0.5], help="in normalized images")

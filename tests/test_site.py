@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 REGISTRIES = {
     "rules": rx.rules.RULES,
     "checks": rx.checks.all_checks(),
-    "tokens": rx.tokens.REDUCERS,
+    "tokens": rx.tokens.known_reducers(),
     "diagnostics": rx.diagnostics.DIAGNOSTICS,
 }
 

@@ -160,7 +160,7 @@ def test_every_map_alone_has_controls(subjects: list[Subject], maps: str, kinds:
 
 def test_shared_directions_have_random_controls_only(subjects: list[Subject]) -> None:
     subject = subjects[0]
-    prescription = rx.prescribe(subject.diagnosis, "shared_rank:5,sweeps=1,form=cp,start=water_filling")
+    prescription = rx.prescribe(subject.diagnosis, "shared_rank:5,sweeps=1,form=cp")
     assert control_prescriptions(subject.diagnosis, prescription, draws=1).keys() == {"random"}
     with pytest.raises(NotSupported, match="uniform_matched"):
         control_prescriptions(subject.diagnosis, prescription, ("uniform",))
@@ -168,9 +168,7 @@ def test_shared_directions_have_random_controls_only(subjects: list[Subject]) ->
 
 def test_controls_of_a_model_with_shared_directions_use_as_many(subjects: list[Subject]) -> None:
     dense = subjects[0]
-    shared = rx.realize(
-        dense.model, rx.prescribe(dense.diagnosis, "shared_rank:6,sweeps=1,form=cp,start=water_filling")
-    )
+    shared = rx.realize(dense.model, rx.prescribe(dense.diagnosis, "shared_rank:6,sweeps=1,form=cp"))
     found = rx.diagnose(shared, pixels(dense.model.config, 12))  # type: ignore[arg-type]
     prescription = rx.prescribe(found, "top_rank:2")
     (control,) = control_prescriptions(found, prescription, ("random",), draws=1)["random"]

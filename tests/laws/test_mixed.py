@@ -35,13 +35,13 @@ def dense() -> tuple[nn.Module, rx.Diagnosis]:
 
 
 @cache
-def prescribed(form: str = "tied", rank: int = 5) -> Prescription:
+def prescribed(form: str = "literal", rank: int = 5) -> Prescription:
     """Block terms in every layer, and values of different dimensions."""
     return rx.prescribe(dense()[1], {"qk": f"shared_rank:{rank},form={form},sweeps=5", **VALUES})
 
 
 @cache
-def mixed(form: str = "tied") -> nn.Module:
+def mixed(form: str = "literal") -> nn.Module:
     return rx.realize(dense()[0], prescribed(form))
 
 
@@ -63,9 +63,8 @@ def agree(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("head_is_removed", [False, True])
-@pytest.mark.parametrize("form", ["tied", "literal"])
-def test_it_is_the_shared_form_with_equal_strengths_in_a_block(form: str, head_is_removed: bool) -> None:
-    prescription = prescribed(form)
+def test_it_is_the_shared_form_with_equal_strengths_in_a_block(head_is_removed: bool) -> None:
+    prescription = prescribed()
     if head_is_removed:
         layers = (cases.with_heads(layer, [True, False, True]) for layer in prescription.layers)
         prescription = replace(prescription, layers=tuple(layers))
@@ -132,7 +131,7 @@ def test_directions_removed_head_by_head_leave_heads_with_rows_of_their_own(rule
             rx.realize(models[0], prescriptions[0], by="mask")
 
 
-@pytest.mark.parametrize("form", ["cp", "tied"])
+@pytest.mark.parametrize("form", ["cp", "literal"])
 def test_shared_directions_are_ranked_by_their_strengths(form: str) -> None:
     model = mixed(form)
     diagnosis = rx.diagnose(model, IMAGES, batch_size=8, moments=True)
@@ -178,7 +177,7 @@ def test_refinement_improves_it() -> None:
 
 @pytest.mark.slow
 def test_a_random_control_costs_the_same() -> None:
-    rule = SharedRank(5, form="tied", sweeps=2, start="water_filling")
+    rule = SharedRank(5, form="literal", sweeps=2)
     models = [rx.realize(dense()[0], prescribe_maps(dense()[1], each)) for each in (rule, RandomMatched(rule))]
     assert [forms_of(each) for each in models] == [{"mixed"}] * 2
     first, second = (family_of(each).costs(each) for each in models)

@@ -94,7 +94,7 @@ def test_a_one_head_layer_is_realized_as_any_other(
     assert counted == family_of(small).costs(small).product_macs
 
 
-@pytest.mark.parametrize("form", ["cp", "tied"])
+@pytest.mark.parametrize("form", ["cp", "literal"])
 def test_shared_directions_of_one_head_stay_shared(
     form: str, tmp_path, models: dict[str, VisionTransformer], images: ImageSet, diagnoses: dict[str, Diagnosis]
 ) -> None:
@@ -103,7 +103,7 @@ def test_shared_directions_of_one_head_stay_shared(
     scores = [layer.qk for layer in prescription.layers]
     assert all(layer.is_shared and layer.directions == 8 and layer.kept == 5 for layer in scores)
     small = rx.realize(models["dense"], prescription)
-    expected = "mixed" if form == "tied" else "shared"
+    expected = "mixed" if form == "literal" else "shared"
     assert all(layer.spec.form == expected for layer in family_of(small).attention(small))
     with pytest.raises(NotSupported, match="by='compress'"):
         rx.realize(models["dense"], prescription, by="mask")

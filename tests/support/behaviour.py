@@ -73,7 +73,7 @@ SETTINGS = [
     Setting("dense", {"qk": "uniform_rank:0.5,metric=weights"}),
     Setting("dense", {"qk": "total_rank:0.5,metric=softmax"}),
     Setting("dense", {"qk": "contribution_energy:0.8,metric=centered"}),
-    Setting("dense", {"qk": "shared_rank:5,form=tied,joint=centered,sweeps=20"}),
+    Setting("dense", {"qk": "shared_rank:5,form=literal,joint=centered,sweeps=20"}),
     Setting("dense", {"qk": "shared_rank:5,form=cp,sweeps=20"}),
     Setting("dense", {"qk": "fusion_rank:6,sweeps=20"}),
     Setting("dense", {"vo": "uniform_rank:0.5,metric=weights"}),

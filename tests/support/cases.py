@@ -131,7 +131,7 @@ RULES: dict[str, Rule] = {
 # Rules that combine the rows of heads, which only forms without norms allow.
 REWRITING: dict[str, Rule] = {
     "fusion_rank": FusionRank(6, sweeps=20),
-    "shared_rank": SharedRank(5, form="tied", joint="centered", sweeps=20),
+    "shared_rank": SharedRank(5, form="literal", joint="centered", sweeps=20),
 }
 
 # name -> reducer of tokens; learned ones get random predictors where they are used.

@@ -8,7 +8,6 @@ from scipy.optimize import minimize
 
 from attnrx.change.decompositions import (
     Canonical,
-    CorrectionSchedule,
     FactoredTensor,
     als,
     cpd_epc,
@@ -125,25 +124,20 @@ def test_errors_that_rounding_hides_may_rise_to_the_smallest_bound() -> None:
 @pytest.mark.parametrize("finish", [False, True])
 def test_least_squares_gets_further_through_a_correction(finish: bool) -> None:
     tensor = collinear()
-    schedule = CorrectionSchedule(sweeps=50, finish=finish)
     alone = als(tensor, 5, start="random", sweeps=100, tolerance=0.0)
-    found = cpd_epc(tensor, 5, start="random", schedule=schedule)
+    found = cpd_epc(tensor, 5, start="random", sweeps=50, finish=finish)
     assert tensor.relative_error(*found.factors) < alone.errors[-1]
 
 
 def test_a_last_correction_lowers_the_sensitivity_and_not_the_error() -> None:
     tensor = collinear()
-    without, corrected = (
-        cpd_epc(tensor, 5, schedule=CorrectionSchedule(sweeps=20, correction_sweeps=20, finish=finish))
-        for finish in (False, True)
-    )
+    without, corrected = (cpd_epc(tensor, 5, sweeps=20, finish=finish) for finish in (False, True))
     assert term_sensitivity(corrected) < least_sensitivity(without)
     assert corrected.errors[-1] <= without.errors[-1] * (1 + 1e-9)
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:
-    schedule = CorrectionSchedule(sweeps=10, correction_sweeps=10)
-    first, again = (cpd_epc(heads(), 5, start="random", schedule=schedule, seed=4) for _ in range(2))
+    first, again = (cpd_epc(heads(), 5, start="random", sweeps=10, seed=4) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.factors, again.factors, strict=True))
 
 

@@ -57,7 +57,7 @@ def test_directions_that_do_nothing_are_removed_exactly(change: Callable[[Attent
 @pytest.mark.slow
 def test_shared_directions_of_deficient_heads_are_exact(change: Callable[[Attention], None]) -> None:
     vit, shown = changed(change), images(CONFIG)
-    given = prescribe_maps(diagnose(vit, speckles(CONFIG)), SharedRank(9, form="tied", sweeps=40))
+    given = prescribe_maps(diagnose(vit, speckles(CONFIG)), SharedRank(9, form="cp", sweeps=40))
     torch.testing.assert_close(realize(vit, given)(shown), vit(shown), rtol=0, atol=1e-8)
 
 

@@ -9,14 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.change.decompositions import (
-    Canonical,
-    CorrectionSchedule,
-    Fusion,
-    cpd_epc,
-    fusion_ranks,
-    water_filled_blocks,
-)
+from attnrx.change.decompositions import Canonical, Fusion, cpd_epc, fusion_ranks, water_filled
 from attnrx.decide.rules.shared import JointForm
 from attnrx.nouns.diagnosis import LayerDiagnosis
 from attnrx.support.errors import InvalidInput
@@ -29,7 +22,6 @@ from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import MODEL_KNOBS, Experiment, plain_measures
 from attnrx_lab.papers.irratt import METRIC
 
-CORRECTIONS = 100  # sweeps of the correction, at most
 DRAWN = 10_000  # random columns, for a standard error of the chance level below half a point
 
 Mix = Float[Tensor, "heads rank"]
@@ -106,11 +98,10 @@ class FusionExperiment(Experiment):
             mix, error = spectrum.strength.double(), {}  # nothing was decomposed
         else:
             rank = max(1, round(share * int(spectrum.used.sum())))
-            schedule = CorrectionSchedule(self.sweeps, correction_sweeps=min(self.sweeps, CORRECTIONS))
             # Every layer starts from draws of its own.
-            terms = cpd_epc(tensor, rank, start="random", schedule=schedule, seed=self.seed + layer)
+            terms = cpd_epc(tensor, rank, start="random", sweeps=self.sweeps, seed=self.seed + layer)
             mix, error = terms.mix, {"error": tensor.relative_error(*terms.factors)}
-        return mix, water_filled_blocks(tensor, mix.shape[1]).ranks, error
+        return mix, fusion_ranks(water_filled(tensor, mix.shape[1])).ranks, error
 
 
 def _owners(mix: Mix) -> Fusion:

@@ -11,12 +11,9 @@ from attnrx.change.decompositions.block_term import (
     initial_blocks,
     nonnegative_units,
     ownership_penalty,
-    tied_als,
-    water_filled_blocks,
 )
 from attnrx.change.decompositions.canonical import (
     Canonical,
-    CorrectionSchedule,
     als,
     cpd_epc,
     epc,
@@ -39,7 +36,6 @@ __all__ = [
     "Balanced",
     "BlockTerms",
     "Canonical",
-    "CorrectionSchedule",
     "FactoredTensor",
     "Fusion",
     "LowRank",
@@ -66,9 +62,7 @@ __all__ = [
     "plain_svd",
     "read_out",
     "svd_directions",
-    "tied_als",
     "unit_losses",
     "water_fill",
     "water_filled",
-    "water_filled_blocks",
 ]

@@ -1,26 +1,17 @@
 """The block-term decomposition BTD-(L, L, 1): a term belongs to one block, and a block has one mix of the slices.
 
-Blocks are fitted jointly (`tied_als`) or one at a time (`deflate`: Algorithms 2 and 3 of IrrAtt). The ranks of the
-blocks come from the fusion matrix, after training with constraints (Eq. 7) or without.
+Blocks are fitted one at a time (`deflate`: Algorithms 2 and 3 of IrrAtt). Their ranks come from the fusion matrix,
+after training with constraints (Eq. 7) or without.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
 
-from attnrx.change.decompositions.canonical import (
-    Canonical,
-    CorrectionSchedule,
-    Factors,
-    alternated,
-    cpd_epc,
-    water_filled,
-)
-from attnrx.change.decompositions.factored import FactoredTensor, unit_columns
-from attnrx.support.errors import UnknownName
+from attnrx.change.decompositions.canonical import Canonical, Factors, cpd_epc
+from attnrx.change.decompositions.factored import FactoredTensor
 from attnrx.support.shapes import Float, Int, Tensor
 
-FORMS = ("tied", "literal")
 SWEEPS = 5  # of Algorithm 3 of IrrAtt, and of its Algorithm 2 for each block
 TINY = torch.finfo(torch.float32).tiny  # a length below it is zero
 
@@ -86,7 +77,7 @@ def initial_blocks(terms: Canonical) -> BlockTerms:
     the identity.
     """
     # With the identity as mix a slice has the terms of its own block only; what they gave to other slices is lost here,
-    # and comes back with the mix that `tied_als` or `deflate` fits.
+    # and comes back with the mix that `deflate` fits.
     owner = fusion_ranks(terms).owner
     order = owner.argsort(stable=True)
     left = terms.left * terms.mix.gather(0, owner[None])
@@ -94,58 +85,12 @@ def initial_blocks(terms: Canonical) -> BlockTerms:
     return BlockTerms(left[:, order], terms.right[:, order], identity, owner[order])
 
 
-def water_filled_blocks(tensor: FactoredTensor, rank: int) -> BlockTerms:
-    """Returns the best blocks with `rank` terms in total and the identity as mix."""
-    return initial_blocks(water_filled(tensor, rank))
+def block_terms(tensor: FactoredTensor, rank: int, *, sweeps: int = 200, seed: int = 0) -> BlockTerms:
+    """Returns a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, and Algorithms 1 to 3 of IrrAtt.
 
-
-def tied_als(tensor: FactoredTensor, start: BlockTerms, *, sweeps: int = 200, tolerance: float = 1e-8) -> BlockTerms:
-    """Improves all blocks jointly by alternating least squares; the error never increases.
-
-    Blocks are a canonical decomposition whose terms of one block are tied to one column of the mix, C = mix E with E
-    the one-hot owners: left and right have the same updates, and mix = (G_C E^T)(E Gamma_C E^T)^-1 is one small solve.
-    This replaces Algorithms 2 and 3 of IrrAtt, which improve one block at a time. Owners and ranks do not change. The
-    returned columns of mix have unit length. Stops as `als` does.
+    The start is random, because water-filled terms impose their owners on the fit.
     """
-    # E, [blocks, rank]: one-hot columns.
-    belongs = torch.eye(len(start.mix), dtype=torch.float64, device=start.owner.device)[:, start.owner]
-    (left, right, mix), errors = alternated(tensor, (start.left, start.right, start.mix), sweeps, tolerance, belongs)
-    mix, length = unit_columns(mix)
-    return BlockTerms(left * length[start.owner], right, mix, start.owner, errors)
-
-
-def block_terms(
-    tensor: FactoredTensor,
-    rank: int,
-    *,
-    form: str = "tied",
-    start: str | Canonical = "best",
-    schedule: CorrectionSchedule | None = None,
-    seed: int = 0,
-) -> BlockTerms:
-    """Returns a BTD-(L, L, 1) with ranks from the fusion matrix: CPD-EPC, Algorithm 1 of IrrAtt, and one of FORMS.
-
-    "tied" improves all blocks jointly (`tied_als`); "literal" improves one block at a time (`deflate`). With the start
-    "random" or "water_filling" the owners are those of the CPD-EPC from that start; a random start imposes no owners on
-    the fit. "best" also improves the water-filled blocks and returns the result with the smaller error, so that "tied"
-    is never worse than water-filling; "literal", whose error can rise, uses only the random start.
-
-    Raises:
-        UnknownName: The form is not one of FORMS.
-    """
-    schedule = schedule or CorrectionSchedule()
-    if form not in FORMS:
-        raise UnknownName("form", form, FORMS)
-    is_best = start == "best"
-    # A random start imposes no owners on the fit; the water-filled blocks are the second start.
-    terms = cpd_epc(tensor, rank, start="random" if is_best else start, schedule=schedule, seed=seed)
-    starts = [initial_blocks(terms)]
-    if form == "literal":
-        return deflate(tensor, starts[0])
-    if is_best:
-        starts.append(water_filled_blocks(tensor, rank))
-    fits = [tied_als(tensor, blocks, sweeps=schedule.sweeps) for blocks in starts]
-    return min(fits, key=lambda blocks: blocks.errors[-1])
+    return deflate(tensor, initial_blocks(cpd_epc(tensor, rank, start="random", sweeps=sweeps, finish=True, seed=seed)))
 
 
 def deflate(tensor: FactoredTensor, start: BlockTerms) -> BlockTerms:

@@ -118,27 +118,14 @@ def als(
             for single in ("water_filling", "random")
         )
         return min(runs, key=lambda terms: terms.errors[-1])
-    factors = starting_terms(tensor, rank, start, seed).factors
-    (left, right, mix), errors = alternated(tensor, factors, sweeps, tolerance)
-    # A start that no sweep improved has columns of any length.
-    (left, left_length), (right, right_length) = unit_columns(left), unit_columns(right)
-    return Canonical(left, right, mix * left_length * right_length, errors)
-
-
-def alternated(
-    tensor: FactoredTensor, factors: Factors, sweeps: int, tolerance: float, belongs: Tensor | None = None
-) -> tuple[Factors, tuple[float, ...]]:
-    """Improves three factors by alternating least squares; the error never increases.
-
-    With `belongs` [blocks, rank], one-hot, the terms of a block share one column of the mix [slices, blocks].
-    """
     # A sweep costs four products of rows x (slices * inner) x rank, because projections are used for two modes each.
-    best, errors = factors, [tensor.relative_error(*_untied(factors, belongs))]
-    right, mix = unit_columns(factors[1])[0], factors[2]
+    best = starting_terms(tensor, rank, start, seed).factors
+    errors = [tensor.relative_error(*best)]
+    right, mix = unit_columns(best[1])[0], best[2]
     projection = tensor.project_right(right)
     for _ in range(sweeps):
-        left, right, mix, projection, square = _sweep(tensor, right, projection, mix, belongs)
-        error = error_of(tensor, _untied((left, right, mix), belongs), square)
+        left, right, mix, projection, square = _sweep(tensor, right, projection, mix)
+        error = error_of(tensor, (left, right, mix), square)
         converged = errors[-1] - error <= tolerance * errors[-1]
         # Near convergence, rounding can make the last sweep slightly worse.
         if error <= errors[-1]:
@@ -146,41 +133,23 @@ def alternated(
             errors.append(error)
         if converged:
             break
-    return best, tuple(errors)
-
-
-def _untied(factors: Factors, belongs: Tensor | None) -> Factors:
-    """Returns the factors with one column of the mix per term."""
-    left, right, mix = factors
-    return left, right, mix if belongs is None else mix @ belongs
+    # A start that no sweep improved has columns of any length.
+    (left, left_length), (right, right_length), mix = unit_columns(best[0]), unit_columns(best[1]), best[2]
+    return Canonical(left, right, mix * left_length * right_length, tuple(errors))
 
 
 def _sweep(
-    tensor: FactoredTensor, right: Tensor, projection: Tensor, mix: Tensor, belongs: Tensor | None
+    tensor: FactoredTensor, right: Tensor, projection: Tensor, mix: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
     # Unit columns of the fixed factors give the normal matrix of a step a unit diagonal.
-    if belongs is not None:
-        right, length = unit_columns(right)
-        projection = projection / length.masked_fill(length == 0, 1)  # as `right`, instead of projecting it again
     mix = unit_columns(mix)[0]
-    full = mix if belongs is None else mix @ belongs
-    full_gram = full.T @ full
-    left = unit_columns(solve_normal((right.T @ right) * full_gram, tensor.left_products(projection, full)))[0]
+    mix_gram = mix.T @ mix
+    left = unit_columns(solve_normal((right.T @ right) * mix_gram, tensor.left_products(projection, mix)))[0]
     left_gram, left_projection = left.T @ left, tensor.project_left(left)
-    right = solve_normal(left_gram * full_gram, tensor.right_products(left_projection, full))
-    if belongs is None:  # terms of one block share a column of the mix, so their lengths stay in `right`
-        right = unit_columns(right)[0]
+    right = unit_columns(solve_normal(left_gram * mix_gram, tensor.right_products(left_projection, mix)))[0]
     normal, projection = left_gram * (right.T @ right), tensor.project_right(right)
     products = tensor.mix_products(left_projection, projection)
-    if belongs is None:
-        mix = solve_normal(normal, products)
-    else:
-        # mix = (G_C E^T)(E Gamma_C E^T)^-1, scaled to a unit diagonal as `solve_normal` expects.
-        normal, products = belongs @ normal @ belongs.T, products @ belongs.T
-        energy = normal.diagonal()
-        scale = energy.masked_fill(energy <= 0, 1).rsqrt()
-        solved = solve_normal(scale[:, None] * normal * scale, products * scale) * scale
-        mix = torch.where(energy > 0, solved, mix)  # a block without terms has no equation: its column is unchanged
+    mix = solve_normal(normal, products)
     # |Y|^2 - 2 <C, G> + <C Gamma, C>: the squared error from the last step, without another pass over the tensor.
     square = tensor.square + float((mix * (mix @ normal - 2 * products)).sum())
     return left, right, mix, projection, square
@@ -225,19 +194,6 @@ _STEPS = 60  # each halves an interval: enough for all digits of float64
 _TOLERANCE = 1e-6  # a correction stops when a sweep lowers the sensitivity by less than this share
 
 
-@dataclass(frozen=True)
-class CorrectionSchedule:
-    """The options of CPD-EPC: alternating least squares, a correction, and least squares from the corrected terms.
-
-    `sweeps` are those of each least-squares run, `correction_sweeps` those of the correction. With `finish` a last
-    correction follows: at the final error, its terms are the least sensitive to rounding and the easiest to train.
-    """
-
-    sweeps: int = 200
-    correction_sweeps: int = 100
-    finish: bool = False
-
-
 def epc(tensor: FactoredTensor, start: Canonical, *, sweeps: int = 100) -> Canonical:
     """Lowers the sensitivity while the relative error stays at or below that of the start.
 
@@ -270,19 +226,20 @@ def cpd_epc(
     rank: int,
     *,
     start: str | Canonical = "best",
-    schedule: CorrectionSchedule | None = None,
+    sweeps: int = 200,
+    finish: bool = False,
     seed: int = 0,
 ) -> Canonical:
     """Returns a decomposition by CPD-EPC (IrrAtt, the first line of Algorithm 1): least squares, correction, least
     squares.
 
-    `start` and `seed` are those of `als`. The error is at most that of the first run (or SMALLEST_BOUND).
+    `start`, `sweeps` and `seed` are those of `als`. The error is at most that of the first run (or SMALLEST_BOUND).
+    With `finish` a last correction follows: at the final error, its terms are the least sensitive to rounding and the
+    easiest to train.
     """
-    schedule = schedule or CorrectionSchedule()
-    terms = als(tensor, rank, start=start, sweeps=schedule.sweeps, seed=seed)
-    terms = epc(tensor, terms, sweeps=schedule.correction_sweeps)
-    terms = als(tensor, rank, start=terms, sweeps=schedule.sweeps)
-    return epc(tensor, terms, sweeps=schedule.correction_sweeps) if schedule.finish else terms
+    terms = epc(tensor, als(tensor, rank, start=start, sweeps=sweeps, seed=seed))
+    terms = als(tensor, rank, start=terms, sweeps=sweeps)
+    return epc(tensor, terms) if finish else terms
 
 
 def _corrected(

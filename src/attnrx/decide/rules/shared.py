@@ -2,20 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from attnrx.change.decompositions import (
     Canonical,
-    CorrectionSchedule,
     FactoredTensor,
     als,
     block_terms,
     cpd_epc,
     fusion_ranks,
 )
-from attnrx.change.decompositions.canonical import STARTS
 from attnrx.decide.rules.decisions import keep_only, largest
 from attnrx.decide.rules.rule import Rule, learned_spectrum, rank_among
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
@@ -26,7 +24,7 @@ from attnrx.support.shapes import Float, Tensor
 
 AUGMENTED = "augmented"
 JOINT_METRICS = ("weights", AUGMENTED, "centered")
-FORMS = ("cp", "epc", "tied", "literal")
+FORMS = ("cp", "epc", "literal")
 # Singular values below this share of the largest one are rounding errors.
 NOISE = 1e-12
 
@@ -90,18 +88,17 @@ class SharedRank(Rule):
     them.
 
     `form` is the decomposition of the query-key tensor: "cp" by alternating least squares, "epc" with the correction
-    that bounds the size of the terms (CPD-EPC), or block terms (BTD-(L, L, 1), whose directions form blocks with one
-    strength pattern each): "tied" improves all blocks at once, "literal" one after the other, as Algorithms 1 to 3 are
-    printed. Block terms are realized in the mixed form (IrrAtt), the others in the shared one (CP SlimAtt). `start`
-    initializes the iterations (STARTS): "best" tries water-filling and random terms, drawn from `seed`, and keeps the
-    one with the smaller error. `joint` is the metric (JOINT_METRICS). No direction is removed afterwards.
+    that bounds the size of the terms (CPD-EPC), or "literal" for block terms (BTD-(L, L, 1), whose directions form
+    blocks with one strength pattern each), as IrrAtt's Algorithms 1 to 3 are printed. Block terms are realized in the
+    mixed form (IrrAtt), the others in the shared one (CP SlimAtt), whose iterations start from water-filling and from
+    random terms, drawn from `seed`, and keep the smaller error. `joint` is the metric (JOINT_METRICS). No direction is
+    removed afterwards.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
     kinds: ClassVar[Mapping[str, Kind]] = {
         "form": one_of(*FORMS),
         "joint": one_of(*JOINT_METRICS),
-        "start": one_of(*STARTS),
     }
 
     rank: int | float
@@ -109,7 +106,6 @@ class SharedRank(Rule):
     joint: str = AUGMENTED
     sweeps: int = 100
     seed: int = 0
-    start: str = "best"
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = diagnosis.layers[layer].spectrum
@@ -125,14 +121,12 @@ class SharedRank(Rule):
 
     def _decompose(self, tensor: FactoredTensor, rank: int) -> tuple[Canonical, tuple[int, ...] | None]:
         """Returns the terms and, for block terms, the number of neighbouring terms in every block."""
-        options: dict[str, Any] = {"start": self.start, "seed": self.seed}
         if self.form == "cp":
-            return als(tensor, rank, sweeps=self.sweeps, **options), None
-        # finish: the terms become weights of the model, which are rounded and trained.
-        options["schedule"] = CorrectionSchedule(sweeps=self.sweeps, finish=True)
+            return als(tensor, rank, sweeps=self.sweeps, seed=self.seed), None
         if self.form == "epc":
-            return cpd_epc(tensor, rank, **options), None
-        terms = block_terms(tensor, rank, form=self.form, **options)
+            # finish: the terms become weights of the model, which are rounded and trained.
+            return cpd_epc(tensor, rank, sweeps=self.sweeps, finish=True, seed=self.seed), None
+        terms = block_terms(tensor, rank, sweeps=self.sweeps, seed=self.seed)
         return terms.canonical, terms.ranks
 
 
@@ -142,26 +136,23 @@ class FusionRank(Rule):
 
     CPD-EPC decomposes the query-key tensor, every term is assigned to the head that uses it most (IrrAtt, Algorithm 1),
     and each head keeps that number of the strongest of its own directions. These are block terms with the identity as
-    fusion, so no fusion layer is needed. A head never keeps more directions than it has. `start` and `seed` are those
+    fusion, so no fusion layer is needed. A head never keeps more directions than it has. `sweeps` and `seed` are those
     of the decomposition (see `shared_rank`). The default metric is "augmented".
     """
 
     default_metric: ClassVar[str | None] = AUGMENTED
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
-    kinds: ClassVar[Mapping[str, Kind]] = {"start": one_of(*STARTS)}
 
     rank: int | float
     sweeps: int = 100
     seed: int = 0
-    start: str = "best"
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = learned_spectrum(self, diagnosis, layer)
         total = rank_among(self.rank, int(spectrum.used.sum()))
         # The tensor gives the ranks only; the kept directions are the strongest of every head's own in the metric.
         tensor = JointForm(diagnosis.layers[layer], self.metric or AUGMENTED).tensor
-        schedule = CorrectionSchedule(sweeps=self.sweeps)
-        fusion = fusion_ranks(cpd_epc(tensor, total, start=self.start, schedule=schedule, seed=self.seed))
+        fusion = fusion_ranks(cpd_epc(tensor, total, sweeps=self.sweeps, seed=self.seed))
         outside = float(fusion.off_block.mean())
         notes = [
             f"owns {rank} of {total} shared directions, {100 * outside:.1f} % of whose energy lies in other heads"
