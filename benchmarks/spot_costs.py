@@ -2,7 +2,7 @@
 
     python benchmarks/spot_costs.py
 
-A cell is off where the cost does not round to the printed number. Convention: `attnrx costs --convention paper`.
+A cell is off where the cost does not round to the printed number. The operations are those of `attnrx_lab.costs`.
 """
 
 import json

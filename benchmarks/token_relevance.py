@@ -322,12 +322,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add_data(parser, "whose test images are used")
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--stages", default="0.7@4,7,10", help="RATIO@LAYER,LAYER,...")
-    parser.add_argument(
-        "--reducers",
-        nargs="*",
-        choices=known_reducers(),
-        default=[n for n, r in known_reducers().items() if not r().learned],
-    )
+    untrained = [name for name, reducer in known_reducers().items() if not reducer().learned]
+    parser.add_argument("--reducers", nargs="*", choices=known_reducers(), default=untrained)
     parser.add_argument("--also", nargs="*", default=[], metavar="NAME=FOLDER", help="models with trained predictors")
     parser.add_argument("--noise", nargs="+", type=float, default=[0.05, 0.2, 0.5], help="in normalized images")
     parser.add_argument("--draws", type=int, default=6, help="draws of noise, two at least")

@@ -47,7 +47,6 @@ HOMES = {
     "repair": "attnrx.change.realization.repair",
     "save": "attnrx.verbs.save",
     "shrink": "attnrx.verbs.shrink",
-    "to_svda": "attnrx.change.realization.conversion",
     "Shrunk": "attnrx.verbs.shrunk",
     "train": "attnrx.training",
     "use_backend": "attnrx.vit.models",
@@ -105,7 +104,6 @@ __all__ = [
     "rules",
     "save",
     "shrink",
-    "to_svda",
     "train",
     "use_backend",
     "verify",
@@ -118,7 +116,6 @@ if TYPE_CHECKING:
     from attnrx.change import exporting, realization  # noqa: F401
     from attnrx.change.exporting import export
     from attnrx.change.realization import realize
-    from attnrx.change.realization.conversion import to_svda
     from attnrx.change.realization.distillation import distill
     from attnrx.change.realization.refinement import refine
     from attnrx.change.realization.repair import repair

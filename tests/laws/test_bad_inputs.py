@@ -200,7 +200,7 @@ def test_an_empty_text_is_refused(files: Path, tmp_path: Path, command: str, opt
 @pytest.mark.parametrize("text", ["a\0b", "\udcff", " "])
 @pytest.mark.parametrize("command", ["costs", "train", "sweep"])
 def test_texts_that_are_no_names_are_refused(files: Path, tmp_path: Path, command: str, text: str) -> None:
-    option = {"costs": "--qk", "train": "--data", "sweep": "--store"}[command]
+    option = {"costs": "--tokens", "train": "--data", "sweep": "--store"}[command]
     refused([command, *filled(COMPLETE[command], files, tmp_path), option, text], option)
 
 
@@ -316,7 +316,6 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "@",
         ":",
     ),
-    "costs svda:digits --qk {value}": ("nothing", "cp", "cp:", "cp:0", "cp:-1", "cp:x", "cp:1.5", "irratt:²", "full:3"),
     "verify {model} --reference {model} --data {data} --out {out}.json --checks {value}": (
         "nothing",
         "accuracy,",

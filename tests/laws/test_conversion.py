@@ -9,6 +9,7 @@ import attnrx as rx
 from attnrx.change.realization.repair import Repair
 from attnrx.support.errors import DataError, NotSupported
 from attnrx.vit.models import family_of
+from attnrx_lab.conversion import to_svda
 from support import cases
 from support.pretrained import CASES, adopted_once, inputs
 
@@ -22,7 +23,7 @@ def test_every_plain_architecture_is_converted_and_repaired(name: str) -> None:
     if any(not attention.spec.is_plain or attention.spec.inner_norms for attention in family.attention(model)):
         pytest.skip("its attention is not plain")
     images = inputs(model, 32)
-    found = rx.to_svda(model, images)
+    found = to_svda(model, images)
     assert all(attention.spec.form == "svda" for attention in family_of(found).attention(found))
     if not family.mlp(model):
         return
@@ -33,7 +34,7 @@ def test_every_plain_architecture_is_converted_and_repaired(name: str) -> None:
 def test_strengths_are_positive_and_sorted() -> None:
     model = cases.model(cases.CONFIGS["dense"])
     images = inputs(model, 64)
-    found = rx.to_svda(model, images)
+    found = to_svda(model, images)
     for layer in family_of(found).attention(found):
         strengths = layer.scores.strengths().detach().view(len(layer.spec.heads), -1)
         assert bool((strengths >= 0).all()) and bool((strengths.diff(dim=-1) <= 0).all())
@@ -41,7 +42,7 @@ def test_strengths_are_positive_and_sorted() -> None:
 
 def test_without_norms_the_scores_are_those_of_the_original_up_to_a_constant_per_query() -> None:
     model = cases.model(cases.CONFIGS["dense"])
-    found = rx.to_svda(model, inputs(model, 64))
+    found = to_svda(model, inputs(model, 64))
     for before, after in zip(*(family_of(each).attention(each) for each in (model, found)), strict=True):
         old, new = before.spectrum(), after.spectrum()
         expected = old.query.mT @ old.key
@@ -53,7 +54,7 @@ def test_without_norms_the_scores_are_those_of_the_original_up_to_a_constant_per
 def test_it_is_diagnosed_pruned_repaired_and_saved(tmp_path: Path) -> None:
     model = cases.model(cases.CONFIGS["dense"])
     images = inputs(model, 512)
-    found = rx.to_svda(model, images)
+    found = to_svda(model, images)
     repaired = rx.repair(found, model, images, Repair(steps=150))
     assert sum(repaired.after) < sum(repaired.before)
     loaded = rx.load(rx.save(repaired.model, tmp_path / "svda"))
@@ -67,6 +68,6 @@ def test_it_is_diagnosed_pruned_repaired_and_saved(tmp_path: Path) -> None:
 def test_what_cannot_be_converted_is_refused() -> None:
     images = inputs(cases.model(cases.CONFIGS["dense"]), 32)
     with pytest.raises(NotSupported, match=r"layer 0 \(svda"):
-        rx.to_svda(cases.model(cases.CONFIGS["svda"]), images)
+        to_svda(cases.model(cases.CONFIGS["svda"]), images)
     with pytest.raises(DataError):
-        rx.to_svda(cases.model(cases.CONFIGS["dense"]), images[:0])
+        to_svda(cases.model(cases.CONFIGS["dense"]), images[:0])

@@ -76,7 +76,6 @@ VERBS: dict[str, Call] = {
     "refine": of(
         lambda model, data, diagnosis, given, small, _: attnrx.refine(small, model, data, Refinement(steps=2)).model
     ),
-    "to_svda": of(lambda model, data, *_: attnrx.to_svda(model, data)),
     "verify": of(lambda model, data, diagnosis, given, small, _: attnrx.verify(small, model, data, [Fidelity()])),
     "save": of(lambda model, data, diagnosis, given, small, folder: attnrx.save(small, folder / "saved")),
     "export": of(
@@ -89,7 +88,7 @@ CASES = [
     pytest.param(kind, name, id=f"{name}-{kind}", marks=[pytest.mark.slow] if name in SLOW else [])
     for name in VERBS
     for kind in ("timm", "own")
-    if (kind, name) not in {("own", "load"), ("own", "to_svda"), ("own", "measure_divergence"), ("timm", "refine")}
+    if (kind, name) not in {("own", "load"), ("own", "measure_divergence"), ("timm", "refine")}
 ]
 
 

@@ -98,7 +98,6 @@ def valid_arguments(folder: Path) -> dict[str, dict[str, Any]]:
         "repair": {**pair, "calibration": images},
         "save": {"model": model, "folder": folder / "saved"},
         "shrink": {**on_images, "macs": 0.5},
-        "to_svda": {"model": model, "calibration": images},
         "train": {
             "model": model,
             "data": named["splits"],

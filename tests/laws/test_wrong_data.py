@@ -102,7 +102,6 @@ WRONG: dict[str, Callable[[], Any]] = {
 VERBS: dict[str, Callable[[nn.Module, Any], object]] = {
     "diagnose": rx.diagnose,
     "verify": lambda model, data: rx.verify(model, model, data),
-    "to_svda": rx.to_svda,
     "repair": lambda model, data: rx.repair(model, model, data),
     "refine": lambda model, data: rx.refine(model, model, data),
     "distill": lambda model, data: rx.distill(model, model, data),

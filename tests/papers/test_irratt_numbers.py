@@ -5,16 +5,14 @@ from dataclasses import dataclass, replace
 import pytest
 
 from attnrx.vit.costs import (
-    IRRATT,
-    Compression,
     ModelCosts,
     PartCosts,
-    Price,
     layer_costs,
     linear_costs,
     norm_costs,
 )
 from attnrx.vit.spec import AttentionSpec
+from attnrx_lab.costs import Compression, Price, priced
 
 LAYERS, PATCHES, PATCH, CLASSES = 12, 196, 3 * 16 * 16, 1000
 WIDTHS = {"deit_small": (384, 6), "deit_base": (768, 12)}
@@ -77,11 +75,11 @@ def deit(model: str, compression: Compression) -> ModelCosts:
 
 
 def price(row: Row) -> Price:
-    return IRRATT.price(deit(row.model, Compression(row.qk, row.vo, row.mlp)))
+    return priced(deit(row.model, Compression(row.qk, row.vo, row.mlp)))
 
 
 def original(row: Row) -> Price:
-    return IRRATT.price(deit(row.model, Compression()))
+    return priced(deit(row.model, Compression()))
 
 
 def tenths(part: int, whole: int) -> int:
@@ -115,7 +113,7 @@ def test_all_cells_but_one_come_out_to_the_printed_digit() -> None:
 @pytest.mark.parametrize("model", WIDTHS)
 def test_the_original_attention_costs_what_the_text_says(model: str) -> None:
     width, tokens = WIDTHS[model][0], PATCHES + 1
-    assert IRRATT.price(deit(model, Compression())).mhsa_macs_per_layer == 4 * tokens * width**2 + 2 * tokens**2 * width
+    assert priced(deit(model, Compression())).mhsa_macs_per_layer == 4 * tokens * width**2 + 2 * tokens**2 * width
 
 
 @pytest.mark.parametrize(
@@ -134,11 +132,11 @@ def test_irratt_without_fusion_costs_what_truncatt_of_the_same_total_costs(
         compression = Compression(qk, 32)
         written = deit(model, compression)
         bare = tuple(replace(layer, fusion=PartCosts()) for layer in written.layers)
-        return IRRATT.price(written if fusion else replace(written, layers=bare))
+        return priced(written if fusion else replace(written, layers=bare))
 
     irregular, regular = attention(f"irratt:{total}", False), attention(f"truncatt:{rank}", True)
     assert irregular == regular
-    whole = IRRATT.price(deit(model, Compression()))
+    whole = priced(deit(model, Compression()))
     assert irregular.percent_of(whole)["mhsa_percent"] == pytest.approx(percent, abs=1e-9)
     heads, tokens = WIDTHS[model][1], PATCHES + 1
     written = attention(f"irratt:{total}", True)

@@ -117,7 +117,7 @@ def test_a_policy_for_every_layer_goes_through_the_files(made: SimpleNamespace) 
     reported = record("prescribe", made.run, "--rules", f"tokens={policy}", "--out", out)
     assert reported["tokens"]["policy"] == policy and len(reported["tokens"]["reasons"]) == 1
     record("realize", made.run, "--prescription", out, "--out", made.root / "every")
-    for priced in (record("costs", made.root / "every"), record("costs", made.run, "--tokens", policy)):
+    for priced in (record("costs", made.root / "every"), record("costs", made.run, "--tokens", policy)["compressed"]):
         assert priced["tokens"] == [64, 51, 38]
     taken = rx.realization.prescribed_tokens(rx.load(made.root / "every"))
     assert str(taken.policy) == policy and taken.policy == rx.Prescription.load(out).tokens.policy  # type: ignore[union-attr]
@@ -201,11 +201,11 @@ def test_bad_input_is_told_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_policy_is_priced_beside_compressed_forms(made: SimpleNamespace) -> None:
-    plain = record("costs", "dense:digits", "--qk", "truncatt:4", "--mlp", 8)
-    both = record("costs", "dense:digits", "--qk", "truncatt:4", "--mlp", 8, "--tokens", "dynamicvit:0.5@2,3")
-    assert both["policy"] == "dynamicvit:0.5@2,3" and both["tokens"] == [64, 32, 16]
-    assert 0 < both["predictor_macs"] < both["macs"] < plain["macs"] and plain["policy"] is None
+def test_a_policy_is_priced_without_a_prescription() -> None:
+    found = record("costs", "dense:digits", "--tokens", "dynamicvit:0.5@2,3")
+    after = found["compressed"]
+    assert found["policy"] == "dynamicvit:0.5@2,3" and after["tokens"] == [64, 32, 16]
+    assert 0 < after["predictor_macs"] < after["macs"] < found["macs"]
 
 
 @pytest.mark.slow

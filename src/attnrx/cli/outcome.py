@@ -67,22 +67,18 @@ def significant(value: float, unit: str = "") -> str:
     return f"{value:.4g} {unit}".rstrip()
 
 
-def cost_record(price: "rx.costs.Price") -> dict[str, Any]:
-    return {"params": price.params, "macs": price.macs, "mhsa_macs_per_layer": price.mhsa_macs_per_layer}
-
-
-def cost_changes(original: "rx.costs.Price", smaller: "rx.costs.Price") -> dict[str, Any]:
+def cost_changes(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts") -> dict[str, Any]:
     """Returns the costs of both models as JSON-ready values, with savings in percent of the first."""
     saving = original.saving(smaller)
     return {
-        "original": cost_record(original),
-        "compressed": cost_record(smaller),
+        "original": {"params": original.params, "macs": original.macs},
+        "compressed": {"params": smaller.params, "macs": smaller.macs},
         "params_down_percent": 100 * saving.params_share,
         "macs_down_percent": 100 * saving.macs_share,
     }
 
 
-def convention_table(original: "rx.costs.Price", smaller: "rx.costs.Price") -> Table:
+def cost_table(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts") -> Table:
     """Returns the table of the costs of both models, with savings in percent."""
     saving = original.saving(smaller)
     rows = (

@@ -22,9 +22,9 @@ from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import FusionOwnership, Task
 from attnrx.verbs.load import load
 from attnrx.verbs.prescribe import prescribe
-from attnrx.vit.costs import IRRATT, Compression
 from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec
+from attnrx_lab.costs import Compression, priced
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
     DATA_KNOBS,
@@ -111,12 +111,12 @@ def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
     compression = method.compression(specs[0])
     smaller = tuple(compression.spec(spec) for spec in specs)
     after = family.costs(outline, smaller, compression.mlp_ranks(specs))
-    return IRRATT.price(after).percent_of(IRRATT.price(family.costs(outline)))
+    return priced(after).percent_of(priced(family.costs(outline)))
 
 
 def realized_price(model: nn.Module, candidate: nn.Module) -> dict[str, float]:
     """Returns the same ratios of the realized model."""
-    prices = [IRRATT.price(family_of(each).costs(each)) for each in (candidate, model)]
+    prices = [priced(family_of(each).costs(each)) for each in (candidate, model)]
     return prices[0].percent_of(prices[1])
 
 

@@ -23,10 +23,10 @@ from attnrx.support.shapes import Bool, Int, Tensor
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Distillation, KeepRatio, Loss, Task, TokenSimilarity
 from attnrx.verbs.load import load
-from attnrx.vit.costs import IRRATT
 from attnrx.vit.models import attach_tokens_, build_model, family_of, model_fingerprint
 from attnrx.vit.tokens import Random, TokenPolicy, parse_policy
 from attnrx_lab.clutter import CLUTTERED, STAGES, object_finding
+from attnrx_lab.costs import priced
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
     DATA_KNOBS,
@@ -104,7 +104,7 @@ def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
     return {
         "gmacs": remaining / 1e9,
         # The convention of the IrrAtt paper counts a LayerNorm at five per feature, which gives the printed overheads.
-        "predictors": IRRATT.price(after).parts["predictors"].macs / 1e9,
+        "predictors": priced(after).parts["predictors"].macs / 1e9,
         "percent": 100 * remaining / whole,
         "tokens": fmean(tokens),
         **{f"patches_{stage}": float(count) for stage, count in enumerate(counts, 1)},

@@ -1,4 +1,4 @@
-"""attnrx realize: applies a prescription to a model, or converts its attention to SVDA, and saves the result."""
+"""attnrx realize: applies a prescription to a model, and saves the result."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import COUNT, SEED, STEPS, add_data, add_device, add_model, add_out, option
-from attnrx.cli.outcome import Outcome, convention_table, cost_changes
+from attnrx.cli.outcome import Outcome, cost_changes, cost_table
 from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
@@ -16,7 +16,7 @@ from attnrx.vit.maps import FITS, REALIZATIONS, REALIZED_NORMS
 if TYPE_CHECKING:
     from torch import nn
 
-SUMMARY = "apply a prescription to a model, as a mask or by compression, or convert its attention to SVDA"
+SUMMARY = "apply a prescription to a model, as a mask or by compression"
 EXAMPLE = (
     "attnrx realize runs/cifar10 --prescription prescription.json --norms refit --data cifar10 --out runs/cifar10-slim"
 )
@@ -37,24 +37,18 @@ DISTILL = (
     "fit all weights together to the outputs of the original on --data without labels, with tokens pruned and merged, "
     "in this many passes over the images, e.g. 2; last of the fits"
 )
-FORM = (
-    "instead of a prescription: give dense attention this form, with directions and strengths from its scores on "
-    "--data; add --repair"
-)
 
 
 def add(parser: Parser) -> None:
     add_model(parser, "the model of the prescription")
-    subject = parser.add_mutually_exclusive_group(required=True)
-    option(subject, "--prescription", "FILE", "the prescription to apply")
-    option(subject, "--form", ("svda",), FORM)
+    option(parser, "--prescription", "FILE", "the prescription to apply", required=True)
     add_out(parser, "the folder of the new model; an existing model in it is replaced", folder=True)
     option(parser, "--by", REALIZATIONS, "delete the pruned directions, or set them to zero", "compress")
     option(parser, "--norms", REALIZED_NORMS, NORMS, REALIZED_NORMS[0])
     option(parser, "--refine", STEPS, REFINE, 0)
     option(parser, "--repair", STEPS, REPAIR, 0)
     option(parser, "--distill", STEPS, DISTILL, 0)
-    add_data(parser, "training images for --norms refit, fits of weights and --form", required=False)
+    add_data(parser, "training images for --norms refit and fits of weights", required=False)
     calibration = "training images for --norms refit, --repair and --distill; the first 96 of them for --refine"
     option(parser, "--calibration-images", COUNT, calibration, 512)
     option(parser, "--seed", SEED, "seeds --refine, --repair and --distill", 0)
@@ -66,8 +60,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
     # Before the model is realized, which takes long with --repair.
     rx.models.require_model_folder(arguments.out)
-    if arguments.form is not None:
-        return _converted(arguments)
     if arguments.by == "mask" and arguments.norms != REALIZED_NORMS[0]:
         raise InvalidInput(
             f"--by mask --norms {arguments.norms}: a mask keeps the norms of the model, so --norms has no effect; omit "
@@ -83,27 +75,9 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     slim = realize_and_fit(model, prescription, images, fits, arguments.by, arguments.norms)
     prescription = replace(prescription, about={**prescription.about, "realized": how})
     folder = rx.save(slim, arguments.out, prescription=prescription)
-    before, after = (rx.costs.SVDA.price(rx.models.family_of(each).costs(each)) for each in (model, slim))
+    before, after = (rx.models.family_of(each).costs(each) for each in (model, slim))
     record = {"model": str(folder), **how, **cost_changes(before, after), "removed_share": prescription.removed_share}
-    return Outcome(record, (convention_table(before, after), f"model: {folder}"))
-
-
-def _converted(arguments: Namespace) -> Outcome:
-    if arguments.data is None:
-        raise InvalidInput("--form svda reads the scores on images, and --data names none; add --data NAME.")
-    if arguments.by == "mask" or arguments.norms != REALIZED_NORMS[0] or arguments.refine:
-        raise InvalidInput(
-            "--form removes nothing: omit --by, --norms and --refine; --repair and --distill fit the new form."
-        )
-    model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    train = splits_argument(model, arguments, distinct=True).train
-    images = train.take(min(arguments.calibration_images, len(train)))
-    from attnrx.change.realization.fits import apply_fits, fits_of  # imports torch
-
-    steps = {"repair": arguments.repair, "distill": arguments.distill}
-    converted = apply_fits(rx.to_svda(model, images), model, images, fits_of(steps, arguments.seed))
-    folder = rx.save(converted, arguments.out)
-    return Outcome({"model": str(folder), "form": arguments.form, **steps}, (f"model: {folder}",))
+    return Outcome(record, (cost_table(before, after), f"model: {folder}"))
 
 
 def _calibration(model: "nn.Module", arguments: Namespace) -> "rx.data.ImageSet | None":

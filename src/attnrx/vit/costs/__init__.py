@@ -1,9 +1,7 @@
 """Costs of a model: parameters and MACs in closed form and counted; latency and memory measured."""
 
 from attnrx.support.hardware import device_name
-from attnrx.vit.costs.compressed_shapes import Compression
 from attnrx.vit.costs.conditions import Conditions
-from attnrx.vit.costs.conventions import CONVENTIONS, IRRATT, SVDA, Convention, Price, paper_convention
 from attnrx.vit.costs.flop_counting import count_params, count_product_macs
 from attnrx.vit.costs.latency import (
     LatencyComparison,
@@ -31,12 +29,7 @@ from attnrx.vit.costs.model_costs import (
 )
 
 __all__ = [
-    "CONVENTIONS",
-    "IRRATT",
-    "SVDA",
-    "Compression",
     "Conditions",
-    "Convention",
     "LatencyComparison",
     "LatencyProtocol",
     "LayerCosts",
@@ -44,7 +37,6 @@ __all__ = [
     "ModelCosts",
     "PartCosts",
     "PeakMemory",
-    "Price",
     "Ratio",
     "Saving",
     "Timing",
@@ -61,7 +53,6 @@ __all__ = [
     "layer_costs",
     "linear_costs",
     "norm_costs",
-    "paper_convention",
     "profiled",
     "speed_text",
     "token_costs",

@@ -2,9 +2,8 @@
 
 The convention is that of SVDA, A.6: parameters are all trainable tensors. A multiply-accumulate operation (MAC) is
 counted for every matrix product of the patches and the layers, and one per token for every strength. Biases,
-LayerNorm, row norms, softmax and GELU are not counted, nor is the classifier, whose MACs are listed separately. Other
-conventions (`conventions.py`) follow from the same parts. Every layer counts all its tokens, although a model
-may compute only the class token in the last block.
+LayerNorm, row norms, softmax and GELU are not counted, nor is the classifier, whose MACs are listed separately. Every
+layer counts all its tokens, although a model may compute only the class token in the last block.
 """
 
 import math

@@ -1,29 +1,15 @@
 """Compressed forms by name, priced: what is counted on the built model is what the closed form says."""
 
-import io
-import json
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from attnrx.cli import main
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.vit.attention import Eager, using
-from attnrx.vit.costs import (
-    CONVENTIONS,
-    IRRATT,
-    SVDA,
-    Compression,
-    PartCosts,
-    count_params,
-    count_product_macs,
-    layer_costs,
-    paper_convention,
-)
-from attnrx.vit.models import FAMILIES, VisionTransformer, ViTConfig, family_of
+from attnrx.vit.costs import PartCosts, count_params, count_product_macs, layer_costs
+from attnrx.vit.models import VisionTransformer, ViTConfig, family_of
 from attnrx.vit.spec import BIASES, AttentionSpec
+from attnrx_lab.costs import Compression, priced
 from support.cases import CONFIGS, images, model
 
 FULL = AttentionSpec.full("dense", width=12, heads=3)
@@ -95,17 +81,10 @@ def test_irratt_costs_depend_on_the_total_only(blocks: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_the_svda_convention_is_the_default_of_the_costs(config: str) -> None:
-    costs = CONFIGS[config].costs()
-    price = SVDA.price(costs)
-    assert (price.params, price.macs, price.parts) == (costs.params, costs.macs, costs.parts)
-
-
-@pytest.mark.parametrize("config", CONFIGS)
 def test_the_irratt_convention_counts_every_product_and_five_for_every_normalized_feature(config: str) -> None:
     vit = model(CONFIGS[config])
     costs, shape = vit.config.costs(), vit.config
-    price = IRRATT.price(costs)
+    price = priced(costs)
     layers = family_of(vit).attention(vit)
     with using(layers, [Eager()] * len(layers)):
         products = count_product_macs(vit, images(shape, 1))
@@ -117,8 +96,8 @@ def test_the_irratt_convention_counts_every_product_and_five_for_every_normalize
 def test_norms_outside_the_layers_may_see_fewer_tokens() -> None:
     costs = CONFIGS["dense"].costs()
     one_token = replace(costs, outer_norm_features=12)
-    assert IRRATT.price(costs).macs - IRRATT.price(one_token).macs == 5 * (4 - 1) * 12
-    assert SVDA.price(one_token).macs == SVDA.price(costs).macs
+    assert priced(costs).macs - priced(one_token).macs == 5 * (4 - 1) * 12
+    assert one_token.macs == costs.macs
 
 
 def test_fusion_mixes_the_maps_of_all_blocks_for_every_head() -> None:
@@ -129,15 +108,9 @@ def test_fusion_mixes_the_maps_of_all_blocks_for_every_head() -> None:
 
 def test_layers_that_differ_are_listed() -> None:
     config = compressed(FULL, Compression("truncatt:2"))
-    found = IRRATT.price(config.costs()).mhsa_macs_per_layer
+    found = priced(config.costs()).mhsa_macs_per_layer
     assert isinstance(found, list) and len(found) == 3 and found[0] == found[1] < found[2]
-    assert isinstance(IRRATT.price(CONFIGS["dense"].costs()).mhsa_macs_per_layer, int)
-
-
-def test_the_paper_of_a_family() -> None:
-    assert paper_convention("vit") is SVDA
-    assert paper_convention("timm") is paper_convention("huggingface") is IRRATT
-    assert list(CONVENTIONS) == ["svda", "irratt"]
+    assert isinstance(priced(CONFIGS["dense"].costs()).mhsa_macs_per_layer, int)
 
 
 @pytest.mark.parametrize(
@@ -173,60 +146,3 @@ def test_what_is_compressed_already_or_has_norms_is_refused() -> None:
     with pytest.raises(NotSupported, match="prescription"):
         Compression("truncatt:2").spec(svda)
     assert Compression(vo=2).spec(svda).value_dims == (2, 2, 2)
-
-
-def call(*words: object, code: int = 0) -> dict[str, Any]:
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        assert main(["costs", *map(str, words), "--json"]) == code, err.getvalue()
-    return json.loads(out.getvalue())
-
-
-def test_the_command_prices_a_compressed_form() -> None:
-    forms = ("--qk", "irratt:40", "--vo", 8, "--mlp", 16)
-    plain, mixed = call("dense:digits", *forms), call("dense:digits", *forms, "--convention", "irratt")
-    regular = call("dense:digits", "--qk", "truncatt:10", "--vo", 8, "--mlp", 16, "--convention", "irratt")
-    layers, heads, tokens = 3, 4, 64
-    assert mixed["params"] == plain["params"] == regular["params"] + layers * heads**2
-    assert mixed["macs"] - regular["macs"] == layers * tokens**2 * heads**2
-    assert plain["convention"] == "svda"
-    original = call("dense:digits")
-    assert plain["original"]["macs"] == original["macs"] > plain["macs"]
-    assert plain["params_percent"] == 100 * plain["params"] / original["params"]
-    assert sum(part["macs"] for part in mixed["parts"].values()) == mixed["macs"]
-    assert call("dense:digits", *forms, "--convention", "paper") == plain
-
-
-def test_the_command_prices_the_whole_model_by_a_convention() -> None:
-    svda, irratt = (call("svda:digits", "--convention", name) for name in ("svda", "irratt"))
-    assert svda["params"] == irratt["params"]
-    assert irratt["macs"] - svda["macs"] == 64 * 10 - 64 * 3 * 64 + 5 * 7 * 64 * 64
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--qk", "truncatt:17"), "1 to 16"),
-        (("--qk", "trunkatt:3"), "truncatt"),
-        (("--convention", "ours"), "invalid choice"),
-    ],
-)
-def test_the_command_refuses_what_cannot_be_priced(words: tuple[object, ...], said: str) -> None:
-    assert said in call("dense:digits", *words, code=2)["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("name", "qk", "mlp", "mhsa", "macs", "params"),
-    [
-        ("deit_small_patch16_224", "irratt:192", 152, 74_397_444, 2_340_231_600, 11_349_016),
-        ("deit_base_patch16_224", "cp:168", 304, 260_172_384, 8_776_632_192, 39_822_664),
-    ],
-)
-def test_the_command_prices_a_pre_trained_model_without_its_weights(
-    name: str, qk: str, mlp: int, mhsa: int, macs: int, params: int
-) -> None:
-    if "timm" not in {family.name for family in FAMILIES}:
-        pytest.skip("models of timm are not a family here")
-    pytest.importorskip("timm")
-    found = call(f"timm:{name}", "--qk", qk, "--vo", 32, "--mlp", mlp, "--convention", "paper")
-    assert (found["mhsa_macs_per_layer"], found["macs"], found["params"]) == (mhsa, macs, params)

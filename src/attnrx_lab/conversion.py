@@ -54,7 +54,7 @@ def to_svda(model: nn.Module, calibration: ImageData) -> nn.Module:
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
-        >>> svda = rx.to_svda(rx.load(vit), torch.randn(64, 3, 32, 32))
+        >>> svda = to_svda(rx.load(vit), torch.randn(64, 3, 32, 32))
         >>> rx.diagnose(svda, torch.randn(64, 3, 32, 32)).layers[0].spectrum.strength.shape  # per head and direction
         torch.Size([3, 64])
     """
