@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import attnrx as rx
-from attnrx.change.realization.refinement import Refinement
 from attnrx.cli.inputs import splits_argument
 from attnrx.cli.options import add_data
 from attnrx.decide.rules.rotary import COHERENCE
@@ -28,7 +27,6 @@ from attnrx.vit.models import family_of
 from attnrx.vit.models.timm_family import TimmFamily
 
 CALIBRATION = 48  # images of the diagnosis
-REFINED = Refinement(steps=60, batch=4)
 
 
 def twin_of(file: Path) -> nn.Module:
@@ -63,9 +61,7 @@ def score_macs(model: nn.Module) -> int:
 def models(model: nn.Module, images: rx.data.ImageSet, rotary: bool) -> Iterator[tuple[str, nn.Module]]:
     diagnosis = rx.diagnose(model, images.take(CALIBRATION), batch_size=16, moments=True)
     for share in (0.75, 0.5):
-        small = rx.realize(model, rx.prescribe(diagnosis, f"qk=total_rank:{share}"))
-        yield f"qk=total_rank:{share}", small
-        yield f"qk=total_rank:{share}, refined", rx.refine(small, model, images.take(32), REFINED).model
+        yield f"qk=total_rank:{share}", rx.realize(model, rx.prescribe(diagnosis, f"qk=total_rank:{share}"))
         if rotary:
             for metric in ("activation", "mix"):
                 rule = f"qk=total_rank:{share},metric={metric}"

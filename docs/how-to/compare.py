@@ -27,7 +27,7 @@ else:
 # %% [markdown]
 # ## Methods
 #
-# `NAME=RULES [refine=STEPS]`, with the rules of `prescribe` (`qk=RULE vo=RULE fc1=RULE fc2=RULE tokens=POLICY`; a rule
+# `NAME=RULES [repair=STEPS]`, with the rules of `prescribe` (`qk=RULE vo=RULE fc1=RULE fc2=RULE tokens=POLICY`; a rule
 # alone is about qk), where `{share}` is replaced by the kept share.
 # `baseline:NAME` is a published method, implemented as in its paper. Include a control: a method must
 # beat it.

@@ -81,14 +81,13 @@ with torch.inference_mode():
 print(f"mask and smaller model differ in their logits by at most {difference:.1e}")
 
 # %% [markdown]
-# `refine` recovers part of the loss without labels: it optimizes the kept queries and keys towards the original's
-# attention.
+# `repair` recovers part of the loss without labels: it fits every block to the outputs of the original's block.
 
 # %%
-refined = rx.refine(slim, model, splits.train.take(64))
-print("divergence of the attention, by layer")
-print("before:", [f"{value:.1e}" for value in refined.before])
-print("after: ", [f"{value:.1e}" for value in refined.after])
+repaired = rx.repair(slim, model, splits.train.take(512))
+print("relative squared error of the outputs, by block")
+print("before:", [f"{value:.1e}" for value in repaired.before])
+print("after: ", [f"{value:.1e}" for value in repaired.after])
 
 # %% [markdown]
 # ## Verify
@@ -99,7 +98,7 @@ print("after: ", [f"{value:.1e}" for value in refined.after])
 
 # %%
 checks = [rx.checks.Accuracy(most_drop=2.0), rx.checks.Fidelity(), rx.checks.Costs()]
-evidence = rx.verify(refined.model, model, splits.test, checks, prescription=prescription)
+evidence = rx.verify(repaired.model, model, splits.test, checks, prescription=prescription)
 for finding in evidence.findings:
     interval = "" if finding.low is None else f"  [{finding.low:.3g}, {finding.high:.3g}]"
     print(f"{finding.claim}: {finding.value:.4g} {finding.unit}{interval}")
@@ -112,7 +111,7 @@ for finding in evidence.findings:
 # all of this at once and keeps every file that attnrx did not write.
 
 # %%
-folder = rx.save(refined.model, "slim", prescription=prescription, evidence=evidence)
+folder = rx.save(repaired.model, "slim", prescription=prescription, evidence=evidence)
 print(sorted(path.name for path in folder.iterdir() if ".tensors-" not in path.name))
 again = rx.load(folder)
 

@@ -43,7 +43,6 @@ HOMES = {
     "prescribe": "attnrx.verbs.prescribe",
     "push_to_hub": "attnrx.verbs.save",
     "realize": "attnrx.change.realization",
-    "refine": "attnrx.change.realization.refinement",
     "repair": "attnrx.change.realization.repair",
     "save": "attnrx.verbs.save",
     "shrink": "attnrx.verbs.shrink",
@@ -99,7 +98,6 @@ __all__ = [
     "prescribe",
     "push_to_hub",
     "realize",
-    "refine",
     "repair",
     "rules",
     "save",
@@ -117,7 +115,6 @@ if TYPE_CHECKING:
     from attnrx.change.exporting import export
     from attnrx.change.realization import realize
     from attnrx.change.realization.distillation import distill
-    from attnrx.change.realization.refinement import refine
     from attnrx.change.realization.repair import repair
     from attnrx.data import load_data
     from attnrx.data.model_data import adapt_preprocessing

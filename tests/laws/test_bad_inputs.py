@@ -336,8 +336,8 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "a=baseline:nothing",
         "a=baseline:svd+maps=nothing",
         "a=tokens=nothing:1",
-        "a=qk=top_rank:2 refine=-1",
-        "a=qk=top_rank:2 refine=²",
+        "a=qk=top_rank:2 repair=-1",
+        "a=qk=top_rank:2 repair=²",
         "a=top_rank:2+more=1",
     ),
     "compare {model} --data {data} --out {out} --methods a=total_rank:{{share}} --shares {value}": (
@@ -431,7 +431,7 @@ LINES = (
     "realize {model} --prescription /dev/null --out {out}", "realize {model} --prescription {model} --out {out}",
     "realize {model} --prescription {diagnosis} --out {out}",
     "realize {model} --prescription {plain} --out {out} --norms refit",
-    "realize {model} --prescription {plain} --out {out} --refine 3",
+    "realize {model} --prescription {plain} --out {out} --repair 3",
     "realize {model} --prescription {plain} --out {out} --device meta",
     "diagnose {model} --data {data} --out {out} --device meta",
     "diagnose {model} --data {data} --out {out} --device cuda:99",
@@ -534,7 +534,7 @@ PLANNED = {
     "measured": None,
 }
 CLOCKED = {"faster": 1.6, "batch": 1, "threads": 1, "precision": "float32", "clock": "wall", "in_subprocess": False}
-REALIZED = {"by": "compress", "norms": "refit", "refine": 0, "calibration_images": 8}
+REALIZED = {"by": "compress", "norms": "refit", "calibration_images": 8}
 EDITS: dict[str, tuple[tuple[str, Any], ...]] = {
     "prescription": (
         ("about.plan", 3), ("about.plan", {}),

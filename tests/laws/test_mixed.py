@@ -10,7 +10,6 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.change.realization import compressed_spec
-from attnrx.change.realization.refinement import Refinement, refine
 from attnrx.decide.rules import FusionOwner, RandomMatched, SharedRank, prescribe_maps
 from attnrx.nouns.prescription import Basis, Prescription, ScoreDecision
 from attnrx.support.errors import CheckpointError, InvalidInput, InvalidRule, NotSupported
@@ -167,12 +166,6 @@ def test_no_heads_and_no_directions_are_realized() -> None:
     agree(logits(masked, IMAGES), logits(small, IMAGES))
     none = rx.realize(mixed(), prescribe_maps(rx.diagnose(mixed(), IMAGES, batch_size=8), "top_rank:0"))
     assert family_of(none).costs(none).params == count_params(none)
-
-
-def test_refinement_improves_it() -> None:
-    refined = refine(mixed(), dense()[0], IMAGES, Refinement(steps=20))
-    assert forms_of(refined.model) == {"mixed"}
-    assert sum(refined.after) < 0.95 * sum(refined.before)
 
 
 @pytest.mark.slow

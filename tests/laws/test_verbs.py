@@ -14,7 +14,6 @@ from torch import nn
 
 import attnrx
 from attnrx.change.realization.distillation import Distill
-from attnrx.change.realization.refinement import Refinement
 from attnrx.change.realization.repair import Repair
 from attnrx.data import Normalization, from_tensors
 from attnrx.show.checks import Fidelity
@@ -73,9 +72,6 @@ VERBS: dict[str, Call] = {
     "distill": of(
         lambda model, data, diagnosis, given, small, _: attnrx.distill(small, model, data, Distill(epochs=1)).model
     ),
-    "refine": of(
-        lambda model, data, diagnosis, given, small, _: attnrx.refine(small, model, data, Refinement(steps=2)).model
-    ),
     "verify": of(lambda model, data, diagnosis, given, small, _: attnrx.verify(small, model, data, [Fidelity()])),
     "save": of(lambda model, data, diagnosis, given, small, folder: attnrx.save(small, folder / "saved")),
     "export": of(
@@ -88,7 +84,7 @@ CASES = [
     pytest.param(kind, name, id=f"{name}-{kind}", marks=[pytest.mark.slow] if name in SLOW else [])
     for name in VERBS
     for kind in ("timm", "own")
-    if (kind, name) not in {("own", "load"), ("own", "measure_divergence"), ("timm", "refine")}
+    if (kind, name) not in {("own", "load"), ("own", "measure_divergence")}
 ]
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.change.realization.distillation import Distill
-from attnrx.change.realization.refinement import Refinement
 from attnrx.change.realization.repair import Repair
 from attnrx.data import Augmentation, Columns
 from attnrx.data.model_data import splits_for
@@ -94,7 +93,6 @@ def valid_arguments(folder: Path) -> dict[str, dict[str, Any]]:
         "prescribe": {"diagnosis": diagnosis, "rules": "qk=total_rank:0.5"},
         "push_to_hub": {"folder": folder / "missing", "repository": "me/slim"},
         "realize": {"model": model, "prescription": prescription},
-        "refine": {**pair, "calibration": images},
         "repair": {**pair, "calibration": images},
         "save": {"model": model, "folder": folder / "saved"},
         "shrink": {**on_images, "macs": 0.5},
@@ -119,7 +117,6 @@ SETTINGS: Mapping[type, Mapping[str, Any]] = {
     LatencyProtocol: {},
     Mixing: {},
     PlanSettings: {},
-    Refinement: {},
     Repair: {},
     Target: {"quantity": "macs", "limit": 0.5},
     **{check: {} for name, check in CHECKS.items() if name not in ("controls", "shift", "retrieval")},

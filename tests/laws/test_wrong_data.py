@@ -103,7 +103,6 @@ VERBS: dict[str, Callable[[nn.Module, Any], object]] = {
     "diagnose": rx.diagnose,
     "verify": lambda model, data: rx.verify(model, model, data),
     "repair": lambda model, data: rx.repair(model, model, data),
-    "refine": lambda model, data: rx.refine(model, model, data),
     "distill": lambda model, data: rx.distill(model, model, data),
     "shrink": lambda model, data: rx.shrink(model, data, macs=0.5),
 }

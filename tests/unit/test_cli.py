@@ -11,7 +11,6 @@ import pytest
 
 import attnrx as rx
 from attnrx.change.realization.distillation import Distill, distill
-from attnrx.change.realization.refinement import Refinement, refine
 from attnrx.cli import main
 from attnrx.cli.commands import command_modules, costs
 from attnrx.cli.commands.shrink import failure, is_target
@@ -85,25 +84,6 @@ def test_a_realized_model_is_distilled_on_images(chain: SimpleNamespace, tmp_pat
     assert stored["distill"] == 4
     first, second = (distill(each, model, images, Distill(1)).before for each in (again, slim))
     assert second < first
-
-
-@pytest.mark.slow
-def test_a_realized_model_is_refined_on_images(chain: SimpleNamespace, tmp_path: Path) -> None:
-    words = ("realize", chain.run, "--prescription", chain.rx, "--norms", "renormalized", "--data", chain.data, "--out")
-    plain, refined = tmp_path / "plain", tmp_path / "refined"
-    record(*words, plain)
-    reported = record(*words, refined, "--refine", 40)
-    assert reported["refine"] == 40 and reported["compressed"] == chain.steps["realize"]["compressed"]
-    images = rx.load_data(str(chain.data), image_size=16).train
-    models = [rx.load(folder) for folder in (chain.run, plain, refined)]
-    divergences = [refine(model, models[0], images, Refinement(1)).before for model in models[1:]]
-    assert all(after < before for before, after in zip(*divergences, strict=True))
-    checks = ("--checks", "fidelity", "--controls", "--draws", 2, "--diagnosis", chain.diagnosis)
-    evidence = json.loads(
-        call("verify", refined, "--reference", chain.run, "--data", chain.data, *checks, "--json").out
-    )
-    assert evidence["about"]["realization"] == "refined"
-    assert {finding["check"] for finding in evidence["findings"]} == {"fidelity", "controls"}
 
 
 def test_the_report_shows_what_was_collected(chain: SimpleNamespace) -> None:
@@ -243,10 +223,10 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
         ("diagnose {run} --data {data} --device nowhere --out x.json", 2, "give cpu, cuda"),
         ("realize {slim} --prescription {rx} --out x", 2, "made for the model"),
         ("realize {run} --prescription {rx} --norms refit --out x", 2, "--data"),
-        ("realize {run} --prescription {rx} --refine 5 --out x", 2, "--data"),
+        ("realize {run} --prescription {rx} --repair 5 --out x", 2, "--data"),
         ("realize {run} --prescription {rx} --distill 2 --out x", 2, "--data"),
-        ("realize {run} --prescription {rx} --refine -1 --data {data} --out x", 2, "give a whole number of 0 or more"),
-        ("realize {run} --prescription {rx} --refine 5 --by mask --data {data} --out x", 2, "--by compress"),
+        ("realize {run} --prescription {rx} --repair -1 --data {data} --out x", 2, "give a whole number of 0 or more"),
+        ("realize {run} --prescription {rx} --repair 5 --by mask --data {data} --out x", 2, "--by compress"),
         ("realize {run} --prescription {rx} --out {run}", 2, "would overwrite an input"),
         ("verify {slim} --reference {run} --data {data} --checks acuracy", 2, "accuracy"),
         ("verify {slim} --reference {run} --data {data} --checks accuracy --controls", 2, "--diagnosis"),

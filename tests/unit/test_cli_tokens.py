@@ -89,7 +89,7 @@ def test_methods_may_let_tokens_leave(made: SimpleNamespace) -> None:
         "both=qk=total_rank:{share} tokens=attention_received:0.8@2",
         "drop=tokens=attention_received:{share}@2,3",
         "control=tokens=random:{share}@2,3",
-        "fine=qk=total_rank:0.5 refine=2 tokens=attention_received:0.5@2",
+        "fine=qk=total_rank:0.5 repair=2 tokens=attention_received:0.5@2",
     )
     words = ("compare", made.run, "--data", made.data, "--calibration-images", 4, "--methods", *texts)
     trials = record(*words, "--macs", "0.6,0.01", "--out", out)

@@ -11,8 +11,8 @@ import torch
 import attnrx as rx
 from attnrx.change.realization.distillation import Distill
 from attnrx.change.realization.fits import KINDS, fits_record, realize_and_fit, recorded_fits
-from attnrx.change.realization.refinement import Refinement
 from attnrx.change.realization.repair import Repair
+from attnrx.support.errors import InvalidInput
 from attnrx.verbs.shrink import FITS_BY_EFFORT
 from attnrx.vit.models import model_fingerprint
 from support.command_line import record
@@ -21,7 +21,7 @@ from support.pictures import write_folder
 from support.planned import CONFIG, original
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-SETTINGS = (Refinement(3, 1e-3, 4, 7), Repair(2, 0.01, 3, 64, 0.1, 8, 1e12), Distill(1, (1e-3,), 16, 9))
+SETTINGS = (Repair(2, 0.01, 3, 64, 0.1, 8, 1e12), Distill(1, (1e-3,), 16, 9))
 HOW = {"by": "compress", "norms": "renormalized", "calibration_images": 24}
 
 
@@ -37,14 +37,16 @@ def again(model: torch.nn.Module, prescription: rx.Prescription, how: Any, image
 
 
 def test_every_setting_of_a_fit_is_recorded_and_read_again(tmp_path: Path) -> None:
-    how = {**HOW, "refine": 0, **fits_record(*SETTINGS)}
+    how = {**HOW, **fits_record(*SETTINGS)}
     for name, (kind, count, _) in KINDS.items():
         assert {count, *how["settings"][name]} == {field.name for field in fields(kind)}
     stored = replace(prescribed(), about={"realized": how})
     read = rx.Prescription.load(stored.save(tmp_path / "prescription.json")).about["realized"]
     assert recorded_fits(read) == SETTINGS
     # Records of earlier versions have the steps only.
-    assert recorded_fits({"repair": 300}) == (Repair(300),) and recorded_fits({}) == ()
+    assert recorded_fits({"repair": 300, "refine": 0}) == (Repair(300),) and recorded_fits({}) == ()
+    with pytest.raises(InvalidInput, match="refined in 200 steps"):
+        recorded_fits({"refine": 200})
 
 
 def test_every_fit_is_repeated_with_its_recorded_settings(monkeypatch: pytest.MonkeyPatch) -> None:

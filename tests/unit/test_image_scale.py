@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from attnrx.change.realization import realize
-from attnrx.change.realization.refinement import Refinement, refine
 from attnrx.cli.main import show_warning
 from attnrx.data import MemoryImages, Normalization, Splits, from_tensors
 from attnrx.data.model_data import adapt_preprocessing
@@ -79,17 +78,15 @@ def shown_to() -> dict[str, Callable[[MemoryImages], Any]]:
     vit, images = model(CONFIGS["dense"]), speckles(CONFIGS["dense"])
     found = diagnose(vit, images)
     given = prescribe_maps(found, ContributionEnergy(0.6))
-    slim = realize(vit, given)
     return {
         "diagnose": lambda data: diagnose(vit, data),
         "measure_divergence": lambda data: measure_divergence(vit, found, data, "weights"),
         "measure_sublayers": lambda data: measure_sublayers(vit, found, data),
-        "refine": lambda data: refine(slim, vit, data, Refinement(steps=1)),
         "realize": lambda data: realize(vit, given, norms="refit", calibration=data),
     }
 
 
-@pytest.mark.parametrize("verb", ["diagnose", "measure_divergence", "measure_sublayers", "refine", "realize"])
+@pytest.mark.parametrize("verb", ["diagnose", "measure_divergence", "measure_sublayers", "realize"])
 def test_whatever_is_decided_on_images_warns_once_and_refuses_what_cannot_be_read(verb: str) -> None:
     show, config = shown_to()[verb], CONFIGS["dense"]
     with warnings.catch_warnings():

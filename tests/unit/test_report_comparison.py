@@ -18,7 +18,7 @@ ABOUT: dict[str, Any] = {
     "data": "pets/test:200:cd",
     "images": 200,
     "seed": 3,
-    "methods": [{"name": "mix", "rule": "total_rank:{share}", "metric": None, "refined": 0}, {"name": "<b>wide"}],
+    "methods": [{"name": "mix", "rule": "total_rank:{share}", "metric": None, "repaired": 0}, {"name": "<b>wide"}],
 }
 
 

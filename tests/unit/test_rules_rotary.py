@@ -1,4 +1,4 @@
-"""Rotary prescriptions: whole pairs, the limits of slow and fast rotation, files, and refinement."""
+"""Rotary prescriptions: whole pairs, the limits of slow and fast rotation, and files."""
 
 import copy
 from dataclasses import replace
@@ -9,7 +9,6 @@ import torch
 
 import attnrx as rx
 from attnrx.change.decompositions import balance
-from attnrx.change.realization.refinement import Refinement
 from attnrx.data import MemoryImages, Normalization, from_tensors
 from attnrx.decide.rules.rotary import COHERENCE, RotaryDirections, envelope_decreases
 from attnrx.nouns.diagnosis import Diagnosis
@@ -94,13 +93,6 @@ def test_prescriptions_and_models_are_saved(diagnosed: tuple[torch.nn.Module, Di
         assert torch.equal(again(batch), expected)
         torch.testing.assert_close(rx.load(tmp_path / "small")(batch), expected, rtol=0, atol=1e-12)
         assert not torch.allclose(expected, model(batch))
-
-
-def test_refinement_lowers_the_divergence(diagnosed: tuple[torch.nn.Module, Diagnosis]) -> None:
-    model, found = diagnosed
-    small = rx.realize(model, rx.prescribe(found, "qk=total_rank:0.5"))
-    refined = rx.refine(small, model, images(model), Refinement(steps=30, batch=4))
-    assert sum(refined.after) < sum(refined.before)
 
 
 def test_what_rotation_excludes_is_refused(diagnosed: tuple[torch.nn.Module, Diagnosis]) -> None:

@@ -280,7 +280,7 @@ def add_out(parser: Parser, what: str, default: str | None = None, *, folder: bo
 def add_methods(parser: Parser, shares: tuple[float, ...]) -> None:
     """Adds --methods, and --shares or --macs at which they are compared."""
     syntax = (
-        "each 'NAME=RULES [refine=STEPS] [repair=STEPS] [distill=EPOCHS]', with the rules of `attnrx prescribe`, e.g. "
+        "each 'NAME=RULES [repair=STEPS] [distill=EPOCHS]', with the rules of `attnrx prescribe`, e.g. "
         "'both=qk=total_rank:{share} tokens=evit:{share}@4,7,10', where {share} stands for the share kept (a rule "
         "without a map is that of qk), or "
         "'NAME=baseline:BASELINE': svd, asvd, fwsvd or svd_llm on all linear maps, or corp, "

@@ -106,7 +106,7 @@ PLAN = fields.Record(
 SEED, COUNT, RATE = fields.Integer(), fields.Integer(1, 10**6), fields.Number(1e-12, 1.0)
 FIT_SETTINGS = fields.Record(
     more={
-        "refine": fields.Record(more={"learning_rate": RATE, "batch": COUNT, "seed": SEED}),
+        "refine": fields.Record(open=True),  # of earlier versions, as below
         "repair": fields.Record(
             more={
                 "learning_rate": RATE,
@@ -128,10 +128,10 @@ REALIZED = fields.Record(
     {
         "by": fields.Choice(REALIZATIONS),
         "norms": fields.Choice(REALIZED_NORMS),
-        "refine": fields.Integer(0, 10**6),
         "calibration_images": fields.Integer(1),
     },
     {
+        "refine": fields.Integer(0, 10**6),
         "repair": fields.Integer(0, 10**6),
         "distill": fields.Integer(0, 10**6),
         "classes": fields.Items(fields.Integer(0, 2**31 - 1), 0, fields.MAX_DIRECTIONS),

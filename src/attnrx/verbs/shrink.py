@@ -375,7 +375,7 @@ class ShrinkRun:
                 yield self.unchanged(target)
                 continue
             # `attnrx realize` and the matched controls read this record, and repeat it.
-            how = {"by": "compress", "norms": REALIZED_NORMS[0], "refine": 0}
+            how = {"by": "compress", "norms": REALIZED_NORMS[0]}
             how |= {"calibration_images": len(self.images.planned), **fits_record(*fits), **self._fitted_classes(plan)}
             prescription = replace(chosen, about={**chosen.about, "realized": how})
             rounds = rounds_of(batch, family_of(self.original).costs(self.original).macs)

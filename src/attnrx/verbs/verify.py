@@ -56,7 +56,7 @@ class CandidateOrigin:
     @property
     def realization(self) -> str | None:
         """The kind of realization in a few words; None if it is unknown."""
-        words = zip(FITS, ("refined", "repaired", "distilled"), strict=True)
+        words = zip(FITS, ("repaired", "distilled"), strict=True)
         fitted = [word for name, word in words if self.how.get(name)]
         # Weights that were fitted no longer follow from the kind of norms.
         if fitted:

@@ -37,5 +37,5 @@ REALIZATIONS = ("compress", "mask")
 REALIZED_NORMS = ("exact", "renormalized", "refit")
 """The norms of compressed SVDA layers (`norms`), which `realize` describes; the default first."""
 
-FITS = ("refine", "repair", "distill")
+FITS = ("repair", "distill")
 """The fits of the weights of a compressed model, in the order in which they are applied."""

@@ -111,14 +111,12 @@ def _policy(template: Template, share: float, model: nn.Module) -> TokenPrescrip
 class Method:
     """One way of compressing: the text of its rules, in which {share} is replaced by the kept share, or a baseline.
 
-    `refined` is the number of steps of a refinement of the queries and keys on the calibration images afterwards,
-    `repaired` that of a repair per block, and `distilled` the passes of a distillation over those images. A `baseline`
-    is one of BASELINES.
+    `repaired` is the number of steps of a repair per block on the calibration images afterwards, and `distilled` that
+    of the passes of a distillation over those images. A `baseline` is one of BASELINES.
     """
 
     name: str
     rules: str = ""
-    refined: int = 0
     repaired: int = 0
     distilled: int = 0
     baseline: str | None = None
@@ -128,12 +126,12 @@ class Method:
             self.template  # noqa: B018, refuses maps that do not exist
         elif self.baseline not in BASELINES:
             raise UnknownName("baseline", self.baseline, BASELINES)
-        elif self.rules or self.refined or self.repaired or self.distilled:
+        elif self.rules or self.repaired or self.distilled:
             raise InvalidInput(f"{self.name}: a baseline takes no rules and no fits; make them methods.")
 
     @classmethod
     def parse(cls, text: str) -> "Method":
-        """Parses `NAME=RULES [refine=STEPS] [repair=STEPS] [distill=EPOCHS]`, with the RULES of `prescribe`, or
+        """Parses `NAME=RULES [repair=STEPS] [distill=EPOCHS]`, with the RULES of `prescribe`, or
         `NAME=baseline:NAME`.
 
         Raises:
@@ -146,14 +144,14 @@ class Method:
         steps = dict(fits)  # shorter than `fits` if one is given twice
         if not name.strip() or not rules or len(steps) < len(fits) or not all(map(str.isdecimal, steps.values())):
             raise InvalidInput(
-                f"the method {text!r} is not NAME=RULES [refine=STEPS] [repair=STEPS] [distill=EPOCHS], e.g. "
+                f"the method {text!r} is not NAME=RULES [repair=STEPS] [distill=EPOCHS], e.g. "
                 f"mix=qk=total_rank:{SHARE}."
             )
-        refined, repaired, distilled = (int(steps.get(fit, 0)) for fit in FITS)
+        repaired, distilled = (int(steps.get(fit, 0)) for fit in FITS)
         if rules.startswith("baseline:"):
             baseline, _, rules = rules.removeprefix("baseline:").partition(" ")
-            return cls(name.strip(), rules, refined, repaired, distilled, baseline)
-        return cls(name.strip(), rules, refined, repaired, distilled)
+            return cls(name.strip(), rules, repaired, distilled, baseline)
+        return cls(name.strip(), rules, repaired, distilled)
 
     @property
     def template(self) -> Template:
@@ -231,7 +229,7 @@ class RuleCompressor(ModelCompressor):
         return costs_at(self.bench.model, self.bench.diagnosis, self.method.template, share)
 
     def make(self, share: float) -> nn.Module:
-        """Realizes the prescription, and refines it if requested.
+        """Realizes the prescription, and fits the weights if requested.
 
         At a share that keeps everything the model itself is returned, as in `costs`; rules without a share that change
         nothing raise NoOpPrescription.
@@ -243,7 +241,7 @@ class RuleCompressor(ModelCompressor):
             if not method.varies:
                 raise
             return bench.model
-        steps: dict[str, int] = dict(zip(FITS, (method.refined, method.repaired, method.distilled), strict=True))
+        steps: dict[str, int] = dict(zip(FITS, (method.repaired, method.distilled), strict=True))
         return realize_and_fit(bench.model, prescription, bench.calibration, fits_of(steps, bench.seed))
 
 

@@ -3,10 +3,9 @@
 from attnrx.change.realization.attention_layers import compressed_spec
 from attnrx.change.realization.fits import realize_and_fit
 from attnrx.change.realization.realizing import realize
-from attnrx.change.realization.token_policies import calibrated, prescribed_tokens, realize_tokens_
+from attnrx.change.realization.token_policies import prescribed_tokens, realize_tokens_
 
 __all__ = [
-    "calibrated",
     "compressed_spec",
     "prescribed_tokens",
     "realize",

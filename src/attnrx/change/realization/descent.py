@@ -17,12 +17,11 @@ HELD_OUT = 8
 class Fitted:
     """A fitted model, the errors that the fit minimizes, before and after, and notes on the images.
 
-    `refine` has the mean divergence per query and head (nats) of each layer; `repair` the relative squared error of the
-    output of each block on held-out images, after the repair of the blocks before; `distill` one divergence of the
-    outputs on held-out images (`OutputKind.softened`): half the variance of the difference of the logits, an eighth of
-    the squared differences of the logits of labels, the squared error of a regression relative to its variance, or half
-    the squared distance of embeddings relative to their squared norm. `learning_rate` is the one of several that
-    `distill` chose; None if no fit was better than none.
+    `repair` has the relative squared error of the output of each block on held-out images, after the repair of the
+    blocks before; `distill` one divergence of the outputs on held-out images (`OutputKind.softened`): half the variance
+    of the difference of the logits, an eighth of the squared differences of the logits of labels, the squared error of
+    a regression relative to its variance, or half the squared distance of embeddings relative to their squared norm.
+    `learning_rate` is the one of several that `distill` chose; None if no fit was better than none.
     """
 
     model: nn.Module
@@ -43,12 +42,11 @@ def descend_(
     steps: int,
     learning_rate: float,
     seed: int,
-    decay: Callable[[float], float] = cosine,
 ) -> None:
     """Minimizes the error, of images or tokens that it draws, by steps of Adam on all parameters of a module.
 
-    `learning_rate` is relative to the root mean square of each tensor, and is multiplied by `decay` of the share of the
-    steps that are done. Frozen parameters are fitted too, and are frozen again afterwards.
+    `learning_rate` is relative to the root mean square of each tensor, and decays to zero by a cosine. Frozen
+    parameters are fitted too, and are frozen again afterwards.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.numel()]
     flags = [parameter.requires_grad for parameter in parameters]
@@ -56,7 +54,7 @@ def descend_(
     # relative to its entries.
     groups = [{"params": [row.requires_grad_()], "lr": learning_rate * _size(row)} for row in parameters]
     optimizer = torch.optim.Adam(groups)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: decay(step / max(steps, 1)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(step / max(steps, 1)))
     generator = torch.Generator().manual_seed(seed)
     try:
         with torch.enable_grad():

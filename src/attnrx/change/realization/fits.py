@@ -1,4 +1,4 @@
-"""The fits of a realized model, in one order: refine and repair, then the tokens, then distill; and their record.
+"""The fits of a realized model, in one order: repair, then the tokens, then distill; and their record.
 
 A prescription records the settings of every fit, seeds included, so that a model and its matched controls are made
 again by `realize_and_fit` from the record.
@@ -12,7 +12,6 @@ from torch import nn
 
 from attnrx.change.realization.distillation import Distill, distill
 from attnrx.change.realization.realizing import realize
-from attnrx.change.realization.refinement import Refinement, refine
 from attnrx.change.realization.repair import Repair, repair
 from attnrx.change.realization.token_policies import realize_tokens_
 from attnrx.data import ImageData, ImageSet
@@ -26,15 +25,12 @@ from attnrx.vit.maps import FITS, REALIZED_NORMS
 from attnrx.vit.models import family_of, model_fingerprint
 from attnrx.vit.models.verbs import verb
 
-Fit = Refinement | Repair | Distill
+Fit = Repair | Distill
 # The settings of every fit, the field that counts its steps (the record has it under the name of the fit), and the
-# function. The repair comes after the refinement, because it fits every block to what the blocks before it give,
-# queries and keys included.
+# function.
 KINDS: Mapping[str, tuple[type[Any], str, Callable[..., Any]]] = dict(
-    zip(FITS, ((Refinement, "steps", refine), (Repair, "steps", repair), (Distill, "epochs", distill)), strict=True)
+    zip(FITS, ((Repair, "steps", repair), (Distill, "epochs", distill)), strict=True)
 )
-# The images of a refinement, which holds the inputs of a layer for all of them in memory.
-MAX_REFINEMENT_IMAGES = 96
 
 
 def fits_of(steps: Mapping[str, int], seed: int) -> tuple[Fit, ...]:
@@ -56,7 +52,16 @@ def fits_record(*fits: Fit) -> dict[str, Any]:
 
 
 def recorded_fits(record: Mapping[str, Any]) -> tuple[Fit, ...]:
-    """Returns the fits of a record, in their order; records of earlier versions have the steps only."""
+    """Returns the fits of a record, in their order; records of earlier versions have the steps only.
+
+    Raises:
+        InvalidInput: An earlier version refined the queries and keys of the model, which is not repeated.
+    """
+    if record.get("refine"):
+        raise InvalidInput(
+            f"the model was refined in {record['refine']} steps by an earlier version, which this one does not repeat; "
+            "realize its prescription again, with repair."
+        )
     found = []
     for name, (kind, count, _) in KINDS.items():
         if record.get(name):
@@ -76,13 +81,13 @@ def realize_and_fit(
 ) -> nn.Module:
     """Realizes a prescription as `realize` does, and fits the weights of the result to the model, without labels.
 
-    Refinement and repair compare tokens one by one with those of the model, so they come before tokens are pruned or
-    merged; distillation takes such a model, and comes last.
+    Repair compares tokens one by one with those of the model, so it comes before tokens are pruned or merged;
+    distillation takes such a model, and comes last.
 
     Args:
         model: The original.
         prescription: The prescription of the original.
-        images: The images to calibrate on and to fit to; a refinement takes the first 96 of them.
+        images: The images to calibrate on and to fit to.
         fits: The settings of the fits.
         by: "compress" or "mask"; weights of a mask are not fitted.
         norms: The norms of compressed SVDA layers.
@@ -109,7 +114,7 @@ def realize_and_fit(
     realized = apply_fits(realized, model, images, [fit for fit in fits if not isinstance(fit, Distill)], log)
     if tokens is not None:
         heads = family_of(model).token_shape(model).heads
-        realize_tokens_(realized, family_of(realized), tokens, "compress", heads, images)
+        realize_tokens_(realized, family_of(realized), tokens, "compress", heads)
     return apply_fits(realized, model, images, [fit for fit in fits if isinstance(fit, Distill)], log)
 
 
@@ -118,12 +123,10 @@ def apply_fits(
 ) -> nn.Module:
     """Returns the candidate after the fits of its weights to the model, in their order."""
     for settings in sorted(fits, key=lambda fit: FITS.index(_name_of(fit))):
-        name, some = _name_of(settings), images
-        if name == "refine":
-            some = images.take(min(MAX_REFINEMENT_IMAGES, len(images)))
-        elif name == "distill":
+        name = _name_of(settings)
+        if name == "distill":
             begin("distilling")
-        result = KINDS[name][2](candidate, model, some, settings)
+        result = KINDS[name][2](candidate, model, images, settings)
         if name == "repair":
             for note in (each for each in result.notes if each not in images.notes):
                 log(note)

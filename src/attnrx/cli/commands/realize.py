@@ -25,10 +25,6 @@ NORMS = (
     "the norms of compressed SVDA layers: exact as in the mask (saves least), renormalized over the kept directions as "
     "in the paper, or with strengths refitted on --data"
 )
-REFINE = (
-    "optimize the query and key rows of every layer to match the original's attention, on --data without labels, in "
-    "this many steps, e.g. 200"
-)
 REPAIR = (
     "fit the weights of the compressed model, block by block, to the outputs of the original's blocks on --data "
     "without labels, in this many steps per attention and per MLP, e.g. 300"
@@ -45,13 +41,12 @@ def add(parser: Parser) -> None:
     add_out(parser, "the folder of the new model; an existing model in it is replaced", folder=True)
     option(parser, "--by", REALIZATIONS, "delete the pruned directions, or set them to zero", "compress")
     option(parser, "--norms", REALIZED_NORMS, NORMS, REALIZED_NORMS[0])
-    option(parser, "--refine", STEPS, REFINE, 0)
     option(parser, "--repair", STEPS, REPAIR, 0)
     option(parser, "--distill", STEPS, DISTILL, 0)
     add_data(parser, "training images for --norms refit and fits of weights", required=False)
-    calibration = "training images for --norms refit, --repair and --distill; the first 96 of them for --refine"
+    calibration = "training images for --norms refit, --repair and --distill"
     option(parser, "--calibration-images", COUNT, calibration, 512)
-    option(parser, "--seed", SEED, "seeds --refine, --repair and --distill", 0)
+    option(parser, "--seed", SEED, "seeds --repair and --distill", 0)
     add_device(parser)
 
 
