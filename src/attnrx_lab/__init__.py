@@ -1,6 +1,6 @@
 """The laboratory of attnrx: paper tables, baselines, corrupted images, comparisons and sweeps.
 
-It plugs into the command line (`attnrx reproduce`, `compare`, `bench`, `sweep`, `demo`), into `attnrx verify` (the
-checks `robustness` and `transfer`) and into texts of token policies (reducers of other papers) by the entry points that
-pyproject.toml declares; attnrx never imports it.
+It plugs in by the entry points that pyproject.toml declares: commands (`attnrx reproduce`, `compare`, `bench`, `sweep`,
+`demo`), checks of `attnrx verify` (`robustness`, `transfer`), token reducers of other papers, and LV-ViT. attnrx never
+imports it.
 """

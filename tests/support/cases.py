@@ -47,8 +47,6 @@ from attnrx.show.checks import (
 from attnrx.training.losses import Loss, PerturbationRobustness, TargetRank, Task
 from attnrx.vit.costs import LatencyProtocol
 from attnrx.vit.models import (
-    LVViT,
-    LVViTConfig,
     Transformer,
     TransformerConfig,
     VisionTransformer,
@@ -71,6 +69,7 @@ from attnrx.vit.tokens import (
     Ward,
 )
 from attnrx_lab.checks import Robustness, Transfer
+from attnrx_lab.lvvit import LVViT, LVViTConfig
 from attnrx_lab.tokens import (
     ATS,
     DTPS,

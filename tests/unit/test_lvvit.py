@@ -11,9 +11,9 @@ import attnrx as rx
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.support.storage import write_tensors
 from attnrx.training import train
-from attnrx.vit.models import LVViT, LVViTConfig, attach_tokens_, build_model, family_of
-from attnrx.vit.models.lvvit import SIZES, LVViTFamily, published_names
+from attnrx.vit.models import attach_tokens_, build_model, family_of
 from attnrx.vit.tokens import Random, TokenPolicy
+from attnrx_lab.lvvit import SIZES, LVViT, LVViTConfig, LVViTFamily, published_names
 from support.cases import LVVITS, images, own
 from support.tiny_runs import At, config, same, splits
 
@@ -111,7 +111,7 @@ def test_published_weights_give_the_published_model(
     if write is not safe:
         pytest.importorskip("timm")
     write(published(), tmp_path / file)
-    model = LVViTFamily().load(size, tmp_path / file, **SMALL)
+    model = LVViTFamily().load(f"lvvit:{size}", tmp_path / file, **SMALL)
     divisor = {"t": 1.0, "s": 2.0}[size]
     with torch.no_grad():
         torch.testing.assert_close(
@@ -158,7 +158,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(
 ) -> None:
     safe(damage(published()), tmp_path / "weights.safetensors")
     with pytest.raises((CheckpointError, InvalidInput), match=said):
-        LVViTFamily().load("s", tmp_path / "weights.safetensors", **SMALL)
+        LVViTFamily().load("lvvit:s", tmp_path / "weights.safetensors", **SMALL)
 
 
 def test_files_that_hold_no_weights_are_refused(tmp_path: Path) -> None:

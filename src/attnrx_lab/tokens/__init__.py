@@ -1,6 +1,6 @@
 """Token reducers of other papers, for comparisons with those of `attnrx.vit.tokens`.
 
-The entry point `lab` of the group `attnrx.tokens` imports this package wherever a text or a file names a reducer.
+An entry point of the group `attnrx.parts` imports this package wherever a text or a file names a reducer.
 """
 
 from attnrx.vit.tokens import register_reducer

@@ -9,8 +9,10 @@ from attnrx.vit.models.families import (
     at_size_of,
     build_model,
     family_of,
+    known_families,
     load_model,
     model_names,
+    register_family,
     resized,
     save_model,
 )
@@ -22,7 +24,6 @@ from attnrx.vit.models.family import (
     require_ordinary_weights,
 )
 from attnrx.vit.models.input_validation import InputValidation
-from attnrx.vit.models.lvvit import SIZES, LVViT, LVViTConfig, lvvit_config
 from attnrx.vit.models.mlp import LowRankLinear, hidden_units, linear_units, rank_of
 from attnrx.vit.models.observation_hooks import (
     ModuleCall,
@@ -54,12 +55,9 @@ __all__ = [
     "FAMILIES",
     "LIBRARIES",
     "SCENARIOS",
-    "SIZES",
     "STATED_OUTPUTS",
     "Family",
     "InputValidation",
-    "LVViT",
-    "LVViTConfig",
     "LowRankLinear",
     "ModuleCall",
     "Reader",
@@ -83,9 +81,9 @@ __all__ = [
     "hidden_units",
     "initialize_",
     "is_model_file",
+    "known_families",
     "linear_units",
     "load_model",
-    "lvvit_config",
     "model_fingerprint",
     "model_names",
     "named_config",
@@ -99,6 +97,7 @@ __all__ = [
     "recording_calls",
     "recording_tokens",
     "reduction_of",
+    "register_family",
     "replacing_forward",
     "require_all_tokens",
     "require_model_folder",

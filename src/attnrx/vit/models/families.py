@@ -13,6 +13,7 @@ from attnrx.support.atomic_writes import Parts
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName, nearest
 from attnrx.support.hub import NAME, download
 from attnrx.support.modules import copy_module
+from attnrx.support.plugins import import_plugins
 from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
 from attnrx.vit.models.checkpoint import (
     is_model_folder,
@@ -22,16 +23,15 @@ from attnrx.vit.models.checkpoint import (
 from attnrx.vit.models.family import Family, require_ordinary_tensors
 from attnrx.vit.models.foreign_code import merged, without_wrapper
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
-from attnrx.vit.models.lvvit import SIZES, LVViT, LVViTFamily, lvvit_config
 from attnrx.vit.models.module_family import Factory, ModuleFamily
 from attnrx.vit.models.openclip_family import OpenClipFamily
 from attnrx.vit.models.reader import Reader
 from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.timm_family import TimmFamily
 from attnrx.vit.models.torchvision_family import TorchvisionFamily
-from attnrx.vit.models.transformer import initialize_
+from attnrx.vit.models.transformer import AttnrxFamily, initialize_
 from attnrx.vit.models.unsupported_features import model_name
-from attnrx.vit.models.vit import SCENARIOS, VisionTransformer, ViTFamily, named_config
+from attnrx.vit.models.vit import ViTFamily
 from attnrx.vit.models.whole import WholeFamily, named_function
 
 # The families of other libraries, by the prefix of a model name.
@@ -41,10 +41,22 @@ LIBRARIES: dict[str, AdoptedFamily] = {
     "torchvision": TorchvisionFamily(),
     "open_clip": OpenClipFamily(),
 }
+# The families of models that are built of attnrx's layers.
+OWN: list[AttnrxFamily[Any]] = [ViTFamily()]
 # `family_of` takes the first that matches; each matches its own class of models only.
-FAMILIES: tuple[Family, ...] = (
-    ViTFamily(), LVViTFamily(), *LIBRARIES.values(), ModuleFamily(), WholeFamily(LIBRARIES)
-)  # fmt: skip
+FAMILIES: list[Family] = [*OWN, *LIBRARIES.values(), ModuleFamily(), WholeFamily(LIBRARIES)]
+
+
+def register_family(family: AttnrxFamily[Any]) -> None:
+    """Makes a family of models that are built of attnrx's layers known, by its names and in saved folders.
+
+    Raises:
+        InvalidInput: Another family has its name.
+    """
+    if any(each.name == family.name for each in FAMILIES):
+        raise InvalidInput(f"the family {family.name} exists already; choose another name.")
+    OWN.append(family)
+    FAMILIES.append(family)
 
 
 def family_of(model: nn.Module) -> Family:
@@ -134,10 +146,21 @@ def at_size_of(model: nn.Module, other: nn.Module) -> nn.Module:
     return accepting(model, shapes[1])
 
 
+def known_families() -> tuple[Family, ...]:
+    """Returns the families of this package and the registered ones, those of other packages among them."""
+    import_plugins()
+    return tuple(FAMILIES)
+
+
 def model_names() -> tuple[str, ...]:
-    """Returns the names of all attnrx models."""
-    compact = (f"{form}:{scenario}" for form in ("svda", "dense") for scenario in SCENARIOS)
-    return (*compact, *(f"lvvit:{size}" for size in SIZES))
+    """Returns the names of all models that are built of attnrx's layers."""
+    import_plugins()
+    return tuple(name for family in OWN for name in family.names())
+
+
+def _own_family(name: str) -> AttnrxFamily[Any] | None:
+    import_plugins()
+    return next((family for family in OWN if name in family.names()), None)
 
 
 def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any) -> nn.Module:
@@ -159,11 +182,10 @@ def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any)
     library, _, architecture = name.partition(":")
     if library in LIBRARIES:
         return LIBRARIES[library].fresh(architecture, **changes)
-    if name not in model_names():
+    family = _own_family(name)
+    if family is None:
         raise UnknownName("model", name, (*model_names(), *(f"{library}:NAME" for library in LIBRARIES)))
-    if library == "lvvit":
-        return initialize_(LVViT(lvvit_config(architecture, **changes)), seed, strength)
-    return initialize_(VisionTransformer(named_config(library, architecture, **changes)), seed, strength)
+    return initialize_(family.model_type(family.config(name, **changes)), seed, strength)
 
 
 def load_model(
@@ -217,8 +239,9 @@ def load_model(
             refuse = partial(family.require_supported, instance)
             return _adopt_units(WholeFamily(LIBRARIES), instance, refuse, named).eval()
         return family.load(name, weights=weights, pretrained=pretrained)
-    if library == "lvvit" and weights is not None and not pretrained:
-        return LVViTFamily().load(name, weights)
+    own = _own_family(str(source)) if weights is not None and not pretrained else None
+    if own is not None and own.takes_weights:
+        return own.load(str(source), weights)
     is_saved = not library and is_model_folder(source)
     if pretrained is not None or (weights is not None and not is_saved):
         raise InvalidInput(
@@ -256,7 +279,10 @@ def _meant(name: str) -> str:
 def _load_folder(folder: Path | str, factory: Factory | None, weights: Path | str | None = None) -> nn.Module:
     # The shared instance has no factory, and must not get one: it would be used for every model loaded later.
     created = (ModuleFamily(factory), WholeFamily(LIBRARIES, factory))
-    families = (*(family for family in FAMILIES if not isinstance(family, ModuleFamily | WholeFamily)), *created)
+    families = (
+        *(family for family in known_families() if not isinstance(family, ModuleFamily | WholeFamily)),
+        *created,
+    )
     return load_weights(folder, families, weights)
 
 

@@ -4,7 +4,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -233,6 +234,24 @@ class AttnrxFamily(Family, Generic[Config]):
 
     model_type: type[Transformer[Config]]
     config_type: type[Config]
+    takes_weights: ClassVar[bool] = False
+    """Whether `load` takes published weights."""
+
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of the models of the family, each with a colon."""
+
+    @abstractmethod
+    def config(self, name: str, **changes: Any) -> Config:
+        """Returns the configuration of one of these names; `changes` override its fields."""
+
+    def load(self, name: str, weights: Path | str) -> Transformer[Config]:
+        """Creates a model with the weights of a published file, in evaluation mode, where the family `takes_weights`.
+
+        Raises:
+            CheckpointError: The file cannot be read, or does not fit the model.
+        """
+        raise NotImplementedError
 
     def matches(self, model: nn.Module) -> bool:
         return isinstance(model, self.model_type)

@@ -107,6 +107,12 @@ class ViTFamily(AttnrxFamily[ViTConfig]):
     model_type = VisionTransformer
     config_type = ViTConfig
 
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"{form}:{scenario}" for form in ("svda", "dense") for scenario in SCENARIOS)
+
+    def config(self, name: str, **changes: Any) -> ViTConfig:
+        return named_config(*name.split(":"), **changes)
+
     def patch_embedding(self, model: nn.Module) -> nn.Module:
         return self._transformer(model).get_submodule("patches")
 

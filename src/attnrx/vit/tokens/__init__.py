@@ -1,12 +1,11 @@
 """Token pruning and merging: reducers that select, before some layers, which tokens the next layers process."""
 
 from collections.abc import Mapping
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 from attnrx.support.dataclass_records import from_dict
 from attnrx.support.errors import InvalidInput
+from attnrx.support.plugins import import_plugins
 from attnrx.vit.tokens.fusing import EViT, Soft
 from attnrx.vit.tokens.learned_scores import DynamicViT
 from attnrx.vit.tokens.merging import ToMe
@@ -105,17 +104,9 @@ def register_reducer(name: str, kind: type[Reducer]) -> None:
 
 
 def known_reducers() -> Mapping[str, type[Reducer]]:
-    """Returns the reducers of this package, those of other packages (entry points of the group `attnrx.tokens`, modules
-    that register theirs) and the registered ones, by name.
-    """
-    _import_plugins()
+    """Returns the reducers of this package and the registered ones, those of other packages among them, by name."""
+    import_plugins()
     return {**REDUCERS, **_REGISTERED}
-
-
-@cache
-def _import_plugins() -> None:
-    for entry in entry_points(group="attnrx.tokens"):
-        entry.load()
 
 
 def parse_policy(text: str) -> TokenPolicy:

@@ -12,6 +12,7 @@ from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, linear_costs, norm_costs
+from attnrx.vit.models import register_family
 from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.chunked_forward import require_images
 from attnrx.vit.models.transformer import AttnrxFamily, Layer, Transformer, TransformerConfig
@@ -204,8 +205,15 @@ class LVViTFamily(AttnrxFamily[LVViTConfig]):
     name = "lvvit"
     model_type = LVViT
     config_type = LVViTConfig
+    takes_weights = True
 
-    def load(self, size: str, weights: Path | str, **changes: Any) -> LVViT:
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"lvvit:{size}" for size in SIZES)
+
+    def config(self, name: str, **changes: Any) -> LVViTConfig:
+        return lvvit_config(name.removeprefix("lvvit:"), **changes)
+
+    def load(self, name: str, weights: Path | str, **changes: Any) -> LVViT:
         """Creates a model with the weights of a published file (safetensors, or a torch checkpoint), in evaluation
         mode.
 
@@ -215,13 +223,13 @@ class LVViTFamily(AttnrxFamily[LVViTConfig]):
             CheckpointError: The file is not a weight file, or a tensor in it or in the model has no counterpart; it is
                 named.
         """
-        config = lvvit_config(size, **changes)
+        config = self.config(name, **changes)
         with torch.device("meta"):  # all weights come from the file
             model = LVViT(config)
         path = Path(weights)
         tensors = read_weight_file(path)
         require_finite_tensors(tensors, str(path))
-        named = renamed(tensors, model, f"the weights in {path} do not fit lvvit:{size}")
+        named = renamed(tensors, model, f"the weights in {path} do not fit {name}")
         model.load_state_dict(named, strict=True, assign=True)
         return model.requires_grad_(True).eval()
 
@@ -285,3 +293,6 @@ def published_names(model: LVViT) -> dict[str, tuple[str, ...]]:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"{', '.join(names[:5])}{more}" if names else "none"
+
+
+register_family(LVViTFamily())
