@@ -7,6 +7,7 @@ from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.models import build_model, family_of
 from attnrx.vit.tokens import DynamicViT, Reducer, Spot, TokenLayout, TokenPolicy
+from attnrx_lab.costs import NORM_MACS, predictor_norm_features
 from attnrx_lab.lvvit import lvvit_config
 
 STAGES = {"t": (4, 7, 10), "s": (5, 9, 13)}
@@ -39,8 +40,9 @@ def reduced_gmacs(size: str, reducer: Reducer, ratio: float) -> tuple[float, flo
     """The model with fewer tokens, without and with the predictors, whose norms count five for every feature."""
     with torch.device("meta"):
         model = build_model(f"lvvit:{size}")
-    costs = family_of(model).costs(model, tokens=TokenPolicy.staged(reducer, ratio, STAGES[size]))
-    norms = 5 * costs.predictor_norm_features
+    family, policy = family_of(model), TokenPolicy.staged(reducer, ratio, STAGES[size])
+    costs = family.costs(model, tokens=policy)
+    norms = NORM_MACS * predictor_norm_features(policy, family.token_shape(model))
     return (costs.product_macs - costs.predictors.macs) / 1e9, (costs.product_macs + norms) / 1e9
 
 

@@ -10,6 +10,7 @@ import attnrx_lab.papers
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.vit.models import named_config
+from attnrx_lab.costs import saved_shares
 from attnrx_lab.papers import load_recipe, recipe_names, reproduce
 from attnrx_lab.papers.irratt_tables import CLUTTER
 from attnrx_lab.papers.spot import SpotExperiment, outline_for, token_price
@@ -60,12 +61,9 @@ def test_papers_savings_follow_from_its_directions(name: str):
     for row in file.rows:
         cells = file.expected[row.label]
         costs = named_config("svda", row.scenario).costs()
-        least, most = (costs.saving_without(share / 100) for share in (cells["removed"].low, cells["removed"].high))
-        for cell, low, high in (
-            (cells["params_down"], least.params_share, most.params_share),
-            (cells["macs_down"], least.macs_share, most.macs_share),
-        ):
-            assert 100 * low <= cell.high and cell.low <= 100 * high
+        least, most = (saved_shares(costs, share / 100) for share in (cells["removed"].low, cells["removed"].high))
+        for name_of_cell, low, high in zip(("params_down", "macs_down"), least, most, strict=True):
+            assert 100 * low <= cells[name_of_cell].high and cells[name_of_cell].low <= 100 * high
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -28,6 +28,7 @@ from attnrx.vit.models.mlp import LowRankLinear
 from attnrx.vit.models.module_family import ModuleFamily
 from attnrx.vit.models.token_hooks import attach_tokens_
 from attnrx.vit.tokens import parse_policy
+from attnrx_lab.costs import layer_norm_features, outer_norm_features
 from support.command_line import record
 from support.pretrained import CASES, HF, SMALL, TIMM, VIT, adopted_once, of_hf, of_timm, twin_of
 
@@ -119,7 +120,7 @@ def test_costs_are_the_parameters_and_products_of_the_model(case: tuple[AdoptedF
     for handle in handles:
         handle.remove()
     assert 2 * costs.product_macs == counter.get_total_flops()
-    assert sum(divided) == costs.final_norm_features + sum(layer.norm_features for layer in costs.layers)
+    assert sum(divided) == (outer_norm_features(adopted, costs) or 0) + sum(map(layer_norm_features, costs.layers))
 
 
 def test_low_rank_mlps_are_described_rebuilt_and_priced(case: tuple[AdoptedFamily, Any, Any]) -> None:

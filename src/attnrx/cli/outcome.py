@@ -69,20 +69,27 @@ def significant(value: float, unit: str = "") -> str:
 
 def cost_changes(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts") -> dict[str, Any]:
     """Returns the costs of both models as JSON-ready values, with savings in percent of the first."""
-    saving = original.saving(smaller)
     return {
         "original": {"params": original.params, "macs": original.macs},
         "compressed": {"params": smaller.params, "macs": smaller.macs},
-        "params_down_percent": 100 * saving.params_share,
-        "macs_down_percent": 100 * saving.macs_share,
+        "params_down_percent": _saved(original.params, smaller.params),
+        "macs_down_percent": _saved(original.macs, smaller.macs),
     }
 
 
 def cost_table(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts") -> Table:
     """Returns the table of the costs of both models, with savings in percent."""
-    saving = original.saving(smaller)
     rows = (
-        ("parameters", f"{original.params:,}", f"{smaller.params:,}", f"{100 * saving.params_share:.3f} %"),
-        ("MACs", f"{original.macs:,}", f"{smaller.macs:,}", f"{100 * saving.macs_share:.3f} %"),
+        (
+            "parameters",
+            f"{original.params:,}",
+            f"{smaller.params:,}",
+            f"{_saved(original.params, smaller.params):.3f} %",
+        ),
+        ("MACs", f"{original.macs:,}", f"{smaller.macs:,}", f"{_saved(original.macs, smaller.macs):.3f} %"),
     )
     return Table(("", "original", "realized", "saved"), rows)
+
+
+def _saved(before: int, after: int) -> float:
+    return 100 * (before - after) / max(before, 1)

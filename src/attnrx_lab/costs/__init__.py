@@ -1,6 +1,25 @@
-"""Costs as papers count them: compressed forms by name, before anything is computed, and the operations of IrrAtt."""
+"""Costs as papers count them: compressed forms by name, before anything is computed, IrrAtt's operations, SVDA's savings."""
 
 from attnrx_lab.costs.compressed_shapes import Compression
-from attnrx_lab.costs.conventions import NORM_MACS, Price, priced
+from attnrx_lab.costs.conventions import (
+    NORM_MACS,
+    Price,
+    direction_costs,
+    layer_norm_features,
+    outer_norm_features,
+    predictor_norm_features,
+    priced,
+    saved_shares,
+)
 
-__all__ = ["NORM_MACS", "Compression", "Price", "priced"]
+__all__ = [
+    "NORM_MACS",
+    "Compression",
+    "Price",
+    "direction_costs",
+    "layer_norm_features",
+    "outer_norm_features",
+    "predictor_norm_features",
+    "priced",
+    "saved_shares",
+]

@@ -6,10 +6,19 @@ multiply-add is one FLOP, and the strengths of directions have parameters alone.
 does.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from attnrx.vit.costs import LayerCosts, ModelCosts, PartCosts
+import torch
+from torch import nn
+
+from attnrx.vit.costs import LayerCosts, ModelCosts, PartCosts, linear_costs
+from attnrx.vit.models import family_of
+from attnrx.vit.models.adopted_family import AdoptedFamily
+from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.tokens import Shape, TokenPolicy
 
 NORM_MACS = 5  # of a LayerNorm, per feature
 
@@ -48,17 +57,101 @@ class Price:
         }
 
 
-def priced(costs: ModelCosts) -> Price:
-    """Returns the cost as IrrAtt counts; the parts add up to the whole."""
+def priced(costs: ModelCosts, outer_norms: int | None = None, predictor_norms: int = 0) -> Price:
+    """Returns the cost as IrrAtt counts; the parts add up to the whole.
+
+    `outer_norms` are the features that the norms outside the layers divide for one image, None for one norm on all
+    tokens (`outer_norm_features`), and `predictor_norms` those of the predictors (`predictor_norm_features`).
+    """
+    if outer_norms is None:
+        outer_norms = costs.layers[-1].tokens * costs.layers[-1].spec.width if costs.layers else 0
     layers = [_layer_parts(layer) for layer in costs.layers]
     parts = costs.parts
     for name in layers[0] if layers else ():
         parts[name] = sum((layer[name] for layer in layers), start=PartCosts())
-    parts["predictors"] += PartCosts(0, NORM_MACS * costs.predictor_norm_features)
-    parts["classifier"] += PartCosts(0, costs.classifier_macs + NORM_MACS * costs.final_norm_features)
+    parts["predictors"] += PartCosts(0, NORM_MACS * predictor_norms)
+    parts["classifier"] += PartCosts(0, costs.classifier_macs + NORM_MACS * outer_norms)
     return Price(parts, tuple(sum(layer[name].macs for name in ATTENTION) for layer in layers))
 
 
 def _layer_parts(layer: LayerCosts) -> dict[str, PartCosts]:
-    norms = layer.layer_norms + PartCosts(0, NORM_MACS * layer.norm_features)
+    norms = layer.layer_norms + PartCosts(0, NORM_MACS * layer_norm_features(layer))
     return {**layer.parts, "diagonal": PartCosts(layer.diagonal.params), "layer_norms": norms}
+
+
+def layer_norm_features(layer: LayerCosts) -> int:
+    """Returns the features that the two norms of a block, and those inside its attention, divide for one image."""
+    spec = layer.spec
+    inner = {"query_norm": spec.ranks, "key_norm": spec.ranks, "output_norm": spec.value_dims}
+    return layer.tokens * (2 * spec.width + sum(sum(inner[name]) for name in spec.inner_norms))
+
+
+def predictor_norm_features(policy: TokenPolicy, shape: Shape) -> int:
+    """Returns the features that the norms of the predictors of a policy divide for one image."""
+    patches = shape.layout.patches
+    stages = zip(policy.state(shape.layout), policy.counts(patches), strict=True)
+    with torch.device("meta"):  # no memory, no random numbers
+        predictor = policy.reducer.predictor(shape)
+    norms = [module for module in predictor.modules() if isinstance(module, nn.LayerNorm)]
+    # A stage that prunes nothing runs no predictor.
+    at_work = sum(number for number, count in stages if count < patches)
+    return at_work * sum(math.prod(norm.normalized_shape) for norm in norms)
+
+
+def outer_norm_features(model: nn.Module, costs: ModelCosts) -> int | None:
+    """Returns the features that the norms outside the layers of a model, and those inside its MLPs, divide for one
+    image; None for a model of attnrx's own, which has one norm on all tokens.
+    """
+    family: Any = family_of(model)
+    if not isinstance(family, AdoptedFamily):
+        return None
+    source: Any = model.source
+    tokens, positions = costs.tokens, family.positions(model)
+    last, parts, blocks = family.last_norm(source), family.parts(source), family.blocks(source)
+    inside = {module for block in blocks for module in block.modules()}
+    total = sum(
+        math.prod(getattr(part, "normalized_shape", (0,))) * count
+        for block, count in zip(blocks, tokens, strict=True)
+        for name in parts.mlp
+        for part in block.get_submodule(name).modules()
+    )
+    for name, module in source.named_modules():
+        shape = getattr(module, "normalized_shape", None)
+        if shape is None or module in inside:
+            continue
+        # Pooled norms run once, those of patches without prefix tokens; the last norm runs after tokens were pruned.
+        if name in parts.pooled_norms or name.startswith("attn_pool."):
+            count = 1
+        elif name.startswith("patch_embed."):
+            count = positions
+        else:
+            count = tokens[-1] if module is last else tokens[0]
+        total += math.prod(shape) * count
+    return total
+
+
+def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
+    """Returns the costs of one direction: a row and a bias of query and key, its strengths, its share of the scores.
+
+    For SVDA that is 2 (width + 1) + 1 parameters and tokens (2 width + tokens + 1) MACs; with the original norms
+    the projections stay, and only strength and scores are saved. A shared direction has a strength and scores in every
+    head; in a block it has scores once, in the map of the block.
+    """
+    # The heads in which a direction has a strength and scores of its own.
+    users = len(spec.heads) if spec.shares_directions and not spec.mixes_blocks else 1
+    strength = PartCosts(users, tokens * users) if spec.has_strengths else PartCosts()
+    scores = PartCosts(0, tokens * tokens * users)
+    if spec.keeps_original_norms:
+        return scores + strength
+    query, key = (linear_costs(spec.width, 1, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
+    return query + key + scores + strength
+
+
+def saved_shares(costs: ModelCosts, share: float) -> tuple[float, float]:
+    """Returns the shares of parameters and MACs that removing this share of the directions of every layer saves, with
+    no head emptied: SVDA's Tables 1 and 2. It is linear in the directions, so `share` may be a mean over models.
+    """
+    removed = [(share * layer.directions, direction_costs(layer.spec, layer.tokens)) for layer in costs.layers]
+    params = sum(number * direction.params for number, direction in removed)
+    macs = sum(number * direction.macs for number, direction in removed)
+    return params / max(costs.params, 1), macs / max(costs.macs, 1)

@@ -24,7 +24,7 @@ from attnrx.verbs.load import load
 from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec
-from attnrx_lab.costs import Compression, priced
+from attnrx_lab.costs import Compression, outer_norm_features, priced
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
     DATA_KNOBS,
@@ -111,13 +111,15 @@ def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
     compression = method.compression(specs[0])
     smaller = tuple(compression.spec(spec) for spec in specs)
     after = family.costs(outline, smaller, compression.mlp_ranks(specs))
-    return priced(after).percent_of(priced(family.costs(outline)))
+    norms = outer_norm_features(outline, after)  # of as many tokens
+    return priced(after, norms).percent_of(priced(family.costs(outline), norms))
 
 
 def realized_price(model: nn.Module, candidate: nn.Module) -> dict[str, float]:
     """Returns the same ratios of the realized model."""
-    prices = [priced(family_of(each).costs(each)) for each in (candidate, model)]
-    return prices[0].percent_of(prices[1])
+    costs = [family_of(each).costs(each) for each in (candidate, model)]
+    norms = outer_norm_features(model, costs[1])
+    return priced(costs[0], norms).percent_of(priced(costs[1], norms))
 
 
 def _part(share: float, whole: int) -> int:

@@ -26,7 +26,7 @@ from attnrx.verbs.load import load
 from attnrx.vit.models import attach_tokens_, build_model, family_of, model_fingerprint
 from attnrx.vit.tokens import Random, TokenPolicy, parse_policy
 from attnrx_lab.clutter import CLUTTERED, STAGES, object_finding
-from attnrx_lab.costs import priced
+from attnrx_lab.costs import NORM_MACS, predictor_norm_features
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
     DATA_KNOBS,
@@ -101,10 +101,11 @@ def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
     whole, remaining = (costs.macs + costs.classifier_macs for costs in (before, after))
     counts = (layout.patches,) * len(QUARTERS) if policy is None else policy.counts(layout.patches)
     tokens = (layout.tokens,) * depth if policy is None else policy.tokens(layout, depth)
+    norms = 0 if policy is None else predictor_norm_features(policy, family.token_shape(outline))
     return {
         "gmacs": remaining / 1e9,
         # The convention of the IrrAtt paper counts a LayerNorm at five per feature, which gives the printed overheads.
-        "predictors": priced(after).parts["predictors"].macs / 1e9,
+        "predictors": (after.predictors.macs + NORM_MACS * norms) / 1e9,
         "percent": 100 * remaining / whole,
         "tokens": fmean(tokens),
         **{f"patches_{stage}": float(count) for stage, count in enumerate(counts, 1)},

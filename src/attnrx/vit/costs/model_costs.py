@@ -6,16 +6,13 @@ LayerNorm, row norms, softmax and GELU are not counted, nor is the classifier, w
 layer counts all its tokens, although a model may compute only the class token in the last block.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from attnrx.support.display import Displayed
-from attnrx.support.errors import InvalidInput
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenPolicy
 
@@ -49,8 +46,6 @@ class LayerCosts:
     mlp: PartCosts
     layer_norms: PartCosts
     directions: int
-    direction: PartCosts
-    """What each of the `directions` costs, which is what removing it saves."""
     spec: AttentionSpec
     tokens: int
 
@@ -64,25 +59,9 @@ class LayerCosts:
         """The whole layer."""
         return _sum(self.parts.values())
 
-    @property
-    def norm_features(self) -> int:
-        """Features that the two norms of the block, and those inside its attention, divide for one image."""
-        inner = {"query_norm": self.spec.ranks, "key_norm": self.spec.ranks, "output_norm": self.spec.value_dims}
-        return self.tokens * (2 * self.spec.width + sum(sum(inner[name]) for name in self.spec.inner_norms))
-
 
 # The fields that are no parts of the sum.
-_FACTS = ("directions", "direction", "spec", "tokens")
-
-
-@dataclass(frozen=True)
-class Saving:
-    """The absolute and relative saving of a smaller model; a mean over models may have fractions."""
-
-    params: float
-    macs: float
-    params_share: float
-    macs_share: float
+_FACTS = ("directions", "spec", "tokens")
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,8 +69,8 @@ class ModelCosts(Displayed):
     """The costs of a whole model: patch embedding, layers, and the classifier with the norm before it.
 
     `embeddings` are the learned tokens and positions, which have no MACs; `predictors` are the modules that select
-    tokens between layers, so that the layers have different numbers of tokens. `classifier_macs` and the norms are
-    known but not part of `macs`, as in the paper. Not counted at all: modules that compute the bias of pairs from
+    tokens between layers, so that the layers have different numbers of tokens. `classifier_macs` are known but not part
+    of `macs`, as in the paper. Not counted at all: modules that compute the bias of pairs from
     positions (timm's `relpos`; once per model, whatever the batch), and the attention of the class token that is
     computed beside a fused kernel for reducers that use it.
     """
@@ -102,10 +81,6 @@ class ModelCosts(Displayed):
     classifier_macs: int
     embeddings: PartCosts = PartCosts()
     predictors: PartCosts = PartCosts()
-    predictor_norm_features: int = 0
-    """Features that the norms of the predictors divide for one image."""
-    outer_norm_features: int | None = None
-    """Features that the norms outside the layers divide for one image; None stands for one norm on all tokens."""
 
     @property
     def parts(self) -> dict[str, PartCosts]:
@@ -141,13 +116,6 @@ class ModelCosts(Displayed):
         return self.macs + self.classifier_macs - sum(layer.diagonal.macs for layer in self.layers)
 
     @property
-    def final_norm_features(self) -> int:
-        """Features that the norms outside the layers divide for one image."""
-        if self.outer_norm_features is not None:
-            return self.outer_norm_features
-        return self.layers[-1].tokens * self.layers[-1].spec.width if self.layers else 0
-
-    @property
     def tokens(self) -> tuple[int, ...]:
         """The tokens of every layer."""
         return tuple(layer.tokens for layer in self.layers)
@@ -156,24 +124,6 @@ class ModelCosts(Displayed):
     def directions(self) -> int:
         """Score directions of all layers and heads."""
         return sum(layer.directions for layer in self.layers)
-
-    def saving(self, smaller: "ModelCosts") -> Saving:
-        """The saving of `smaller` against this model; negative if it costs more."""
-        return self._saving(float(self.params - smaller.params), float(self.macs - smaller.macs))
-
-    def saving_without(self, share: float) -> Saving:
-        """The saving of removing this share of the directions: the same share in every layer, no head emptied.
-
-        The saving is linear in the directions, so the share may be a mean over several models.
-
-        Raises:
-            InvalidInput: The share is not in [0, 1].
-        """
-        if not 0 <= share <= 1:
-            raise InvalidInput(f"a share of {share} of the directions: give a share in [0, 1], e.g. 0.23 for 23 %.")
-        params = sum(share * layer.directions * layer.direction.params for layer in self.layers)
-        macs = sum(share * layer.directions * layer.direction.macs for layer in self.layers)
-        return self._saving(params, macs)
 
     def to_record(self) -> dict[str, Any]:
         """Returns the totals and every part as JSON-ready values."""
@@ -186,9 +136,6 @@ class ModelCosts(Displayed):
             "directions": self.directions,
             "parts": {name: {"params": part.params, "macs": part.macs} for name, part in self.parts.items()},
         }
-
-    def _saving(self, params: float, macs: float) -> Saving:
-        return Saving(params, macs, params / max(self.params, 1), macs / max(self.macs, 1))
 
 
 def _sum(parts: Iterable[PartCosts]) -> PartCosts:
@@ -227,27 +174,9 @@ def layer_costs(
         mlp=first + second,
         layer_norms=norm_costs(spec.width) + norm_costs(spec.width),
         directions=rows if spec.shares_directions else rank,
-        direction=direction_costs(spec, tokens),
         spec=spec,
         tokens=tokens,
     )
-
-
-def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
-    """Returns the costs of one direction: a row and a bias of query and key, its strengths, its share of the scores.
-
-    For SVDA that is 2 (width + 1) + 1 parameters and tokens (2 width + tokens + 1) MACs; with the original norms
-    the projections stay, and only strength and scores are saved. A shared direction has a strength and scores in every
-    head; in a block it has scores once, in the map of the block.
-    """
-    # The heads in which a direction has a strength and scores of its own.
-    users = len(spec.heads) if spec.shares_directions and not spec.mixes_blocks else 1
-    strength = PartCosts(users, tokens * users) if spec.has_strengths else PartCosts()
-    scores = PartCosts(0, tokens * tokens * users)
-    if spec.keeps_original_norms:
-        return scores + strength
-    query, key = (linear_costs(spec.width, 1, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
-    return query + key + scores + strength
 
 
 def factored_costs(inputs: int, outputs: int, tokens: int, rank: int | None) -> PartCosts:
@@ -272,11 +201,10 @@ def norm_costs(width: int) -> PartCosts:
 
 @dataclass(frozen=True)
 class TokenCosts:
-    """The tokens of every layer, and the costs of the predictors and of their norms."""
+    """The tokens of every layer, and the costs of the predictors."""
 
     tokens: tuple[int, ...]
     predictors: PartCosts = PartCosts()
-    norm_features: int = 0
 
 
 def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec], by: str = "compress") -> TokenCosts:
@@ -300,13 +228,10 @@ def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec
         policy.reducer.predictor_macs(replace(shape, directions=directions[layer]), number, count)
         for layer, number, count in at_work
     )
-    with torch.device("meta"):  # for its parameters and norms only: no memory, no random numbers
+    with torch.device("meta"):  # for its parameters only: no memory, no random numbers
         predictor = policy.reducer.predictor(shape)
     numbers = sum(parameter.numel() for parameter in predictor.parameters())
-    norms = [module for module in predictor.modules() if isinstance(module, nn.LayerNorm)]
-    norm_features = sum(math.prod(norm.normalized_shape) for norm in norms)  # of one patch
     return TokenCosts(
         tokens=(layout.tokens,) * depth if masked else policy.tokens(layout, depth),
         predictors=PartCosts((1 if policy.reducer.one_predictor else len(policy.layers)) * numbers, macs),
-        norm_features=sum(number for _, number, _ in at_work) * norm_features,
     )

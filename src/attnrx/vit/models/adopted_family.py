@@ -1,6 +1,5 @@
 """The base class of the families of other libraries: adopt, describe, rebuild, count costs."""
 
-import math
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -670,8 +669,6 @@ class AdoptedFamily(Family):
             classifier=PartCosts(classifier),
             classifier_macs=self.head_macs(adopted, tokens.tokens[-1]),
             predictors=tokens.predictors,
-            predictor_norm_features=tokens.norm_features,
-            outer_norm_features=self._outer_norm_features(source, positions, tokens.tokens),
         )
 
     def _heads(self, source: nn.Module) -> list[nn.Module]:
@@ -683,33 +680,6 @@ class AdoptedFamily(Family):
         """Returns the MACs of the classifiers on one image; a pooling by attention attends to `tokens` tokens."""
         source = adopted.source
         return self.parts(source).head_tokens * sum(classifier_macs(head, tokens) for head in self._heads(source))
-
-    def _outer_norm_features(self, source: nn.Module, positions: int, tokens: tuple[int, ...]) -> int:
-        """Returns the features of the norms outside the layers and inside their MLPs, times the tokens of each."""
-        # Norms inside the blocks are counted by the costs of a layer, except those inside an MLP (e.g. after its
-        # activation).
-        last, parts, blocks = self.last_norm(source), self.parts(source), self.blocks(source)
-        inside = {module for block in blocks for module in block.modules()}
-        total = sum(
-            math.prod(getattr(part, "normalized_shape", (0,))) * count
-            for block, count in zip(blocks, tokens, strict=True)
-            for name in parts.mlp
-            for part in block.get_submodule(name).modules()
-        )
-        for name, module in source.named_modules():
-            shape = getattr(module, "normalized_shape", None)
-            if shape is None or module in inside:
-                continue
-            # Pooled norms run once, those of patches without prefix tokens; the last norm runs after tokens were
-            # pruned.
-            if name in parts.pooled_norms or name.startswith("attn_pool."):
-                count = 1
-            elif name.startswith("patch_embed."):
-                count = positions
-            else:
-                count = tokens[-1] if module is last else tokens[0]
-            total += math.prod(shape) * count
-        return total
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         origin = self.origin(model, stated)

@@ -146,7 +146,6 @@ class TransformerConfig(ABC):
             classifier=norm_costs(self.width) + PartCosts((self.width + 1) * self.classes),
             classifier_macs=self.width * self.classes,
             predictors=tokens.predictors,
-            predictor_norm_features=tokens.norm_features,
         )
 
     @abstractmethod

@@ -339,7 +339,7 @@ class UnitsFamily(AdoptedFamily):
             mlp += PartCosts(between * count // max(now, 1), pair.unit_macs * count)
             layers.append(replace(layer_costs(spec, pair.positions, 0), mlp=mlp, layer_norms=PartCosts()))
         outside = PartCosts(num_params(found.source) - inside, found.outer_macs)
-        return ModelCosts(outside, tuple(layers), PartCosts(), 0, outer_norm_features=0)
+        return ModelCosts(outside, tuple(layers), PartCosts(), 0)
 
     def _units(self, model: nn.Module) -> UnitsModel:
         if not isinstance(model, UnitsModel):
