@@ -79,15 +79,8 @@ def cost_changes(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts"
 
 def cost_table(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts") -> Table:
     """Returns the table of the costs of both models, with savings in percent."""
-    rows = (
-        (
-            "parameters",
-            f"{original.params:,}",
-            f"{smaller.params:,}",
-            f"{_saved(original.params, smaller.params):.3f} %",
-        ),
-        ("MACs", f"{original.macs:,}", f"{smaller.macs:,}", f"{_saved(original.macs, smaller.macs):.3f} %"),
-    )
+    pairs = (("parameters", original.params, smaller.params), ("MACs", original.macs, smaller.macs))
+    rows = tuple((name, f"{before:,}", f"{after:,}", f"{_saved(before, after):.3f} %") for name, before, after in pairs)
     return Table(("", "original", "realized", "saved"), rows)
 
 

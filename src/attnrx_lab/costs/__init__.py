@@ -1,4 +1,4 @@
-"""Costs as papers count them: compressed forms by name, before anything is computed, IrrAtt's operations, SVDA's savings."""
+"""Costs as papers count them: compressed forms by name, the operations of IrrAtt, the savings of SVDA."""
 
 from attnrx_lab.costs.compressed_shapes import Compression
 from attnrx_lab.costs.conventions import (

@@ -70,9 +70,9 @@ class ModelCosts(Displayed):
 
     `embeddings` are the learned tokens and positions, which have no MACs; `predictors` are the modules that select
     tokens between layers, so that the layers have different numbers of tokens. `classifier_macs` are known but not part
-    of `macs`, as in the paper. Not counted at all: modules that compute the bias of pairs from
-    positions (timm's `relpos`; once per model, whatever the batch), and the attention of the class token that is
-    computed beside a fused kernel for reducers that use it.
+    of `macs`, as in the paper. Not counted at all: modules that compute the bias of pairs from positions (timm's
+    `relpos`; once per model, whatever the batch), and the attention of the class token that is computed beside a fused
+    kernel for reducers that use it.
     """
 
     patches: PartCosts
