@@ -38,7 +38,6 @@ HOMES = {
     "load_data": "attnrx.data",
     "adapt_preprocessing": "attnrx.data.model_data",
     "measure_divergence": "attnrx.decide.diagnosing",
-    "measure_sublayers": "attnrx.decide.sublayers",
     "plan": "attnrx.decide.planning",
     "prescribe": "attnrx.verbs.prescribe",
     "push_to_hub": "attnrx.verbs.save",
@@ -93,7 +92,6 @@ __all__ = [
     "load",
     "load_data",
     "measure_divergence",
-    "measure_sublayers",
     "plan",
     "prescribe",
     "push_to_hub",
@@ -122,7 +120,6 @@ if TYPE_CHECKING:
     from attnrx.decide.diagnosing import diagnose, measure_divergence
     from attnrx.decide.planning import plan
     from attnrx.decide.rules import control_prescriptions
-    from attnrx.decide.sublayers import measure_sublayers
     from attnrx.nouns.diagnosis import Diagnosis
     from attnrx.nouns.evidence import Evidence, Finding
     from attnrx.nouns.prescription import Prescription

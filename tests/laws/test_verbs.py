@@ -64,7 +64,6 @@ VERBS: dict[str, Call] = {
     "load": of(lambda model, data, diagnosis, given, small, folder: attnrx.load(original())),
     "diagnose": of(lambda model, data, *_: attnrx.diagnose(model, data, moments=True)),
     "measure_divergence": of(lambda model, data, diagnosis, *_: attnrx.measure_divergence(model, diagnosis, data)),
-    "measure_sublayers": of(lambda model, data, diagnosis, *_: attnrx.measure_sublayers(model, diagnosis, data)),
     "realize": of(lambda model, data, diagnosis, given, *_: attnrx.realize(model, given)),
     "repair": of(
         lambda model, data, diagnosis, given, small, _: attnrx.repair(small, model, data, Repair(steps=2)).model

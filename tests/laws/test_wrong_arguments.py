@@ -88,7 +88,6 @@ def valid_arguments(folder: Path) -> dict[str, dict[str, Any]]:
         "load": {"source": model},
         "load_data": {"name_or_path": str(folder / "missing")},
         "measure_divergence": {"model": model, "diagnosis": diagnosis, "images": images},
-        "measure_sublayers": {"model": model, "diagnosis": diagnosis, "images": images},
         "plan": {"model": model, "diagnosis": diagnosis, "target": "macs=0.5x", "images": images, "others": images},
         "prescribe": {"diagnosis": diagnosis, "rules": "qk=total_rank:0.5"},
         "push_to_hub": {"folder": folder / "missing", "repository": "me/slim"},

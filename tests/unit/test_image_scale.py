@@ -13,7 +13,6 @@ from attnrx.data import MemoryImages, Normalization, Splits, from_tensors
 from attnrx.data.model_data import adapt_preprocessing
 from attnrx.decide.diagnosing import diagnose, measure_divergence
 from attnrx.decide.rules import ContributionEnergy, prescribe_maps
-from attnrx.decide.sublayers import measure_sublayers
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.show.reports import ReportContent
 from attnrx.show.reports.page import render
@@ -81,12 +80,11 @@ def shown_to() -> dict[str, Callable[[MemoryImages], Any]]:
     return {
         "diagnose": lambda data: diagnose(vit, data),
         "measure_divergence": lambda data: measure_divergence(vit, found, data, "weights"),
-        "measure_sublayers": lambda data: measure_sublayers(vit, found, data),
         "realize": lambda data: realize(vit, given, norms="refit", calibration=data),
     }
 
 
-@pytest.mark.parametrize("verb", ["diagnose", "measure_divergence", "measure_sublayers", "realize"])
+@pytest.mark.parametrize("verb", ["diagnose", "measure_divergence", "realize"])
 def test_whatever_is_decided_on_images_warns_once_and_refuses_what_cannot_be_read(verb: str) -> None:
     show, config = shown_to()[verb], CONFIGS["dense"]
     with warnings.catch_warnings():

@@ -23,7 +23,7 @@ from attnrx.support.storage import (
     write_with_tensors,
 )
 from attnrx.support.validation import Invalid
-from attnrx.vit.maps import DEPTH, HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, SUBLAYERS, TOKENS, UNIT_MAPS
+from attnrx.vit.maps import HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, TOKENS, UNIT_MAPS
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
 
@@ -199,43 +199,7 @@ class HiddenDecision(Displayed):
         _lay_out(self, "weight", "bias")
 
 
-@dataclass(frozen=True, repr=False)
-class DepthDecision(Displayed):
-    """The decision about "depth": which of the SUBLAYERS stay, and the linear maps in place of those that are removed,
-    in their order.
-    """
-
-    keep: Bool[Tensor, "2"]
-    strength: Float[Tensor, "2"]
-    weight: Float[Tensor, "removed width width"]
-    bias: Float[Tensor, "removed width"]
-    reasons: tuple[str, ...]
-
-    def __post_init__(self):
-        removed = int((~self.keep).sum())
-        if (
-            not self.keep.shape == self.strength.shape == (len(SUBLAYERS),)
-            or self.weight.shape != (removed, *self.bias.shape[1:], *self.bias.shape[1:])
-            or len(self.bias) != removed
-            or len(self.reasons) != 1
-        ):
-            raise InvalidInput(
-                f"depth: keep {self.keep.tolist()} and strength {tuple(self.strength.shape)} of the attention and the "
-                f"MLP, weight {tuple(self.weight.shape)} and bias {tuple(self.bias.shape)} disagree, or there are "
-                f"{len(self.reasons)} reasons instead of one."
-            )
-        _lay_out(self, "weight", "bias")
-
-    def in_place_of(self, sublayer: str) -> tuple[Float[Tensor, "width width"], Float[Tensor, "width"]] | None:
-        """Returns weight and bias of the map in place of a sublayer; None where it stays."""
-        which = SUBLAYERS.index(sublayer)
-        if bool(self.keep[which]):
-            return None
-        index = int((~self.keep[:which]).sum())
-        return self.weight[index], self.bias[index]
-
-
-Decision = ScoreDecision | OutputDecision | HeadDecision | HiddenDecision | DepthDecision
+Decision = ScoreDecision | OutputDecision | HeadDecision | HiddenDecision
 
 
 @dataclass(frozen=True, repr=False)
@@ -280,11 +244,6 @@ class LayerPrescription(Displayed):
         assert isinstance(decision, ScoreDecision)
         return decision
 
-    def in_place_of(self, sublayer: str) -> tuple[Float[Tensor, "width width"], Float[Tensor, "width"]] | None:
-        """Weight and bias of the linear map in place of one of the SUBLAYERS; None where it stays."""
-        decision = self.decisions.get(DEPTH)
-        return decision.in_place_of(sublayer) if isinstance(decision, DepthDecision) else None
-
     def with_scores(self, decision: ScoreDecision) -> "LayerPrescription":
         """Returns the layer with another decision about "qk"."""
         return LayerPrescription({**self.decisions, "qk": decision})
@@ -304,9 +263,8 @@ class LayerPrescription(Displayed):
             stored["qk.pairs"] = basis.pairs
         for name, output in self.outputs.items():
             stored |= {f"{name}.{field}": getattr(output, field) for field in ("encode", "decode", "center")}
-        for name in (HIDDEN, DEPTH):
-            if name in self.decisions:
-                stored |= {f"{name}.{field}": getattr(self.decisions[name], field) for field in ("weight", "bias")}
+        if self.hidden is not None:
+            stored |= {"hidden.weight": self.hidden.weight, "hidden.bias": self.hidden.bias}
         return stored
 
 
@@ -515,7 +473,7 @@ def _to_record(layer: LayerPrescription) -> dict[str, Any]:
         record[name] = {"units": [{"rank": rank, "strength": strength, "why": why} for rank, strength, why in units]}
     for name in UNIT_MAPS:
         units = layer.decisions.get(name)
-        if isinstance(units, HeadDecision | HiddenDecision | DepthDecision):
+        if isinstance(units, HeadDecision | HiddenDecision):
             keep, strength = torch.nonzero(units.keep).flatten().tolist(), units.strength.tolist()
             record[name] = {"keep": keep, "strength": strength, "why": units.reasons[0]}
     return record
@@ -531,10 +489,9 @@ def _from_record(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> La
         decisions[name] = OutputDecision(ranks, *factors, strength, reasons)
     if HEADS in record:
         decisions[HEADS] = HeadDecision(*_units(record[HEADS]), (record[HEADS]["why"],))
-    for name, kind in ((HIDDEN, HiddenDecision), (DEPTH, DepthDecision)):
-        if name in record:
-            refit = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
-            decisions[name] = kind(*_units(record[name]), *refit, (record[name]["why"],))
+    if HIDDEN in record:
+        refit = tensors["hidden.weight"], tensors["hidden.bias"]
+        decisions[HIDDEN] = HiddenDecision(*_units(record[HIDDEN]), *refit, (record[HIDDEN]["why"],))
     return LayerPrescription(decisions)
 
 

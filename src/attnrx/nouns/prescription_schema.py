@@ -6,14 +6,12 @@ from typing import Any
 from attnrx.support import validation as fields
 from attnrx.support.validation import Invalid, below
 from attnrx.vit.maps import (
-    DEPTH,
     HEADS,
     HIDDEN,
     LAYER_MAPS,
     OUTPUT_MAPS,
     REALIZATIONS,
     REALIZED_NORMS,
-    SUBLAYERS,
     TOKENS,
 )
 from attnrx.vit.tokens import parse_policy
@@ -59,7 +57,7 @@ STAYING = {
     name: fields.Record(
         {"keep": LATER, "strength": fields.Items(fields.Number(), 0, most), "why": fields.Text()}, then=_require_kept
     )
-    for name, most in ((HEADS, fields.MAX_HEADS), (HIDDEN, fields.MAX_DIRECTIONS), (DEPTH, len(SUBLAYERS)))
+    for name, most in ((HEADS, fields.MAX_HEADS), (HIDDEN, fields.MAX_DIRECTIONS))
 }
 OUTPUT = fields.Record({"units": fields.Items(UNIT, 1, fields.MAX_HEADS)}, then=_require_units)
 SCORES = fields.Record(

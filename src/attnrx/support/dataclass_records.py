@@ -31,6 +31,8 @@ def to_dict(part: Any) -> dict[str, Any]:
 def from_dict(record: Mapping[str, Any], registry: Iterable[type], where: str = "") -> Any:
     """Builds the dataclass from a record of `to_dict`; `registry` lists the allowed types.
 
+    A type may have fields of earlier versions, `retired`, by their names: records have them with these values only.
+
     Raises:
         InvalidInput: A field is unknown, missing or not of its annotated type; the message names it, prefixed by
             `where`.
@@ -44,6 +46,12 @@ def from_dict(record: Mapping[str, Any], registry: Iterable[type], where: str = 
         raise UnknownName("type", name, kinds)
     fields = {field.name: field for field in dataclasses.fields(kinds[name]) if field.init}
     entries = {key: value for key, value in record.items() if key != "type"}
+    for key, value in getattr(kinds[name], "retired", {}).items():
+        if key in entries and (found := _rich(entries.pop(key), kinds.values(), below(where, key))) != value:
+            raise InvalidInput(
+                f"{below(where, key)} is {shown(found)}: an earlier version made this {name}, and what it needs is no "
+                f"longer there. Make it again without {key}."
+            )
     unknown = sorted(entries.keys() - fields.keys())
     if unknown:
         raise InvalidInput(f"{name} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(fields))}.")

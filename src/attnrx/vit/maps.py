@@ -8,13 +8,10 @@ LINEAR_MAPS = ("fc1", "fc2")
 OUTPUT_MAPS = ("vo", *LINEAR_MAPS)
 """Maps whose output rank is reduced: the value rows with the output projection ("vo"), and the maps of the MLP."""
 
-HEADS, HIDDEN, DEPTH = "heads", "hidden", "depth"
-UNIT_MAPS = (HEADS, HIDDEN, DEPTH)
-"""Maps whose directions are fixed units, which are kept or removed whole: the heads of a layer, the hidden units of its
-MLP, and its two sublayers (SUBLAYERS)."""
-
-SUBLAYERS = ("attention", "MLP")
-"""The sublayers of a block, in their order."""
+HEADS, HIDDEN = "heads", "hidden"
+UNIT_MAPS = (HEADS, HIDDEN)
+"""Maps whose directions are fixed units, which are kept or removed whole: the heads of a layer, and the hidden units of
+its MLP."""
 
 LAYER_MAPS = ("qk", *OUTPUT_MAPS, *UNIT_MAPS)
 """The maps of a layer to which rules apply; "qk" are the query and key rows of every head."""

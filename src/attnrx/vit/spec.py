@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from attnrx.support.errors import InvalidInput
 
@@ -52,10 +53,10 @@ class AttentionSpec:
     that are rotated, with `pairs[h]` their indices among the frequencies of the original head (default: all of them);
     the rows before them are ordinary directions. `pair_bias`: whether a bias per pair of tokens is added to the scores.
     `inner_norms` are the modules of the original library that the layer applies: to the query and the key of every
-    head, and to the concatenated outputs of the heads before the output projection. `direct`: no token attends to
-    another; the output is a linear map of the token itself, the output projection of its values or, without heads, of
-    its features.
+    head, and to the concatenated outputs of the heads before the output projection.
     """
+
+    retired: ClassVar[Mapping[str, Any]] = {"direct": False}  # a linear map in place of the attention
 
     form: str
     width: int
@@ -71,7 +72,6 @@ class AttentionSpec:
     pairs: tuple[tuple[int, ...], ...] | None = None
     pair_bias: bool = False
     inner_norms: tuple[str, ...] = ()
-    direct: bool = False
 
     def __post_init__(self):
         # Defaults that depend on other fields; the class is frozen.
@@ -216,12 +216,7 @@ class AttentionSpec:
     @property
     def attends(self) -> bool:
         """Whether any token attends to another one."""
-        return bool(self.heads) and not self.direct
-
-    @property
-    def read_dims(self) -> tuple[int, ...]:
-        """The features that the output projection reads, by head."""
-        return (self.width,) if self.direct and not self.heads else self.value_dims
+        return bool(self.heads)
 
     @property
     def value_dims(self) -> tuple[int, ...]:

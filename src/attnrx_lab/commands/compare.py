@@ -56,9 +56,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         priced = calibration.take(min(len(calibration), 24))
         log(f"measuring the divergence at every rank on {len(priced)} images")
         diagnosis = rx.measure_divergence(model, diagnosis, priced)
-    if any("depth=" in method.rules for method in methods):
-        log("measuring linear maps in place of sublayers")
-        diagnosis = rx.measure_sublayers(model, diagnosis, calibration)
     test = chosen_images(splits, arguments)
     bench = comparison.MethodBench(model, diagnosis, calibration, test, arguments.seed, arguments.batch_size)
     trials = comparison.compare_methods(bench, methods, shares, log, arguments.out, macs)

@@ -31,12 +31,8 @@ def compressed_attention(attention: Attention, layer: LayerPrescription, norms: 
         InvalidInput: A decision that does not fit the form of the attention.
     """
     order, values, weight = head_order(layer), layer.outputs.get("vo"), attention.value.weight
-    small, linear = compressed_spec(attention.spec, layer, norms), layer.in_place_of("attention")
+    small = compressed_spec(attention.spec, layer, norms)
     result = Attention(small, attention.backend).to(weight.device, weight.dtype)
-    if linear is not None:
-        result.output.weight.copy_(linear[0])
-        result.output.bias.copy_(linear[1])  # type: ignore[union-attr]
-        return result.train(attention.training)
     if layer.qk.basis is None:
         _copy_directions_(result, attention, layer.qk, order)
     else:
@@ -66,9 +62,6 @@ def mask_attention_(attention: Attention, layer: LayerPrescription) -> None:
             output projection.
     """
     spec, values = attention.spec, layer.outputs.get("vo")
-    if (linear := layer.in_place_of("attention")) is not None:
-        _mask_by_linear_map_(attention, *linear)
-        return
     if values is not None:
         compressed_spec(spec, layer)  # raises for decisions that cannot be realized
         _mask_values_(attention, values)
@@ -107,9 +100,6 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = 
         NotSupported: norms="exact" of a layer that lost directions before.
         InvalidInput: A decision that does not fit the form of the attention.
     """
-    if layer.in_place_of("attention") is not None:
-        rank, scale = spec.original_rank, spec.scale
-        return AttentionSpec("dense", spec.width, spec.head_dim, (), (), scale, rank, biases=("output",), direct=True)
     scores, values, order = layer.qk, layer.outputs.get("vo"), head_order(layer)
     ranks, biases = tuple(scores.ranks[head] for head in order), set(spec.biases)
     large, pairs, kept_norms = spec, None, spec.norms
@@ -336,20 +326,6 @@ def _reduced_values(
     encoded_centers = torch.cat([encode[:, : len(mean)] @ mean for encode, mean in by_head])
     bias = bias + weight @ center + output @ (augmented[:, -1] - encoded_centers)
     return augmented[:, :-1], output, bias
-
-
-def _mask_by_linear_map_(attention: Attention, weight: Float[Tensor, "width width"], bias: Float[Tensor, "width"]):
-    """Writes a linear map of every token into the values and the output projection, and keeps every shape."""
-    width, features = attention.spec.width, sum(attention.spec.value_dims)
-    if features < width or attention.output.bias is None:
-        raise NotSupported(
-            f"a mask cannot hold a linear map in place of an attention of {features} value dimensions, where {width} "
-            "are needed, or without a bias of its output projection; use by='compress'."
-        )
-    rows = weight.new_zeros(features, width)
-    rows[:width] = weight
-    _write_values_(attention, rows, torch.eye(width, features), bias)
-    attention.spec = attention.scores.spec = replace(attention.spec, direct=True)
 
 
 def _write_values_(target: Attention, value: Tensor, output: Tensor, bias: Tensor) -> None:

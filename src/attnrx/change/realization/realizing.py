@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,14 +16,12 @@ from attnrx.nouns.prescription import HiddenDecision, LayerPrescription, Prescri
 from attnrx.support.arguments import IMAGES, MODEL, checked, instance, one_of, optional
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
-from attnrx.support.shapes import Tensor
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.maps import LINEAR_MAPS, REALIZATIONS, REALIZED_NORMS
 from attnrx.vit.models import (
     Family,
     LowRankLinear,
     family_of,
-    linear_units,
     model_fingerprint,
     require_all_tokens,
 )
@@ -130,8 +127,6 @@ def _realized(
             if layer.hidden is not None:
                 _realize_hidden_(family, changed, index, layer.hidden, by)
             _realize_linear_maps_(family, changed, index, layer, by)
-            if (linear := layer.in_place_of("MLP")) is not None:
-                _replace_mlp_(family, changed, index, *linear, by)
         if prescription.tokens is not None:
             heads = family.token_shape(model).heads
             # Last, on the realized model; the heads are those of the original.
@@ -194,26 +189,6 @@ def _realize_linear_maps_(family: Family, model: nn.Module, index: int, layer: L
         factors.second.weight.copy_(decode)
         factors.second.bias.copy_(constant)
         family.set_mlp_(model, index, which, factors)
-
-
-def _replace_mlp_(family: Family, model: nn.Module, index: int, weight: Tensor, bias: Tensor, by: str) -> None:
-    """Replaces one MLP by a linear map of every token, as two factors without an activation between them."""
-    if not family.mlps(model):
-        raise NotSupported(
-            "the MLPs of this model are not two linear maps with only an activation between them, so none can be "
-            "replaced by a linear map; prescribe other maps than depth."
-        )
-    units: Any = family.mlp(model)[index][0]
-    rank = linear_units(units.out_features, len(weight))
-    left, strength, right = torch.linalg.svd(weight)
-    root, keep = strength[:rank].sqrt(), torch.arange(units.out_features) < rank
-    second = HiddenDecision(keep, keep.double(), left[:, :rank] * root, bias, ("linear",))
-    _realize_hidden_(family, model, index, second, by)
-    first: Any = family.mlp(model)[index][0]
-    first.weight[:rank].copy_(root[:, None] * right[:rank])
-    if first.bias is not None:
-        first.bias.zero_()
-    family.linearize_mlp_(model, index)
 
 
 def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: HiddenDecision, by: str) -> None:

@@ -22,7 +22,6 @@ SUMMARY = "measure the spectra and indicators of every layer and head of a model
 EXAMPLE = "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json"
 
 DIVERGENCE = "measure in one more pass the divergence at every rank in this metric, for total_rank:...,by=divergence"
-SUBLAYERS = "measure the linear maps that replace whole sublayers, and what they cost, for depth=total_rank:..."
 # The readings in the printed table; the file contains all.
 SHOWN = (
     "effective_rank",
@@ -44,7 +43,6 @@ def add(parser: Parser) -> None:
     option(parser, "--perturbation", ("gaussian", "fgsm"), "for perturbation_response", "gaussian")
     add_arguments(parser, "diagnose", "moments")
     option(parser, "--divergence", "METRIC", DIVERGENCE)
-    option(parser, "--sublayers", bool, SUBLAYERS)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
@@ -62,8 +60,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     )
     if arguments.divergence is not None:
         diagnosis = rx.measure_divergence(model, diagnosis, images, arguments.divergence)
-    if arguments.sublayers:
-        diagnosis = rx.measure_sublayers(model, diagnosis, images)
     path = diagnosis.save(arguments.out)
     record = {
         "diagnosis": str(path),

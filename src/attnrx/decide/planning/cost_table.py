@@ -8,10 +8,10 @@ from torch import nn
 
 from attnrx.change.realization import compressed_spec, realize
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
-from attnrx.nouns.prescription import LayerPrescription, Prescription
+from attnrx.nouns.prescription import Prescription
 from attnrx.vit.costs import LayerCosts, ModelCosts
 from attnrx.vit.maps import COST_PARTS, LINEAR_MAPS, REALIZED_NORMS
-from attnrx.vit.models import family_of, hidden_units, linear_units, rank_of, require_all_tokens
+from attnrx.vit.models import family_of, hidden_units, rank_of, require_all_tokens
 
 # The cost parts that grow quadratically with the number of tokens.
 SQUARE = ("scores", "fusion", "read_out")
@@ -37,17 +37,11 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = 
         for pair, layer in zip(family.mlp(model), prescription.layers, strict=False)
     )
     hidden = tuple(
-        _kept_units(units, specs[0].width, layer)
+        units if layer.hidden is None else int(layer.hidden.keep.sum())
         for units, layer in zip(hidden_units(family.mlp(model)), prescription.layers, strict=False)
     )
     policy = None if prescription.tokens is None else prescription.tokens.policy
     return family.costs(model, specs, tuple((first, second) for first, second in ranks), policy, hidden)
-
-
-def _kept_units(units: int, width: int, layer: LayerPrescription) -> int:
-    if layer.in_place_of("MLP") is not None:
-        return linear_units(units, width)
-    return units if layer.hidden is None else int(layer.hidden.keep.sum())
 
 
 @dataclass(frozen=True, eq=False)

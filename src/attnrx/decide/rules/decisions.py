@@ -10,7 +10,7 @@ import torch
 from attnrx.decide.diagnostics.spectral_shape import energy
 from attnrx.nouns.prescription import ScoreDecision
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.vit.maps import DEPTH, HEADS, HIDDEN
+from attnrx.vit.maps import HEADS, HIDDEN
 from attnrx.vit.spectrum import Spectrum
 
 # Sums of shares have rounding errors of about 1e-15. Without this tolerance 0.07 of 100 equal directions would be 8.
@@ -104,7 +104,7 @@ def at_most(value: float) -> str:
 
 def _describe_kept(spectrum: Spectrum, keep: Tensor, head: int) -> str:
     rank, total = int(keep[head].sum()), int(spectrum.used[head].sum())
-    what = {HEADS: "heads", HIDDEN: "hidden units", DEPTH: "sublayers"}.get(spectrum.map, "directions")
+    what = {HEADS: "heads", HIDDEN: "hidden units"}.get(spectrum.map, "directions")
     if not total:
         return f"has no {what}"
     if not rank:

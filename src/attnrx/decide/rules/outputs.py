@@ -18,10 +18,10 @@ from attnrx.decide.rules.decisions import keep_only
 from attnrx.decide.rules.metrics import OWN
 from attnrx.decide.rules.rule import Rule, inner_rules, metric_of
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.nouns.prescription import DepthDecision, HeadDecision, HiddenDecision, OutputDecision, ScoreDecision
+from attnrx.nouns.prescription import HeadDecision, HiddenDecision, OutputDecision, ScoreDecision
 from attnrx.support.errors import InvalidRule, MissingMoments, UnknownName
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.maps import DEPTH, HEADS, HIDDEN, LINEAR_MAPS
+from attnrx.vit.maps import HEADS, HIDDEN, LINEAR_MAPS
 from attnrx.vit.spectrum import Spectrum
 
 # The metrics of vo, fc1 and fc2. centered: the mean square of the outputs about their mean on the data. weights: the
@@ -36,8 +36,6 @@ HEAD_METRICS = (CENTERED, WEIGHTS, OWN)
 # refitted to the kept units. weights: the product of the norms of the weights before and after a unit; no refit.
 ACTIVATION = "activation"
 HIDDEN_METRICS = (CENTERED, ACTIVATION, WEIGHTS)
-# The metric of depth: the divergence of the outputs with a linear map in place of one sublayer.
-DIVERGENCE = "divergence"
 
 NEEDS = {
     CENTERED: ("output_covariance", "output_mean", "readout_gram"),
@@ -59,8 +57,6 @@ def output_metric(rule: Rule, name: str) -> str:
         known, default = HEAD_METRICS, _head_metric(rule)
     elif name == HIDDEN:
         known = HIDDEN_METRICS
-    elif name == DEPTH:
-        known, default = (DIVERGENCE,), DIVERGENCE
     metric = metric_of(rule) or default
     if metric not in known:
         raise UnknownName(f"metric of {name}", metric, known)
@@ -249,32 +245,6 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule) -> list[HiddenDecision | Non
             bias = bias + weight @ mean - new_weight @ mean[keep]
         reasons = metric_reasons(decision, metric)
         decisions.append(HiddenDecision(keep, entry.strength[metric], new_weight, bias, reasons))
-    return decisions
-
-
-def decide_depth(diagnosis: Diagnosis, rule: Rule) -> list[DepthDecision | None]:
-    """Returns the decision about the sublayers of every layer; None where both stay.
-
-    For the rule the whole model is one unit, whose directions are the sublayers of all layers in their order.
-
-    Raises:
-        MissingMoments: The sublayers were not measured.
-    """
-    metric, names = output_metric(rule, DEPTH), [f"sublayer_{part}" for part in ("divergence", "weight", "bias")]
-    if any(name not in layer.readings for layer in diagnosis.layers for name in names):
-        raise MissingMoments(
-            f"{DEPTH}={rule} needs {', '.join(names)}, which the diagnosis does not have: call "
-            "attnrx.measure_sublayers(model, diagnosis, images) first (attnrx diagnose --sublayers)."
-        )
-    strength = torch.stack([layer.reading(names[0]).double().flatten().sqrt() for layer in diagnosis.layers])
-    flat = strength.flatten()[None]
-    rows = flat.new_zeros(*flat.shape, 0)  # rules read strengths alone
-    (decided,) = _decided(rule, diagnosis, [_spectrum(rows, rows, flat, (0,), DEPTH)])
-    decisions: list[DepthDecision | None] = []
-    for layer, keep, own in zip(diagnosis.layers, decided.keep.view(strength.shape), strength, strict=True):
-        weight, bias = (layer.reading(name)[~keep] for name in names[1:])
-        (why,) = metric_reasons(decided, metric)
-        decisions.append(None if bool(keep.all()) else DepthDecision(keep, own, weight, bias, (why,)))
     return decisions
 
 

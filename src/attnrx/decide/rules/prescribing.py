@@ -9,7 +9,6 @@ from attnrx.decide.rules.decisions import keep_only
 from attnrx.decide.rules.metrics import OWN, rewritten, rotary_directions
 from attnrx.decide.rules.outputs import (
     CENTERED,
-    decide_depth,
     decide_heads,
     decide_hidden,
     decide_linear,
@@ -22,10 +21,9 @@ from attnrx.decide.rules.outputs import (
 from attnrx.decide.rules.parsing import RulesLike, parse_rules
 from attnrx.decide.rules.rotary import whole_pairs
 from attnrx.decide.rules.rule import Rule, in_metric, inner_rules, metric_of, readings_needed
-from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
+from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import (
     Decision,
-    DepthDecision,
     HeadDecision,
     LayerPrescription,
     Prescription,
@@ -35,7 +33,7 @@ from attnrx.nouns.prescription import (
 from attnrx.support.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
 from attnrx.support.progress import track
 from attnrx.support.storage import require_finite_tensors
-from attnrx.vit.maps import DEPTH, HEADS, HIDDEN, LINEAR_MAPS, SUBLAYERS, UNIT_MAPS
+from attnrx.vit.maps import HEADS, HIDDEN, LINEAR_MAPS, UNIT_MAPS
 from attnrx.vit.spectrum import Spectrum
 
 
@@ -70,8 +68,6 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
     if HEADS in stated:
         _require_readings(diagnosis, stated[HEADS])
         heads = decide_heads(diagnosis, stated[HEADS])
-    depth = decide_depth(diagnosis, stated[DEPTH]) if DEPTH in stated else [None] * len(diagnosis.layers)
-    heads = [_without_attention(*each) for each in zip(diagnosis.layers, heads, depth, strict=True)]
     without_removed = [
         replace(layer, spectrum=without_heads(layer.spectrum, removal))
         for layer, removal in zip(diagnosis.layers, heads, strict=True)
@@ -80,8 +76,6 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
     scores = [limited_to_heads(layer, removal) for layer, removal in zip(scores, heads, strict=True)]
     # By map a list over the layers; transposed below.
     decisions_by_map: dict[str, Sequence[Decision | None]] = {"qk": scores}
-    if DEPTH in stated:
-        decisions_by_map[DEPTH] = depth
     # Removed heads change vo without a rule of its own, too: the output projection is refitted to the other heads.
     if "vo" in stated or (HEADS in stated and any(heads) and output_metric(stated[HEADS], HEADS) == CENTERED):
         decisions_by_map["vo"] = decide_values(diagnosis, stated.get("vo"), heads)
@@ -91,35 +85,14 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
         decisions_by_map[HIDDEN] = decide_hidden(diagnosis, stated[HIDDEN])
     layers = tuple(
         LayerPrescription(
-            {
-                name: part
-                for name, part in zip(decisions_by_map, decisions, strict=True)
-                if part is not None and not _is_gone(removed, name)
-            }
+            {name: part for name, part in zip(decisions_by_map, decisions, strict=True) if part is not None}
         )
-        for removed, decisions in zip(depth, zip(*decisions_by_map.values(), strict=True), strict=True)
+        for decisions in zip(*decisions_by_map.values(), strict=True)
     )
     if not (tokens is not None and tokens.policy.drops) and not any(map(_changes, spectra, layers)):
         raise NoOpPrescription(_no_op_message(spectra, scores, rules_by_map, tokens))
     texts = {name: str(rule) for name, rule in stated.items()}
     return Prescription(layers, texts, diagnosis.fingerprint, diagnosis.about, tokens)
-
-
-def _without_attention(
-    layer: LayerDiagnosis, heads: HeadDecision | None, depth: DepthDecision | None
-) -> HeadDecision | None:
-    """Returns the decision that no head stays, where the attention is removed; else the given one."""
-    if depth is None or bool(depth.keep[SUBLAYERS.index("attention")]):
-        return heads
-    count = len(layer.spectrum.heads)
-    strength = torch.zeros(count, dtype=torch.float64)
-    return HeadDecision(torch.zeros(count, dtype=torch.bool), strength, ("a linear map replaces the attention",))
-
-
-def _is_gone(depth: DepthDecision | None, name: str) -> bool:
-    """Returns whether a map is part of a removed sublayer, so that nothing is decided about it."""
-    parts = {"attention": ("vo",), "MLP": (*LINEAR_MAPS, HIDDEN)}
-    return depth is not None and any(name in parts[part] and depth.in_place_of(part) for part in SUBLAYERS)
 
 
 def require_remainder(prescription: Prescription) -> Prescription:
@@ -139,7 +112,6 @@ _WITHOUT = {
     "qk": "every token would attend to all tokens equally",
     "vo": "the attention would add the same vector to every token",
     HEADS: "no head would be left",
-    DEPTH: "the model would be linear",
     **dict.fromkeys((*LINEAR_MAPS, HIDDEN), "the MLPs would add the same vector to every token"),
 }
 
@@ -150,8 +122,6 @@ def _num_kept(layer: LayerPrescription, name: str) -> int | None:
         return int(layer.qk.keep.sum())
     if name == HEADS:
         return int(layer.heads.sum())
-    if name == DEPTH:
-        return sum(layer.in_place_of(sublayer) is None for sublayer in SUBLAYERS)
     if name == HIDDEN:
         return None if layer.hidden is None else int(layer.hidden.keep.sum())
     return sum(layer.outputs[name].ranks) if name in layer.outputs else None

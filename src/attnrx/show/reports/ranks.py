@@ -8,10 +8,10 @@ from torch import nn
 
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import LayerPrescription, Prescription
-from attnrx.vit.maps import DEPTH, HIDDEN, LINEAR_MAPS, SUBLAYERS
+from attnrx.vit.maps import HIDDEN, LINEAR_MAPS
 from attnrx.vit.models import family_of, rank_of
 
-SCORES, VALUES, MLP, UNITS, REPLACED = "Query and key", "Value and output", "MLP", "Hidden units", "Sublayers"
+SCORES, VALUES, MLP, UNITS = "Query and key", "Value and output", "MLP", "Hidden units"
 
 
 @dataclass(frozen=True)
@@ -84,19 +84,14 @@ def prescribed_ranks(prescription: Prescription, diagnosis: Diagnosis | None = N
 
 
 def prescribed_units(prescription: Prescription) -> tuple[PathwayRanks, ...]:
-    """Returns the hidden units and the sublayers that stay in every layer; without those of which all do."""
+    """Returns the hidden units that stay in every layer; none where all do."""
     decisions = [layer.hidden for layer in prescription.layers]
     full = max((len(decision.keep) for decision in decisions if decision is not None), default=0)
     rows = tuple(
         (HeadRank(full, full) if decision is None else HeadRank(int(decision.keep.sum()), len(decision.keep)),)
         for decision in decisions
     )
-    units = (PathwayRanks(UNITS, (HIDDEN,), rows),) if full else ()
-    if DEPTH not in prescription.rules:
-        return units
-    stays = ([layer.in_place_of(part) is None for part in SUBLAYERS] for layer in prescription.layers)
-    parts = tuple(tuple(HeadRank(1 if stay else None, 1) for stay in layer) for layer in stays)
-    return (*units, PathwayRanks(REPLACED, SUBLAYERS, parts))
+    return (PathwayRanks(UNITS, (HIDDEN,), rows),) if full else ()
 
 
 def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:

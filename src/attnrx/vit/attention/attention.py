@@ -53,7 +53,7 @@ class Attention(nn.Module):
         self.spec = spec
         self.scores = FORMS[spec.form](spec)
         self.value = HeadLinear(spec.width, spec.value_dims, spec.has_bias("value"))
-        self.output = OutputProjection(spec.read_dims, spec.width, spec.has_bias("output"))
+        self.output = OutputProjection(spec.value_dims, spec.width, spec.has_bias("output"))
         self.inner_norms = nn.ModuleDict({name: nn.Identity() for name in spec.inner_norms})
         self.kept_patches: Callable[[], Int[Tensor, "batch kept"] | None] | None = None
         self.backend: Backend = backend or Auto()
@@ -77,9 +77,7 @@ class Attention(nn.Module):
             InvalidInput: The layer has a bias per pair of tokens, which `positions` lack.
         """
         if not self.spec.attends:
-            # Without heads and without a map of the token itself only the output bias is left.
-            direct = tokens if self.spec.direct else tokens[..., :0]
-            return self.output(self.value(direct) if self.spec.heads else direct)
+            return self.output(tokens[..., :0])  # without heads only the output bias is left
         # The plan is that of the keys: their number determines the size of the maps, also where queries are few.
         plan, scores = self.plan(tokens if key_tokens is None else key_tokens), self.scores
         if positions is not None and self.kept_patches is not None:

@@ -24,7 +24,7 @@ from attnrx.vit.models.family import (
     require_ordinary_weights,
 )
 from attnrx.vit.models.input_validation import InputValidation
-from attnrx.vit.models.mlp import LowRankLinear, hidden_units, linear_units, rank_of
+from attnrx.vit.models.mlp import LowRankLinear, hidden_units, rank_of
 from attnrx.vit.models.observation_hooks import (
     ModuleCall,
     block_names,
@@ -82,7 +82,6 @@ __all__ = [
     "initialize_",
     "is_model_file",
     "known_families",
-    "linear_units",
     "load_model",
     "model_fingerprint",
     "model_names",

@@ -37,7 +37,7 @@ from attnrx.vit.models.foreign_code import (
     require_uncompiled,
 )
 from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
-from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, hidden_units, linear_mlps, rank_of
+from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, hidden_units, rank_of
 from attnrx.vit.models.replaced_parts import LAYERS, build_part, replaced_parts
 from attnrx.vit.models.token_hooks import resize_tokens_
 from attnrx.vit.models.token_reduction import reduction_of
@@ -475,7 +475,6 @@ class AdoptedFamily(Family):
             "attention": [to_dict(attention.spec) for attention in self.attention(model)],
             "mlp_ranks": [[rank_of(linear) for linear in pair] for pair in self.mlp(model)],
             "hidden_units": list(hidden_units(self.mlp(model))),
-            **({"linear_mlps": list(linear)} if (linear := linear_mlps(self.mlps(model))) else {}),
             "buffer_dtypes": _unsaved_dtypes(model),
         }
 
@@ -518,6 +517,11 @@ class AdoptedFamily(Family):
         """Gives the MLPs of a model as its library creates it the described ranks and numbers of units, and the buffers
         that are not saved their types.
         """
+        if description.get("linear_mlps"):
+            raise InvalidInput(
+                "an earlier version made this model, with linear maps in place of MLPs, which are no longer there. "
+                "Make it again without depth=..."
+            )
         for name, dtype in description.get("buffer_dtypes", {}).items():
             owner, _, buffer = name.rpartition(".")
             module = adopted.get_submodule(owner)
@@ -536,8 +540,6 @@ class AdoptedFamily(Family):
                 elif hidden != created_units[layer]:
                     # The second map has a bias after units were removed: the mean of what they gave.
                     self.set_mlp_(adopted, layer, which, NativeLinear(inputs, outputs, bias=has_bias or which == 1))
-        for layer in description.get("linear_mlps", ()):  # absent in files of earlier versions
-            self.linearize_mlp_(adopted, layer)
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
         return self._adopted(model).origin.input_shape

@@ -81,11 +81,6 @@ class Family(ABC):
         """Returns the MLP of every layer as one module; () where they are not two maps with an activation between."""
         return ()
 
-    def linearize_mlp_(self, model: nn.Module, layer: int) -> None:
-        """Removes the activation between the two maps of one layer's MLP, and updates the description."""
-        mlp = self.mlps(model)[layer]
-        mlp.act = nn.Identity().train(mlp.act.training)
-
     @abstractmethod
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Returns a JSON-ready description from which `build` creates the same model, without its weights."""

@@ -50,19 +50,6 @@ def hidden_units(mlps: Sequence[tuple[nn.Module, nn.Module]]) -> tuple[int, ...]
     return tuple(first.out_features for first in firsts)
 
 
-def linear_units(units: int, width: int) -> int:
-    """Returns the units of an MLP of so many units that is replaced by a linear map, which is stored as two factors.
-
-    Two factors of half of the width have as many weights as one matrix.
-    """
-    return min(units, max(width // 2, 1))
-
-
-def linear_mlps(mlps: Sequence["FusedMLP"]) -> tuple[int, ...]:
-    """Returns the layers whose MLP has no activation."""
-    return tuple(layer for layer, mlp in enumerate(mlps) if type(mlp.act) is nn.Identity)
-
-
 class FusedMLP(nn.Module):
     """fc2(act(fc1(x))); each of the two maps is one matrix or factored.
 

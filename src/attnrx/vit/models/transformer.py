@@ -21,7 +21,7 @@ from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models.chunked_forward import chunked_forward, require_images
 from attnrx.vit.models.family import Family, LayerShapes, MLPRanks
 from attnrx.vit.models.fused_block import fused_block
-from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, linear_mlps, rank_of
+from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, rank_of
 from attnrx.vit.models.observation_hooks import recording_calls
 from attnrx.vit.models.token_hooks import forward_pass
 from attnrx.vit.spec import AttentionSpec
@@ -38,10 +38,11 @@ class TransformerConfig(ABC):
 
     `attention` holds one spec per layer, so that a compressed model is described completely. `mlp_ranks` holds the
     ranks of the two maps of every MLP (None: one matrix), or is empty, and `hidden_units` the number of its hidden
-    units if some were removed. `linear_mlps` are the layers whose MLP has no activation. `mean` and `std` are the image
-    normalization that the model was trained with, `geometry` how pictures were fitted to its input; None if that is not
-    known.
+    units if some were removed. `mean` and `std` are the image normalization that the model was trained with, `geometry`
+    how pictures were fitted to its input; None if that is not known.
     """
+
+    retired: ClassVar[Mapping[str, Any]] = {"linear_mlps": ()}  # MLPs without an activation
 
     attention: tuple[AttentionSpec, ...]
     image_size: int = 32
@@ -53,7 +54,6 @@ class TransformerConfig(ABC):
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     mlp_ranks: MLPRanks = ()
     hidden_units: tuple[int, ...] = ()
-    linear_mlps: tuple[int, ...] = ()
     geometry: ImageGeometry | None = None
 
     def __post_init__(self):
@@ -163,8 +163,7 @@ class Layer(nn.Module):
         self.attention_norm = nn.LayerNorm(spec.width)
         self.attention = Attention(spec)
         self.mlp_norm = nn.LayerNorm(spec.width)
-        activation = nn.Identity() if index in config.linear_mlps else nn.GELU()
-        self.mlp = FusedMLP(_linear(spec.width, hidden, first), activation, _linear(hidden, spec.width, second))
+        self.mlp = FusedMLP(_linear(spec.width, hidden, first), nn.GELU(), _linear(hidden, spec.width, second))
 
     def forward(self, tokens: TokenBatch) -> TokenBatch:
         norms = self.attention_norm, self.mlp_norm
@@ -285,11 +284,6 @@ class AttnrxFamily(Family, Generic[Config]):
 
     def mlps(self, model: nn.Module) -> tuple[FusedMLP, ...]:
         return tuple(layer.mlp for layer in self._transformer(model).layers)  # type: ignore[misc]
-
-    def linearize_mlp_(self, model: nn.Module, layer: int) -> None:
-        super().linearize_mlp_(model, layer)
-        transformer = self._transformer(model)
-        transformer.config = replace(transformer.config, linear_mlps=linear_mlps(self.mlps(model)))
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         return to_dict(self._transformer(model).config)

@@ -462,7 +462,6 @@ class WholeFamily(Family):
     mlp = _of_trunk("mlp")
     set_mlp_ = _of_trunk("set_mlp_")
     mlps = _of_trunk("mlps")
-    linearize_mlp_ = _of_trunk("linearize_mlp_")
     has_plain_units = _of_trunk("has_plain_units")
     keep_units_ = _of_trunk("keep_units_")
     input_shape = _of_trunk("input_shape")

@@ -136,16 +136,5 @@ def parse_reducer(text: str) -> Reducer:
 
 
 def policy_from_dict(record: Mapping[str, Any]) -> TokenPolicy:
-    """Builds a policy from the record in a model.
-
-    Raises:
-        InvalidInput: It is no record of a policy, or one of a number of tokens for each image.
-    """
-    # Fields of an older version, which gave every image a number of tokens of its own.
-    if record.get("by_image"):
-        raise InvalidInput(
-            "the model gives every image a number of tokens of its own, which this version does not do; make it again "
-            "with a policy of fixed numbers, e.g. tokens=ward:0.7@4,7,10."
-        )
-    record = {name: value for name, value in record.items() if name not in ("by_image", "thresholds")}
+    """Builds a policy from the record in a model or a prescription."""
     return from_dict(record, (TokenPolicy, *known_reducers().values()))

@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any, ClassVar
 
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.text_parsing import Language, TextReader, Token, share
@@ -36,6 +37,9 @@ class TokenPolicy:
     which as published merges inside every layer, including the last). Layers and shares then depend on the model; `on`
     sets them.
     """
+
+    # Every image had a number of tokens of its own.
+    retired: ClassVar[Mapping[str, Any]] = {"by_image": False, "thresholds": ()}
 
     reducer: Reducer
     layers: tuple[int, ...] = ()

@@ -14,7 +14,6 @@ from attnrx.show.reports.figures import LEVELS, Figure, HeatMap, spectrum_bars
 from attnrx.show.reports.numbers import MISSING, fixed, number, percent, plain, short
 from attnrx.show.reports.ranks import (
     MLP,
-    REPLACED,
     SCORES,
     UNITS,
     VALUES,
@@ -24,19 +23,18 @@ from attnrx.show.reports.ranks import (
     prescribed_units,
 )
 from attnrx.support.shapes import Bool, Float, Tensor
-from attnrx.vit.maps import DEPTH, HIDDEN, LINEAR_MAPS
+from attnrx.vit.maps import HIDDEN, LINEAR_MAPS
 
 DENSE = 9  # from this many columns on the cells of heat maps are small and show fewer digits
 OPEN_PANELS = 32  # with more panels of spectra only the first layer is unfolded initially
 
 # The maps of a pathway in the keys of spectra; "fc" stands for both maps of the MLP.
-KEYS = {SCORES: "qk", VALUES: "vo", MLP: "fc", UNITS: HIDDEN, REPLACED: DEPTH}
+KEYS = {SCORES: "qk", VALUES: "vo", MLP: "fc", UNITS: HIDDEN}
 PATHWAYS = {
     SCORES: "Directions in which a head scores pairs of tokens.",
     VALUES: "Value dimensions of a head.",
     MLP: "Ranks of the two maps; a map that is not factorized is marked “all”.",
     UNITS: "Hidden units of the MLP; the second map is refitted to those that stay.",
-    REPLACED: "A linear map of every token is in place of the sublayers that are removed.",
 }
 SHARED = "A cell across a layer is the number of directions shared by all its heads."
 
@@ -128,7 +126,7 @@ def changes(content: ReportContent) -> Section | None:
 def _facts(pathway: PathwayRanks) -> Iterator[tuple[str, str]]:
     share, what = (
         percent(1 - pathway.kept / max(pathway.full, 1)),
-        "units" if pathway.name in (UNITS, REPLACED) else "ranks",
+        "units" if pathway.name == UNITS else "ranks",
     )
     yield pathway.name, f"{share} of the {what} removed, {number(pathway.kept)} of {number(pathway.full)} kept"
     heads = sum(part.rank is None for layer in pathway.layers for part in layer)
