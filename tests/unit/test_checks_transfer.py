@@ -9,9 +9,10 @@ from torch import nn
 from attnrx.data import MemoryImages, Normalization, from_tensors
 from attnrx.show.checks import Comparison
 from attnrx.support.errors import DataError, InvalidInput
-from attnrx.vit.models import attach_tokens_, evaluating, family_of, head_features, load_model
+from attnrx.vit.models import attach_tokens_, evaluating, family_of, load_model
 from attnrx.vit.tokens import AttentionReceived, TokenPolicy
 from attnrx_lab.checks import Transfer
+from attnrx_lab.checks.transfer import head_features
 from support import cases
 
 CONFIG = cases.CONFIGS["dense"]

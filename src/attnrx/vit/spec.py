@@ -239,13 +239,6 @@ class AttentionSpec:
             return tuple(self.original_rank if rank else 0 for rank in self.ranks)
         return self.ranks
 
-    @property
-    def is_full(self) -> bool:
-        """Whether every head still has all its directions and value dimensions."""
-        has_all_heads = self.heads == tuple(range(len(self.heads)))
-        has_all_directions = all(rank == self.original_rank for rank in self.ranks)
-        return has_all_heads and has_all_directions and all(rank == self.head_dim for rank in self.value_dims)
-
     def has_bias(self, projection: str) -> bool:
         """Whether the projection "query", "key", "value" or "output" has a bias."""
         return projection in self.biases

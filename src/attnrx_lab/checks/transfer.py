@@ -1,6 +1,6 @@
 """Transfer: the accuracy of a new head trained on another dataset, on the frozen features of each model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,8 +15,8 @@ from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.statistics import mean_change, mean_share
 from attnrx.support.errors import DataError, InvalidInput
-from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.vit.models import evaluating, family_of, head_features
+from attnrx.support.shapes import Float, ImageBatch, Int, Tensor
+from attnrx.vit.models import evaluating, family_of, recording_calls
 
 # That of the paper's other trainings; the rest is not stated there, and is PyTorch's default.
 BATCH_SIZE = 512
@@ -167,3 +167,11 @@ def _features(role: str, model: nn.Module, images: ImageSet, comparison: Compari
     # Loaders may return images in any order; heads of all models need the same rows in the same order.
     order = torch.cat(index).argsort(stable=True)
     return features[order], torch.cat(labels)[order]
+
+
+def head_features(model: nn.Module, heads: Sequence[nn.Module], images: ImageBatch) -> Float[Tensor, "batch features"]:
+    """Runs the model and returns the inputs of its heads, concatenated where there are several."""
+    with recording_calls(heads, lambda call: (call.module, call.tokens)) as calls:
+        model(images)
+    inputs = dict(calls)  # by head, because the order of their calls may differ from that of `heads`
+    return torch.cat([inputs[head] for head in heads], dim=-1)

@@ -42,7 +42,7 @@ class Compression:
             UnknownName: `qk` has an unknown form.
         """
         form, rank = _parsed(self.qk)
-        if (form != "full" or self.vo is not None) and not full.is_full:
+        if (form != "full" or self.vo is not None) and not _is_full(full):
             raise InvalidInput(
                 f"ranks {full.ranks} and value ranks {full.value_dims}: compressed already; pass the original shape."
             )
@@ -64,6 +64,13 @@ class Compression:
         for spec in specs:
             _require("mlp", self.mlp, spec.width)
         return ((self.mlp, self.mlp),) * len(specs)
+
+
+def _is_full(spec: AttentionSpec) -> bool:
+    """Whether every head still has all its directions and value dimensions."""
+    has_all_heads = spec.heads == tuple(range(len(spec.heads)))
+    has_all_directions = all(rank == spec.original_rank for rank in spec.ranks)
+    return has_all_heads and has_all_directions and all(rank == spec.head_dim for rank in spec.value_dims)
 
 
 def _scored(spec: AttentionSpec, form: str, rank: int) -> AttentionSpec:

@@ -23,7 +23,7 @@ from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.spectrum import Spectrum
 
 MOST_PLANS = 1024
-"""Cached plans per layer: policies by image have one for every number of tokens. A full cache is cleared."""
+"""Cached plans per layer: one for every size of a batch and its images. A full cache is cleared."""
 
 
 @dataclass(frozen=True)

@@ -20,24 +20,14 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 }
 """Factories of the backends by name."""
 
-# No generated kernel for irregular ranks was faster than the unpruned layer (docs/results/gpu.md), and the C++ kernel
-# is faster than unfused attention at every shape (docs/results/speed.md).
-REMOVED = {"autotuned": "auto", "explicit": "auto", "flex": "fused", "ragged": "fused"}
-"""The backends of earlier versions, and what computes the same."""
-
 
 def backend_of(name: str) -> Backend:
     """Returns the backend of this name, one of BACKENDS.
 
     Raises:
         UnknownName: No backend has this name.
-        NotSupported: The backend was removed, or its kernel cannot be built here.
+        NotSupported: Its kernel cannot be built here.
     """
-    if name in REMOVED:
-        raise NotSupported(
-            f"the backend {name!r} was removed: another one is faster at every shape. Use {REMOVED[name]!r}; on a GPU, "
-            "ranks in multiples of 8 (multiple=8) are the fast ones."
-        )
     if name not in BACKENDS:
         raise UnknownName("backend", name, BACKENDS)
     if name == "native":
@@ -63,8 +53,8 @@ def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
 
     Raises:
         UnknownName: No backend has this name.
-        NotSupported: The backend was removed, the kernel of "native" could not be built, the model has no attnrx
-            attention, or every layer's attention is captured for a token reducer.
+        NotSupported: The kernel of "native" could not be built, the model has no attnrx attention, or every layer's
+            attention is captured for a token reducer.
 
     Examples:
         >>> model = rx.use_backend(rx.load("svda:digits"), "eager")  # the reference

@@ -1,6 +1,6 @@
 """Observes a model during its forward passes: the calls of any modules, the maps of attention; and names its blocks."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import NotSupported
-from attnrx.support.shapes import Float, ImageBatch, Tensor
+from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention import Attention, AttentionCapture, Eager, Observed, capture_uniform, using
 from attnrx.vit.models.family import Family
 from attnrx.vit.observation import Observation
@@ -128,14 +128,6 @@ def replacing_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 def recording_blocks(model: nn.Module, family: Family) -> AbstractContextManager[list[Tensor]]:
     """Collects the output of every block in each forward pass; the caller clears the list."""
     return recording_calls(blocks_of(model, family), lambda call: call.output_tokens)
-
-
-def head_features(model: nn.Module, heads: Sequence[nn.Module], images: ImageBatch) -> Float[Tensor, "batch features"]:
-    """Runs the model and returns the inputs of its heads, concatenated where there are several."""
-    with recording_calls(heads, lambda call: (call.module, call.tokens)) as calls:
-        model(images)
-    inputs = dict(calls)  # by head, because the order of their calls may differ from that of `heads`
-    return torch.cat([inputs[head] for head in heads], dim=-1)
 
 
 @contextmanager
