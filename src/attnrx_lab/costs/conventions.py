@@ -105,8 +105,9 @@ def outer_norm_features(model: nn.Module, costs: ModelCosts) -> int | None:
     family: Any = family_of(model)
     if not isinstance(family, AdoptedFamily):
         return None
-    source: Any = model.source
-    tokens, positions = costs.tokens, family.positions(model)
+    adopted: Any = model
+    source: Any = adopted.source
+    tokens, positions = costs.tokens, family.positions(adopted)
     last, parts, blocks = family.last_norm(source), family.parts(source), family.blocks(source)
     inside = {module for block in blocks for module in block.modules()}
     total = sum(

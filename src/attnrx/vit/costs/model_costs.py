@@ -160,7 +160,7 @@ def layer_costs(
     mixed = len(spec.heads) * len(spec.blocks) if spec.blocks is not None else 0
     query, key = (linear_costs(spec.width, rows, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
     value = linear_costs(spec.width, features, tokens, bias=spec.has_bias("value"))
-    output = linear_costs(sum(spec.read_dims), spec.width, tokens, bias=spec.has_bias("output"))
+    output = linear_costs(sum(spec.value_dims), spec.width, tokens, bias=spec.has_bias("output"))
     first = factored_costs(spec.width, hidden, tokens, mlp_ranks[0])
     second = factored_costs(hidden, spec.width, tokens, mlp_ranks[1])
     return LayerCosts(

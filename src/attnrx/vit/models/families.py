@@ -239,8 +239,8 @@ def load_model(
             refuse = partial(family.require_supported, instance)
             return _adopt_units(WholeFamily(LIBRARIES), instance, refuse, named).eval()
         return family.load(name, weights=weights, pretrained=pretrained)
-    own = _own_family(str(source)) if weights is not None and not pretrained else None
-    if own is not None and own.takes_weights:
+    own = _own_family(str(source)) if library and not pretrained else None
+    if own is not None and own.takes_weights and weights is not None:
         return own.load(str(source), weights)
     is_saved = not library and is_model_folder(source)
     if pretrained is not None or (weights is not None and not is_saved):
