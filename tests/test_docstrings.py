@@ -205,4 +205,4 @@ def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_functions_of_the_readme_have_examples() -> None:
-    assert len(EXAMPLES) >= 20
+    assert len(EXAMPLES) >= 19

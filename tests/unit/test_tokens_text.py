@@ -128,7 +128,7 @@ def test_one_ratio_is_of_what_is_left_and_several_are_of_the_image() -> None:
         ("spot:0.5/0.7@4,7", "not increase"),
         ("spot:0.5/0.3@4", "one for each stage"),
         ("spot:0.7@4 7", "the end"),
-        ("spot(:0.7@4", "a knob of spot"),
+        ("spot(:0.7@4", "true or false for mean"),
         ("spot(variance=3):0.7@4", "variance of spot is true or false, not 3"),
         ("spot(projected=true):0.7@4", "projected of spot is a whole number or none"),
         ("spot(projected=0.5):0.7@4", "projected of spot is a whole number or none"),
