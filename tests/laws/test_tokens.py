@@ -11,6 +11,7 @@ from attnrx.vit.tokens import (
     Reducer,
     Spot,
     TokenPolicy,
+    known_reducers,
 )
 from attnrx_lab.tokens import (
     DTPS,
