@@ -33,14 +33,14 @@ from attnrx.vit.models import family_of
 # MIN_IMAGES images (of large models FEWEST), and as many as take MIN_MACS multiply-accumulates, because below that
 # calls of operations dominate; of files, which do not run in chunks, as many as take FILE_MACS.
 MIN_IMAGES, FEWEST, MIN_MACS, FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
-# The rounds of a final measurement, as many times more as a batch is smaller than MIN_IMAGES; half of them for a pass
-# of LONG multiply-accumulates, about a second, which varies less.
+# The rounds of a final measurement, as many times more as a batch is smaller than MIN_IMAGES; a third of them for a
+# pass of LONG multiply-accumulates, about a second, which varies less.
 ROUNDS, LONG = 32, 4e10
 
 
 def rounds_of(batch: int, macs: float = 0.0) -> int:
     """Returns the rounds of a final latency measurement, more for few images, and fewer for many MACs per image."""
-    return ROUNDS // 2 if batch * macs >= LONG else ROUNDS * max(MIN_IMAGES // batch, 1)
+    return ROUNDS // 3 if batch * macs >= LONG else ROUNDS * max(MIN_IMAGES // batch, 1)
 
 
 def final_protocol(conditions: Conditions, batch: int) -> LatencyProtocol:
