@@ -140,9 +140,21 @@ if TYPE_CHECKING:
     from attnrx.vit.spectrum import Spectrum
 
 
+# Names of earlier versions, and what to use now.
+_FORMER = {
+    "refine": "attnrx.repair, which fits queries and keys with the other maps of a block",
+    "to_svda": "attnrx_lab.conversion.to_svda",
+    "measure_sublayers": "heads=, hidden= or tokens=: linear maps in place of sublayers did not pay",
+    "Budget": "attnrx.plan",
+    "prescribe_within": "attnrx.plan",
+}
+
+
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(_PACKAGES[name])
+    if name in _FORMER:
+        raise AttributeError(f"attnrx.{name} was removed; use {_FORMER[name]} (CHANGELOG.md).")
     if name not in HOMES:
         raise AttributeError(f"module 'attnrx' has no attribute {name!r}; it offers {', '.join(sorted(__all__))}.")
     return getattr(importlib.import_module(HOMES[name]), name)
