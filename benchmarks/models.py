@@ -30,42 +30,21 @@ from attnrx.support.errors import AttnrxError
 from attnrx.vit.models import LIBRARIES
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.units import UnitsFamily, separate_pairs
+from attnrx.vit.models.whole import WholeFamily
 
+WHOLE = WholeFamily(LIBRARIES)
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 AXES = ("qk", "vo", "hidden", "tokens")
-# Classes of transformers beside those that attnrx adopts, so that the page states why they are refused.
-OTHER_CLASSES = (
-    "SwinForImageClassification",
-    "SegformerForSemanticSegmentation",
-    "TimesformerForVideoClassification",
-    "PvtForImageClassification",
-    "LevitForImageClassification",
-    "MobileViTForImageClassification",
-    "Swinv2ForImageClassification",
-    "HieraForImageClassification",
-    "SamVisionModel",
-    "PvtV2ForImageClassification",
-    "CvtForImageClassification",
-    "ConvNextForImageClassification",
-    "DonutSwinModel",
-    "FocalNetForImageClassification",
-    "GLPNForDepthEstimation",
-    "PoolFormerForImageClassification",
-    "SwiftFormerForImageClassification",
-    "EfficientFormerForImageClassification",
-    "MobileViTV2ForImageClassification",
-    "DinatForImageClassification",
-    "ViTMAEForPreTraining",
-    "VivitForVideoClassification",
-    "Sam2VisionModel",
-    "Swin2SRModel",
-)
+# The tasks of transformers whose classes are listed beside those with a reader, and further classes.
+TASKS = ("IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "IMAGE_TO_IMAGE")
+OTHER_CLASSES = ("SamVisionModel", "Sam2VisionModel", "ViTMAEForPreTraining", "DonutSwinModel", "Swin2SRModel")
 INTRODUCTION = """# Supported models
 
 `python benchmarks/models.py` writes this page: it creates every architecture without weights and reads it.
 `attnrx.load` proves in addition that the copy returns the outputs of the model on random images. Models that have no
-reader, but MLPs whose hidden units are separate, have the axis `hidden` alone, and the library's own attention stays
-as it is; these MLPs were found in the smallest of every kind, and `attnrx.load` proves them too. The axes are those
+reader, but MLPs whose hidden units are separate (those of gated MLPs too), have the axis `hidden` alone, and the
+library's own attention stays as it is; these MLPs were found in the smallest of every kind, and `attnrx.load` proves
+them too. A model that contains a Vision Transformer with a reader has its axes. The axes are those
 of a prescription: `qk` (score directions), `vo` (value dimensions), `hidden` (the maps and units of the MLP; also
 `fc1` and `fc2`) and `tokens`.
 
@@ -95,7 +74,8 @@ hidden states takes no token policy.
 A module whose forward needs more than images (CLIP with texts, a vision-language model, two images through one tower)
 is copied as a whole too: called with its own arguments it returns what it returned, and images alone give its image
 features (`get_image_features`, `encode_image`), else what its Vision Transformer returns, by which it is planned and
-verified. Of several Vision Transformers in a module the largest one that is called once per image becomes smaller.
+verified. Of several Vision Transformers in a module the largest one becomes smaller. It may be called several times in
+a forward pass (two crops, tiles, frames of a video): then every input costs as many images.
 
 Adapters and masks are merged in the copy: a model of PEFT (LoRA, DoRA and all that its `merge_and_unload` merges, also
 inside a module of your own or by `add_adapter` of transformers) becomes the model without PEFT, and so does any part of
@@ -110,17 +90,25 @@ size too; a token policy keeps the same shares of the patches. Refused: timm's m
 tokens (create them with `img_size=...`), DPT, YOLOS, `CLIPForImageClassification`, open_clip, and sizes that patches do
 not tile.
 
+`inputs=fn` states what the forward of a module of your own takes: `shrink(module, loader, inputs=fn, macs=0.6)` calls
+it with `fn(batch)`, a tensor, a tuple of arguments or a mapping of named ones, of tensors of any type and shape: pairs
+of images, a batch in a dictionary, images with texts or masks, timm's NaFlex patches
+(`inputs=lambda batch: (batch[0],)`). The module is then planned, fitted and verified by what it returns for these;
+labels are optional, and go to a `metric` alone. `attnrx.load(module, inputs=fn(batch))` does the same for single steps.
+A module that takes one tensor has files too; of others export `.module` with `torch.onnx.export`.
+
 `shrink`, `elastic` and every other verb take what the loader yields for the model: mappings with `pixel_values`
 [batch, frames, channels, height, width] (VideoMAE, ViViT), `input_values` [batch, time, mel] (AST), or SigLIP 2's
 padded patches with `pixel_attention_mask` and `spatial_shapes`, of images of any aspect ratio in one loader. `shrink`
 and `elastic` then make a model of padded patches, whose padding changes nothing; it has no file, because transformers
 reads the grid of every image as Python integers.
 
-A model of timm with `dynamic_img_size=True`, and DINOv2 and DINOv3 of transformers, take images of any size that
-their patches tile in every call, after shrinking too: ranks are those of the model, and a token policy keeps its
-shares of the patches of each image. Their costs and plans are those of one size, `image_size`, and so are their
-files, except with `attnrx.export(model, path, size="dynamic")` (`--size dynamic`), which takes every size that
-patches tile; this needs a model without pruned tokens. """
+A model of timm with `dynamic_img_size=True`, and DINOv2 and DINOv3 of transformers, take images of any size that their
+patches tile in every call, after shrinking too: ranks are those of the model, and a token policy keeps its shares of
+the patches of each image. So may one loader: the images of the most frequent size are those to plan and to compare on,
+and the evidence has the divergence and the agreement of the outputs at the other sizes too. Their costs and plans are
+those of one size, `image_size`, and so are their files, except with `attnrx.export(model, path, size="dynamic")`
+(`--size dynamic`), which takes every size that patches tile; this needs a model without pruned tokens. """
 
 
 @dataclass(frozen=True)
@@ -147,7 +135,20 @@ class Architecture:
 
 
 def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
-    """Returns the axes of a model on the meta device, or the refusal of its family."""
+    """Returns the axes of a model on the meta device, or the refusal of its family; of a model that contains a Vision
+    Transformer with a reader the axes of that, as `attnrx.load` reads it.
+    """
+    outcome = outcome_of_trunk(family, model)
+    if outcome.reason:
+        for path, inner in WHOLE.trunks_of(model):
+            found = outcome_of_trunk(inner, model.get_submodule(path))
+            if not found.reason:
+                return replace(found, kind=outcome.kind)
+    return outcome
+
+
+def outcome_of_trunk(family: AdoptedFamily, model: nn.Module) -> Outcome:
+    """Returns the axes of a model of a family, or the refusal of the family."""
     kind = type(model).__name__
     try:
         family.require_supported(model)
@@ -231,10 +232,15 @@ def of_timm() -> Iterator[Architecture]:
 
 
 def of_transformers() -> Iterator[Architecture]:
-    """Yields the classes with a reader, in their default configuration, and OTHER_CLASSES."""
+    """Yields the classes with a reader, those of TASKS with attention, and OTHER_CLASSES, in their default
+    configuration.
+    """
     transformers: Any = importlib.import_module("transformers")
     readers = importlib.import_module("attnrx.vit.models.huggingface_readers").READERS
-    for name in dict.fromkeys((*readers, *(other for other in OTHER_CLASSES if hasattr(transformers, other)))):
+    tasks = importlib.import_module("transformers.models.auto.modeling_auto")
+    listed = [each for task in TASKS for each in getattr(tasks, f"MODEL_FOR_{task}_MAPPING_NAMES").values()]
+    others = [name for each in listed for name in ((each,) if isinstance(each, str) else each)]
+    for name in dict.fromkeys((*readers, *others, *OTHER_CLASSES)):
         kind = getattr(transformers, name)
         # The masking of MAE removes patches at random, and a hybrid DPT has a convolutional backbone.
         config = kind.config_class(**({"mask_ratio": 0.0} if name == "ViTMAEModel" else {}))
@@ -242,9 +248,11 @@ def of_transformers() -> Iterator[Architecture]:
             config.is_hybrid = False
         try:
             model = kind(config)
-        except ImportError:  # a class that needs a library of its own, e.g. natten
+        except Exception as error:  # a class that needs a library of its own, or more than its configuration
+            print(f"{name} is left out: {type(error).__name__}: {error}".splitlines()[0], flush=True)
             continue
-        yield Architecture(1, LIBRARIES["hf"], name, model, partial(kind, config))
+        if any("Att" in type(part).__name__ for part in model.modules()):
+            yield Architecture(1, LIBRARIES["hf"], name, model, partial(kind, config))
 
 
 def of_torchvision() -> Iterator[Architecture]:

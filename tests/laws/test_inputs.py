@@ -11,7 +11,8 @@ import attnrx as rx
 from attnrx.data.model_data import images_for
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.vit.models import accepting, family_of
-from support.pretrained import of_hf
+from support.pretrained import of_hf, shaken
+from support.users_models import CLASSES, WIDTH, of_timm, of_transformers
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -51,6 +52,11 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Any]], tuple
         (12, 16, 16),
     ),
     "padded patches": (lambda: of_hf("Siglip2VisionModel", num_patches=16), padded, (1, 16, 195)),
+    "padded patches, classified": (
+        lambda: of_hf("Siglip2ForImageClassification", num_patches=16),
+        lambda index: {**padded(index), "labels": index % 5},
+        (1, 16, 195),
+    ),
 }
 
 
@@ -71,6 +77,169 @@ def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
+class Pair(torch.nn.Module):
+    """Two images through one tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.head = of_transformers("Dinov2Model"), torch.nn.Linear(2 * WIDTH, CLASSES)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        features = [self.tower(images).last_hidden_state[:, 0] for images in (left, right)]
+        return self.head(torch.cat(features, 1))
+
+
+class OfBatch(torch.nn.Module):
+    """A forward that takes the batch as the loader yields it: an image, a mask of its rows, words, a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vit, self.words = of_timm(num_classes=0), torch.nn.Embedding(30, WIDTH)
+        self.head = torch.nn.Linear(WIDTH + 1, CLASSES)
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        features = self.vit(batch["image"] * batch["mask"][:, None, :, None]) + self.words(batch["text"]["ids"]).mean(1)
+        return self.head(torch.cat([features, batch["age"][:, None]], 1))
+
+
+class OfFrames(torch.nn.Module):
+    """The mean over the frames of a video."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vit = of_timm(num_classes=0)
+        self.head = torch.nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, video: torch.Tensor) -> torch.Tensor:
+        return self.head(self.vit(video.flatten(0, 1)).unflatten(0, video.shape[:2]).mean(1))
+
+
+class Tiles(torch.nn.Module):
+    """Four tiles of every image as one batch of the tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.head = of_timm(num_classes=0, img_size=16), torch.nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tiles = images.unflatten(3, (2, -1)).unflatten(2, (2, -1)).permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
+        return self.head(self.tower(tiles).unflatten(0, (len(images), 4)).amax(1))
+
+
+def naflex() -> Any:
+    timm = pytest.importorskip("timm")
+    return timm.create_model(
+        "naflexvit_base_patch16_gap", patch_size=8, embed_dim=WIDTH, depth=3, num_heads=2, num_classes=CLASSES
+    )
+
+
+def of_naflex(index: int) -> tuple[dict[str, torch.Tensor], int]:
+    """An item of timm's NaFlex collator."""
+    height, width = GRIDS[index % 4]
+    coordinates, valid = torch.zeros(16, 2, dtype=torch.long), torch.arange(16) < height * width
+    coordinates[: height * width] = torch.cartesian_prod(torch.arange(height), torch.arange(width))
+    patches = numbers(16, 192, seed=index) * valid[:, None]
+    return {"patches": patches, "patch_coord": coordinates, "patch_valid": valid}, index % CLASSES
+
+
+# The function that makes the model, the items of its loader, and what the forward takes of a batch.
+OTHER_INPUTS: dict[str, tuple[Callable[[], Any], Callable[[int], Any], Callable[[Any], Any]]] = {
+    "pair": (
+        Pair,
+        lambda index: {"a": numbers(3, 32, 32, seed=index), "b": numbers(3, 32, 32, seed=-index), "label": index % 5},
+        lambda batch: (batch["a"], batch["b"]),
+    ),
+    "batch": (
+        OfBatch,
+        lambda index: {
+            "image": numbers(3, 32, 32, seed=index), "mask": numbers(32, seed=index) > -1,
+            "text": {"ids": torch.randint(30, (4,), generator=torch.Generator().manual_seed(index))},
+            "age": numbers(1, seed=index)[0],
+        },
+        lambda batch: (batch,),
+    ),
+    "frames": (
+        OfFrames, lambda index: (numbers(4, 3, 32, 32, seed=index), index % 5), lambda batch: {"video": batch[0]}
+    ),
+    "tiles": (Tiles, lambda index: (numbers(3, 32, 32, seed=index), index % 5), lambda batch: (batch[0],)),
+    "patches of timm": (naflex, of_naflex, lambda batch: (batch[0],)),
+}  # fmt: skip
+
+
+def called(model: Any, given: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**given) if isinstance(given, dict) else model(*given)
+
+
+@pytest.mark.parametrize("name", OTHER_INPUTS)
+def test_a_function_states_what_the_forward_takes(name: str, tmp_path: Path) -> None:
+    make, item, inputs = OTHER_INPUTS[name]
+    torch.manual_seed(0)
+    model = shaken(make()).float()
+    loader = torch.utils.data.DataLoader([item(index) for index in range(48)], batch_size=8)  # type: ignore[arg-type]
+    given = inputs(next(iter(loader)))
+    loaded = rx.load(model, inputs=given)
+    torch.testing.assert_close(called(loaded, given), called(model, given), rtol=0, atol=1e-5)
+    result = rx.shrink(model, loader, macs=0.85, inputs=inputs)
+    before, after = (family_of(each).costs(each) for each in (loaded, result.model))
+    assert after.macs <= 0.86 * before.macs
+    assert any(finding.check == "fidelity" for finding in result.evidence.findings)
+    assert called(result.model, given).shape == (8, CLASSES)
+    result.save(tmp_path / "slim", onnx=False)
+    again: Any = rx.load(tmp_path / "slim")
+    torch.testing.assert_close(called(again, given), called(result.model, given), rtol=0, atol=0)
+    assert family_of(again).costs(again) == after
+
+
+def test_videos_of_a_model_without_a_reader(tmp_path: Path) -> None:
+    config = transformers.TimesformerConfig(
+        image_size=16, patch_size=8, num_frames=4, hidden_size=12, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=40, num_labels=CLASSES,
+    )  # fmt: skip
+    model = shaken(transformers.TimesformerForVideoClassification(config)).float()
+    items = [{"pixel_values": numbers(4, 3, 16, 16, seed=index), "labels": index % CLASSES} for index in range(48)]
+    loader = torch.utils.data.DataLoader(items, batch_size=8)  # type: ignore[arg-type]
+    batch = without_labels(next(iter(loader)))
+    result = rx.shrink(model, loader, macs=0.9)
+    assert family_of(result.model).input_shape(result.model) == (12, 16, 16)
+    assert any(finding.check == "accuracy" for finding in result.evidence.findings)
+    result.save(tmp_path / "slim", onnx=False)
+    with torch.no_grad():
+        expected = result.model(**batch).logits
+        torch.testing.assert_close(rx.load(tmp_path / "slim")(**batch).logits, expected, rtol=0, atol=0)
+        assert float((expected - model(**batch).logits).abs().max()) < float(expected.std())
+
+
+SIZES = (32, 32), (24, 40), (40, 16)
+
+
+@pytest.mark.parametrize("library", ["transformers", "timm", "timm, one size"])
+def test_a_loader_of_several_sizes(library: str) -> None:
+    if library == "transformers":
+        model = of_transformers("Dinov2ForImageClassification")
+    else:
+        model = of_timm(dynamic_img_size=library == "timm")
+    batches = [
+        (numbers(4, 3, *SIZES[min(index % 4, 2)], seed=index), torch.arange(4)) for index in range(32)
+    ]  # half of them of the last size
+    model = shaken(model).float()
+    if "one size" in library:
+        with pytest.raises(InvalidInput, match="resize them to one"):
+            rx.shrink(model, batches, macs=0.8)
+        return
+    result = rx.shrink(model, batches, macs=0.8)
+    other = [each for each in result.evidence.findings if each.details["quantity"].endswith("at other sizes")]
+    assert len(other) == 2 and all(each.n == 64 and each.details["sizes"] == 2 for each in other)
+    assert any("3 sizes" in note for note in result.evidence.about["notes"])
+    with torch.no_grad():
+        for images, _ in batches[:4]:
+            found, expected = result.model(images), model(images)
+            assert found.shape == getattr(expected, "logits", expected).shape
+    single = [(image, 0) for images, _ in batches for image in images]
+    images: Any = images_for(result.model, single)
+    assert [len(each) for each in (images, *images.others)] == [64, 32, 32]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", CASES)
 def test_the_outputs_are_those_of_the_library(name: str) -> None:
@@ -86,7 +255,7 @@ def test_the_outputs_are_those_of_the_library(name: str) -> None:
         assert images.shape[1:] == CASES[name][2]
         fitting: Any = accepting(adopted, CASES[name][2])
         torch.testing.assert_close(fitting(images), expected, rtol=0, atol=limit)
-        if name != "padded patches":
+        if not name.startswith("padded patches"):
             torch.testing.assert_close(fitting(next(iter(batch.values()))), expected, rtol=0, atol=limit)
 
 
@@ -100,7 +269,7 @@ def test_every_form_of_data_has_the_same_images(name: str) -> None:
         batched(items, 3),
         items,
     ]
-    if name != "padded patches":
+    if not name.startswith("padded patches"):
         stacked = torch.stack([item[key] for item in items])
         labels = torch.tensor([item["labels"] for item in items])
         forms += [stacked, (stacked, labels), torch.utils.data.TensorDataset(stacked, labels), list(stacked.split(3))]
@@ -128,7 +297,7 @@ def test_a_masked_model_is_the_smaller_one_and_padding_changes_nothing(name: str
     (batch,) = batched(items, len(items))
     expected = answer(small(**without_labels(batch)))
     torch.testing.assert_close(answer(masked(**without_labels(batch))), expected, rtol=0, atol=1e-10)
-    if name == "padded patches":
+    if name.startswith("padded patches"):
         other = batch["pixel_values"] + 5 * (batch["pixel_attention_mask"][..., None] == 0)
         torch.testing.assert_close(answer(small(**{**batch, "pixel_values": other})), expected, rtol=0, atol=1e-10)
 
@@ -146,7 +315,7 @@ def test_shrink_takes_the_loader(name: str, tmp_path: Path) -> None:
         expected = answer(result.model(**batch))
         torch.testing.assert_close(answer(loaded(**batch)), expected, rtol=0, atol=0)
     rx.verify(tmp_path / "slim", rx.load(model), batched(items, 4), "fidelity,costs")
-    if name == "padded patches":
+    if name.startswith("padded patches"):
         with pytest.raises(NotSupported, match="onnx=False"):
             rx.export(result.model, tmp_path / "model.onnx")
         return

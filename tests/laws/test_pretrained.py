@@ -48,12 +48,10 @@ def test_all_directions_are_the_original(case: tuple[nn.Module, MemoryImages, Di
 def test_mask_equals_compress(case: tuple[nn.Module, MemoryImages, Diagnosis]) -> None:
     model, images, found = case
     family, requested = family_of(model), dict(RULES)
-    # A mask needs a bias to put the mean of what is left out into, and a gated MLP is no pair of maps.
+    # A mask needs a bias to put the mean of what is left out into.
     if not family.attention(model)[0].spec.has_bias("output"):
         del requested["vo"]
-    if not all(
-        getattr(linear, "bias", None) is not None for pair in family.mlp(model) or ((None,),) for linear in pair
-    ):
+    if not all(getattr(linear, "bias", None) is not None for pair in family.mlp(model) for linear in pair):
         del requested["fc1"], requested["fc2"]
     for name in found.layers[0].spectrum.fixed:
         requested.pop(name, None)

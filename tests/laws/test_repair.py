@@ -20,7 +20,6 @@ from support.pretrained import CASES, adopted_once
 
 # Those whose blocks add the normalized output of the MLP: it has no target.
 NORMS_AFTER = {"vit, norms after", "relative positions by an MLP"}
-GATED = {name for name in CASES if any(part in name for part in ("gated", "eva02", "perception", "sapiens"))}
 FEW = Repair(steps=30)
 SHARES = [0.1 * 1.05**step for step in range(60)]  # of the products of a repair without a budget: 0.1 to 1.8
 
@@ -46,7 +45,7 @@ def test_every_architecture_loses_hidden_units_and_is_repaired(name: str, tmp_pa
     images = images_of(model)
     diagnosis = rx.diagnose(model, images, moments=True)
     if not family.has_plain_units(model):
-        assert family.mlp(model) or name in GATED
+        assert family.mlp(model)
         with pytest.raises(InvalidRule, match="only an activation between"):
             rx.prescribe(diagnosis, "hidden=uniform_rank:0.5")
         return

@@ -22,6 +22,14 @@ def timm_model(name: str, **changes: Any) -> nn.Module:
     return timm.create_model(name, num_classes=5, **changes)
 
 
+def gemma() -> nn.Module:
+    model = timm_model("gemma4_vit_167m", embed_dim=24, depth=2, num_heads=2, head_dim=12, intermediate_size=40)
+    for name, buffer in model.named_buffers():  # the limits of published weights are finite
+        if name.endswith(("_min", "_max")):
+            buffer.fill_(-9.0 if name.endswith("_min") else 9.0)
+    return model
+
+
 def segformer() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4, "num_attention_heads": [1, 1, 2, 2]}
@@ -55,6 +63,35 @@ class Decoder(nn.Module):
         return self.up(features + self.out(self.gate(features).sigmoid() * self.value(features)))
 
 
+class SwiGLU(nn.Module):
+    """A gated MLP of two projections, or of one that makes both halves."""
+
+    def __init__(self, is_packed: bool, bias: bool):
+        super().__init__()
+        maps = [nn.Linear(12, 40, bias)] if is_packed else [nn.Linear(12, 20, bias), nn.Linear(12, 20, bias)]
+        self.maps, self.out = nn.ModuleList(maps), nn.Linear(20, 12, bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        values, gate = (part(tokens) for part in self.maps) if len(self.maps) > 1 else self.maps[0](tokens).chunk(2, -1)
+        return self.out(F.silu(gate) * values)
+
+
+class Gated(nn.Module):
+    """A mixer with gated MLPs."""
+
+    def __init__(self, bias: bool = True):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 4, 4)
+        self.blocks = nn.ModuleList(SwiGLU(is_packed, bias) for is_packed in (False, True))
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.stem(images).flatten(2).mT
+        for block in self.blocks:
+            tokens = tokens + block(F.layer_norm(tokens, (12,)))
+        return self.head(tokens.mean(1))
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "swin": (
         lambda: timm_model(
@@ -82,12 +119,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
         2,
     ),
     "swin of transformers": (hf_swin, 3),
-    "decoder": (Decoder, 2),
+    "decoder": (Decoder, 3),
+    "gated": (Gated, 2),
+    "gated without biases": (lambda: Gated(bias=False), 2),
+    "gemma": (gemma, 2),
 }  # fmt: skip
 
 
 def shape_of(name: str) -> tuple[int, int, int]:
-    side = {"swin": 32, "swin of transformers": 32, "decoder": 32}.get(name, 64)
+    side = 32 if name.startswith(("swin", "decoder", "gated")) else 64
     return 3, side, side
 
 
@@ -110,9 +150,11 @@ def test_the_copy_is_exact_and_a_mask_equals_the_smaller_model(
         expected = rows_of(source(images))
         torch.testing.assert_close(rows_of(model(images)), expected, rtol=limit, atol=limit)
         given = rx.prescribe(rx.diagnose(model, images, moments=True), "hidden=uniform_rank:0.5")
-        masked, small = (rx.realize(model, given, by=by) for by in ("mask", "compress"))
+        small = rx.realize(model, given)
         found = rows_of(small(images))
-        torch.testing.assert_close(rows_of(masked(images)), found, rtol=limit, atol=limit)
+        if all(getattr(second, "bias", None) is not None for _, second in family_of(model).mlp(model)):
+            masked = rx.realize(model, given, by="mask")  # which needs a bias for the mean of what is left out
+            torch.testing.assert_close(rows_of(masked(images)), found, rtol=limit, atol=limit)
         assert not torch.equal(found, expected)
         loaded = rx.load(
             rx.save(small, tmp_path), factory=None if getattr(small.around, "creation", None) else CASES[name][0]
@@ -132,7 +174,7 @@ def test_the_copy_is_exact_and_a_mask_equals_the_smaller_model(
 def test_a_file_answers_as_the_model(subject: tuple[str, nn.Module, nn.Module, Tensor], tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     name, _, model, images = subject
-    if name in ("swin of transformers", "convnext", "pvt v2"):
+    if name in ("swin of transformers", "convnext", "pvt v2", "gemma"):
         pytest.skip("files of the other cases have the same parts")
     model, images = model.float(), images.float()
     small = rx.realize(model, rx.prescribe(rx.diagnose(model, images, moments=True), "hidden=uniform_rank:0.5"))

@@ -256,15 +256,6 @@ def test_a_folder_says_what_it_needs(tmp_path: Path) -> None:
         rx.load(tmp_path / "named", factory="no_such_module:function")
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.vit = trunk(num_classes=0)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.vit(images) + self.vit(images.flip(-1))
-
-
 class AcrossImages(Multitask):
     def forward(self, images: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:
         found = super().forward(images, scale)
@@ -277,7 +268,6 @@ class Failing(Multitask):
 
 
 WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "calls it twice": (Twice, "calls vit 2 times"),
     "compares images": (AcrossImages, "other outputs in a batch than alone"),
     "raises an error": (Failing, "raises KeyError"),
     "probabilities": (lambda: nn.Sequential(trunk(num_classes=4), nn.Softmax(-1)), "returns probabilities"),

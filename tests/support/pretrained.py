@@ -86,7 +86,8 @@ def of_hf(kind: str, **changes: Any) -> Any:
     fields = {**CONFIG, **FIELDS.get(kind, {}), **changes}
     if kind.startswith("Dinov2"):
         fields.pop("intermediate_size")
-    if kind in ("CLIPForImageClassification", "SiglipForImageClassification"):  # of the vision and the text tower
+    if kind in ("CLIPForImageClassification", "SiglipForImageClassification", "Siglip2ForImageClassification"):
+        # Of the vision and the text tower.
         fields = {"vision_config": fields, "num_labels": fields.pop("num_labels")}
     return shaken(cls(cls.config_class(**fields)))
 

@@ -140,6 +140,98 @@ def normed_head() -> nn.Module:
     )  # fmt: skip
 
 
+# Heads and parts of the user's own.
+
+
+def of_torchvision(**options: Any) -> Any:
+    models = pytest.importorskip("torchvision.models")
+    sizes: dict[str, Any] = {"image_size": SIZE, "patch_size": 8, "num_layers": 3, "num_heads": 2, "hidden_dim": WIDTH}
+    return models.VisionTransformer(**sizes, mlp_dim=48, num_classes=CLASSES, **options)
+
+
+def new_head() -> nn.Module:
+    model = of_timm(num_classes=1000)
+    model.head = nn.Linear(WIDTH, CLASSES)
+    return model
+
+
+def new_head_of_torchvision() -> nn.Module:
+    model = of_torchvision()
+    model.heads.head = nn.Linear(WIDTH, 7)
+    return model
+
+
+def no_head_of_torchvision() -> nn.Module:
+    model = of_torchvision()
+    model.heads = nn.Identity()
+    return model
+
+
+def new_head_of_transformers() -> nn.Module:
+    model = of_transformers()
+    model.classifier = nn.Linear(WIDTH, 7)
+    return model
+
+
+def mlp_head() -> nn.Module:
+    model = of_timm()
+    model.head = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, CLASSES))
+    return model
+
+
+class TwoHeads(nn.Module):
+    """Classes, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes, self.age = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, 1)
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        return self.classes(features), self.age(features).squeeze(-1)
+
+
+def two_heads() -> nn.Module:
+    model = of_timm()
+    model.head = TwoHeads()
+    return model
+
+
+def spectral_normed() -> nn.Module:
+    model = of_transformers()
+    for part in linear_maps(model)[:4]:
+        parametrizations.spectral_norm(part)
+    return model
+
+
+class Detector(nn.Module):
+    """Classes and boxes of a few queries that attend to the patches of a backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = of_transformers("Dinov2Model")
+        self.queries = nn.Parameter(torch.randn(1, 6, WIDTH))
+        self.decoder = nn.TransformerDecoderLayer(WIDTH, 2, 48, dropout=0.0, batch_first=True)
+        self.classes, self.boxes = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, 4)
+
+    def forward(self, pixel_values: Tensor, targets: Any = None) -> dict[str, Tensor]:
+        patches = self.backbone(pixel_values).last_hidden_state[:, 1:]
+        queries = self.decoder(self.queries.expand(len(patches), -1, -1), patches)
+        return {"logits": self.classes(queries), "boxes": self.boxes(queries).sigmoid()}
+
+
+class Depth(nn.Module):
+    """A map of numbers from the features after two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = of_timm(num_classes=0)
+        self.decoder = nn.Sequential(nn.Conv2d(2 * WIDTH, 8, 1), nn.ReLU(), nn.ConvTranspose2d(8, 1, 8, 8))
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.encoder.get_intermediate_layers(images, (1, 2), reshape=True)
+        return self.decoder(torch.cat(features, 1)).squeeze(1)
+
+
 # Structures without a library.
 
 
@@ -529,6 +621,17 @@ class Siamese(nn.Module):
         return self.similarity(self.tower(first), self.tower(second))
 
 
+class TwoCrops(nn.Module):
+    """Two crops of every image through one tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.head = of_timm(num_classes=0), nn.Linear(2 * WIDTH, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(torch.cat([self.tower(images), self.tower(images.roll(5, -1))], 1))
+
+
 class TwoTowers(nn.Module):
     """The features of two towers of different widths."""
 
@@ -585,6 +688,23 @@ CASES: dict[str, Case] = {
     "old weight norm": Case(old_weight_norm, is_slow=True, needs_factory=False),
     "pruned in a sequence": Case(pruned),
     "head of DINO": Case(normed_head),
+    "spectral norm": Case(spectral_normed, is_slow=True, needs_factory=False),
+    "new head, timm": Case(new_head, needs_factory=False),
+    "new head, torchvision": Case(new_head_of_torchvision, needs_factory=False),
+    "no head, torchvision": Case(no_head_of_torchvision, needs_factory=False),
+    "new head, transformers": Case(new_head_of_transformers, needs_factory=False),
+    "head of an MLP": Case(mlp_head, needs_factory=False),
+    "two heads": Case(two_heads),
+    "constructor": Case(
+        lambda: timm.models.VisionTransformer(
+            img_size=SIZE, patch_size=8, embed_dim=WIDTH, depth=3, num_heads=2, num_classes=CLASSES
+        )
+    ),
+    "classes of layers": Case(
+        lambda: of_timm(act_layer=nn.ReLU, norm_layer=nn.LayerNorm, mlp_layer=timm.layers.Mlp), needs_factory=False
+    ),
+    "detector": Case(Detector, needs_factory=False),
+    "depth": Case(Depth, needs_factory=False),
     "encoder of torch": Case(lambda: OfEncoder(norm_first=True, activation="gelu")),
     "encoder of torch, mean": Case(lambda: OfEncoder(mean=True, dropout=0.0)),
     "encoder of torch, tokens first": Case(lambda: OfEncoder(batch_first=False, dropout=0.0)),
@@ -619,6 +739,7 @@ CASES: dict[str, Case] = {
         of_images=lambda model: model.tower,
         call=lambda model, images: model(images, images.flip(-1)),
     ),
+    "two crops": Case(TwoCrops, needs_factory=False),
     "two towers": Case(TwoTowers, needs_factory=False),
     "student and teacher": Case(Student, needs_factory=False),
 }

@@ -156,7 +156,7 @@ def test_a_model_goes_on_from_the_middle(name: str, model: VisionTransformer, mo
         depth = len(family.attention(whole))
         assert len(blocks) == depth
         for layer in range(depth):
-            with resumed(whole, family, blocks[layer].output, layer + 1):
+            with resumed(whole, family, [blocks[layer].output], layer + 1, [[call] for call in blocks]):
                 # Where nobody watches the last layer, it leaves out what nobody reads, and rounds otherwise.
                 torch.testing.assert_close(whole(torch.randn_like(batch)), expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(whole(batch), expected)

@@ -18,20 +18,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 # What the plan of an architecture is without; of all others it has every axis.
 LACKING = {
-    "dinov2, gated MLP": {"mlp"},
     "vit, norms of query and key": {"qk"},
     "vit, norm of the outputs": {"vo"},
     "vit, attention pooling": {"tokens"},
     "timm siglip": {"tokens"},
     "beit3, norm of the outputs": {"vo"},
-    "eva02": {"mlp"},
-    "eva02, norm of the outputs": {"mlp"},
-    "sapiens2, grouped heads": {"qk", "mlp"},
-    "hf dinov2, gated MLP": {"mlp"},
+    "sapiens2, grouped heads": {"qk"},
     "hf clip": {"tokens"},
     "hf siglip tower": {"tokens"},
     "hf siglip2 tower": {"tokens"},
-    "hf dinov3, gated MLP": {"mlp"},
     "hf yolos": {"tokens"},
     "hf dpt": {"tokens"},
     "hf videomae": {"tokens"},

@@ -11,7 +11,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -94,11 +94,15 @@ class ImageStore(Displayed):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FixedImages(Displayed, RowImages):
-    """Some rows of a store of images; `notes` state how they were read, `problem` why labels cannot be compared."""
+    """Some rows of a store of images; `notes` state how they were read, `problem` why labels cannot be compared.
+
+    `others` are the images of other sizes in the same data, one set for each size.
+    """
 
     store: ImageStore
     notes: tuple[str, ...] = ()
     problem: str | None = None
+    others: tuple["FixedImages", ...] = ()
 
     @property
     def has_labels(self) -> bool:
@@ -202,13 +206,15 @@ def read_once(
 
     At most `limit` images are read, for at most about so many `seconds`; `total` is the number of batches, if it is
     known. With `distinct` an image that was read before is left out. Images that are made of 8-bit pixels by
-    `normalization` need one byte per value.
+    `normalization` need one byte per value. Of images of several sizes those of the most frequent one are returned, and
+    the others in `others`.
 
     Raises:
         DataError: There is no image, or the file cannot be written.
-        InvalidInput: The images have several shapes or dtypes.
+        InvalidInput: The images have several numbers of channels or dtypes.
     """
-    writer, parts, known = _Writer(normalization), [], set[int]()
+    groups: dict[tuple[int, ...], tuple[_Writer, list[Any]]] = {}  # by the shape of the images
+    known = set[int]()
     count, end, reason = 0, time.monotonic() + seconds, None
     for batch in track(batches, f"reading the images of {name}", total):
         if count + len(batch) > limit:
@@ -221,6 +227,10 @@ def read_once(
         if distinct:
             new = [row for row, each in enumerate(hashes.tolist()) if not (each in known or known.add(each))]
             rows = torch.tensor(new, dtype=torch.long)
+        shape = tuple(batch.images.shape[1:])
+        if groups and shape[0] != next(iter(groups))[0]:
+            raise InvalidInput(f"the data have images of the shapes {next(iter(groups))} and {shape}; give one kind.")
+        writer, parts = groups.setdefault(shape, (_Writer(normalization), []))
         if len(rows):
             writer.add(batch.images[rows])
             parts.append((batch.labels[rows], batch.index[rows], hashes[rows]))
@@ -229,18 +239,35 @@ def read_once(
             reason = f"it has no length, and reading took {seconds:.0f} s"
         if reason is not None:
             break
-    if not parts:
+    found = sorted((group for group in groups.values() if group[1]), key=lambda group: -group[0].count)
+    if not found:
         raise DataError(f"{name} yielded no image; give at least one.")
-    labels, sources, hashes = (torch.cat(each) for each in zip(*parts, strict=True))
     notes = [] if reason is None else [f"{name}: only the first {count:,} images are used: {reason}"]
-    if len(labels) < count:
-        repeated = count - len(labels)
-        notes.append(f"{name}: {repeated:,} of {count:,} images were yielded more than once and are used once")
-    if writer.file is not None:
-        size = f"{writer.bytes / 2**30:.1f} GiB"
+    return _sets_of(found, name, count, notes, problem)
+
+
+def _sets_of(
+    groups: Sequence[tuple["_Writer", list[Any]]], name: str, count: int, notes: list[str], problem: str | None
+) -> FixedImages:
+    """Returns the first of several groups of images, of one size each, with the others in `others`."""
+    used = sum(writer.count for writer, _ in groups)
+    if used < count:
+        notes.append(f"{name}: {count - used:,} of {count:,} images were yielded more than once and are used once")
+    if any(writer.file is not None for writer, _ in groups):
+        size = f"{sum(writer.bytes for writer, _ in groups) / 2**30:.1f} GiB"
         notes.append(f"{name}: the images take {size} and are in a temporary file in {cache_folder()}")
-    store = ImageStore(*writer.finished(), labels, sources, hashes)
-    return FixedImages(name, store, torch.arange(len(labels)), tuple(notes), problem)
+    if len(groups) > 1:
+        first = groups[0][0]
+        notes.append(
+            f"{name}: images of {len(groups)} sizes: the {first.count:,} of {first.shape[1]} x {first.shape[2]} are "
+            f"used to plan and to compare, the other {used - first.count:,} to compare the outputs at their sizes"
+        )
+    sets = []
+    for writer, parts in groups:
+        labels, sources, hashes = (torch.cat(each) for each in zip(*parts, strict=True))
+        store = ImageStore(*writer.finished(), labels, sources, hashes)
+        sets.append(FixedImages(name, store, torch.arange(len(labels)), tuple(notes), problem))
+    return replace(sets[0], others=tuple(sets[1:]))
 
 
 def _decoded(
@@ -298,11 +325,8 @@ class _Writer:
         if self.dtype is None:
             self.shape, self.dtype = tuple(images.shape[1:]), images.dtype
             self.levels = _Levels(self.normalization, images.dtype) if self.normalization else None
-        if (tuple(images.shape[1:]), images.dtype) != (self.shape, self.dtype):
-            raise InvalidInput(
-                f"the data have images of the shapes {self.shape} ({self.dtype}) and {tuple(images.shape[1:])} "
-                f"({images.dtype}); resize them to one, of one dtype."
-            )
+        if images.dtype != self.dtype:
+            raise InvalidInput(f"the data have images of the types {self.dtype} and {images.dtype}; give one dtype.")
         codes = None if self.levels is None else self.levels.encoded(images)
         if self.levels is not None and codes is None:
             self._use_floats()

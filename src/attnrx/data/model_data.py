@@ -1,22 +1,90 @@
 """Conversion of user data to the image set or the splits of a model."""
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from attnrx.data import MAX_IMAGES, ImageSet, Normalization, Splits, fit_labels, image_set, training_set
+from attnrx.data import MAX_IMAGES, FixedImages, ImageSet, Normalization, Splits, fit_labels, image_set, training_set
 from attnrx.data.pixels import SMALL
 from attnrx.data.splits import NAMES, SPLITS, VALIDATION_IS_TEST, MissingImages
 from attnrx.data.user_data import LABEL_KEYS, TARGETS
-from attnrx.support.arguments import MODEL, checked, instance, optional
+from attnrx.support.arguments import MODEL, checked, described_error, instance, optional, user_code
 from attnrx.support.errors import DataError, InvalidInput, ScaleWarning
 from attnrx.support.preprocessing import ImageGeometry, Preprocessing
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.models import family_of, num_outputs
+from attnrx.vit.models import ModuleInputs, accepting, evaluating, family_of, num_outputs
 from attnrx.vit.outputs import Logits, current_judgement, output_kind_of
+
+
+@dataclass(frozen=True, eq=False)
+class ModelBatches:
+    """Batches of any form, of which the function `inputs` makes what the forward of a module takes.
+
+    Labels are what `image_set` takes for labels: the second entry of a pair, or an entry of one of LABEL_KEYS.
+    """
+
+    data: Any
+    inputs: Callable[[Any], Any]
+
+    @classmethod
+    def of(cls, data: Any, inputs: Callable[[Any], Any] | None) -> Any:
+        """Returns data with their function, split by split; the data themselves without one.
+
+        Raises:
+            InvalidInput: The data cannot be iterated, or only once.
+        """
+        if inputs is None:
+            return data
+        if isinstance(data, Mapping):
+            return {name: cls.of(each, inputs) for name, each in data.items()}
+        if isinstance(data, str | ImageSet | Splits | Tensor | Iterator) or not hasattr(data, "__iter__"):
+            raise InvalidInput(
+                f"data of type {type(data).__name__} with inputs=...: give a DataLoader or a list of batches."
+            )
+        return cls(data, inputs)
+
+    def example(self) -> Any:
+        """Returns what the forward takes for the first batch."""
+        with user_code("the first batch of data", DataError):
+            batch = next(iter(self.data), None)
+        if batch is None:
+            raise DataError("data is empty; give at least one batch.")
+        return self.arguments(batch)
+
+    def arguments(self, batch: Any) -> Any:
+        """Returns what the forward takes for a batch."""
+        with user_code("inputs(batch)", DataError):
+            return self.inputs(batch)
+
+    def packed(self, inputs: ModuleInputs | None) -> "_PackedBatches":
+        """Returns the batches as images of a model with these inputs."""
+        if inputs is None:
+            raise InvalidInput("inputs=... for a model of images: load the model with inputs=..., or omit it.")
+        return _PackedBatches(self, inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _PackedBatches:
+    """Pairs of packed inputs and labels, in the order of the user's data."""
+
+    source: ModelBatches
+    inputs: ModuleInputs
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
+        for batch in self.source.data:
+            images = self.inputs.packed(self.source.arguments(batch))
+            labels = None
+            if isinstance(batch, tuple | list):
+                labels = batch[1] if len(batch) == 2 else None
+            elif hasattr(batch, "keys"):
+                labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
+            yield images, labels
+
+    def __len__(self) -> int:
+        return len(self.source.data)
 
 
 def normalization_of(model: nn.Module) -> Normalization:
@@ -55,13 +123,33 @@ def images_for(
     """
     if isinstance(data, ImageSet):
         return data
+    inputs = family_of(model).inputs(model)
+    if isinstance(data, ModelBatches):
+        data, inputs = data.packed(inputs), None
     scale, preprocess = normalization_of(model), _preprocess_of(model, argument)
     kind = output_kind_of(model)
     outputs = kind.name if kind.has_decisions or current_judgement().metric is None else TARGETS
-    inputs = family_of(model).inputs(model)
-    return image_set(
+    images = image_set(
         data, preprocess, argument, normalization=scale, limit=limit, seed=seed, outputs=outputs, inputs=inputs
     )
+    _require_sizes(model, images, argument)
+    return images
+
+
+def _require_sizes(model: nn.Module, images: ImageSet, argument: str) -> None:
+    """Raises InvalidInput for images of several sizes and a model that takes one."""
+    for others in images.others if isinstance(images, FixedImages) else ():
+        some = [next(iter(each.take(1).batches(1))).images for each in (images, others)]
+        shapes = [tuple(each.shape[1:]) for each in some]
+        try:
+            fitting = accepting(model, shapes[0])
+            with evaluating([fitting]):
+                fitting(some[1].to(next(fitting.parameters())))
+        except Exception as error:  # the code of a module raises errors of any type
+            raise InvalidInput(
+                f"{argument} has images of the shapes {shapes[0]} and {shapes[1]}, and this model takes none of the "
+                f"second one: resize them to one ({described_error(error)})"
+            ) from error
 
 
 def _preprocess_of(model: nn.Module, argument: str) -> Callable[[Any], Float[Tensor, "channels height width"]]:

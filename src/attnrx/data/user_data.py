@@ -306,15 +306,29 @@ class _ItemReader:
             require_classes(numbers, self.num_classes, self.argument)
         return Batch(images.detach().cpu(), numbers, torch.arange(len(images)))
 
-    def collated(self, items: Sequence[Any]) -> Batch:
-        """Returns single items as one batch; PIL pictures are preprocessed."""
+    def by_size(self, items: Sequence[Any]) -> Iterator[tuple[list[int], Batch]]:
+        """Yields single items as one batch for every size of images, with the positions of its items."""
         pairs = [self.fields(item) for item in items]
         images = [self._image(image) for image, _ in pairs]
-        if len({image.shape for image in images}) > 1:
-            shapes = sorted({tuple(image.shape) for image in images})
+        sizes: dict[torch.Size, list[int]] = {}
+        for position, image in enumerate(images):
+            sizes.setdefault(image.shape, []).append(position)
+        for positions in sizes.values():
+            batch = self._collated([(images[position], pairs[position][1]) for position in positions])
+            yield positions, batch
+
+    def collated(self, items: Sequence[Any]) -> Batch:
+        """Returns single items of one size as one batch; PIL pictures are preprocessed."""
+        batches = [batch for _, batch in self.by_size(items)]
+        if len(batches) > 1:
+            shapes = sorted(tuple(batch.images.shape[1:]) for batch in batches)
             raise InvalidInput(
                 f"{self.argument} has images of the shapes {shapes[0]} and {shapes[-1]}; resize them to one."
             )
+        return batches[0]
+
+    def _collated(self, pairs: Sequence[tuple[Tensor, Any]]) -> Batch:
+        images = [image for image, _ in pairs]
         if self.outputs in UNREAD or all(label is None for _, label in pairs):
             return self.batch(torch.stack(images))
         if self.outputs in ("multilabel", TARGETS):
@@ -447,10 +461,7 @@ class _IndexedData:
         return candidates[chosen], labels is not None
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        argument, items = self.reading.argument, []
-        for row in rows:
-            with user_code(f"item {row} of {argument} ({len(self.rows):,} items)", DataError):
-                items.append(self.dataset[row])
+        argument, items = self.reading.argument, self._items(rows)
         if self.loader is None:
             with user_code(f"an image of the items {rows[0]} to {rows[-1]} of {argument}", DataError):
                 batch = self.reading.collated(items)
@@ -462,10 +473,26 @@ class _IndexedData:
             batch = self.reading.batch(collated)
         return _with_rows(batch, rows)
 
+    def _items(self, rows: Sequence[int]) -> list[Any]:
+        items = []
+        for row in rows:
+            with user_code(f"item {row} of {self.reading.argument} ({len(self.rows):,} items)", DataError):
+                items.append(self.dataset[row])
+        return items
+
+    def _by_size(self, rows: Sequence[int]) -> list[Batch]:
+        with user_code(f"an image of the items {rows[0]} to {rows[-1]} of {self.reading.argument}", DataError):
+            found = list(self.reading.by_size(self._items(rows)))
+        return [_with_rows(batch, [rows[position] for position in positions]) for positions, batch in found]
+
     def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
         """Reads batches of rows in this order, with the worker processes of the DataLoader."""
         loader = self.loader
-        if loader is None or not loader.num_workers:
+        if loader is None:
+            for chunk in rows:
+                yield from self._by_size(chunk)
+            return
+        if not loader.num_workers:
             yield from map(self.batch, rows)
             return
         # The user's loader iterates in the order of its own sampler; this one reads the given rows with the same
@@ -588,7 +615,7 @@ class _IterableData:
             yield from map(self.reading.batch, parts)
         else:
             while items := list(islice(parts, BATCH)):
-                yield self.reading.collated(items)
+                yield from (batch for _, batch in self.reading.by_size(items))
 
     def _items(self) -> Iterator[Any]:
         with user_code(f"the first item of {self.reading.argument}", DataError):

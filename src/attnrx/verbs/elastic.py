@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import nn
 from attnrx.change.predictions import mean_divergences
 from attnrx.change.realization.elastic import INDEX, KIND, ORIGINAL, Elastic, Size, fit_tokens_
 from attnrx.data import Columns, ImageData, Splits
+from attnrx.data.model_data import ModelBatches
 from attnrx.decide.planning import PlanSettings, Target
 from attnrx.decide.planning.plan_measurements import final_speeds
 from attnrx.decide.planning.plan_settings import target_of
@@ -50,6 +51,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     batch: int = 32,
     threads: int | None = None,
     effort: str = "quick",
+    inputs: Callable[[Any], Any] | None = None,
     weights: str | Path | None = None,
     columns: Columns | None = None,
     seed: int = 0,
@@ -74,6 +76,8 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         batch: Images per forward pass whose latency is measured.
         threads: CPU threads of that forward pass (torch's default).
         effort: How much is measured: quick, normal or thorough, which also distills every size.
+        inputs: What the forward of a module of your own takes, of every batch: `inputs(batch)` returns a tensor, a
+            tuple of arguments or a mapping of named ones. By default the batch is one of images.
         weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.
         columns: The columns of images and labels, for tables.
         seed: Seeds every random draw.
@@ -111,7 +115,8 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     steps = phases(shares, log, repeated=len(targets), again="searching plans")
     with file_lock(folder, seconds=0.0):
         with steps, shared_subprocess() if kind == "faster" else nullcontext():
-            original = load_original(model, weights)
+            data = ModelBatches.of(data, inputs)
+            original = load_original(model, weights, data)
             # Neither would a file of the user be overwritten, nor a saved model be hidden.
             require_absent([folder / INDEX], lambda path: file_kind(path) == KIND)
             if (folder / "config.json").exists():

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -11,6 +12,7 @@ from attnrx.change.realization.elastic import Elastic, is_elastic
 from attnrx.data.loading import SIDES
 from attnrx.decide.planning.plan_settings import DROP, Target, target_of
 from attnrx.support.arguments import (
+    ANY,
     FASTER,
     FLAG,
     FUNCTION,
@@ -51,6 +53,7 @@ SOURCE = replace(
     reader=optional(instance("an attnrx.Reader with the paths of the model's parts", Reader)),
     factory=optional(either("a function, or 'module:function'", FUNCTION, TEXT)),
     outputs=optional(one_of(*STATEMENTS)),
+    inputs=ANY,
     image_size=optional(either("the side of the images in pixels, or (height, width)", SIDE, SIDES)),
 )
 @verb
@@ -67,6 +70,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     reader: Reader | None = None,
     factory: Callable[..., nn.Module] | str | None = None,
     outputs: str | None = None,
+    inputs: Any = None,
     image_size: int | tuple[int, int] | None = None,
 ) -> nn.Module:
     """Loads or builds a model.
@@ -103,6 +107,9 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
             "embedding". All comparisons depend on it; copies of the model and saved folders keep it. The configuration
             of a transformers model states it by `problem_type`; without any statement, outputs of a classifier are
             classes.
+        inputs: An example of what the forward of a module of your own takes, where that is no batch of images: a
+            tensor, a tuple of arguments or a mapping of named ones, with two or more items, e.g. of the first batch of
+            your data. The module is then planned and verified on such inputs (`shrink(..., inputs=...)`).
         image_size: The side of the images that the model is to take, or their (height, width): position embeddings are
             interpolated as the library does it (timm, transformers, torchvision), and costs, plans and files are those
             of this size. By default that of the model.
@@ -124,6 +131,8 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     """
     # A budget selects a size of an elastic model; for any other source it is an error, not a request to compress.
     has_budget = any(budget is not None for budget in (macs, params, faster))
+    if inputs is not None and not isinstance(source, nn.Module):
+        raise InvalidInput(f"load({described(source)}) takes no inputs: they are those of a module that is given.")
     # Files of a runtime first: they are no folders, and have no configuration.
     if isinstance(source, str | Path) and is_exported(source):
         model = load_exported(source, trust)
@@ -131,7 +140,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         elastic, target = found
         model = elastic.load(target.quantity, target.limit, factory=factory)
     else:
-        model = load_model(source, seed, weights, pretrained, reader=reader, factory=factory)
+        model = load_model(source, seed, weights, pretrained, reader=reader, factory=factory, inputs=inputs)
     if image_size is not None:
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
         model = resized(model, height, width)

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -32,7 +32,7 @@ from attnrx.data import (
     require_labels,
     three_parts,
 )
-from attnrx.data.model_data import adapt_preprocessing, input_options, splits_for
+from attnrx.data.model_data import ModelBatches, adapt_preprocessing, input_options, splits_for
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import Plan, PlanSettings, Target, plan_each
 from attnrx.decide.planning.plan_measurements import file_speeds, final_protocol, rounds_of
@@ -120,6 +120,7 @@ COMMON_KINDS = {
     "batch": BATCH,
     "threads": optional(THREADS),
     "effort": one_of(*EFFORTS),
+    "inputs": optional(FUNCTION),
     "weights": optional(PATH),
     "columns": optional(instance("Columns, e.g. attnrx.data.Columns(image_column='image')", Columns)),
     "seed": SEED,
@@ -154,6 +155,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     threads: int | None = None,
     effort: str = "quick",
     to: str | None = None,
+    inputs: Callable[[Any], Any] | None = None,
     weights: str | Path | None = None,
     columns: Columns | None = None,
     folder: Path | str | None = None,
@@ -185,6 +187,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             original at the end.
         to: The format of a file that `faster` is about (see export), e.g. int8 or 'openvino(precision=bf16)': the plan
             is made with the latency of blocks in the runtime of the format; `Shrunk.save(to=...)` writes the file.
+        inputs: What the forward of a module of your own takes, of every batch: `inputs(batch)` returns a tensor, a
+            tuple of arguments or a mapping of named ones. By default the batch is one of images.
         weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.
         columns: The columns of images and labels, for tables.
         folder: The intermediate results are kept in it, so that an interrupted call goes on; `Shrunk.save` writes the
@@ -227,7 +231,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     one_process = shared_subprocess() if target.minimized == "latency" else nullcontext()
     one_call = nullcontext() if folder is None else file_lock(folder, seconds=0.0)
     with one_call, phases(phase_shares(target.minimized, effort), log), one_process:
-        original = load_original(model, weights)
+        data = ModelBatches.of(data, inputs)
+        original = load_original(model, weights, data)
         form = None if to is None else parse_format(to)
         if folder is not None:  # before the work
             require_result_folder(Path(folder), original, True, form)
@@ -265,9 +270,12 @@ def may_shrink_decoder(target: Target, settings: PlanSettings) -> bool:
     return is_share and settings.to is None and target.limit < 1 - LARGEST_DECODER
 
 
-def load_original(model: nn.Module | str | Path, weights: str | Path | None) -> nn.Module:
+def load_original(model: nn.Module | str | Path, weights: str | Path | None, data: Any) -> nn.Module:
+    """Loads the model, with the inputs of the first batch of the data where those are no images."""
     begin("loading the model")
-    return load(model, weights=weights).eval()
+    batches = next(iter(data.values())) if isinstance(data, Mapping) and data else data
+    inputs = batches.example() if isinstance(batches, ModelBatches) else None
+    return load(model, weights=weights, inputs=inputs).eval()
 
 
 def timing_conditions(model: nn.Module, threads: int | None, form: Format | None = None) -> Conditions:
@@ -441,8 +449,10 @@ class ShrinkRun:
         about = {"target": str(target), **self.about}
         context = {"prescription": prescription, "seed": self.seed, "batch_size": 32}
         evidence = verify(model, self.original, tested, checks, about, **context)
-        samples, maps = _samples(tested, names), None
-        if isinstance(output_kind_of(self.original), Map):
+        # Of pictures: others cannot be drawn.
+        is_drawn = getattr(family_of(self.original).inputs(self.original), "is_plain", True)
+        samples, maps = _samples(tested, names) if is_drawn else None, None
+        if samples is not None and isinstance(output_kind_of(self.original), Map):
             shown, labels = samples[0][:REPORT_MAPS], samples[1][:REPORT_MAPS]
             maps = sample_maps({"original": self.original, "this model": model}, shown, labels)
         # Of the blocks, which a copy with a smaller decoder shares with the original.

@@ -293,13 +293,15 @@ class _Block:
             )
         return factors
 
-    def between(self, tokens: Tokens) -> nn.Sequential:
-        """Returns the modules between the two maps, which are called one after the other."""
+    def features(self, tokens: Tokens) -> nn.Module:
+        """Returns a module from the input of the first map to that of the second: the modules in between, where they
+        are called one after the other, else the module around both maps.
+        """
         called: list[nn.Module] = []
         sides: list[Tensor] = []
 
-        def begin(_: nn.Module, given: object, output: Tensor) -> None:
-            sides.append(output)
+        def begin(_: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+            sides.append(given[0])
 
         def end(_: nn.Module, given: tuple[Tensor, ...]) -> None:
             sides.append(given[0])
@@ -319,13 +321,18 @@ class _Block:
         finally:
             for handle in handles:
                 handle.remove()
-        sequence = nn.Sequential(*called)
-        if not torch.allclose(sequence(sides[0]), sides[1], rtol=1e-4, atol=1e-5):
-            raise NotSupported(
-                "between the two linear maps of an MLP are not only modules that are called one after the other, so "
-                "repair cannot compute the MLP alone."
-            )
-        return sequence
+        candidates: list[nn.Module] = [nn.Sequential(self.maps[0], *called)]
+        around = [part for part in self.module.modules() if {*self.maps} <= {*part.modules()}]
+        if len(around) > 1:  # the smallest one, e.g. a gated MLP
+            candidates.append(_UpTo(around[-1], self.maps[1]))
+        for candidate in candidates:
+            with suppress(RuntimeError):  # a gate has a part of other inputs
+                if torch.allclose(candidate(sides[0]), sides[1], rtol=1e-4, atol=1e-5):
+                    return candidate
+        raise NotSupported(
+            "between the two linear maps of an MLP are not only modules that are called one after the other, so repair "
+            "cannot compute the MLP alone."
+        )
 
 
 def _blocks(model: nn.Module, images: ImageSet) -> Iterator[_Block]:
@@ -391,7 +398,9 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
             answers = rows_of(model(batch.images.to(weight.dtype).requires_grad_()))  # a graph also for frozen weights
             drawn = kind.drawn(answers, generator)
             slopes = torch.autograd.grad(drawn, outputs)  # by block [batch, tokens, width]
-        squares = [slope.square().sum((0, -1)) for slope in slopes]
+        every = [slope.square().sum((0, -1)) for slope in slopes]
+        depth = len(blocks_of(model, family))  # a module may call the model several times
+        squares = [sum(every[block::depth][1:], every[block]) for block in range(depth)]
         sums = squares if not sums else [total + square for total, square in zip(sums, squares, strict=True)]
     weights = []
     for total in sums:
@@ -399,6 +408,26 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
         roots[: len(total)] = total.sqrt()  # the last block of a class-token model may compute that token only
         weights.append((1 - EVEN) * roots / roots.mean().clamp_min(1e-30) + EVEN)
     return weights
+
+
+class _UpTo(nn.Module):
+    """A module up to the input of one of its parts, which it returns."""
+
+    def __init__(self, module: nn.Module, part: nn.Module):
+        super().__init__()
+        self.module = module
+        self.part = (part,)  # in a tuple, so that its weights have one name
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: list[Tensor] = []
+
+        def reach(features: Tensor) -> Tensor:
+            found.append(features)
+            raise _Reached
+
+        with suppress(_Reached), replacing_forward(self.part[0], reach):
+            self.module(inputs)
+        return found[0]
 
 
 class _Branch:
@@ -482,7 +511,7 @@ class _BlockFit:
     def _fit_mlp(self) -> Tokens:
         """Fits the MLP, and returns the outputs of the block."""
         block, weight, fitted, number = self.block, self.weight, self.fitted, self.knobs.tokens
-        mlp = nn.Sequential(block.maps[0], block.between(self.tokens[:2]), block.maps[1])
+        mlp = nn.Sequential(block.features(self.tokens[:2]), block.maps[1])
         branch = _Branch(mlp, *block.maps)
         scale = block.scale(self.tokens[:2], branch)
         stream, inputs, _ = block.run_recorded(self.tokens, branch)
@@ -515,9 +544,9 @@ def _fit_second_(
 ) -> None:
     """Fits the second map, or the second factor of it, by least squares with a penalty on the change of its weight."""
     # Normal equations in float64, accumulated over chunks: memory does not grow with the number of tokens.
-    first, between, second = mlp
+    units, second = mlp
     linear: Any = second.second if isinstance(second, LowRankLinear) else second
-    features = nn.Sequential(first, between, *([second.first] if isinstance(second, LowRankLinear) else []))
+    features = nn.Sequential(units, *([second.first] if isinstance(second, LowRankLinear) else []))
     has_bias, size = linear.bias is not None, linear.in_features + 1
     moment = torch.zeros(size, size, dtype=torch.float64, device=inputs.device)
     joint = torch.zeros(size, linear.out_features, dtype=torch.float64, device=inputs.device)

@@ -2,11 +2,11 @@
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import nn
@@ -21,6 +21,7 @@ from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import (
     Family,
+    ModuleCall,
     attach_tokens_,
     blocks_of,
     evaluating,
@@ -31,15 +32,29 @@ from attnrx.vit.models import (
 from attnrx.vit.outputs import OutputKind
 from attnrx.vit.tokens import ALL_LAYERS, TokenPolicy
 
+Output = TypeVar("Output")
+BlockCalls = Sequence[Sequence[ModuleCall]]  # of every block; several where a module calls the model several times
+
+
+def recorded_blocks(model: nn.Module, family: Family, run: Callable[[], Output]) -> tuple[BlockCalls, Output]:
+    """Returns the calls of every block while `run` runs the model once, and what `run` returns."""
+    blocks = blocks_of(model, family)
+    with recording_calls(blocks, lambda call: call) as calls:
+        output = run()
+    return [[call for call in calls if call.module is block] for block in blocks], output
+
 
 @contextmanager
-def resumed(model: nn.Module, family: Family, given: Any, layer: int, earlier: Sequence[Any] = ()) -> Iterator[None]:
-    """Skips the first `layer` blocks: the last of them returns `given`, in the format of a block's output.
+def resumed(
+    model: nn.Module, family: Family, given: Sequence[Any], layer: int, earlier: BlockCalls = ()
+) -> Iterator[None]:
+    """Skips the first `layer` blocks: the last of them returns `given`, for each of its calls, in the format of a
+    block's output. One forward pass is run inside the context.
 
     Where attention is not read, blocks are MLPs with other parts between them: then only the last one is skipped.
 
-    With 0 the whole model runs. Hooks on the blocks still run. `earlier` are the outputs of the other skipped blocks,
-    where a decoder reads them.
+    With 0 the whole model runs. Hooks on the blocks still run. `earlier` are the calls whose outputs the other skipped
+    blocks return, which a decoder may read.
     """
     # The model itself calls its blocks, so that its code before, between and after them runs as always, e.g. rotary
     # tables and the pooling; the skipped blocks return at once.
@@ -47,14 +62,14 @@ def resumed(model: nn.Module, family: Family, given: Any, layer: int, earlier: S
         for index, block in enumerate(blocks_of(model, family)[:layer]):
             if family.mlp_paths(model) and index < layer - 1:
                 continue
-            output = given if index == layer - 1 else earlier[index] if earlier else None
-            stack.enter_context(replacing_forward(block, partial(_skipped, output)))
+            outputs = given if index == layer - 1 else [call.output for call in earlier[index]]
+            stack.enter_context(replacing_forward(block, partial(_skipped, iter(outputs))))
         yield
 
 
-def _skipped(output: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Returns the output in place of that of a block, or its tokens where it is None."""
-    return tokens if output is None else output
+def _skipped(outputs: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns the next output in place of that of a block."""
+    return next(outputs)
 
 
 Weights = Mapping[str, np.ndarray]
@@ -177,17 +192,15 @@ class _BatchProbe:
 
     def take(self, images: Pixels, base: Float[Tensor, "batch classes"]) -> None:
         self.images, self.base = images, base
-        with recording_calls(blocks_of(self.space.model, self.family), lambda call: call) as self.calls:
-            self.space.model(images)
+        self.calls, _ = recorded_blocks(self.space.model, self.family, lambda: self.space.model(images))
 
     def with_block_of(self, other: nn.Module) -> np.ndarray:
         """Returns the sums over images [layer, measure] with one block at a time replaced by that of another model."""
         sums = np.zeros((len(self.calls), len(MEASURES)))
         blocks = blocks_of(other, self.family)
         for layer in self.layers:
-            call = self.calls[layer]
-            output = blocks[layer](call.tokens, *call.args, **call.kwargs)
-            sums[layer] = self._from(self.space.model, output, layer + 1)
+            outputs = [blocks[layer](call.tokens, *call.args, **call.kwargs) for call in self.calls[layer]]
+            sums[layer] = self._from(self.space.model, outputs, layer + 1)
         return sums
 
     def with_num_pruned(self, count: int) -> np.ndarray:
@@ -203,14 +216,13 @@ class _BatchProbe:
             attach_tokens_(changed, self.family, TokenPolicy(reducer, (layer + 1,), (keep,)))
             # A reducer that needs captured attention requires running the previous layer, or all of them.
             start = 0 if needs & ALL_LAYERS else layer - 1 if needs else layer
-            call = self.calls[start]
-            sums[layer] = self._from(changed, call.tokens_as_output, start)
+            sums[layer] = self._from(changed, [call.tokens_as_output for call in self.calls[start]], start)
         # Row 0 is an end of the interpolation over layers only: no plan has a stage there.
         sums[0] = sums[min(max(self.layers[0], 1), len(sums) - 1)]
         return sums
 
-    def _from(self, model: nn.Module, given: Any, layer: int) -> list[float]:
-        with resumed(model, self.family, given, layer, [call.output for call in self.calls]):
+    def _from(self, model: nn.Module, given: Sequence[Any], layer: int) -> list[float]:
+        with resumed(model, self.family, given, layer, self.calls):
             other = stored(outputs_of(model, self.images))
         # Sums, because the last batch may be smaller; divided by the number of images at the end.
         return [float(getattr(self.outputs, measure)(self.base, other).sum()) for measure in MEASURES]

@@ -1,10 +1,12 @@
 """Fidelity: discrepancy of the outputs, agreement and divergence between two models."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
+from attnrx.change.exporting import Exported
+from attnrx.data import FixedImages
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
@@ -53,7 +55,28 @@ class Fidelity(Check):
         if comparison.masked is not None and comparison.masked is not comparison.candidate:
             findings += self._compared("reference", "masked", comparison)
             findings += self._compared("masked", "candidate", comparison)
-        return findings
+        return findings + self._at_other_sizes(comparison)
+
+    def _at_other_sizes(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Returns the agreement and the divergence on the images of other sizes, all of them together."""
+        sets = comparison.data.others if isinstance(comparison.data, FixedImages) else ()
+        if not sets or isinstance(comparison.candidate, Exported):  # a file has one size
+            return ()
+        kind, roles = comparison.kind, ("reference", "candidate")
+        found = [replace(comparison, data=images, masked=None, _cache={}).predictions for images in sets]
+        n, details = sum(map(len, found)), {"sizes": len(sets)}
+        divergences = torch.cat([each.divergence(*roles) for each in found])
+        words = f"{kind.distance} of the candidate from the reference, at other sizes of images"
+        measured, seed = mean_estimate(divergences, comparison.seed), comparison.seed
+        findings = [
+            self.finding("divergence at other sizes", words, measured, kind.unit, n=n, seed=seed, details=details)
+        ]
+        if kind.has_decisions:
+            agreeing = torch.cat([each.agreement(*roles) for each in found])
+            share = mean_share(agreeing, seed).scaled(100.0)
+            words = f"{kind.decision} agreement, candidate against reference, at other sizes of images"
+            findings.append(self.finding("agreement at other sizes", words, share, "%", n=n, details=details))
+        return tuple(findings)
 
     def _compared(
         self,

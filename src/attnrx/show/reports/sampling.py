@@ -213,6 +213,8 @@ def sample_tokens(
     with _recording(reduction, records):
         weight = next(model.parameters())
         run = token_run(model, images.to(weight.device, weight.dtype))
+    if run.trail and len(run.trail[0]) != len(images):
+        raise InvalidInput("this model gets several images for one input, so the tokens of an input are no one grid.")
     left = patches_left_by(reduction, run, len(images))
     # Without a trail no stage pruned a token.
     counts = [indices.shape[1] for indices in run.trail] or [layout.patches] * len(policy.layers)

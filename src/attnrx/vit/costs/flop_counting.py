@@ -34,7 +34,7 @@ def count_product_macs(model: nn.Module, images: Float[Tensor, "batch channels h
     """
     if not len(images):
         raise InvalidInput("counting MACs needs at least one image; the batch is empty.")
-    with _frozen(model), FlopCounterMode(display=False) as counter, _Operations() as operations:
+    with frozen(model), FlopCounterMode(display=False) as counter, _Operations() as operations:
         model(images)
     counts = counter.get_flop_counts()["Global"]
     names = {operation: str(operation) for operation in operations.packets if not counts.get(operation)}
@@ -49,7 +49,7 @@ def count_product_macs(model: nn.Module, images: Float[Tensor, "batch channels h
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
+def frozen(model: nn.Module) -> Iterator[None]:
     """Disables gradients, those of the parameters included."""
     # Under no_grad alone torch's counter raises an AssertionError for timm's attention pooling, whose query is a
     # parameter. No copy of the model: its token reduction holds the numbers of tokens of the counted pass.

@@ -25,6 +25,7 @@ from attnrx.vit.models.family import (
 )
 from attnrx.vit.models.input_validation import InputValidation
 from attnrx.vit.models.mlp import LowRankLinear, hidden_units, rank_of
+from attnrx.vit.models.module_inputs import ModuleInputs
 from attnrx.vit.models.observation_hooks import (
     ModuleCall,
     block_names,
@@ -59,6 +60,7 @@ __all__ = [
     "InputValidation",
     "LowRankLinear",
     "ModuleCall",
+    "ModuleInputs",
     "Reader",
     "TokenReduction",
     "TokenRun",

@@ -4,7 +4,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from attnrx.support.arguments import described_error
 from attnrx.support.dataclass_records import fields_of, from_dict, of_fields, to_dict
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
-from attnrx.support.shapes import Float, ImageBatch, Tensor
+from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.kernels.native_products import NativeLinear, native_
@@ -37,7 +37,7 @@ from attnrx.vit.models.foreign_code import (
     require_uncompiled,
 )
 from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
-from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, hidden_units, rank_of
+from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, halve_, hidden_units, keep_units_of_, rank_of
 from attnrx.vit.models.replaced_parts import LAYERS, build_part, replaced_parts
 from attnrx.vit.models.token_hooks import resize_tokens_
 from attnrx.vit.models.token_reduction import reduction_of
@@ -75,7 +75,9 @@ class ModelParts:
 
     In a block are `attention`, `norm_before` (the norm before the attention, None if there is none), the modules `mlp`
     that form its MLP, and its two linear maps `maps`. The MLP is compressed if the class of the first of its modules is
-    in `mlp_classes`: then only an activation is between its maps.
+    in `mlp_classes`: then only an activation is between its maps. `gated` states, by the class of a gated MLP, the
+    paths of the map of its values, of the map of its gate, and of the map that reads their product; `PATH.first` and
+    `PATH.second` are the halves of the outputs of one map.
 
     `prefix_tokens` are before the patches (class, distillation and register tokens), the first of them a class token
     if the model has one. `pooling` is "class", "mean", or another name for an unsupported kind of pooling. The
@@ -93,6 +95,7 @@ class ModelParts:
     norm_before: str | None = None
     mlp: tuple[str, ...] = ("mlp",)
     maps: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
+    gated: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
     prefix_tokens: int = 0
     has_class_token: bool = False
     pooling: str = "class"
@@ -378,6 +381,10 @@ class AdoptedFamily(Family):
                     new_attention.inner_norms[name] = self.inner_norm(module, name)
             adapter = self.adapter(source, module, new_attention, rotations)
             block.set_submodule(parts.attention, adapter.train(module.training))
+            for path in self._gate(source):
+                whole, _, half = path.rpartition(".")
+                if half == "second" and isinstance(block.get_submodule(whole), nn.Linear):
+                    halve_(block, whole)
             # A list, because the loop replaces modules; with duplicates, because one dropout may have several names.
             for name, part in list(block.named_modules(remove_duplicate=False)):
                 # Calling a dropout takes as long as a small matrix product.
@@ -411,8 +418,11 @@ class AdoptedFamily(Family):
         parts = self.parts(model)
         for block in self.blocks(model):
             named = dict(block.named_modules())
-            if type(named.get(parts.mlp[0])).__name__ in parts.mlp_classes:
+            kind = type(named.get(parts.mlp[0])).__name__
+            if kind in parts.mlp_classes:
                 yield from changed_linears(block, tuple(name for name in parts.maps if name in named))
+            paths = (name if name in named else name.rpartition(".")[0] for name in parts.gated.get(kind, ()))
+            yield from changed_linears(block, tuple(dict.fromkeys(paths)))
 
     def matches(self, model: nn.Module) -> bool:
         return isinstance(model, self.model_type)
@@ -439,7 +449,8 @@ class AdoptedFamily(Family):
         source = self._adopted(model).source
         for block, pair in zip(self.blocks(source), self.mlp(model), strict=False):
             # By id, because tensors are compared elementwise.
-            maps = {id(parameter) for linear in pair for parameter in linear.parameters()}
+            linears = (*pair, *(block.get_submodule(gate) for gate in self._gate(source)))
+            maps = {id(parameter) for linear in linears for parameter in linear.parameters()}
             inside = (tensor for name in self.parts(source).mlp for tensor in block.get_submodule(name).parameters())
             if any(id(parameter) not in maps for parameter in inside):  # a norm over all units
                 return False
@@ -461,11 +472,29 @@ class AdoptedFamily(Family):
     def _maps(self, source: nn.Module) -> tuple[tuple[str, str], ...]:
         """Returns the paths, in every block, of the two maps of its MLP; () where a block has another kind."""
         parts = self.parts(source)
+        if gated := self._gated(source):
+            return ((gated[0], gated[2]),) * len(self.blocks(source))
         fused = f"{parts.mlp[0]}.{LINEAR_MAPS[0]}", f"{parts.mlp[0]}.{LINEAR_MAPS[1]}"
         mlps = [block.get_submodule(parts.mlp[0]) for block in self.blocks(source)]
         if not all(isinstance(mlp, FusedMLP) or type(mlp).__name__ in parts.mlp_classes for mlp in mlps):
             return ()
         return tuple(fused if isinstance(mlp, FusedMLP) else parts.maps for mlp in mlps)
+
+    def _gated(self, source: nn.Module) -> tuple[str, str, str] | tuple[()]:
+        """Returns the paths of values, gate and output in every block, () where not all MLPs are gated ones."""
+        parts = self.parts(source)
+        kinds = {type(block.get_submodule(parts.mlp[0])).__name__ for block in self.blocks(source)}
+        return parts.gated.get(kinds.pop(), ()) if len(kinds) == 1 else ()
+
+    def _gate(self, source: nn.Module) -> tuple[str, ...]:
+        return self._gated(source)[1:2]
+
+    def keep_units_(self, model: nn.Module, layer: int, keep: Bool[Tensor, "units"]) -> None:
+        source = self._adopted(model).source
+        for gate in self._gate(source):
+            if not bool(keep.any()):
+                raise NotSupported("no unit of a gated MLP would be left; keep one or more.")
+            keep_units_of_(self.blocks(source)[layer].get_submodule(gate), keep)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Returns how the model was created, the spec of every layer's attention, and the ranks of its MLP."""
@@ -659,7 +688,7 @@ class AdoptedFamily(Family):
                 replace(
                     # The formulas of an MLP and of norms are those of attnrx models; a library's may have others.
                     layer_costs(spec, num_tokens, 0),
-                    mlp=mlp_costs(mlp, num_tokens, *change),
+                    mlp=mlp_costs(mlp, num_tokens, *change, *map(block.get_submodule, self._gate(source))),
                     layer_norms=PartCosts(
                         num_params(block) - sum(map(num_params, mlp)) - projection_params(layer_attention)
                     ),

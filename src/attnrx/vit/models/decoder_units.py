@@ -8,7 +8,7 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Tensor
-from attnrx.vit.models.units import keep_units_of_
+from attnrx.vit.models.mlp import keep_units_of_
 
 
 class Cut(NamedTuple):

@@ -24,6 +24,7 @@ from attnrx.vit.models.family import Family, require_ordinary_tensors
 from attnrx.vit.models.foreign_code import merged, without_wrapper
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.vit.models.module_family import Factory, ModuleFamily
+from attnrx.vit.models.module_inputs import ModuleInputs, taking
 from attnrx.vit.models.openclip_family import OpenClipFamily
 from attnrx.vit.models.reader import Reader
 from attnrx.vit.models.substitute import Substitute
@@ -196,6 +197,7 @@ def load_model(
     *,
     reader: Reader | None = None,
     factory: Factory | str | None = None,
+    inputs: Any = None,
 ) -> nn.Module:
     """Returns a model from a saved folder, a name or an instance; an instance of another library is adopted.
 
@@ -213,6 +215,7 @@ def load_model(
         pretrained: Whether the library downloads weights; by default if none are given.
         reader: Where the parts of a module of the user's own are.
         factory: Creates a module of the user's own again.
+        inputs: An example of the arguments of a module that takes other inputs than images (`ModuleInputs.of`).
 
     Returns:
         The model; a new one, except an instance of an attnrx model, which is returned as it is.
@@ -226,7 +229,9 @@ def load_model(
     factory = named_function(factory) if isinstance(factory, str) else factory
     if isinstance(source, nn.Module):
         with reading_parts(source, "its parts"):
-            return _adopt_if_foreign(source, factory) if reader is None else ModuleFamily(factory).read(source, reader)
+            if reader is None:
+                return _adopt_if_foreign(source, factory, inputs)
+            return ModuleFamily(factory).read(source, reader)
     # Without a colon it is a folder, also one that is called like a library.
     library, name = str(source).split(":", 1) if ":" in str(source) else ("", "")
     if library in LIBRARIES and LIBRARIES[library].takes_weights:
@@ -286,7 +291,7 @@ def _load_folder(folder: Path | str, factory: Factory | None, weights: Path | st
     return load_weights(folder, families, weights)
 
 
-def _adopt_if_foreign(model: nn.Module, factory: Factory | None) -> nn.Module:
+def _adopt_if_foreign(model: nn.Module, factory: Factory | None, inputs: Any = None) -> nn.Module:
     if any(family.matches(model) for family in FAMILIES):
         return model
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):  # its copies on devices are not ours
@@ -295,9 +300,12 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None) -> nn.Module:
             "model.get_submodule('module')."
         )
     require_ordinary_tensors(model)
+    whole = WholeFamily(LIBRARIES, factory)
+    if inputs is not None:
+        with taking(model, ModuleInputs.of(inputs)):
+            return _adopt_with_inputs(model, whole)
     plain = merged(model)
     model = without_wrapper(model)
-    whole = WholeFamily(LIBRARIES, factory)
     for library in LIBRARIES.values():
         if not library.adopts(plain):
             continue
@@ -322,6 +330,13 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None) -> nn.Module:
                 return whole.adopt(model, structured[1], whole.structure, structured[0])
         return _adopt_units(whole, model, lambda: family_of(plain), plain=plain)
     return whole.adopt_largest(model, trunks, plain)
+
+
+def _adopt_with_inputs(model: nn.Module, whole: WholeFamily) -> nn.Module:
+    """Adopts a module of other inputs than images, with the largest Vision Transformer in it or by its MLPs."""
+    plain = merged(model)
+    trunks = whole.trunks_of(plain)
+    return whole.adopt_largest(model, trunks, plain) if trunks else whole.adopt_units(model, plain=plain)
 
 
 def _adopt_units(

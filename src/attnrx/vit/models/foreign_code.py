@@ -55,7 +55,7 @@ def require_own_weights(copy: nn.Module, original: nn.Module, input_shape: tuple
     parameter = next(copy.parameters(), None)
     if parameter is None or parameter.is_meta:
         return
-    images = parameter.new_zeros(1, *input_shape)
+    images = random_images(copy, input_shape, 1)
     # With gradients, so that no kernel replaces the calls of parts, whose own code is run by every training.
     with evaluating([copy]), torch.enable_grad(), _TensorUses(names) as uses:
         copy(images)

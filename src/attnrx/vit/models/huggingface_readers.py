@@ -96,6 +96,9 @@ class ModelReader:
             pooled_norms=(*pooled_norms, *((norm,) if self.word == "CLIP" else ())),
             norm_before=next((name for block in last_block for name in NORMS_BEFORE if hasattr(block, name)), None),
             mlp=self.mlp,
+            gated=dict.fromkeys(
+                (f"{self.word}SwiGLUFFN", f"{self.word}GatedMLP"), ("mlp.up_proj", "mlp.gate_proj", "mlp.down_proj")
+            ),
             maps=self.maps,
             prefix_tokens=prefix_tokens,
             has_class_token=prefix_tokens > 0,
@@ -171,6 +174,10 @@ READERS: Mapping[str, ModelReader] = {
     "SiglipForImageClassification": ModelReader("Siglip", "vision_model", pooling="mean", **TOWER),
     "Siglip2VisionModel": ModelReader(
         "Siglip2", pooling="attention", answer="pooler_output", input=PatchInput(), **TOWER
+    ),
+    # The mean of the patches that are not padded.
+    "Siglip2ForImageClassification": ModelReader(
+        "Siglip2", "vision_model", pooling="mean without padding", input=PatchInput(), **TOWER
     ),
     "YolosForObjectDetection": ModelReader(
         "Yolos",

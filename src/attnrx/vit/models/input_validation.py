@@ -41,6 +41,7 @@ class InputValidation:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self._scale = ImageScale(*family.normalization(model))
         self._is_known = family.knows_normalization(model)
+        self._has_scale = getattr(family.inputs(model), "is_plain", True)  # not of several tensors in one
         self._warned = False
 
     def take(self, images: ImageBatch) -> Tensor:
@@ -68,12 +69,14 @@ class InputValidation:
                 f"{first + len(images) - 1}; remove them."
             )
         # A value that no pixel on this scale can have needs no further images; other differences do (`notes`).
-        if self._scale.leaves:
+        if self._has_scale and self._scale.leaves:
             self._warn()
         return images.to(self.dtype)
 
     def notes(self) -> list[str]:
         """Returns a note, and warns, if the images are not on the model's scale; a note too if that is unknown."""
+        if not self._has_scale:
+            return []
         if not self._scale.fits:
             return [self._warn()]
         return [] if self._is_known else [UNKNOWN_SCALE]

@@ -42,10 +42,15 @@ def classifier_macs(head: nn.Module, tokens: int) -> int:
 
 
 def mlp_costs(
-    mlp: Sequence[nn.Module], tokens: int, maps: tuple[Any, ...], ranks: tuple[int | None, ...], hidden: int
+    mlp: Sequence[nn.Module],
+    tokens: int,
+    maps: tuple[Any, ...],
+    ranks: tuple[int | None, ...],
+    hidden: int,
+    gate: Any = None,
 ) -> PartCosts:
     """Returns the costs of the modules of an MLP with its `maps`, if given, in these ranks (None: one matrix), with
-    `hidden` features between them.
+    `hidden` features between them; `gate` is the map of the gate of a gated MLP.
     """
     # What the maps save is subtracted from what the modules have, so that further parts (a norm, a gate) stay counted.
     saved, biases = 0, 0
@@ -57,4 +62,7 @@ def mlp_costs(
             biases = (before - hidden) * has_bias
         sides[1 - which] = hidden
         saved += matrix_entries(linear) - (math.prod(sides) if rank is None else rank * sum(sides))
+    if gate is not None:
+        gone = gate.out_features - hidden
+        saved, biases = saved + gone * gate.in_features, biases + gone * (gate.bias is not None)
     return PartCosts(sum(map(num_params, mlp)) - saved - biases, tokens * (sum(map(matrix_entries, mlp)) - saved))

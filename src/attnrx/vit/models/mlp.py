@@ -1,13 +1,14 @@
-"""The MLP of a block: its linear maps, whole or factored, and its call of the C++ kernel."""
+"""The MLP of a block: its linear maps, whole, factored or in halves, and its call of the C++ kernel."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
 from attnrx.support.errors import InvalidInput
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.kernels.native_products import NativeLinear, native_maps, runs_natively
 
 
@@ -89,3 +90,59 @@ def linears_of(part: nn.Module) -> tuple[NativeLinear, ...]:
 def is_exact_gelu(part: nn.Module) -> bool:
     """Whether a module computes the GELU by the error function: that of PyTorch, or the wrapper of transformers."""
     return (type(part) is nn.GELU and part.approximate == "none") or getattr(part, "act", None) is F.gelu
+
+
+class Halves(nn.Module):
+    """A linear map in two halves of its outputs, `first` and `second`, each a map of its own: that of a gated MLP."""
+
+    def __init__(self, whole: nn.Linear):
+        super().__init__()
+        self.first, self.second = _half_of(whole, 0), _half_of(whole, 1)
+        self.register_load_state_dict_pre_hook(_divide_)
+
+    def forward(self, features: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
+        return torch.cat([self.first(features), self.second(features)], -1)
+
+
+def _divide_(halves: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Divides the weights of a file of an earlier version, in which the map is one."""
+    for name in ("weight", "bias"):
+        if (whole := state.pop(prefix + name, None)) is not None:
+            for half, part in zip(("first", "second"), whole.chunk(2), strict=True):
+                state[f"{prefix}{half}.{name}"] = part.clone()
+
+
+def _half_of(whole: nn.Linear, which: int) -> nn.Linear:
+    with torch.device("meta"):
+        half = nn.Linear(whole.in_features, whole.out_features // 2, whole.bias is not None)
+    for name, parameter in whole.named_parameters():
+        part = parameter.detach().chunk(2)[which].clone()
+        setattr(half, name, nn.Parameter(part, parameter.requires_grad))
+    return half.train(whole.training)
+
+
+def halve_(model: nn.Module, path: str) -> nn.Module:
+    """Replaces a linear map by its halves, in place; returns the map."""
+    whole: Any = model.get_submodule(path)
+    model.set_submodule(path, Halves(whole).train(whole.training))
+    return whole
+
+
+def keep_units_of_(part: Any, keep: Bool[Tensor, "units"]) -> None:
+    """Removes the units that are not kept from a depthwise convolution, a batch norm or a gate, in place."""
+    count = int(keep.sum())
+    for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+        if tensor.ndim:  # the number of batches of a batch norm is one number
+            kept = tensor.detach()[keep.to(tensor.device)].clone() if not tensor.is_meta else tensor[:count]
+            if name in part._parameters:
+                part._parameters[name] = nn.Parameter(kept, tensor.requires_grad)
+            else:
+                part._buffers[name] = kept
+    if isinstance(part, nn.Linear):
+        part.out_features = count
+    elif isinstance(part, nn.Conv2d):
+        part.out_channels = count
+        if part.groups > 1:  # a gate is a convolution of all channels
+            part.groups = part.in_channels = count
+    else:
+        part.num_features = count

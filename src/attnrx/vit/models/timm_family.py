@@ -395,6 +395,10 @@ class TimmFamily(AdoptedFamily):
             patches="patch_embed.proj",
             norm="norm",
             mlp_classes=("Mlp",),
+            gated={
+                "SwiGLU": ("mlp.fc1_x", "mlp.fc1_g", "mlp.fc2"),
+                "GluMlp": ("mlp.fc1.first", "mlp.fc1.second", "mlp.fc2"),
+            },
             heads=("norm", "fc_norm", "attn_pool", *CLASSIFIERS),
             classifiers=CLASSIFIERS,
             pooled_norms=("fc_norm",),

@@ -2,7 +2,9 @@
 
 Swin, Hiera, SAM, PVT, SegFormer, MaxViT, ConvNeXt and decoders have MLPs like every Vision Transformer: two linear
 maps, or convolutions of which the second is 1 x 1, between which every unit is computed from itself. Units can be
-removed from any of them; the attention around them is not read.
+removed from any of them; the attention around them is not read. In a gated MLP (SwiGLU) a unit is the product of two
+outputs, of two maps or of the halves of one: the map that is called first is the first of the pair, and the other one
+is between them, with weights per unit.
 """
 
 import math
@@ -10,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,12 +31,14 @@ from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.support.trees import tensors_of
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
+from attnrx.vit.costs.flop_counting import frozen
 from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
 from attnrx.vit.models.family import LayerShapes, num_outputs
 from attnrx.vit.models.library_costs import mlp_costs, num_params
-from attnrx.vit.models.mlp import hidden_units
+from attnrx.vit.models.mlp import halve_, hidden_units, keep_units_of_
+from attnrx.vit.models.module_inputs import called, inputs_of
 from attnrx.vit.models.observation_hooks import evaluating, replacing_forward
 from attnrx.vit.models.unsupported_features import Refusal, model_name
 from attnrx.vit.spec import AttentionSpec
@@ -50,9 +55,9 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 class Pair:
     """Two maps between which every unit is computed from itself alone.
 
-    `first` and `second` are their paths, `between` those of the depthwise convolutions and batch norms between them,
-    and `block` that of the smallest part that is called around both. `positions` are the places per image that the maps
-    run at, `unit_macs` the MACs per image of one unit between them.
+    `first` and `second` are their paths, `between` those of the depthwise convolutions, batch norms and gates between
+    them, and `block` that of the smallest part that is called around both. `positions` are the places per image that
+    the maps run at, `unit_macs` the MACs per image of one unit between them.
     """
 
     first: str
@@ -138,7 +143,7 @@ class UnitsFamily(AdoptedFamily):
         for shape in _shapes(model, stated):
             try:
                 with evaluating((model,)):
-                    model(random_images(model, shape, 1))
+                    called(model, random_images(model, shape, 1))
             except Exception as error:  # the code of a module raises errors of any type
                 failures.append(f"{type(error).__name__}: {described_error(error)}")
                 continue
@@ -188,11 +193,13 @@ class UnitsFamily(AdoptedFamily):
             if not found.pairs:
                 raise NotSupported(
                     f"{model_name(found.source)} has no reader, and no MLP of two linear maps or 1 x 1 convolutions "
-                    "with only an activation, a dropout, a depthwise convolution or a batch norm between them."
+                    "with only an activation, a dropout, a gate, a depthwise convolution or a batch norm between them."
                 )
         for pair in found.pairs:
-            for path in (pair.first, pair.second):
+            for path in (pair.first, pair.second, *pair.between):
                 part: Any = found.source.get_submodule(path)
+                if path in pair.between and not isinstance(part, nn.Linear):
+                    continue
                 if isinstance(part, nn.Linear):
                     native_(part)
                     continue
@@ -220,14 +227,15 @@ class UnitsFamily(AdoptedFamily):
                 measured[index], unit_macs=measured[index].unit_macs + positions * weight[0].numel()
             )
 
-        with evaluating((found.source,)), ExitStack() as hooks, FlopCounterMode(display=False) as counter:
+        part, counting = found.source, FlopCounterMode(display=False)
+        with evaluating((part,)), frozen(part), counting as counter, ExitStack() as hooks:
             for index, (first, _) in enumerate(self.mlp(found)):
                 hooks.enter_context(first.register_forward_pre_hook(partial(note, index)))
                 for path in measured[index].between:
                     part = found.source.get_submodule(path)
-                    if isinstance(part, nn.Conv2d):
+                    if isinstance(part, nn.Conv2d | nn.Linear):
                         hooks.enter_context(part.register_forward_hook(partial(add, index)))
-            found.source(random_images(found.source, shape, 1))
+            called(found.source, random_images(found.source, shape, 1))
         vars(found)["pairs"] = tuple(measured)
         inside = sum(layer.mlp.macs for layer in self.costs(found).layers)
         vars(found)["outer_macs"] = counter.get_total_flops() // 2 - inside  # torch counts two operations for one MAC
@@ -286,6 +294,11 @@ class UnitsFamily(AdoptedFamily):
         adopted = UnitsModel(created, self.described_origin(description))
         pairs = tuple(from_dict(pair, (Pair,)) for pair in description["pairs"])
         vars(adopted).update(pairs=pairs, outer_macs=description["outer_macs"], head=description["head"])
+        named = dict(created.named_modules())
+        for pair in pairs:
+            whole = pair.first.rpartition(".")[0]
+            if pair.first not in named and isinstance(named.get(whole), nn.Linear):
+                halve_(created, whole)
         missing = [
             path
             for pair in pairs
@@ -349,23 +362,27 @@ class UnitsFamily(AdoptedFamily):
 
 def _shapes(model: nn.Module, stated: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
     """Yields the shapes of images that a module may take: those that it states first."""
+    inputs = inputs_of(model)
+    if shape := stated.get("input_shape") or (inputs and inputs.shape):
+        yield image_shape(shape)
+        return
     parts = list(model.modules())
     convolution = next((part for part in parts if isinstance(part, nn.Conv2d)), None)
-    if stated.get("input_shape"):
-        yield image_shape(stated["input_shape"])
-        return
-    if convolution is None and _position_sides(parts, None) == []:
-        return
     facts: Any = getattr(model, "pretrained_cfg", None) or {}
     config = getattr(model, "config", None)
-    channels = getattr(config, "num_channels", None) or (3 if convolution is None else convolution.in_channels)
+    own = tuple(facts.get("input_size") or ())
     hints = [getattr(part, name, None) for part in parts for name in ("img_size", "image_size")]
-    hints += [getattr(config, "image_size", None), facts.get("input_size", (0, 0, 0))[1:]]
-    hints += _position_sides(parts, convolution)
+    hints += [getattr(config, "image_size", None), own[1:], *_position_sides(parts, convolution)]
+    if convolution is None and not any(hints):
+        return
+    # The first convolution need not be one of the images, e.g. after a cosine transform.
+    first = 3 if convolution is None else convolution.in_channels
+    stated_channels = getattr(config, "num_channels", None)
     for hint in dict.fromkeys([*(tuple(hint) if isinstance(hint, list) else hint for hint in hints), *SIDES]):
         sides = (hint, hint) if isinstance(hint, int) else hint
         if isinstance(sides, tuple) and len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides):
-            yield channels, sides[0], sides[1]
+            for channels in dict.fromkeys((stated_channels or first, *own[:1])):
+                yield channels, sides[0], sides[1]
 
 
 def _position_sides(parts: Sequence[nn.Module], convolution: nn.Conv2d | None) -> list[int]:
@@ -418,22 +435,6 @@ def _is_per_unit(part: nn.Module, units: int) -> bool:
     if isinstance(part, _BatchNorm):
         return part.num_features == units and type(part).__name__ != "SyncBatchNorm"
     return type(part) is nn.Conv2d and part.groups == part.in_channels == part.out_channels == units
-
-
-def keep_units_of_(part: Any, keep: Bool[Tensor, "units"]) -> None:
-    """Removes the units that are not kept from a depthwise convolution or a batch norm, in place."""
-    count = int(keep.sum())
-    for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
-        if tensor.ndim:  # the number of batches of a batch norm is one number
-            kept = tensor.detach()[keep.to(tensor.device)].clone() if not tensor.is_meta else tensor[:count]
-            if name in part._parameters:
-                part._parameters[name] = nn.Parameter(kept, tensor.requires_grad)
-            else:
-                part._buffers[name] = kept
-    if isinstance(part, nn.Conv2d):
-        part.groups = part.in_channels = part.out_channels = count
-    else:
-        part.num_features = count
 
 
 @dataclass
@@ -504,7 +505,7 @@ def _traced(model: nn.Module, images: Tensor) -> tuple[list[str], dict[str, _Cal
         for path, part in model.named_modules():
             hooks.enter_context(part.register_forward_pre_hook(partial(enter, path), with_kwargs=True))
             hooks.enter_context(part.register_forward_hook(partial(leave, path), with_kwargs=True))
-        output = model(images)
+        output = called(model, images)
     shared = {path for path, count in inputs if count[0] > 1}
     return order, calls, shared, {path for path, number in numbers.items() if number == 1}, output
 
@@ -517,13 +518,13 @@ def _candidates(
 
     With `around`, the second may be a convolution of any kernel, and each may be transposed.
     """
-    named = dict(model.named_modules())
+    named, gates = dict(model.named_modules()), set[str]()
     for start, first in enumerate(order):
-        if first not in calls or calls[first].count > 1:
+        if first not in calls or calls[first].count > 1 or first in gates:
             continue
         if isinstance(named[first], nn.ConvTranspose2d) and not around:
             continue
-        units, between = _sides(named[first])[1], []
+        units, between, gate = _sides(named[first])[1], [], ""
         for path in order[start + 1 :]:
             part = named[path]
             if path in calls:
@@ -540,8 +541,15 @@ def _candidates(
                     and shapes[0] == shapes[1]
                 )
                 if calls[path].count == 1 and fits and block is not None:
+                    gates.add(gate)
                     yield Pair(first, path, tuple(between), block)
-                break
+                # A gate is a map of the same features to as many units.
+                is_gate = _sides(part) == _sides(named[first]) and shapes[0] == _positions(part, calls[path].outputs)
+                if gate or around or fits or not is_gate or calls[path].count > 1 or not _is_second(part):
+                    break
+                gate = path
+                between.append(path)
+                continue
             if _is_per_unit(part, units) and path not in shared:
                 between.append(path)
             elif any(True for _ in part.parameters()):
@@ -564,6 +572,19 @@ def separate_pairs(
     pair. With `around` those outside of the part of this path, where units may be channels of any convolutions.
     """
     images = random_images(model, shape, 1)
+    work, head = _separate(model, images, around)
+    if around is None and (
+        halved := _halved_(model, images, {path for pair in work for path in (pair.first, pair.second)})
+    ):
+        work, head = _separate(model, images, around)
+        for path in halved.keys() - {pair.first.rpartition(".")[0] for pair in work}:
+            model.set_submodule(path, halved[path])
+    least = LEAST_SHARE * max(work.values(), default=0)
+    return tuple(pair for pair in work if work[pair] >= least), head
+
+
+def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dict[Pair, int], str]:
+    """Returns the pairs with the MACs of both maps, and the path of the map that makes the output."""
     order, calls, shared, blocks, output = _traced(model, images)
     order = [path for path in order if around is None or not path.startswith(f"{around}.")]
     named = dict(model.named_modules())
@@ -579,13 +600,37 @@ def separate_pairs(
     work = {pair: _work(calls, named, pair) for pair in pairs}
     del calls, output
     with evaluating((model,)):
-        if not images.is_meta:
+        if images.is_meta:  # shapes do not show that keys and values are mixed
+            pairs = [
+                pair
+                for pair in pairs
+                if "Att" not in type(named[pair.block]).__name__
+                or any(isinstance(named[path], _BatchNorm) for path in pair.between)
+            ]
+        else:
             pairs = _unmixed(model, pairs, images)
         # Around a Vision Transformer a map may be the second of one pair and the first of the next one.
         tried = [pairs] if around is None else [[pair] for pair in pairs]
-        pairs = [pair for some in tried for pair in _cuttable(model, some, images)]
-    least = LEAST_SHARE * max((work[pair] for pair in pairs), default=0)
-    return tuple(pair for pair in pairs if work[pair] >= least), head
+        return {pair: work[pair] for some in tried for pair in _cuttable(model, some, images)}, head
+
+
+def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn.Module]:
+    """Replaces linear maps of twice as many outputs as the next map has inputs by their halves, in place, except
+    `others`; returns these maps by their paths.
+    """
+    order, calls, shared, _, _ = _traced(model, images)
+    named = dict(model.named_modules())
+    maps = [path for path in order if path in calls]
+    return {
+        path: halve_(model, path)
+        for path, after in pairwise(maps)
+        if not {path, after} & others
+        and {type(named[path]), type(named[after])} <= {nn.Linear, NativeLinear}
+        and after not in shared
+        and calls[path].count == calls[after].count == 1
+        and calls[path].outputs[:-1] == calls[after].inputs[:-1]
+        and _sides(named[path])[1] == 2 * _sides(named[after])[0]
+    }
 
 
 def _work(calls: Mapping[str, _Call], named: Mapping[str, nn.Module], pair: Pair) -> int:
@@ -621,12 +666,18 @@ def _unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pa
         largest = difference.amax()
         separate[index] = bool(largest > 0) and bool((difference * ~mask).amax() <= 1e-3 * largest)
 
+    def repeat(_: nn.Module, __: object, output: Tensor) -> Tensor:
+        return torch.cat([output.chunk(2)[0]] * 2)
+
     with ExitStack() as hooks:
         for index, pair in enumerate(pairs):
             first, second = model.get_submodule(pair.first), model.get_submodule(pair.second)
             hooks.enter_context(first.register_forward_hook(partial(change, index)))
             hooks.enter_context(second.register_forward_pre_hook(partial(compare, index), with_kwargs=True))
-        model(images.expand(2, *images.shape[1:]))
+            for part in map(model.get_submodule, pair.between):
+                if _is_map(part):  # a gate: earlier changes are in its inputs
+                    hooks.enter_context(part.register_forward_hook(repeat))
+        called(model, images.expand(2, *images.shape[1:]))
     return [pair for pair, is_separate in zip(pairs, separate, strict=True) if is_separate]
 
 
@@ -655,7 +706,7 @@ def _cuttable(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[P
     """Returns the pairs that compute the same with half of their units, as far as the kept units are concerned."""
     recorded: dict[str, tuple[Tensor, Tensor]] = {}
     with _recording_maps(model, pairs, recorded):
-        expected = tensors_of(model(images))
+        expected = tensors_of(called(model, images))
     cut = partial(_cut, model, images=images, recorded=recorded, expected=expected)
     accepted: set[Pair] = set()
     left = list(pairs)
@@ -710,7 +761,7 @@ def _cut(
             for path in pair.between:
                 stack.enter_context(_with_units(model.get_submodule(path), mask))
         try:
-            outputs = tensors_of(model(images))
+            outputs = tensors_of(called(model, images))
         except Exception:  # the code of a module raises errors of any type
             return None
     if images.is_meta:

@@ -5,7 +5,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from attnrx.support.modules import copy_module, random_images, rounding_limit
 from attnrx.support.shapes import Bool, Tensor
 from attnrx.support.trees import rows_of, tensors_of
 from attnrx.vit.costs import ModelCosts, PartCosts
+from attnrx.vit.costs.flop_counting import frozen
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
 from attnrx.vit.models.chunked_forward import chunked_forward
@@ -33,6 +34,7 @@ from attnrx.vit.models.foreign_code import (
 )
 from attnrx.vit.models.library_costs import num_params
 from attnrx.vit.models.module_family import created_by, imported_class
+from attnrx.vit.models.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
 from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.structure import StructureFamily
 from attnrx.vit.models.substitute import Substitute, remove_capturing_
@@ -58,6 +60,8 @@ class Surroundings:
     library creates the module, if it does: its `library`, and `architecture` and `arguments` (`AdoptedFamily.created`).
     `by_class` is whether the class without arguments creates it. `call` is what images alone are given to: "forward",
     one of IMAGE_METHODS, or "trunk" where the module takes them with other inputs only.
+    `calls` is the number of images that the Vision Transformer gets for one input. `inputs` are the fields of
+    `ModuleInputs` where the module takes other inputs than images.
     `cuts` are the pairs of maps around the Vision Transformer of which units were removed, with the units that are left
     (`decoder_units.py`).
     """
@@ -74,12 +78,14 @@ class Surroundings:
     by_class: bool = True
     call: str = "forward"
     cuts: tuple[Cut, ...] = ()
+    calls: int = 1
+    inputs: tuple[tuple[Any, ...], ...] = ()
 
 
 def _answer(module: nn.Module, around: Surroundings, trunk: Adopted, images: Tensor) -> Any:
     """Returns what a module returns for images alone; `trunk` is the Vision Transformer in it."""
     if around.call == "forward":
-        return module(images)
+        return called(module, images)
     if around.call == "trunk":
         return trunk.logits(images)
     features = getattr(module, around.call)(images)
@@ -95,6 +101,11 @@ class _OfImages(nn.Module):
         super().__init__()
         self.module, self.around = module, around
         vars(self)["trunk"] = trunk
+
+    @property
+    def attnrx_inputs(self) -> ModuleInputs | None:
+        """What the module takes other than images."""
+        return inputs_of(self.module) if self.around.call == "forward" else None
 
     def forward(self, images: Tensor) -> Any:
         return _answer(self.module, self.around, self.trunk, images)
@@ -163,15 +174,29 @@ class Whole(Substitute):
         """Returns what the user's module returns; a batch of images alone is computed in chunks on a CPU."""
         named = {"pixel_values": pixel_values, "labels": labels}
         kwargs.update((name, value) for name, value in named.items() if value is not None)
-        if args or kwargs or not isinstance(images, Tensor):
+        inputs = self.attnrx_inputs
+        is_own = inputs is not None and isinstance(images, Tensor) and images.shape[1:] != inputs.shape
+        if args or kwargs or not isinstance(images, Tensor) or is_own:
             with self.forward_pass():
                 return self.module(*(() if images is None else (images,)), *args, **kwargs)
-        self.trunk._require_images(images)
+        if inputs is None:
+            self.trunk._require_images(images)
         return chunked_forward(self, self._forward_chunk, images, self.trunk._max_elements(images))
 
     def _forward_chunk(self, images: Tensor) -> Any:
         with self.forward_pass():
             return _answer(self.module, self.around, self.trunk, images)
+
+    @property
+    def attnrx_inputs(self) -> ModuleInputs | None:
+        """What the module takes other than images."""
+        return inputs_of(self.module) if self.around.call == "forward" else None
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """The shape of one input: that of the images of the Vision Transformer, if the module takes such images."""
+        inputs = self.attnrx_inputs
+        return self.trunk.origin.input_shape if inputs is None else inputs.shape
 
     @property
     def output_sizes(self) -> Mapping[str, int]:
@@ -191,7 +216,7 @@ class Whole(Substitute):
         path = self.around.path
         if not path or self.around.call != "forward":
             return ()
-        pairs, _ = separate_pairs(self, self.trunk.origin.input_shape, f"module.{path}")
+        pairs, _ = separate_pairs(self, self.input_shape, f"module.{path}")
         return tuple(
             replace(
                 pair,
@@ -293,8 +318,9 @@ class WholeFamily(Family):
         try:
             with torch.device("cpu"), torch.random.fork_rng(devices=[]), evaluating((model,)):
                 created = self._by_library(creation).to(next(model.parameters())).eval()
+                vars(created).update({ATTRIBUTE: vars(model)[ATTRIBUTE]} if ATTRIBUTE in vars(model) else {})
                 created.load_state_dict(model.state_dict())
-                images = random_images(whole, whole.trunk.origin.input_shape)
+                images = random_images(whole, whole.input_shape)
                 pair = [_of_images(each, whole, self._family(whole.around.family)) for each in (model, created)]
                 return not _differing(*(tensors_of(each(images)) for each in pair))
         except (AttnrxError, AttributeError, RuntimeError):  # it was changed after it was created
@@ -340,23 +366,26 @@ class WholeFamily(Family):
         require_ordinary_weights(whole)
         errors: list[_OtherInputs] = []
         if not path:  # the parts of a library's model have no code of a user's, or it is lost when the model is saved
-            require_unchanged(model, lambda images: rows_of(model(images)), origin.input_shape)
+            require_unchanged(model, lambda images: rows_of(called(model, images)), whole.input_shape)
         replaced = _of_images(plain, whole, family)
         original = _OfImages(model, around, replaced.trunk)  # its paths may be others
-        for called in _ways_to_call(model, around):
-            around = original.around = replaced.around = whole.around = called
+        for way in _ways_to_call(model, around):
+            around = original.around = replaced.around = whole.around = way
             images = _images_of_proof(original, whole, family)
             try:
                 tensors = _proved(original, whole, family, images)
+                around = whole.around
                 break
             except _OtherInputs as error:
                 errors.append(error)
         else:
             raise NotSupported(str(errors[0])) from errors[0]
         family.prove_units(trunk)
-        require_own_weights(whole, model, origin.input_shape)
+        require_own_weights(whole, model, whole.input_shape)
+        inputs = vars(plain).get(ATTRIBUTE) if around.call == "forward" else None
         whole.around = replace(
             around,
+            inputs=() if inputs is None else tuple(map(astuple, inputs.fields)),
             by_class=self.factory is None and _is_created_by_class(original, images, tensors),
             sizes=_sizes(tensors),
             outputs=_kind_of(family, whole, tensors),
@@ -366,7 +395,7 @@ class WholeFamily(Family):
         if every and not _answers_alike(whole, images, tensors):
             # Its parts after the blocks need the tokens of all patches, though they read one token of them.
             whole.around = replace(whole.around, read_blocks=(*whole.around.read_blocks, every[-1]))
-        if images.shape[1:] != origin.input_shape:
+        if images.shape[1:] != whole.input_shape:
             whole.around = replace(whole.around, sizes=_sizes(_outputs_at_size(whole)))
         return self._with_creation(whole, plain, named)
 
@@ -410,6 +439,8 @@ class WholeFamily(Family):
         # With values, because the code of a module may read those of its buffers.
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             module = family.recognize_(merged(self._created(around)), around.path, description)
+        if around.inputs:
+            vars(module)[ATTRIBUTE] = ModuleInputs(tuple(Field(*each) for each in around.inputs))
         if around.path and around.path not in dict(module.named_modules()):
             raise InvalidInput(f"{around.name} was created without the part {around.path!r:.80}.")
         source = module.get_submodule(around.path)
@@ -435,11 +466,12 @@ class WholeFamily(Family):
     def library_model(self, model: nn.Module) -> nn.Module:
         whole, _, family = self._of(model)
         fresh = whole.shape.fresh()
-        return fresh if whole.around.call == "forward" else _of_images(fresh, whole, family)
+        takes_images = whole.around.call == "forward" and whole.attnrx_inputs is None
+        return fresh if takes_images else _of_images(fresh, whole, family)
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
         whole, trunk, family = self._of(model)
-        costs = family.costs_with(trunk, shapes)
+        costs = family.costs_with(trunk, shapes).repeated(whole.around.calls)
         inside = {id(parameter) for parameter in trunk.source.parameters()}
         outside = sum(parameter.numel() for parameter in whole.module.parameters() if id(parameter) not in inside)
         classifier = PartCosts(costs.classifier.params + outside, costs.classifier.macs + whole.around.macs)
@@ -464,13 +496,22 @@ class WholeFamily(Family):
     mlps = _of_trunk("mlps")
     has_plain_units = _of_trunk("has_plain_units")
     keep_units_ = _of_trunk("keep_units_")
-    input_shape = _of_trunk("input_shape")
-    normalization = _of_trunk("normalization")
     geometry = _of_trunk("geometry")
     patch_features = _of_trunk("patch_features")
     patch_embedding = _of_trunk("patch_embedding")
     pooled_norm = _of_trunk("pooled_norm")
     num_tokens = _of_trunk("num_tokens")
+
+    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
+        return self._of(model)[0].input_shape
+
+    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        whole, trunk, family = self._of(model)
+        channels, own = whole.input_shape[0], family.normalization(trunk)
+        return own if len(own[0]) == channels else ((0.0,) * channels, (1.0,) * channels)
+
+    def inputs(self, model: nn.Module) -> ModuleInputs | None:
+        return self._of(model)[0].attnrx_inputs
 
     def mlp_paths(self, model: nn.Module) -> tuple[str, ...]:
         whole, trunk, family = self._of(model)
@@ -582,6 +623,7 @@ def _is_created_by_class(original: _OfImages, images: Tensor, expected: Mapping[
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             created = _creator(original.around)().to(images)
+            vars(created).update({ATTRIBUTE: own} if (own := vars(original.module).get(ATTRIBUTE)) else {})
         created.load_state_dict(original.module.state_dict())
         # The text of a module shows what its outputs in evaluation do not, as rates of dropout.
         if repr(created) != repr(original.module) or original.around.call == "trunk":
@@ -600,7 +642,7 @@ def _outputs_at_size(whole: Whole) -> dict[str, Tensor]:
     """
     with evaluating((whole,)):
         try:
-            return tensors_of(whole(random_images(whole, whole.trunk.origin.input_shape)[:1]))
+            return tensors_of(whole(random_images(whole, whole.input_shape)[:1]))
         except Exception as error:  # the code of a module raises errors of any type
             height, width = whole.trunk.origin.input_shape[1:]
             raise NotSupported(
@@ -613,6 +655,8 @@ def _images_of_proof(model: nn.Module, whole: Whole, family: AdoptedFamily) -> T
     """Returns two random images for the proof: small ones where the module interpolates its position embeddings, since
     a pass of a DINOv2 at its stated 518 x 518 pixels takes seven times that of 16 x 16 patches.
     """
+    if whole.attnrx_inputs is not None:
+        return random_images(whole, whole.input_shape)
     patches = whole.trunk.source.get_submodule(family.parts(whole.trunk.source).patches)
     stride = patches.stride if isinstance(patches, nn.Conv2d) else ()
     own = whole.trunk.origin.input_shape[1:]
@@ -645,10 +689,10 @@ def _differing(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> 
 
 def _ways_to_call(model: nn.Module, around: Surroundings) -> Iterator[Surroundings]:
     """Yields the ways in which images alone may be given to a module; only a forward of several arguments has others
-    than itself.
+    than itself, and a module whose inputs are stated has none.
     """
     yield around
-    if len(inspect.signature(model.forward).parameters) > 1 and around.path:
+    if ATTRIBUTE not in vars(model) and len(inspect.signature(model.forward).parameters) > 1 and around.path:
         yield from (replace(around, call=name) for name in IMAGE_METHODS if hasattr(model, name))
         yield replace(around, call="trunk")
 
@@ -661,10 +705,14 @@ def _proved(model: _OfImages, whole: Whole, family: AdoptedFamily, images: Tenso
         NotSupported: They differ, or are no tensors of real numbers with one entry per image.
     """
     name = whole.around.name
-    calls: list[object] = []
+    calls: list[int] = []  # the images of every call
+
+    def count(_: nn.Module, args: tuple[Any, ...]) -> None:
+        calls.append(len(args[0]) if args and isinstance(args[0], Tensor) else len(images))
+
     source = whole.trunk.source  # of which a method other than `forward` may be called
     patches = source.get_submodule(family.parts(source).patches)
-    counting = patches.register_forward_pre_hook(lambda *_: calls.append(None))
+    counting = patches.register_forward_pre_hook(count)
     try:
         with evaluating((model, whole)):
             try:
@@ -672,19 +720,20 @@ def _proved(model: _OfImages, whole: Whole, family: AdoptedFamily, images: Tenso
             except Exception as error:  # the code of a module raises errors of any type
                 raise _OtherInputs(
                     f"{name} cannot be adopted: with images of shape {tuple(images.shape)} it raises "
-                    f"{type(error).__name__}: {described_error(error)}. A module that takes other inputs needs one "
-                    "around it whose forward takes the images."
+                    f"{type(error).__name__}: {described_error(error)}. Of a module that takes other inputs give "
+                    "an example of them, attnrx.load(module, inputs=...), or one around it whose forward takes images."
                 ) from error
             single, again = tensors_of(model(images[:1])), tensors_of(model(images))
             with whole.forward_pass():
                 actual = tensors_of(_answer(whole.module, whole.around, whole.trunk, images))
     finally:
         counting.remove()
-    if len(calls) != 1:
+    if not calls or sum(calls) % len(images):
         raise NotSupported(
-            f"{name} cannot be adopted: it calls {whole.around.path or 'its parts'} {len(calls)} times in a forward "
-            "pass."
+            f"{name} cannot be adopted: for {len(images)} inputs it calls {whole.around.path or 'its parts'} with "
+            f"{sum(calls)} images."
         )
+    whole.around = replace(whole.around, calls=sum(calls) // len(images))
     if not expected or any(not tensor.ndim or len(tensor) != len(images) for tensor in expected.values()):
         shapes = {place: tuple(tensor.shape) for place, tensor in expected.items()}
         raise _OtherInputs(
@@ -763,11 +812,11 @@ def _outer_macs(model: _OfImages, whole: Whole, family: AdoptedFamily) -> int:
         if not active:
             inside += counter.get_total_flops() - before
 
-    with evaluating((model,)), FlopCounterMode(display=False) as counter, ExitStack() as hooks:
+    with evaluating((model,)), frozen(model), FlopCounterMode(display=False) as counter, ExitStack() as hooks:
         for part in parts:
             hooks.enter_context(part.register_forward_pre_hook(enter))
             hooks.enter_context(part.register_forward_hook(leave))
-        model(random_images(whole, whole.trunk.origin.input_shape)[:1])
+        model(random_images(whole, whole.input_shape)[:1])
     return (counter.get_total_flops() - inside) // 2  # torch counts two operations for one MAC
 
 

@@ -1,0 +1,246 @@
+"""Arguments of a module's forward that are no batch of images: several tensors, texts, videos, in one tensor.
+
+All code around a model hands one tensor [batch, channels, height, width] from the data to the model. The tensors of one
+item are put into it one after the other, as numbers of one row (`packed`), and taken out again where the module is
+called (`arguments`). Where the module takes one tensor of at least two axes, such as a video or a spectrogram, its
+leading axes are the channels.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.shapes import Float, Tensor
+from attnrx.support.trees import mapped
+
+# The attribute of a module with its ModuleInputs; copies of the module keep it.
+ATTRIBUTE = "attnrx_inputs"
+# Integers up to here are exact in a type.
+EXACT = {torch.float64: 2**53, torch.float32: 2**24, torch.float16: 2**11, torch.bfloat16: 2**8}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor among the arguments of a forward: its position or name and the keys inside that, its shape without the
+    batch, and its type, "" for floating-point numbers of the model's type. `low` and `high` are the least and the
+    largest integer of an example, between which random ones are drawn.
+    """
+
+    path: tuple[int | str, ...]
+    shape: tuple[int, ...]
+    dtype: str = ""
+    low: int = 0
+    high: int = 0
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModuleInputs:
+    """What a module's forward takes, one field for every tensor."""
+
+    fields: tuple[Field, ...]
+
+    @classmethod
+    def of(cls, given: Any) -> "ModuleInputs":
+        """Returns the inputs of which this is an example: a tensor, a tuple of positional arguments, or a mapping of
+        named ones.
+
+        Raises:
+            InvalidInput: There is no tensor, or one has no batch of items, or other values than tensors are among them.
+        """
+        found, sizes = [], set()
+        for path, tensor in _tensors(given):
+            if not tensor.ndim or tensor.is_complex():
+                raise InvalidInput(f"inputs: {_named(path)} is {tensor.dtype} {list(tensor.shape)}; give one per item.")
+            sizes.add(len(tensor))
+            is_float = tensor.is_floating_point()
+            low, high = (0, 0) if is_float or not tensor.numel() else (int(tensor.min()), int(tensor.max()))
+            dtype = "" if is_float else str(tensor.dtype).removeprefix("torch.")
+            found.append(Field(path, tuple(tensor.shape[1:]), dtype, low, high))
+        if len(sizes) != 1:
+            raise InvalidInput(
+                f"inputs: {'no tensor' if not sizes else f'tensors of {sorted(sizes)} items'}; return what the forward "
+                "of the model takes, a tensor, a tuple or a mapping, with one entry per item in every tensor."
+            )
+        return cls(tuple(found))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of one item in attnrx."""
+        if self.is_plain:
+            *channels, height, width = self.fields[0].shape
+            return math.prod(channels), height, width
+        return 1, 1, sum(field.size for field in self.fields)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the module takes one tensor of floating-point numbers of at least two axes."""
+        return len(self.fields) == 1 and not self.fields[0].dtype and len(self.fields[0].shape) >= 2
+
+    def packed(self, given: Any) -> Float[Tensor, "batch channels height width"]:
+        """Returns the arguments of a batch as one tensor.
+
+        Raises:
+            InvalidInput: Their shapes or types are others than those of the example.
+        """
+        tensors = {path: tensor.detach().cpu() for path, tensor in _tensors(given)}
+        rows: list[Tensor] = []
+        dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
+        for field in self.fields:
+            tensor = tensors.pop(field.path, None)
+            fits = tensor is not None and tensor.is_floating_point() != bool(field.dtype)
+            if tensor is None or not fits or tuple(tensor.shape[1:]) != field.shape:
+                found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+                raise InvalidInput(
+                    f"inputs: {_named(field.path)} is {found}, in the first batch an item of it had the shape "
+                    f"{list(field.shape)}; give every item the same shape."
+                )
+            if field.dtype and tensor.numel() and int(tensor.long().abs().max()) > EXACT[dtype]:
+                raise InvalidInput(f"inputs: {_named(field.path)} has integers that {dtype} cannot hold exactly.")
+            rows.append(tensor.to(dtype).reshape(len(tensor), -1))
+        if tensors:
+            raise InvalidInput(f"inputs: {_named(next(iter(tensors)))} was not in the first batch.")
+        return torch.cat(rows, 1).unflatten(1, self.shape)
+
+    # As `ImageInput` of transformers' models, for data that name the arguments.
+
+    @property
+    def name(self) -> str:
+        return str(self.fields[0].path[0])
+
+    @property
+    def dimensions(self) -> int:
+        return len(self.fields[0].shape) if self.is_plain else 3
+
+    def images(self, inputs: Float[Tensor, "*sizes"], dimensions: int) -> Float[Tensor, "*sizes"]:
+        own = self.fields[0].shape
+        if not self.is_plain or len(own) == 3 or inputs.ndim != len(own) + dimensions - 3:
+            return inputs
+        return inputs.unsqueeze(-3) if len(own) == 2 else inputs.flatten(-len(own), -3)
+
+    def image_in(self, fields: Mapping[str, Any]) -> Any:
+        if any(field.path[0] not in fields for field in self.fields):
+            return None
+        given = {str(field.path[0]): fields[str(field.path[0])] for field in self.fields}
+        if self.is_plain:
+            return given[self.name]
+        tensors = dict(_tensors(given))
+        if all(tensors[field.path].ndim == len(field.shape) for field in self.fields if field.path in tensors):
+            return self.packed(mapped(lambda tensor: tensor[None], given))[0]  # one item
+        return self.packed(given)
+
+    def require_exportable(self, shape: Sequence[int]) -> None:
+        if not self.is_plain:
+            names = ", ".join(_named(field.path) for field in self.fields)
+            raise NotSupported(
+                f"a file takes one tensor of images, and this model takes {names}: export `.module` of the model with "
+                "torch.onnx.export, or save the result without a file (onnx=False)."
+            )
+
+    def arguments(self, images: Float[Tensor, "batch channels height width"]) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the positional and the named arguments of the module for a packed batch."""
+        if self.is_plain:
+            # Of any height and width.
+            channels = self.fields[0].shape[:-2]
+            parts = [images.unflatten(1, channels) if channels else images[:, 0]]
+        else:
+            sizes = [field.size for field in self.fields]
+            rows = images.flatten(1).split(sizes, 1)
+            parts = [part.reshape(len(images), *field.shape) for part, field in zip(rows, self.fields, strict=True)]
+        tree: dict[Any, Any] = {}
+        for field, part in zip(self.fields, parts, strict=True):
+            value = part.round().to(getattr(torch, field.dtype)) if field.dtype else part
+            *outer, last = field.path
+            inside = tree
+            for key in outer:
+                inside = inside.setdefault(key, {})
+            inside[last] = value
+        positional = [_listed(tree[key]) for key in sorted(key for key in tree if isinstance(key, int))]
+        return positional, {key: _listed(value) for key, value in tree.items() if isinstance(key, str)}
+
+    def random(self, like: Tensor, count: int, shape: tuple[int, ...]) -> Tensor:
+        """Returns random inputs, the same in every call: normal numbers, and integers between those of the example."""
+        generator = torch.Generator().manual_seed(0)
+        if self.is_plain:
+            return torch.randn((count, *shape), generator=generator, dtype=torch.float64).to(like)
+        rows = []
+        for field in self.fields:
+            if field.dtype:
+                low = field.low if field.dtype != "bool" else field.high
+                drawn = torch.randint(low, field.high + 1, (count, field.size), generator=generator).double()
+            else:
+                drawn = torch.randn((count, field.size), generator=generator, dtype=torch.float64)
+            rows.append(drawn)
+        return torch.cat(rows, 1).unflatten(1, self.shape).to(like)
+
+
+def inputs_of(module: nn.Module) -> ModuleInputs | None:
+    """Returns what a module takes other than images: as was stated, or the videos that the configuration of a model of
+    transformers states.
+    """
+    if (own := vars(module).get(ATTRIBUTE)) is not None:
+        return own
+    config: Any = getattr(module, "config", None)
+    config = getattr(config, "vision_config", None) or config
+    names = ("num_frames", "frames_per_clip"), ("num_channels", "in_chans"), ("image_size", "crop_size")
+    shape = [next((getattr(config, name) for name in some if hasattr(config, name)), None) for some in names]
+    name = getattr(module, "main_input_name", "")
+    if not all(isinstance(size, int) for size in shape) or not str(name).startswith("pixel_values"):
+        return None
+    return ModuleInputs((Field((str(name),), (*shape, shape[-1])),))  # type: ignore[arg-type]
+
+
+@contextmanager
+def taking(module: nn.Module, inputs: ModuleInputs | None) -> Iterator[None]:
+    """States what a module takes other than images inside the context, for its copies too."""
+    if inputs is not None:
+        vars(module)[ATTRIBUTE] = inputs
+    try:
+        yield
+    finally:
+        vars(module).pop(ATTRIBUTE, None)
+
+
+def called(module: nn.Module, images: Tensor) -> Any:
+    """Returns the output of a module for one tensor, which holds its arguments where it takes other inputs."""
+    inputs = inputs_of(module)
+    if inputs is None:
+        return module(images)
+    positional, named = inputs.arguments(images)
+    return module(*positional, **named)
+
+
+def _tensors(given: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple[int | str, ...], Tensor]]:
+    if isinstance(given, Tensor):
+        yield path or (0,), given
+    elif given is None:
+        return
+    elif isinstance(given, Mapping) or hasattr(given, "keys"):
+        for key in given:
+            yield from _tensors(given[key], (*path, str(key)))
+    elif isinstance(given, tuple | list):
+        for key, value in enumerate(given):
+            yield from _tensors(value, (*path, key))
+    else:
+        raise InvalidInput(f"inputs: {_named(path)} is of type {type(given).__name__}; give tensors.")
+
+
+def _listed(value: Any) -> Any:
+    """Returns a tree of dictionaries with those of positions as lists."""
+    if not isinstance(value, dict):
+        return value
+    items = {key: _listed(part) for key, part in value.items()}
+    return [items[key] for key in sorted(items)] if all(isinstance(key, int) for key in items) else items
+
+
+def _named(path: tuple[int | str, ...]) -> str:
+    return ".".join(map(str, path)) or "what was returned"
