@@ -96,19 +96,13 @@ class ModelCosts(Displayed):
 
     def repeated(self, count: int) -> "ModelCosts":
         """Returns the costs of a model whose parts are called so often in a forward pass."""
-
         if count == 1:
             return self
 
         def often(part: PartCosts) -> PartCosts:
             return PartCosts(part.params, count * part.macs)
 
-        layers = (
-            replace(
-                layer, **{name: often(part) for name, part in layer.parts.items()}, direction=often(layer.direction)
-            )
-            for layer in self.layers
-        )
+        layers = (replace(layer, **{name: often(part) for name, part in layer.parts.items()}) for layer in self.layers)
         return replace(
             self, patches=often(self.patches), layers=tuple(layers), predictors=often(self.predictors),
             classifier_macs=count * self.classifier_macs,
