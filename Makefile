@@ -24,7 +24,7 @@ test: $(STAMP)  ## What CI runs: the checks of the source, the site, and the qui
 	@$(MAKE) --no-print-directory -j 2 lint types imports docs
 	@$(MAKE) --no-print-directory unit
 
-test-all: lint types imports docs  ## The same with every test and every value: trainings, searches, recipes, how-tos, sweeps
+test-all: lint types imports docs  ## The same with every test and every value: trainings, searches, recipes, how-tos
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --all
 
 # Beside `make test`, which runs on the newest versions: the suite takes too long for CI to run it twice.

@@ -42,16 +42,14 @@ print(f"the patches of an image share {representatives[0].unique().numel()} toke
 # ## The error of the features
 
 # %%
-checks = rx.checks.parse_checks("features,patch_probe")
-evidence = rx.verify(small, model, splits.test, [rx.checks.all_checks()[each.name](**each.knobs) for each in checks])
+evidence = rx.verify(small, model, splits.test, [rx.checks.Features()])
 for finding in evidence.findings:
     print(f"{finding.claim}: {finding.value:.3g} {finding.unit}".rstrip())
 
 # %% [markdown]
-# `patch_probe` trains a linear classifier of patches on the original's features, and compares its accuracy on the
-# features of both models, on mosaics of four images. `attnrx verify small --reference MODEL --data DATA --checks
-# features,patch_probe` does the same. For a model that returns embeddings, `retrieval` adds the share of the nearest
-# neighbours that it keeps.
+# `attnrx verify small --reference MODEL --data DATA --checks features` does the same. For a model that returns
+# embeddings, `retrieval` adds the share of the nearest neighbours that it keeps. What a classifier of patches loses is
+# measured by `benchmarks/patch_probe.py`.
 #
 # ## What can go wrong
 #

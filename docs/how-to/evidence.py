@@ -91,8 +91,7 @@ for finding in rx.verify(slim, model, splits.test, [controls], prescription=pres
 #
 # - A change without an interval, or on images that were used for the selection. Diagnose and calibrate on training
 # images, verify on test images.
-# - One seed. Findings contain theirs, and `attnrx sweep` runs a command for several seeds, with means and intervals
-# over them.
+# - One seed. Findings contain theirs: run the command for several seeds, and compare the findings.
 # - Latency without conditions. The check times both models in turns, so other load slows both, and records the
 # hardware, the batch size and the threads. The rounds are divided between four new processes, over whose medians the
 # interval is a t interval: rounds beside each other are alike, and processes differ by more than rounds do. A file, or
@@ -122,5 +121,4 @@ print(f"{page}: {evidence.summary}")
 # attnrx verify slim --reference timm:vit_tiny_patch16_224 --data path/to/images \
 #     --diagnosis diagnosis.json --controls --out controls.json
 # attnrx report --evidence evidence.json --out report.html
-# attnrx diff evidence.json controls.json
 # ```

@@ -29,7 +29,6 @@ from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import AttnrxError
 from attnrx.support.storage import SEAL, file_sha256, read_json, sealed, write_json
-from attnrx_lab.sweeps import grid_jobs
 from support.edits import ABSENT, edited
 from support.pictures import encoded, rows, write_folder, write_parquet
 from support.time_limits import time_limit
@@ -48,7 +47,7 @@ def small_model() -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, its data, diagnosis and prescription of every map and of tokens, evidence, an export and a sweep."""
+    """A model, its data, diagnosis and prescription of every map and of tokens, evidence and an export."""
     root = tmp_path_factory.mktemp("inputs")
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
@@ -65,7 +64,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     findings = (Finding("accuracy", "change", -0.5, "points", limit=-1.0, outcome="holds", low=-0.9, high=0.1, n=100),)
     Evidence(findings, {"rule": {"type": "TopRank"}}).save(root / "evidence.json")
     write_export(root / "model.pt2")
-    (root / "sweep.toml").write_text('command = "costs {model}"\n[grid]\nmodel = ["svda:digits"]\n')
     os.mkfifo(root / "pipe")
     (root / "text.json").write_text("{}")
     (root / "deep.json").write_text("[" * 100_000)
@@ -114,7 +112,7 @@ def filled(words: str, root: Path, tmp_path: Path, value: str = "") -> list[str]
     """The words of a line, in which {name} is a file of the fixture, {out} a new one and {value} the bad input."""
     places = {name: str(root / name) for name in ("model", "data", "pipe")}
     places |= {path.stem: str(path) for path in root.glob("*.json") if path.stem != "model.pt2"}
-    places |= {"export": str(root / "model.pt2"), "sweep": str(root / "sweep.toml"), "out": str(tmp_path / "out")}
+    places |= {"export": str(root / "model.pt2"), "out": str(tmp_path / "out")}
     return [value if word == "{value}" else word.format(**places) for word in words.split()]
 
 
@@ -160,7 +158,6 @@ COMPLETE = {
     "costs": "svda:digits",
     "demo": "--out {out}",
     "diagnose": "{model} --data {data} --out {out}",
-    "diff": "{plain} {plain}",
     "export": "{model} --to program --out {out}.pt2",
     "plan": "{model} --target macs=0.5x --data {data} --out {out}",
     "prescribe": "{diagnosis} --rules total_rank:0.5 --out {out}.json",
@@ -170,7 +167,6 @@ COMPLETE = {
     "reproduce": "svda/table1 --out {out}",
     "shrink": "{model} --data {data} --macs 0.5 --out {out}",
     "elastic": "{model} --data {data} --macs 0.7,0.5 --out {out}",
-    "sweep": "run {sweep} --store {out}",
     "train": "{model} --data {data} --out {out}",
     "verify": "{model} --reference {model} --data {data} --out {out}.json",
 }
@@ -198,9 +194,9 @@ def test_an_empty_text_is_refused(files: Path, tmp_path: Path, command: str, opt
 
 
 @pytest.mark.parametrize("text", ["a\0b", "\udcff", " "])
-@pytest.mark.parametrize("command", ["costs", "train", "sweep"])
+@pytest.mark.parametrize("command", ["costs", "train"])
 def test_texts_that_are_no_names_are_refused(files: Path, tmp_path: Path, command: str, text: str) -> None:
-    option = {"costs": "--tokens", "train": "--data", "sweep": "--store"}[command]
+    option = {"costs": "--tokens", "train": "--data"}[command]
     refused([command, *filled(COMPLETE[command], files, tmp_path), option, text], option)
 
 
@@ -420,13 +416,10 @@ def test_a_bad_text_is_refused(files: Path, tmp_path: Path, words: str, value: s
 
 
 LINES = (
-    "", "nothing", "train", "costs svda:digits --nothing", "diff {plain}", "diff {plain} {diagnosis}",
-    "diff {pipe} {pipe}",
-    "diff /nowhere {plain}", "diff {model} {model}", "diff {text} {text}", "diff {deep} {deep}",
-    "diff {deeper} {deeper}",
+    "", "nothing", "train", "costs svda:digits --nothing",
     "prescribe {deeper} --rules total_rank:0.5 --out {out}.json",
-    "realize {model} --prescription {deeper} --out {out}", "sweep run {deeper} --store {out}",
-    "diff {diagnosis} {diagnosis} --reading nothing", "realize {model} --prescription {plain} --out {model}",
+    "realize {model} --prescription {deeper} --out {out}",
+    "realize {model} --prescription {plain} --out {model}",
     "realize svda:digits --prescription {plain} --out {out}", "realize {model} --prescription {pipe} --out {out}",
     "realize {model} --prescription /dev/null --out {out}", "realize {model} --prescription {model} --out {out}",
     "realize {model} --prescription {diagnosis} --out {out}",
@@ -476,7 +469,7 @@ LINES = (
     "train {model} --data {data} --out {out} --learning-rate -1",
     "train {model} --data {data} --out {out} --learning-rate 0",
     "train {model} --data {data} --out {out} --ema 1", "train {model} --data {data} --out {out} --warmup-epochs 99",
-    "train {model} --data {data} --out {out} --layer-decay 2", "train {model} --data {data} --out {out} --joining 1",
+    "train {model} --data {data} --out {out} --layer-decay 2",
     "train {model} --data {data} --out {out} --frozen nothing", "train {model} --data {data} --out {out} --no-task",
     "train {model} --data {data} --out {out} --teacher {model}",
     "train {model} --data {data} --out {out} --gradient-clip -1",
@@ -486,12 +479,6 @@ LINES = (
     "plan {model} --data {data} --out {out} --target macs=0.5x --spend latency",
     "plan {model} --data {data} --out {out} --target macs=0.5x --diagnosis {plain}",
     "plan svda:digits --data {data} --out {out} --target macs=0.5x --diagnosis {diagnosis}",
-    "sweep status", "sweep status /nowhere", "sweep status {pipe}", "sweep status {plain}",
-    "sweep results {model}",
-    "sweep run {sweep}", "sweep run {pipe} --store {out}", "sweep run {plain} --store {out}",
-    "sweep run {deep} --store {out}", "sweep run {sweep} --store {pipe}",
-    "sweep run {sweep} --store {out} --workers 0",
-    "sweep run --store {out}", "sweep run {sweep} --store {plain}",
     "push /nowhere owner/name", "push {data} owner/name", "demo --data /nowhere --out {out}",
     "demo --data {pipe} --out {out}",
 )  # fmt: skip
@@ -503,27 +490,6 @@ def test_a_line_that_makes_no_sense_is_refused(files: Path, tmp_path: Path, word
         assert main([]) == 2
         return
     check(words, files, tmp_path)
-
-
-@pytest.mark.parametrize("command", ["costs 'svda:digits", 'costs "', "", "costs {nothing}", "costs {model", "nothing"])
-def test_a_command_of_a_sweep_that_cannot_be_cut_into_words_is_refused(tmp_path: Path, command: str) -> None:
-    (tmp_path / "grid.toml").write_text(f"command = {json.dumps(command)}\n[grid]\nmodel = ['svda:digits']\n")
-    refused(["sweep", "run", str(tmp_path / "grid.toml"), "--store", str(tmp_path / "s")])
-    assert not list(tmp_path.glob("s*"))
-
-
-GRIDS = (
-    "[]", "", "3", "command = 5", "command = []", "command = 'costs'\ngrid = 3", "command = 'costs'\nmore = 1",
-    "command = 'costs {a}'\ngrid.a = []", "command = 'costs {a}'\ngrid.a = 3", "command = 'costs {a}'\ngrid.a = [{}]",
-    "command = 'costs {a}'", "command = \"costs '{a}\"\ngrid.a = [1]", "command = 'costs {a}'\ngrid.a = [[]]",
-    "command = 'costs {a} {b} {c}'\n" + "".join(f"grid.{name} = {list(range(1000))}\n" for name in "abc"),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=range(len(GRIDS)))
-def test_a_sweep_file_that_is_none_is_refused(tmp_path: Path, grid: str) -> None:
-    (tmp_path / "grid.toml").write_text(grid)
-    refused(["sweep", "run", str(tmp_path / "grid.toml"), "--store", str(tmp_path / "s")])
 
 
 # Files that were edited ------------------------------------------------------------------------------------------
@@ -870,7 +836,6 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "search without variations": (lambda: PlanSettings(variations=0), "variations=0"),
     "storage in no folder": (lambda: PlanSettings(storage="missing/a.db"), "the folder of the file does not exist"),
     "storage of no database": (lambda: stored_trials(__file__, "name", 3), "is not readable JSON"),
-    "sweep": (lambda: grid_jobs("costs 'a", {}), "cannot be cut into words"),
 }  # fmt: skip
 
 

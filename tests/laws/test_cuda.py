@@ -222,7 +222,7 @@ def test_compiled_merging_gives_what_the_model_gives(precision: str) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_recorded_training_steps_equal_ordinary_ones(compiled: bool, tmp_path: Path) -> None:
     """In float64, where rounding cannot hide a batch, a rate or a step that a replay takes from the recording."""
-    settings: dict = {"ema": None, "losses": (Task(0.1),), "epochs": 4, "joining": 0.5}
+    settings: dict = {"ema": None, "losses": (Task(0.1),), "epochs": 4}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*could not be recorded")
         recorded = run(tmp_path / "recorded", **settings, compile=compiled, cuda_graph=True)

@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import attnrx as rx
 from attnrx.change.exporting import PatchFeatures, export
-from attnrx.show.checks import PatchProbe
-from attnrx.show.checks.dense import patch_accuracy, quadrant_labels, ridge_probe
 from attnrx.show.checks.retrieval import neighbours_kept, zero_shot
-from attnrx.support.errors import DataError, InvalidInput, NotSupported
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.vit.models import attach_tokens_, family_of, recording_tokens, reduction_of
 from attnrx.vit.outputs import nearest_neighbours
 from attnrx.vit.tokens import TokenPolicy, ToMe
@@ -233,35 +230,6 @@ def test_attnrx_models_have_restored_features(name: str) -> None:
     assert full.shape == small.shape == (3, layout.patches, full.shape[2])
     torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
     assert not torch.allclose(small, full, rtol=1e-3)
-
-
-def test_the_labels_of_a_mosaic_are_the_classes_of_its_quadrants() -> None:
-    classes = torch.tensor([[4, 5, 6, 7]])
-    assert quadrant_labels(classes, 4, 1.0).tolist() == [[4, 5, 6, 7]]
-    assert quadrant_labels(classes, 9, 1.0).tolist() == [[4, -1, 5, -1, -1, -1, 6, -1, 7]]
-    assert quadrant_labels(classes, 8, 0.5).tolist() == [[4, 4, 5, 5, 6, 6, 7, 7]]
-
-
-@torch.no_grad()
-def test_the_order_of_the_images_does_not_change_what_a_probe_knows() -> None:
-    """Images sorted by class, as in folders, whose halves would have no class in common."""
-    model = original("dense")
-    config = cases.CONFIGS["dense"]
-    patterns, labels = cases.images(config, 3), torch.arange(3).repeat_interleave(12)
-    images = patterns[labels] + 0.05 * cases.images(config, 36, seed=1)
-    for order in (torch.arange(36), torch.randperm(36, generator=torch.Generator().manual_seed(0))):
-        found = rx.verify(model, model, (images[order], labels[order]), (PatchProbe(),)).findings
-        assert found[0].details["quantity"] == "patch accuracy" and found[0].value > 90
-    with pytest.raises(DataError, match="half of every class"):
-        rx.verify(model, model, (images[::12], labels[::12]), (PatchProbe(),))
-
-
-def test_a_probe_separates_what_a_line_separates() -> None:
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(3, (20, 4), generator=generator)
-    table = torch.nn.functional.one_hot(labels, 3) + 0.1 * torch.randn(20, 4, 3, generator=generator)
-    probe = ridge_probe(table.double(), labels, 3, 0.01)
-    assert torch.equal(patch_accuracy(probe, table.double(), labels), torch.ones(20, dtype=torch.float64))
 
 
 def test_neighbours_and_zero_shot_classes_of_equal_embeddings_are_kept() -> None:

@@ -19,7 +19,7 @@ from attnrx.data.model_data import images_for
 from attnrx.decide.planning.planner import expected_of
 from attnrx.decide.planning.reference_outputs import Answers
 from attnrx.nouns.evidence import Evidence
-from attnrx.show.checks import Accuracy, Calibration, Controls, Fidelity, PatchProbe, Promises, Retrieval, Shift
+from attnrx.show.checks import Accuracy, Calibration, Controls, Fidelity, Promises, Retrieval, Shift
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.vit.outputs import KINDS, output_kind_of
 
@@ -206,7 +206,6 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("numbers", lambda: Retrieval()),
     ("labels", lambda: Calibration()),
     ("labels", lambda: Shift((0,))),
-    ("labels", lambda: PatchProbe()),
     ("numbers", lambda: Accuracy()),
     ("numbers", lambda: Shift((0,))),
     ("numbers", lambda: Controls({}, lambda _: nn.Identity())),
@@ -235,8 +234,6 @@ def test_checks_that_mean_nothing_on_the_data_are_refused() -> None:
     one = torch.cat([IMAGES[classes == classes[0]][:1], IMAGES[classes != classes[0]]])
     with pytest.raises(InvalidInput, match="at least 2 of each"):
         rx.verify(candidate, model, one, [Shift((int(classes[0]),))])
-    with pytest.raises(DataError, match="at least two classes"):
-        rx.verify(candidate, model, (IMAGES, torch.ones(48, dtype=torch.long)), [PatchProbe()])
     with pytest.raises(InvalidInput, match="at least two"):
         Retrieval(text_embeddings=torch.ones(1, 6))
 

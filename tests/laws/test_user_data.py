@@ -156,7 +156,7 @@ def test_a_single_image_without_a_label_is_refused() -> None:
     labels: list[int | None] = LABELS.tolist()
     labels[5] = None
     mixed = Items(lambda row: (IMAGES[row], labels[row]))
-    for check in (rx.checks.Accuracy(), rx.checks.Calibration(), rx.checks.PatchProbe()):
+    for check in (rx.checks.Accuracy(), rx.checks.Calibration()):
         with pytest.raises(DataError, match="1 of 13 images have no label"):
             rx.verify(slim, vit, mixed, checks=(check,))
     with pytest.raises(DataError, match="have no label"):

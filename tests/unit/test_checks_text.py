@@ -96,7 +96,6 @@ def test_what_is_only_on_request_is_not_standard() -> None:
     assert {name for name, check in all_checks().items() if check.on_request} == {
         "controls",
         "features",
-        "patch_probe",
         "promises",
         "retrieval",
         "shift",

@@ -11,8 +11,6 @@ import pytest
 from attnrx.support import child_processes
 from attnrx.support.subprocess_runner import run_in_subprocess
 from attnrx.vit.kernels import compilation
-from attnrx_lab.sweeps import SweepStore, grid_jobs, run_jobs
-from support.sweep_work import work
 
 SOURCES = Path(child_processes.__file__).parents[2]
 NAMES = ("torch", "numpy", "json", "pickle", "sitecustomize", "usercustomize", "attnrx", "timm", "encodings")
@@ -59,18 +57,6 @@ def test_a_call_in_another_process_imports_nothing_from_the_current_folder(
     path = run_in_subprocess(eval, "[*__import__('sys').path, __import__('os').getcwd()]")
     assert path.pop() == str(Path.cwd()), "relative paths of files are those of this process"
     assert all(Path(entry).is_absolute() and not Path(entry).is_relative_to(Path.cwd()) for entry in path)
-    assert not ran(planted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_a_job_of_a_sweep_imports_nothing_from_the_current_folder(
-    way: str, planted: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    store, jobs = SweepStore(tmp_path / "results"), grid_jobs(f"quick {{seed}} {tmp_path}", {"seed": [1]})
-    store.add(jobs)
-    search(monkeypatch, way)
-    assert run_jobs(store, jobs, work, 1, 1, lambda _: None)["done"] == 1
     assert not ran(planted)
 
 

@@ -132,23 +132,6 @@ def test_methods_are_timed_beside_the_shipped_model(chain: SimpleNamespace) -> N
     assert refused.code != 0 and "argument --batches: 'many' is not a whole number" in refused.err
 
 
-def test_diff_compares_files_of_one_kind(chain: SimpleNamespace) -> None:
-    after = chain.root / "slim-diagnosis.json"
-    record("diagnose", chain.slim, "--data", chain.data, "--out", after)
-    changes = record("diff", chain.diagnosis, after)["changes"]
-    assert {change["difference"] for change in changes if change["reading"] == "rank"} == {-10}
-    assert record("diff", chain.diagnosis, chain.diagnosis)["same"]
-    other = chain.root / "other.json"
-    record("prescribe", chain.diagnosis, "--rules", "top_rank:7", "--out", other)
-    different = record("diff", chain.rx, other)
-    assert not different["same"]
-    assert {tuple(head["ranks"]) for head in different["heads"]} == {(6, 7)}
-    evidence = chain.slim / "evidence.json"
-    assert "0 of" in call("diff", evidence, evidence).out
-    refused = call("diff", chain.rx, chain.diagnosis)
-    assert refused.code == 2 and "same kind" in refused.err
-
-
 def test_verify_says_by_its_exit_code_whether_the_claims_hold(chain: SimpleNamespace) -> None:
     # Twelve images cannot show that no accuracy is lost, whatever the candidate; a drop of 100 points is no claim.
     words = ("verify", chain.slim, "--reference", chain.run, "--data", chain.data, "--checks", "accuracy")
@@ -200,7 +183,7 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
     out = chain.root / "taught"
     words = ("--data", chain.data, "--out", out, "--epochs", 2, "--batch-size", 8, "--accumulate", 2, "--seed", 1)
     taught = ("--teacher", chain.run, "--no-task", "--losses", "distillation:weight=1", "feature_distillation:last=1")
-    more = ("--frozen", "patches", "--layer-decay", 0.9, "--joining", 0.5, "--mixup", 0.8, "--ema", 0.9)
+    more = ("--frozen", "patches", "--layer-decay", 0.9, "--mixup", 0.8, "--ema", 0.9)
     made = record("train", chain.slim, *words, *taught, *more, "--learning-rate", 1e-4, "--min-learning-rate", 1e-6)
     assert made["steps"] > 0
     identity = json.loads((out / "training.json").read_text())["identity"]

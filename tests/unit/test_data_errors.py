@@ -7,7 +7,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 
 import attnrx as rx
 from attnrx.data import Columns, ImageSet, load_data
@@ -16,11 +15,8 @@ from attnrx.support.errors import DataError, InvalidInput
 from support.command_line import call, record
 from support.pictures import (
     CLASSES,
-    assert_labels_belong,
     encoded,
-    everything,
     rows,
-    sizes,
     write_folder,
     write_parquet,
 )
@@ -41,23 +37,6 @@ def test_an_unknown_name_lists_the_nearest() -> None:
         load_data(Path("digits"))
 
 
-@pytest.mark.slow
-def test_corrupt_images_are_named_or_skipped_and_counted(tmp_path: Path) -> None:
-    content = rows(60)
-    for row in (13, 25):
-        content[row]["image"]["bytes"] = content[row]["image"]["bytes"][:40]
-    path = write_parquet(tmp_path / "pets.parquet", content)
-    with pytest.raises(DataError, match=r"pets.parquet, row 13 \(train/dog/0013.png\).*on_corrupt='skip'"):
-        load_data(path)
-    splits = load_data(path, on_corrupt="skip")
-    assert sum(sizes(splits)) == 58
-    assert any("2 corrupt images were skipped" in note and "row 13" in note for note in splits.notes)
-    assert_labels_belong(splits)
-    seen = torch.cat([everything(splits, split)[2] for split in ("train", "validation", "test")])
-    assert set(range(60)) - set(seen.tolist()) == {13, 25}
-    assert load_data(path, on_corrupt="skip").notes == splits.notes
-
-
 def test_a_corrupt_file_of_a_folder_is_named(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "pets", {"train": 10, "test": 2})
     (root / "train" / "dog" / "004.png").write_bytes(b"")
@@ -70,7 +49,7 @@ def test_a_row_is_named_within_its_file(tmp_path: Path) -> None:
     content[4]["image"]["bytes"] = b"broken"
     write_parquet(tmp_path / "train-0.parquet", rows(30))
     write_parquet(tmp_path / "train-1.parquet", content)
-    with pytest.raises(DataError, match=r"train-1.parquet, row 4 \("):
+    with pytest.raises(DataError, match=r"train-1.parquet, row 4 \(.*Repair or remove it"):
         load_data(tmp_path)
 
 

@@ -90,15 +90,6 @@ def test_a_dataset_keeps_its_own_geometry_for_models_of_attnrx_and_gets_their_si
     assert torch.equal(batch.labels, before.labels) and torch.equal(batch.index, before.index)
 
 
-def test_corrupt_images_that_were_skipped_stay_skipped(tmp_path: Path) -> None:
-    root = stored(tmp_path, "folder", pictures((40, 66), "RGB"))
-    next((root / "train" / CLASSES[0]).iterdir()).write_bytes(b"no image")
-    splits = load_data(root, on_corrupt="skip")
-    adapted = rx.adapt_preprocessing(splits, rx.load(timm_model((24, 40))))
-    assert len(adapted.train) + len(adapted.validation) == len(splits.train) + len(splits.validation) == 8
-    assert torch.equal(next(iter(adapted.train.batches(8))).labels, next(iter(splits.train.batches(8))).labels)
-
-
 def test_pil_items_are_turned_upright_and_keep_16_bits() -> None:
     model = rx.load(timm_model((32, 32)))
     content, upper = odd_pictures.deep()

@@ -118,8 +118,6 @@ def test_a_picture_of_225_megapixels_is_refused_by_its_name(tmp_path: Path) -> N
     (root / "train" / "dog" / "001.png").write_bytes(bomb())
     with pytest.raises(DataError, match=r"dog/001\.png.*225000000 pixels"):
         load_data(root)
-    splits = load_data(root, on_corrupt="skip")
-    assert len(splits.train) + len(splits.validation) == 11
 
 
 @pytest.mark.parametrize("name", ["x" * 300, f"{'x' * 300}.parquet", "a\0b", f"dir/{'y' * 5000}"])

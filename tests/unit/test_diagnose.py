@@ -1,6 +1,5 @@
 """The verb `diagnose`, over every model of the case table, and the comparison of two diagnoses."""
 
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
-from attnrx.decide.diagnostics import Geometry, PerturbationResponse, Redundancy, SpectralShape, compare_diagnoses
+from attnrx.decide.diagnostics import Geometry, PerturbationResponse, Redundancy, SpectralShape
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import VisionTransformer, family_of, model_fingerprint
@@ -143,22 +142,3 @@ def test_an_overflowing_layer_is_named() -> None:
         family_of(vit).attention(vit)[1].value.weight.fill_(3e38)
     with pytest.raises(InvalidInput, match="layer 1 computed"):
         diagnose(vit, data(CONFIGS["svda"]))
-
-
-def test_compare_matches_heads_of_the_original_model() -> None:
-    vit, images = model(CONFIGS["svda"]), data(CONFIGS["svda"])
-    before = diagnose(vit, images)
-    assert all(change.difference == 0 for change in compare_diagnoses(before, before))
-    slim = realize(vit, prescription(vit, PATTERNS["head-removed"]), by="compress")
-    changes = compare_diagnoses(before, diagnose(slim, images))
-    assert len(changes) == 2 * 3 * (len(PER_HEAD) + 1)
-    assert asdict(changes[0]) == {"layer": 0, "head": 0, "reading": "rank", "before": 4.0, "after": None}
-    assert all((change.after is None) == (change.head == 0) for change in changes)
-    rank = next(change for change in changes if (change.head, change.reading) == (1, "rank"))
-    assert (rank.before, rank.after, rank.difference) == (4.0, 3.0, -1.0)
-
-
-def test_models_of_other_depth_cannot_be_compared() -> None:
-    found = diagnose(model(CONFIGS["svda"]), data(CONFIGS["svda"]))
-    with pytest.raises(InvalidInput, match="2 layers, the second 1"):
-        compare_diagnoses(found, replace(found, layers=found.layers[:1]))

@@ -21,7 +21,6 @@ from attnrx.support.tables import (
 )
 from attnrx_lab.comparison import page_content
 from attnrx_lab.comparison.record import MethodComparison, MethodTrial
-from attnrx_lab.sweeps import COLUMNS
 from support import report_content
 
 HOSTILE = [
@@ -72,7 +71,7 @@ def test_no_cell_of_a_csv_file_is_a_formula(name: str) -> None:
     tables = [
         evidence(name).to_csv(),
         comparison(name).to_csv(),
-        csv_text([name, *COLUMNS], [[name, *[None] * len(COLUMNS)]]),
+        csv_text([name, "value"], [[name, None]]),
     ]
     for text in tables:
         text.encode()

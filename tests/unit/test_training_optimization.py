@@ -1,7 +1,6 @@
 """The optimizer's groups, the learning rate, and the mean of the weights."""
 
 import math
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -134,21 +133,6 @@ def test_the_rate_falls_from_block_to_block_towards_the_image() -> None:
 
 
 AFTER = ("norm", "classifier")
-
-
-def test_blocks_join_one_after_another_the_last_first() -> None:
-    vit = model(CONFIGS["dense"])
-    optimizer = build_optimizer(vit, TrainingConfig(joining=0.6))
-
-    def learning(progress: float) -> set[str]:
-        set_learning_rate(optimizer, 1.0, progress)
-        active = {id(p) for group in optimizer.param_groups if group["lr"] > 0 for p in group["params"]}
-        return {name for name, parameter in vit.named_parameters() if id(parameter) in active}
-
-    assert {name.partition(".")[0] for name in learning(0.0)} == set(AFTER)
-    seen = [learning(progress / 20) for progress in range(20)]
-    assert all(before <= after for before, after in pairwise(seen))
-    assert learning(0.59) < learning(0.61) == {name for name, _ in vit.named_parameters()}
 
 
 def test_frozen_parameters_stay_and_the_rest_moves(tmp_path: Path) -> None:

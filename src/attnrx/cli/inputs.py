@@ -47,7 +47,7 @@ def _columns(arguments: Namespace) -> "rx.data.Columns | None":
 
 
 def load_splits(arguments: Namespace, **shape: Any) -> "rx.data.Splits":
-    return rx.load_data(arguments.data, on_corrupt=arguments.on_corrupt, columns=_columns(arguments), **shape)
+    return rx.load_data(arguments.data, columns=_columns(arguments), **shape)
 
 
 def splits_argument(model: "nn.Module", arguments: Namespace, distinct: bool = False) -> "rx.data.Splits":

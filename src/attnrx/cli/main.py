@@ -29,8 +29,7 @@ Results go to stdout and to files, progress and errors to stderr. With --json ev
 
 exit codes:
   0    done, and no claim that was checked fails (each holds, or is undecided and reported as such)
-  1    done, and a claim (verify, demo), the target (shrink) or a job (sweep) fails, or a number contradicts the paper's
-       (reproduce)
+  1    done, and a claim (verify, demo) or the target (shrink) fails, or a number contradicts the paper's (reproduce)
   2    wrong usage or input: what was requested, what was found and what to do is on stderr
   3    a dataset that is missing, unreadable or invalid
   70   a bug of attnrx, with its traceback

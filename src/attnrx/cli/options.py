@@ -244,7 +244,6 @@ def add_data(parser: argparse.ArgumentParser, purpose: str, *, required: bool = 
     group = parser.add_argument_group("data")
     kinds = "a known name (digits, cifar10 ...), hf:owner/name, or a path to parquet or a folder of images"
     option(group, "--data", "NAME", f"{purpose}: {kinds}", required=required)
-    option(group, "--on-corrupt", ("raise", "skip"), "what to do with a corrupt image", "raise")
     option(group, "--image-column", "COLUMN", "the column that holds the images, in tables")
     option(group, "--label-column", "COLUMN", "the column that holds the labels, in tables")
     mapped = "JSON with the model's class number of every class of the data, by name (ImageNet subsets need none)"

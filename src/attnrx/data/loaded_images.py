@@ -4,16 +4,16 @@ model where they do not fit in memory or their augmentation crops whole pictures
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from attnrx.data.images import Batch, ImageSet, Pass, RowImages
-from attnrx.data.pixels import Augmentation, CorruptImages, Draws, random_window, threads
+from attnrx.data.pixels import Augmentation, Draws, random_window, threads
 from attnrx.data.splits import StoredImages
 from attnrx.support.display import Displayed
-from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.errors import InvalidInput
 from attnrx.support.preprocessing import ImageGeometry, Normalization, without_waiting
 from attnrx.support.shapes import Int, Tensor, UInt8
 
@@ -111,20 +111,11 @@ def from_tensors(
 
 @dataclass(frozen=True, eq=False)
 class StreamedImages(RowImages):
-    """Some rows of encoded images, which are decoded batch by batch in threads, ahead of the model.
-
-    Every split has its own list of `corrupt` images.
-    """
+    """Some rows of encoded images, which are decoded batch by batch in threads, ahead of the model."""
 
     store: StoredImages
     geometry: ImageGeometry
     normalization: Normalization
-    corrupt: CorruptImages = field(default_factory=CorruptImages)
-
-    @property
-    def skipped(self) -> tuple[str, ...]:
-        """Messages of the images that could not be decoded so far."""
-        return tuple(self.corrupt.found)
 
     def renormalized(self, normalization: Normalization) -> "StreamedImages":
         return replace(self, normalization=normalization)
@@ -164,25 +155,8 @@ class StreamedImages(RowImages):
         return random_window(pixels, augmentation.box(height, width, window), self.geometry.size)
 
     def _collected(self, rows: Int[Tensor, "batch"], draws: Draws | None, tasks: list[Future], order: Pass) -> Batch:
-        """Returns a batch of those images that can be decoded; others are skipped or raised."""
-        pixels, positions = [], []
-        for position, task in enumerate(tasks):
-            try:
-                pixels.append(task.result())
-                positions.append(position)
-            except DataError as error:
-                self.corrupt.report(error)
-        if not pixels:
-            raise DataError(
-                f"none of the {len(tasks)} images of a batch can be decoded; the first: "
-                # The last messages are those of this batch, one for each of its images.
-                f"{self.corrupt.found[-len(tasks)]}"
-            )
-        images = torch.stack(pixels)
+        images = torch.stack([task.result() for task in tasks])
         if order.device.type == "cuda":
             images = images.pin_memory()  # without it the copy below waits for the GPU
-        images = images.to(order.device, non_blocking=True)
-        # Random numbers belong to positions, so a skipped image does not change those of the next ones.
-        draws = None if draws is None else draws.part(positions)
-        images, rows = order.finish(images, draws, self.normalization), rows[positions]
+        images = order.finish(images.to(order.device, non_blocking=True), draws, self.normalization)
         return Batch(images, self.store.labels[rows].to(order.device), self.store.sources[rows].to(order.device))

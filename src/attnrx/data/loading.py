@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 from attnrx.data.files import FolderReader
 from attnrx.data.images import ImageSet, evenly_spaced
@@ -20,8 +19,6 @@ from attnrx.data.locating import DatasetLocation, locate
 from attnrx.data.parquet import Columns
 from attnrx.data.pixels import (
     Augmentation,
-    CorruptImages,
-    Policy,
     decode_all,
     guess_geometry,
     padding_for,
@@ -34,10 +31,9 @@ from attnrx.data.splits import (
     StoredImages,
     assign,
     by_canonical_name,
-    check_labels,
 )
-from attnrx.support.arguments import PATH, RATE, SEED, SIDE, Kind, checked, each, either, instance, one_of, optional
-from attnrx.support.errors import CheckpointError, DataError, InvalidInput
+from attnrx.support.arguments import PATH, RATE, SEED, SIDE, Kind, checked, each, either, instance, optional
+from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.hardware import cache_folder
 from attnrx.support.preprocessing import ImageGeometry, Normalization
 from attnrx.support.storage import (
@@ -76,7 +72,6 @@ SIDES = each(SIDE, "(height, width)", least=1, most=2)
     name_or_path=Kind("the name of a dataset, a file or a folder", PATH.accepts),
     image_size=optional(either("the side of the model's input in pixels, or (height, width)", SIDE, SIDES)),
     geometry=optional(instance("an ImageGeometry", ImageGeometry)),
-    on_corrupt=one_of(*get_args(Policy)),
     validation_share=RATE,
     seed=SEED,
     columns=optional(instance("Columns, e.g. attnrx.data.Columns(image_column='image')", Columns)),
@@ -86,7 +81,6 @@ def load_data(
     *,
     image_size: int | tuple[int, int] | None = None,
     geometry: ImageGeometry | None = None,
-    on_corrupt: Policy = "raise",
     validation_share: float = 0.1,
     seed: int = 0,
     columns: Columns | None = None,
@@ -103,7 +97,6 @@ def load_data(
             folder of images, with JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images.
         image_size: The side of the input in pixels, or (height, width).
         geometry: How pictures become pixels, in full.
-        on_corrupt: "raise", or "skip" to leave out images that cannot be decoded.
         validation_share: The share of each class that is held out of train where there is no validation split.
         seed: Decides which images are held out; nothing else is random.
         columns: The names of the columns of a table.
@@ -118,7 +111,7 @@ def load_data(
         >>> len(splits.train), len(splits.validation), len(splits.test)
         (1295, 143, 359)
     """
-    loading = _Loading(locate(name_or_path, columns), image_size, geometry, on_corrupt, validation_share, seed)
+    loading = _Loading(locate(name_or_path, columns), image_size, geometry, validation_share, seed)
     return loading.read()
 
 
@@ -129,7 +122,6 @@ class _Loading:
     location: DatasetLocation
     image_size: int | tuple[int, int] | None
     geometry: ImageGeometry | None
-    on_corrupt: Policy
     validation_share: float
     seed: int
 
@@ -146,14 +138,11 @@ class _Loading:
         for split, (stored, rows) in parts.items():
             name, store = f"{self.location.name}/{split}", content.splits[stored]
             if isinstance(store, PixelStore):
-                store.decode_again = partial(self._decode_again, again, stored, store)
+                store.decode_again = partial(self._decode_again, again, stored)
                 sets[split] = MemoryImages(name, store, rows, scale)
             else:
-                # Every split lists its own corrupt images.
-                corrupt = CorruptImages(self.on_corrupt)
-                sets[split] = StreamedImages(name, store, rows, content.geometry, scale, corrupt)
-        is_streamed = any(isinstance(images, StreamedImages) for images in sets.values())
-        return self._splits(sets, replace(content, notes=(*content.notes, *notes)), is_streamed)
+                sets[split] = StreamedImages(name, store, rows, content.geometry, scale)
+        return self._splits(sets, replace(content, notes=(*content.notes, *notes)))
 
     def _content(self) -> Content:
         """Decodes a set of small images, or finds its decoded copy; others are opened only."""
@@ -161,7 +150,7 @@ class _Loading:
         # Photographs are streamed, so their files are not decoded beforehand.
         photos = card_geometry is not None and _are_photos(card_geometry)
         # The copy has the splits as they are stored: which rows are held out is decided afterwards, by share and seed.
-        reader, options = self.location.reader, (card_geometry, self.image_size, self.geometry, self.on_corrupt)
+        reader, options = self.location.reader, (card_geometry, self.image_size, self.geometry)
         # All options that change the content are part of the key, so a copy is never compared with them.
         key = None if photos else hashlib.sha256(repr((SCHEMA, reader.identity(), *options)).encode()).hexdigest()[:24]
         copy = None if key is None else cache_folder() / "decoded" / f"{key}.safetensors"
@@ -182,25 +171,12 @@ class _Loading:
         return decoded
 
     def _decode_again(
-        self,
-        again: dict[ImageGeometry, Content],
-        name: str,
-        like: PixelStore,
-        geometry: ImageGeometry,
+        self, again: dict[ImageGeometry, Content], name: str, geometry: ImageGeometry
     ) -> PixelStore | StoredImages:
         """Returns the images of a store with another geometry, at the same positions."""
         if geometry not in again:
             again[geometry] = replace(self, image_size=None, geometry=geometry)._content()
-        records = again[geometry].splits[name]
-        if isinstance(records, PixelStore):
-            return records
-        # The store may lack corrupt images.
-        _, labels, sources = like.on(CPU)
-        position_of = {source: position for position, source in enumerate(records.sources.tolist())}
-        positions = [position_of[source] for source in sources.tolist()]
-        return StoredImages(
-            labels, sources, lambda at: records.content(positions[at]), lambda at: records.where(positions[at])
-        )
+        return again[geometry].splits[name]
 
     def _dataset_geometry(self, pictures: Iterable[Picture]) -> ImageGeometry:
         """Returns the geometry of the catalogue, or guesses one from pictures; a requested size overrides its size."""
@@ -211,42 +187,23 @@ class _Loading:
             # Black borders (`pad`) fit one size only; at another one pictures are resized.
             fit = "photo" if _are_photos(card_geometry) else "fill"
             return ImageGeometry.of_size(self.image_size, card_geometry.channels, fit)
-        samples = []
-        # A corrupt image among the samples does not end a load that skips such images.
-        corrupt = CorruptImages(self.on_corrupt)
-        for picture in pictures:
-            try:
-                samples.append(picture())
-            except DataError as error:
-                corrupt.report(error)
-        if not samples:
-            raise DataError(
-                f"none of the {len(corrupt.found)} first images of {self.location.requested} can be decoded: "
-                f"{corrupt.found[0]}"
-            )
-        return guess_geometry(samples, self.image_size)
+        return guess_geometry([picture() for picture in pictures], self.image_size)
 
     def _decode(self, opened: Opened, geometry: ImageGeometry) -> Content:
-        splits, corrupt = {}, CorruptImages(self.on_corrupt)
-        # One object for all splits, so that the note counts the corrupt images of the whole dataset.
-        for name, records in opened.splits.items():
-            pixels, positions = decode_all(partial(records.fitted, geometry), len(records), geometry.shape, corrupt)
-            splits[name] = PixelStore(pixels, records.labels[positions], records.sources[positions])
-        notes = opened.notes
-        if corrupt.found:
-            notes = (*notes, f"{len(corrupt.found)} corrupt images were skipped; the first: {corrupt.found[0]}")
-            # once more, because a split or a class of train may have lost all its images
-            check_labels(
-                {name: store.labels for name, store in splits.items()}, opened.class_names, self.location.requested
+        splits = {
+            name: PixelStore(
+                decode_all(partial(stored.fitted, geometry), len(stored), geometry.shape), stored.labels, stored.sources
             )
-        return Content(splits, opened.class_names, geometry, notes)
+            for name, stored in opened.splits.items()
+        }
+        return Content(splits, opened.class_names, geometry, opened.notes)
 
     def _normalization(self, geometry: ImageGeometry) -> Normalization:
         card = self.location.card
         fits = card is not None and len(card.normalization.mean) == geometry.channels
         return card.normalization if card and fits else Normalization.half(geometry.channels)
 
-    def _splits(self, sets: Mapping[str, ImageSet], content: Content, is_streamed: bool) -> Splits:
+    def _splits(self, sets: Mapping[str, ImageSet], content: Content) -> Splits:
         location, geometry = self.location, content.geometry
         if not content.class_names:
             remedy = 'name their column (--label-column NAME, in Python columns=Columns(label_column="NAME"))'
@@ -260,8 +217,6 @@ class _Loading:
         if content.photos:
             augmentation = Augmentation(padding=0, area=(0.08, 1.0))  # as usual for ImageNet
         notes = (*location.notes, *content.notes)
-        if is_streamed and self.on_corrupt == "skip":
-            notes = (*notes, "corrupt images are skipped while streaming; each split lists them as `skipped`")
         return Splits(
             name=location.name,
             **{**missing, **sets},

@@ -5,19 +5,17 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 
 from attnrx.support.arguments import require_fields, whole
-from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.errors import InvalidInput
 from attnrx.support.optional import required_module
 from attnrx.support.pictures import open_picture, pixels_of
 from attnrx.support.preprocessing import ImageGeometry, without_waiting
 from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
 
-Policy = Literal["raise", "skip"]
 Box = tuple[int, int, int, int]  # top, left, height, width
 
 CHUNK = 256  # images per task, so that scheduling costs little compared with decoding
@@ -30,26 +28,6 @@ def threads() -> int:
     """Returns how many images are decoded at once: decoding releases the GIL, so one thread per usable core."""
     # macOS and Windows have no sched_getaffinity; above 16 threads memory bandwidth is the limit.
     return max(1, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
-
-
-@dataclass
-class CorruptImages:
-    """The policy for images that cannot be decoded (`raise` or `skip`), and the messages of those found."""
-
-    policy: Policy = "raise"
-    found: list[str] = field(default_factory=list)
-
-    def report(self, error: DataError) -> None:
-        """Records the message of an image that cannot be decoded.
-
-        Raises:
-            DataError: The policy is "raise".
-        """
-        if self.policy == "raise":
-            raise DataError(
-                f"{error} Repair or remove it, or pass on_corrupt='skip' to leave such images out."
-            ) from error
-        self.found.append(str(error))
 
 
 def decode(
@@ -69,36 +47,24 @@ def decode(
 
 
 def decode_all(
-    picture: Callable[[int], UInt8[Tensor, "channels height width"]],
-    count: int,
-    shape: tuple[int, int, int],
-    corrupt: CorruptImages,
-) -> tuple[UInt8[Tensor, "kept channels height width"], list[int]]:
-    """Decodes `count` images into one tensor, several at once; returns it with the positions that could be decoded."""
+    picture: Callable[[int], UInt8[Tensor, "channels height width"]], count: int, shape: tuple[int, int, int]
+) -> UInt8[Tensor, "images channels height width"]:
+    """Decodes `count` images into one tensor, several at once."""
     # Filled in place by the threads: stacking decoded images would hold all of them twice.
     pixels = torch.empty(count, *shape, dtype=torch.uint8)
 
-    def work(first: int) -> dict[int, DataError]:
-        broken = {}
+    def work(first: int) -> None:
         for position in range(first, min(first + CHUNK, count)):
-            try:
-                pixels[position] = picture(position)
-            except DataError as error:
-                broken[position] = error
-        return broken
+            pixels[position] = picture(position)
 
-    broken: dict[int, DataError] = {}
     pool = ThreadPoolExecutor(threads())
     try:
         # In the order of submission, so that the first corrupt image is the same one in every run.
         for task in [pool.submit(work, first) for first in range(0, count, CHUNK)]:
-            for position, error in task.result().items():
-                corrupt.report(error)  # here and not in the threads, so that the messages are in order
-                broken[position] = error
+            task.result()
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C and the first corrupt image stop the rest
-    positions = [position for position in range(count) if position not in broken]
-    return (pixels[positions] if broken else pixels), positions
+    return pixels
 
 
 def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | tuple[int, int] | None) -> ImageGeometry:

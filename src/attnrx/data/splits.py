@@ -123,7 +123,7 @@ class StoredImages:
             return decode(self.content(position), channels, alpha)
         # OSError: the file was deleted or became unreadable after it was listed.
         except (ValueError, OSError) as error:
-            raise DataError(f"cannot decode the image {self.where(position)}: {error}.") from error
+            raise DataError(f"cannot decode the image {self.where(position)}: {error}. Repair or remove it.") from error
 
     def fitted(self, geometry: ImageGeometry, position: int) -> UInt8[Tensor, "channels height width"]:
         """Decodes one image and fits it as evaluation does, without randomness.

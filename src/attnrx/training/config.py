@@ -1,16 +1,13 @@
 """All settings of a training run, and the mixing of images that one of them turns on."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from attnrx.data import Augmentation, Batch
 from attnrx.support.arguments import (
-    BELOW_ONE,
     COUNT,
     FLAG,
     NOT_NEGATIVE,
@@ -25,10 +22,9 @@ from attnrx.support.arguments import (
     optional,
     require_fields,
 )
-from attnrx.support.dataclass_records import from_dict
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.training.losses import LOSSES, Loss, Task
+from attnrx.training.losses import Loss, Task
 
 PRECISIONS = ("bf16", "fp32")
 PARALLEL = ("ddp", "fsdp")
@@ -137,8 +133,6 @@ class TrainingConfig:
         frozen: Patterns of parameters that are not trained, with * for any text, e.g. 'source.patch_embed' or
             '*.mlp.*'.
         layer_decay: Factor on the learning rate for every block between a parameter and the logits.
-        joining: Share of the run over which blocks begin to train, from last to first (gradual unfreezing: Howard and
-            Ruder, 2018, arXiv 1801.06146); 0 for all at once.
         nonnegative_fusion: Keep the fusion of shared directions (CP SlimAtt) nonnegative, its columns of length one:
             S >= 0 in IrrAtt, Eq. 7.
         predictor_learning_rate: Factor on the learning rate of token predictors.
@@ -171,7 +165,6 @@ class TrainingConfig:
     mixing: Mixing | None = None
     frozen: tuple[str, ...] = ()
     layer_decay: float = 1.0
-    joining: float = 0.0
     nonnegative_fusion: bool = False
     predictor_learning_rate: float = 10.0
     temperatures: tuple[float, float] = (1.0, 1.0)
@@ -200,7 +193,6 @@ class TrainingConfig:
             mixing=optional(instance("a Mixing, e.g. attnrx.training.Mixing()", Mixing)),
             frozen=each(TEXT, "patterns of parameters, e.g. ('source.patch_embed',)"),
             layer_decay=SHARE,
-            joining=BELOW_ONE,
             **dict.fromkeys(("nonnegative_fusion", "compile", "cuda_graph"), FLAG),
             temperatures=each(POSITIVE, "two positive numbers, at the first step and at the last", 2, 2),
             precision=one_of(*PRECISIONS),
@@ -228,10 +220,6 @@ class TrainingConfig:
     @property
     def reads_labels(self) -> bool:
         return any(loss.reads_labels for loss in self.losses)
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> "TrainingConfig":
-        return from_dict(record, (cls, Augmentation, Mixing, *LOSSES))
 
     def _require(self, name: str, holds: object, what: str) -> None:
         if not holds:

@@ -67,12 +67,11 @@ class Schedule:
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
     """Returns AdamW with groups for matrices (with weight decay), biases and norms (without), and strengths.
 
-    With layer decay or gradual unfreezing every block has its own groups.
+    With layer decay every block has its own groups.
     """
     strengths = {id(strength) for strength in strengths_of(model)}  # by identity: tensors compare elementwise
-    # Without both one group per kind suffices, and the optimizer needs fewer kernels.
-    by_block = config.layer_decay != 1 or config.joining > 0
-    block_indices = parameter_blocks(model, family_of(model)) if by_block else {}
+    # Without it one group per kind suffices, and the optimizer needs fewer kernels.
+    block_indices = parameter_blocks(model, family_of(model)) if config.layer_decay != 1 else {}
     groups: dict[tuple[str, int], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -83,14 +82,13 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
     decay["strengths"] = config.strength_decay
     factor = {"strengths": config.strength_learning_rate}
     factor |= dict.fromkeys(("predictor matrices", "predictor vectors"), config.predictor_learning_rate)
-    # Counted from the logits: the last block has the full rate and begins first.
+    # Counted from the logits: the last block has the full rate.
     last = max(block_indices.values(), default=0)
     parameter_groups = [
         {
             "params": parameters,
             "weight_decay": decay.get(kind, 0.0),
             "factor": config.layer_decay ** (last - block) * factor.get(kind, 1.0),
-            "joins": config.joining * (last - block) / max(1, last),
         }
         for (kind, block), parameters in groups.items()
     ]
@@ -102,10 +100,10 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
     return optimizer
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, progress: float = 1.0) -> None:
-    """Sets the learning rate of every group, times the group's factor; 0 for groups that have not joined yet."""
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the learning rate of every group, times the group's factor."""
     for group in optimizer.param_groups:
-        value = rate * group["factor"] if progress >= group["joins"] else 0.0
+        value = rate * group["factor"]
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(value)
         else:

@@ -173,7 +173,7 @@ class Learner:
 
     @property
     def micro_size(self) -> int:
-        """The images of a micro-batch; not from the length of a batch, which may lack images that are corrupt."""
+        """The images of a micro-batch of this process."""
         return self.config.batch_size // (self.shard[1] * self.config.accumulate)
 
     @property
@@ -193,7 +193,7 @@ class Learner:
         """Runs one step with this process's share of the batch, in micro-batches."""
         # Of dropout and sampled tokens: other numbers in every process, since each has other images.
         torch.manual_seed(derived_seed(self.config.seed, STEP, step, self.shard[0]))
-        set_learning_rate(self.optimizer, self.schedule.rate(step), step / self.schedule.steps)
+        set_learning_rate(self.optimizer, self.schedule.rate(step))
         self._set_sampling(step)
         if self.recorded is not None:
             self.recorded(batch, step)

@@ -23,7 +23,6 @@ CORE = (
     "push",
     "report",
     "costs",
-    "diff",
 )
 
 

@@ -1,7 +1,6 @@
 """Diagnostics: readings of the spectra and intermediate results of attention layers."""
 
 from attnrx.decide.diagnostics.diagnostic import Diagnostic
-from attnrx.decide.diagnostics.difference import Change, compare_diagnoses
 from attnrx.decide.diagnostics.geometry import Geometry
 from attnrx.decide.diagnostics.moments import Moments
 from attnrx.decide.diagnostics.panel import Panel
@@ -21,7 +20,6 @@ DIAGNOSTICS: dict[str, type[Diagnostic]] = {
 
 __all__ = [
     "DIAGNOSTICS",
-    "Change",
     "Diagnostic",
     "Geometry",
     "MapWatch",
@@ -30,7 +28,6 @@ __all__ = [
     "PerturbationResponse",
     "Redundancy",
     "SpectralShape",
-    "compare_diagnoses",
     "hidden_diagnosis",
     "singular_directions",
     "suited_diagnostics",

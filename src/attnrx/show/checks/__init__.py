@@ -16,7 +16,7 @@ from attnrx.show.checks.check import Check, RequestedCheck, parse_checks_text, p
 from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.controls import Controls
 from attnrx.show.checks.costs import Costs
-from attnrx.show.checks.dense import Features, PatchProbe
+from attnrx.show.checks.dense import Features
 from attnrx.show.checks.fidelity import Fidelity
 from attnrx.show.checks.latency import Latency
 from attnrx.show.checks.promises import Promises
@@ -35,7 +35,6 @@ CHECKS: dict[str, type[Check]] = {
         Controls,
         Promises,
         Features,
-        PatchProbe,
         Retrieval,
         Shift,
     )
@@ -53,7 +52,6 @@ __all__ = [
     "Features",
     "Fidelity",
     "Latency",
-    "PatchProbe",
     "Predictions",
     "Promises",
     "RequestedCheck",

@@ -1,20 +1,16 @@
-"""Checks of the features of patches: their error, and the accuracy of a linear segmentation probe on them."""
+"""The check of the features of patches: their error, candidate against reference."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.nn.functional import interpolate, one_hot
 
-from attnrx.data import require_labelled
-from attnrx.data.images import rank_within_class
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
-from attnrx.show.checks.statistics import mean_change, mean_estimate, mean_share
-from attnrx.support.errors import DataError, NotSupported
-from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.show.checks.statistics import mean_estimate
+from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import evaluating, family_of
 
 PatchTable = Float[Tensor, "images patches features"]
@@ -52,150 +48,6 @@ class Features(Check):
         )
 
 
-@dataclass(frozen=True)
-class PatchProbe(Check):
-    """The change of accuracy of a linear segmentation probe on the features of patches, in points.
-
-    The images of the probe are mosaics of 2 x 2 images at half the size, and the label of a patch is the class of its
-    quadrant; patches across two quadrants have none. Of every class one half is for training, the other for the result.
-    The probe is a ridge regression on the classes, with the weight `ridge` relative to the mean eigenvalue. It is
-    trained on the features of the reference, and in addition on those of the candidate. The claim, for both probes, is
-    that the candidate loses at most `most_drop` points; changes are paired, intervals are over mosaics.
-    """
-
-    name: ClassVar[str] = "patch_probe"
-    on_request: ClassVar[bool] = True
-    needs: ClassVar[tuple[str, ...]] = ("labels", "classes", "layers")
-    ridge: float = 0.01
-    most_drop: float | None = 1.0
-
-    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        # Labels of images become labels of patches by mosaics: no dataset of segmentations is needed. A linear probe,
-        # so that the result depends on the features and not on a decoder that makes up for them.
-        train, test = mosaics_of(comparison)
-        models = {"reference": comparison.reference, "candidate": comparison.candidate}
-        with evaluating(models.values()):
-            tables = {
-                role: [
-                    torch.cat([patch_features(model, part).cpu() for part in mosaics.split(comparison.batch_size)])
-                    for mosaics, _ in (train, test)
-                ]
-                for role, model in models.items()
-            }
-        (height, width) = train[0].shape[-2:]
-        labels = [
-            quadrant_labels(quadrants, tables["reference"][0].shape[1], height / width)
-            for _, quadrants in (train, test)
-        ]
-        classes = 1 + int(max(patch_labels.max() for patch_labels in labels))
-        probes = {role: ridge_probe(table[0], labels[0], classes, self.ridge) for role, table in tables.items()}
-        base = patch_accuracy(probes["reference"], tables["reference"][1], labels[1])
-        # The probe of the reference shows whether features moved, that of the candidate whether they lost information.
-        retrained = patch_accuracy(probes["candidate"], tables["candidate"][1], labels[1])
-        same = patch_accuracy(probes["reference"], tables["candidate"][1], labels[1])
-        n, seed = len(base), comparison.seed
-        accuracy, claim = mean_share(base, seed).scaled(100.0), "accuracy of the segmentation probe, reference"
-        details: dict[str, Any] = {"model": "reference"}
-        findings = [self.finding("patch accuracy", claim, accuracy, "%", n=n, seed=seed, details=details)]
-        for probe, accuracies in (("the reference", same), ("the candidate", retrained)):
-            change, where = mean_change(accuracies - base, seed), f" of patches, by the probe trained on {probe}"
-            details, quantity = {"probe": probe, "train": len(train[0])}, "patch accuracy change"
-            findings.append(
-                self.change_of_accuracy(where, change, self.most_drop, n, quantity=quantity, seed=seed, details=details)
-            )
-        return tuple(findings)
-
-
 def patch_features(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> PatchTable:
     """Returns the features of all patches of a batch in float64, computed in the dtype of the model's weights."""
     return family_of(model).patch_features(model, images.to(next(model.parameters()).dtype)).double()
-
-
-Mosaics = tuple[Float[Tensor, "_ channels height width"], Int[Tensor, "_ 4"]]
-
-
-def mosaics_of(comparison: Comparison) -> tuple[Mosaics, Mosaics]:
-    """Returns mosaics with the classes of their quadrants, for training and for the result.
-
-    The images of every class are in turns in the first and in the second. Every image is in four mosaics, once in each
-    quadrant.
-
-    Raises:
-        DataError: The images have one class, or are too few for a mosaic.
-    """
-    batches = list(comparison.data.batches(comparison.batch_size, device=comparison.device))
-    images, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("images", "labels"))
-    require_labelled(labels)
-    if len(labels.unique()) < 2:
-        raise DataError(
-            f"patch_probe separates classes, and all {len(labels)} images have the label {int(labels[0])}: give images "
-            "of at least two classes."
-        )
-    # By class, because data are often sorted by it: a probe does not know a class that it was not trained on.
-    second = rank_within_class(labels.cpu(), torch.arange(len(labels))) % 2 == 1
-    if (tested := int(second.sum())) < 4:
-        raise DataError(
-            f"the probe is trained on one half of every class and tested on the other, which has {tested} of these "
-            f"{len(images)} images, and a mosaic takes four: give at least 8 images, two or more of a class."
-        )
-    generator = torch.Generator().manual_seed(comparison.seed)
-    # Area averages do not alias. A mosaic has the size of an image, so the model reads it as one.
-    small = interpolate(images, scale_factor=0.5, mode="area")
-    halves = []
-    # Halves of the images and not of the mosaics: no image is in both.
-    for part in ((~second).nonzero().flatten(), second.nonzero().flatten()):
-        # One permutation per quadrant, so an image has other neighbours in each.
-        orders = [part[torch.randperm(len(part), generator=generator)].to(labels.device) for _ in range(4)]
-        rows = [torch.cat([small[orders[row]], small[orders[row + 1]]], dim=-1) for row in (0, 2)]
-        halves.append((torch.cat(rows, dim=-2), torch.stack([labels[order] for order in orders], dim=1).cpu()))
-    return halves[0], halves[1]
-
-
-def quadrant_labels(classes: Int[Tensor, "mosaics 4"], patches: int, ratio: float) -> Int[Tensor, "mosaics patches"]:
-    """Returns the class of every patch, -1 for one across two quadrants; `ratio` is height over width.
-
-    Raises:
-        NotSupported: There are fewer than 2 x 2 patches.
-    """
-    # patches = rows * columns and rows / columns = height / width, as patches are square.
-    rows = round((patches * ratio) ** 0.5)
-    columns = patches // rows
-
-    def halves(count: int) -> Int[Tensor, " count"]:
-        index = torch.arange(count)
-        return torch.where(index < count // 2, 0, 1).masked_fill(2 * index + 1 == count, -1)
-
-    if min(rows, columns) < 2:
-        raise NotSupported(
-            f"patch_probe labels the patches of the quadrants of a mosaic, and this model has {rows} x {columns} "
-            "patches: it needs at least 2 x 2."
-        )
-    row, column = halves(rows)[:, None], halves(columns)[None]
-    quadrant = torch.where((row < 0) | (column < 0), -1, 2 * row + column).flatten()
-    return classes[:, quadrant.clamp(min=0)].masked_fill(quadrant < 0, -1)
-
-
-def ridge_probe(
-    table: PatchTable, labels: Int[Tensor, "images patches"], classes: int, ridge: float
-) -> Float[Tensor, "features_and_one classes"]:
-    """Returns the weights of a ridge regression on the classes; the last row is the bias."""
-    used = labels >= 0
-    rows, targets = _with_one(table[used]), one_hot(labels[used], classes).double()
-    gram = rows.T @ rows
-    penalty = ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
-    # The bias is not penalized.
-    penalty[-1, -1] = 0
-    return torch.linalg.solve(gram + penalty, rows.T @ targets)
-
-
-def patch_accuracy(
-    probe: Float[Tensor, "features_and_one classes"], table: PatchTable, labels: Int[Tensor, "images patches"]
-) -> Float[Tensor, "images"]:
-    """Returns the share of the labelled patches of every image that the probe classifies correctly."""
-    used = labels >= 0
-    correct = ((_with_one(table) @ probe).argmax(-1) == labels) & used
-    return correct.sum(1).double() / used.sum(1)
-
-
-def _with_one(table: Float[Tensor, "*rows features"]) -> Float[Tensor, "*rows features_and_one"]:
-    return torch.cat([table, torch.ones_like(table[..., :1])], dim=-1)
