@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 import attnrx as rx
 from attnrx.change.realization.repair import Repair
-from attnrx.data import FixedImages, Normalization, distinct_splits, fixed_images, from_tensors, loading, three_parts
+from attnrx.data import FixedImages, Normalization, distinct_splits, fixed_images, from_tensors, three_parts
 from attnrx.data.division import read_images
 from attnrx.data.fixed_images import ONE_DRAW, content_hashes
 from attnrx.data.model_data import images_for, splits_for
@@ -224,12 +224,8 @@ def test_every_pass_has_the_images_of_one_reading(form: str) -> None:
         assert repeated.fingerprint == data.fingerprint, "one seed gives one draw"
 
 
-@pytest.mark.parametrize("form", ["decoded", "encoded"])
-def test_commands_use_an_image_of_several_splits_once(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_use_an_image_of_several_splits_once(tmp_path: Path) -> None:
     """As `three_parts` does, without decoding: an image of the test is not calibrated on."""
-    monkeypatch.setattr(loading, "IN_MEMORY", 2**30 if form == "decoded" else 0)
     folder = write_folder(tmp_path, {"train": 6, "validation": 2, "test": 2})
     first = sorted((folder / "test").rglob("*.png"))[0]
     copied = sorted((folder / "train").rglob("*.png"))[0].parent / "copy.png"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attnrx.change.realization import realize
-from attnrx.data import MemoryImages
+from attnrx.data import LoadedImages
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.rules import TotalRank, UniformRank, prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis
@@ -25,14 +25,14 @@ RULES = {"qk": TotalRank(0.5), "vo": UniformRank(0.5), "fc1": UniformRank(0.5), 
 
 
 @pytest.fixture(params=[*CASES, "lvvit"])
-def case(request: pytest.FixtureRequest) -> tuple[nn.Module, MemoryImages, Diagnosis]:
+def case(request: pytest.FixtureRequest) -> tuple[nn.Module, LoadedImages, Diagnosis]:
     name = request.param
     model = copy.deepcopy(adopted_once(name)[2]) if name in CASES else cases.own(cases.OWN[name])
     images = images_for(model)
     return model, images, diagnose(model, images, batch_size=8)
 
 
-def test_all_directions_are_the_original(case: tuple[nn.Module, MemoryImages, Diagnosis]) -> None:
+def test_all_directions_are_the_original(case: tuple[nn.Module, LoadedImages, Diagnosis]) -> None:
     model, images, found = case
     for metric in ("weights", "mix"):
         if "qk" in found.layers[0].spectrum.fixed:
@@ -45,7 +45,7 @@ def test_all_directions_are_the_original(case: tuple[nn.Module, MemoryImages, Di
             torch.testing.assert_close(logits(realized, images), logits(model, images), rtol=1e-10, atol=1e-10)
 
 
-def test_mask_equals_compress(case: tuple[nn.Module, MemoryImages, Diagnosis]) -> None:
+def test_mask_equals_compress(case: tuple[nn.Module, LoadedImages, Diagnosis]) -> None:
     model, images, found = case
     family, requested = family_of(model), dict(RULES)
     # A mask needs a bias to put the mean of what is left out into.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnrx.change.realization import realize
-from attnrx.data import MemoryImages, Normalization, from_tensors
+from attnrx.data import LoadedImages, Normalization, from_tensors
 from attnrx.decide.rules import (
     ContributionEnergy,
     EffectiveRank,
@@ -209,7 +209,7 @@ def images(config: TransformerConfig, count: int = 5, seed: int = 1) -> torch.Te
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def pixels(config: ViTConfig, count: int, seed: int = 3) -> MemoryImages:
+def pixels(config: ViTConfig, count: int, seed: int = 3) -> LoadedImages:
     """Random pictures with random labels."""
     generator = torch.Generator().manual_seed(seed)
     shape = (count, config.channels, config.image_size, config.image_size)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from attnrx.data import MemoryImages, Normalization, Splits, from_tensors
+from attnrx.data import LoadedImages, Normalization, Splits, from_tensors
 from attnrx.vit.models import ViTConfig
 
 CLASSES = ("cat", "dog", "eel")
@@ -87,6 +87,13 @@ def everything(splits: Splits, split: str) -> tuple[torch.Tensor, torch.Tensor, 
     return pixels.round(), torch.cat([b.labels for b in batches]), torch.cat([b.index for b in batches])
 
 
+def read_all(splits: Splits) -> None:
+    """Decodes every image."""
+    for split in ("train", "validation", "test"):
+        for _ in getattr(splits, split).batches(64):
+            pass
+
+
 def sizes(splits: Splits) -> tuple[int, int, int]:
     return len(splits.train), len(splits.validation), len(splits.test)
 
@@ -100,7 +107,7 @@ def assert_labels_belong(splits: Splits) -> None:
 
 def speckles(
     config: ViTConfig, count: int = 7, normalization: Normalization | None = None, size: int | None = None
-) -> MemoryImages:
+) -> LoadedImages:
     """A split of random pixels of the size that a model of ours wants and on its scale, by default."""
     generator = torch.Generator().manual_seed(5)
     side = config.image_size if size is None else size

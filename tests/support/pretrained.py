@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.data import MemoryImages, Normalization, from_tensors
+from attnrx.data import LoadedImages, Normalization, from_tensors
 from attnrx.vit.models import family_of
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily
@@ -282,7 +282,7 @@ def inputs(model: nn.Module, count: int = 3) -> torch.Tensor:
     return torch.randn(count, *family_of(model).input_shape(model), generator=generator, dtype=torch.float64)
 
 
-def images_for(model: nn.Module, count: int = 8) -> MemoryImages:
+def images_for(model: nn.Module, count: int = 8) -> LoadedImages:
     """Random pictures of a model's size, always the same."""
     shape = family_of(model).input_shape(model)
     generator = torch.Generator().manual_seed(3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.data import MemoryImages, Normalization, from_tensors
+from attnrx.data import LoadedImages, Normalization, from_tensors
 from attnrx.show.checks import Comparison
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.vit.models import attach_tokens_, evaluating, family_of, load_model
@@ -18,7 +18,7 @@ from support import cases
 CONFIG = cases.CONFIGS["dense"]
 
 
-def bright(count: int, classes: int = 2, noise: int = 40, seed: int = 0) -> MemoryImages:
+def bright(count: int, classes: int = 2, noise: int = 40, seed: int = 0) -> LoadedImages:
     """Pictures whose class is how bright they are: any features that see brightness tell the classes apart."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % classes
@@ -29,7 +29,7 @@ def bright(count: int, classes: int = 2, noise: int = 40, seed: int = 0) -> Memo
 
 
 def comparison(
-    candidate: nn.Module | None = None, test: MemoryImages | None = None, batch_size: int = 256
+    candidate: nn.Module | None = None, test: LoadedImages | None = None, batch_size: int = 256
 ) -> Comparison:
     reference = cases.model(CONFIG)
     return Comparison(candidate or reference, reference, test or bright(40, seed=1), batch_size=batch_size)

@@ -16,6 +16,7 @@ from support.command_line import call, record
 from support.pictures import (
     CLASSES,
     encoded,
+    read_all,
     rows,
     write_folder,
     write_parquet,
@@ -24,7 +25,7 @@ from support.pictures import (
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoded copies go to a folder of the test."""
+    """Copies of tables go to a folder of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -41,7 +42,7 @@ def test_a_corrupt_file_of_a_folder_is_named(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "pets", {"train": 10, "test": 2})
     (root / "train" / "dog" / "004.png").write_bytes(b"")
     with pytest.raises(DataError, match=r"train/dog/004.png"):
-        load_data(root)
+        read_all(load_data(root))
 
 
 def test_a_row_is_named_within_its_file(tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ def test_a_row_is_named_within_its_file(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train-0.parquet", rows(30))
     write_parquet(tmp_path / "train-1.parquet", content)
     with pytest.raises(DataError, match=r"train-1.parquet, row 4 \(.*Repair or remove it"):
-        load_data(tmp_path)
+        read_all(load_data(tmp_path))
 
 
 def test_data_without_a_train_split_have_the_other_splits(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_a_pipe_among_the_images_is_refused_and_not_opened(tmp_path: Path) -> No
     root = write_folder(tmp_path / "pets", {"train": 10, "test": 2})
     os.mkfifo(root / "train" / "dog" / "pipe.png")
     with pytest.raises(DataError, match=r"train/dog/pipe.png is a named pipe"):
-        load_data(root)
+        read_all(load_data(root))
     os.mkfifo(tmp_path / "pipe.parquet")
     with pytest.raises(DataError, match=r"pipe.parquet is a named pipe"):
         load_data(tmp_path / "pipe.parquet")

@@ -1,13 +1,13 @@
 """Passes over a split: exact resume, processes that share a batch, and prefixes and shares that are balanced."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from attnrx.data import Augmentation, Batch, Normalization
+from attnrx.data import Augmentation, Batch, LoadedImages, Normalization, from_tensors
 from attnrx.data.images import hold_out
-from attnrx.data.loaded_images import MemoryImages, PixelStore
 from attnrx.support.errors import DataError, InvalidInput
 
 COUNT = 53
@@ -15,11 +15,11 @@ AUGMENTATION = Augmentation(padding=2)
 
 
 @pytest.fixture
-def images() -> MemoryImages:
+def images() -> LoadedImages:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (COUNT, 1, 6, 6), generator=generator, dtype=torch.uint8)
-    store = PixelStore(pixels, torch.arange(COUNT) % 4, torch.arange(COUNT) + 1000)
-    return MemoryImages("made/train", store, torch.arange(COUNT), Normalization.half(1))
+    images = from_tensors("made/train", pixels, torch.arange(COUNT) % 4, Normalization.half(1))
+    return replace(images, store=replace(images.store, sources=torch.arange(COUNT) + 1000))
 
 
 def same(left: list[Batch], right: list[Batch]) -> bool:
@@ -37,13 +37,13 @@ def joined(parts: list[Batch]) -> Batch:
     )
 
 
-def test_an_ordered_pass_shows_every_image_once(images: MemoryImages) -> None:
+def test_an_ordered_pass_shows_every_image_once(images: LoadedImages) -> None:
     batches = list(images.batches(8))
     assert [len(batch) for batch in batches] == [8] * 6 + [5]
     assert torch.equal(joined(batches).index, torch.arange(COUNT) + 1000)
 
 
-def test_a_shuffled_pass_shows_whole_batches_of_different_images(images: MemoryImages) -> None:
+def test_a_shuffled_pass_shows_whole_batches_of_different_images(images: LoadedImages) -> None:
     batches = list(images.batches(8, seed=3))
     assert [len(batch) for batch in batches] == [8] * 6
     seen = joined(batches).index
@@ -51,13 +51,13 @@ def test_a_shuffled_pass_shows_whole_batches_of_different_images(images: MemoryI
     assert not torch.equal(seen, seen.sort().values)
 
 
-def test_the_seed_decides_order_and_crops(images: MemoryImages) -> None:
+def test_the_seed_decides_order_and_crops(images: LoadedImages) -> None:
     first, again, other = (list(images.batches(8, seed=seed, augmentation=AUGMENTATION)) for seed in (3, 3, 4))
     assert same(first, again)
     assert not torch.equal(joined(first).index, joined(other).index)
 
 
-def test_augmentation_differs_from_step_to_step(images: MemoryImages) -> None:
+def test_augmentation_differs_from_step_to_step(images: LoadedImages) -> None:
     one = images.take(1)
     views = [batch.images for batch in one.batches(1, seed=0, augmentation=AUGMENTATION)]
     views += [batch.images for batch in one.batches(1, seed=1, augmentation=AUGMENTATION)]
@@ -67,7 +67,7 @@ def test_augmentation_differs_from_step_to_step(images: MemoryImages) -> None:
 
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("start", [0, 1, 4, 6])
-def test_starting_at_a_step_is_leaving_out_what_came_before(images: MemoryImages, seed: int | None, start: int) -> None:
+def test_starting_at_a_step_is_leaving_out_what_came_before(images: LoadedImages, seed: int | None, start: int) -> None:
     augmentation = AUGMENTATION if seed is not None else None
     whole = list(images.batches(8, seed=seed, augmentation=augmentation))
     assert same(list(images.batches(8, seed=seed, augmentation=augmentation, start=start)), whole[start:])
@@ -75,7 +75,7 @@ def test_starting_at_a_step_is_leaving_out_what_came_before(images: MemoryImages
 
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("seed", [None, 3])
-def test_processes_together_see_what_one_sees(images: MemoryImages, seed: int | None, processes: int) -> None:
+def test_processes_together_see_what_one_sees(images: LoadedImages, seed: int | None, processes: int) -> None:
     augmentation = AUGMENTATION if seed is not None else None
     alone = list(images.batches(8, seed=seed, augmentation=augmentation))
     shares = [
@@ -88,13 +88,13 @@ def test_processes_together_see_what_one_sees(images: MemoryImages, seed: int | 
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 9])
-def test_parts_are_whole_batches_of_a_pass(images: MemoryImages, processes: int) -> None:
+def test_parts_are_whole_batches_of_a_pass(images: LoadedImages, processes: int) -> None:
     parts = [images.part(process, processes, 8) for process in range(processes)]
     assert same([batch for part in parts if len(part) for batch in part.batches(8)], list(images.batches(8)))
     assert max(map(len, parts)) - min(map(len, parts)) <= 16
 
 
-def test_what_cannot_be_meant_is_refused(images: MemoryImages) -> None:
+def test_what_cannot_be_meant_is_refused(images: LoadedImages) -> None:
     with pytest.raises(InvalidInput, match="multiple of their number"):
         images.batches(9, shard=(0, 2))
     with pytest.raises(InvalidInput, match="processes"):
@@ -105,30 +105,30 @@ def test_what_cannot_be_meant_is_refused(images: MemoryImages) -> None:
         next(images.batches(64, seed=0))
     with pytest.raises(DataError, match="has 6 steps"):
         next(images.batches(8, seed=0, start=7))
-    with pytest.raises(InvalidInput, match="held decoded"):
+    with pytest.raises(InvalidInput, match="is given as pixels"):
         next(images.batches(8, seed=0, augmentation=Augmentation(area=(0.5, 1.0))))
     with pytest.raises(DataError, match="ask for 1 to 53"):
         images.take(54)
 
 
-def test_taking_goes_round_the_classes(images: MemoryImages) -> None:
+def test_taking_goes_round_the_classes(images: LoadedImages) -> None:
     by_class = torch.arange(COUNT).sort(stable=True).values.tolist()
     by_class.sort(key=lambda position: position % 4)
-    sorted_images = MemoryImages("made/sorted", images.store, torch.tensor(by_class), images.normalization)
+    sorted_images = replace(images, name="made/sorted", rows=torch.tensor(by_class))
     taken = next(sorted_images.take(10).batches(16))
     assert taken.labels.bincount().tolist() == [3, 3, 2, 2]
     assert len(taken.index.unique()) == 10
     assert torch.equal(next(sorted_images.take(4).batches(4)).index, taken.index[:4])
 
 
-def test_fingerprints_tell_content_apart(images: MemoryImages) -> None:
-    pixels, labels, sources = images.store.on(torch.device("cpu"))
+def test_fingerprints_tell_content_apart(images: LoadedImages) -> None:
+    pixels, labels = images.store.decoded[None].on(torch.device("cpu")), images.store.labels
     changed = pixels.clone()
     changed[0, 0, 0, 0] += 1
     others = [
         images.take(20),
-        MemoryImages("made/train", PixelStore(changed, labels, sources), images.rows, images.normalization),
-        MemoryImages("made/train", PixelStore(pixels, labels.flip(0), sources), images.rows, images.normalization),
+        from_tensors("made/train", changed, labels, images.normalization),
+        from_tensors("made/train", pixels, labels.flip(0), images.normalization),
     ]
     assert len({images.fingerprint, *(other.fingerprint for other in others)}) == 4
     assert images.fingerprint == images.renormalized(Normalization((0.1,), (0.2,))).fingerprint

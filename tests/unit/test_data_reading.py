@@ -1,7 +1,6 @@
 """From a name or a path to three splits: every storage format, and what is decided on the way."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from attnrx.data import DATASETS, Columns, load_data, require_labels
 from attnrx.data.images import evenly_spaced
 from attnrx.data.locating import EMBEDDED, locate
-from attnrx.data.parquet import ParquetReader
 from attnrx.data.splits import DatasetReader, Opened
 from attnrx.support.errors import DataError
 from support.pictures import CLASSES, assert_labels_belong, everything, grey, rows, sizes, write_folder, write_parquet
@@ -20,7 +18,7 @@ from support.pictures import CLASSES, assert_labels_belong, everything, grey, ro
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Decoded copies go to a folder of the test."""
+    """Copies of tables go to a folder of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("ATTNRX_DATA", raising=False)
     return tmp_path / "cache" / "attnrx"
@@ -163,26 +161,6 @@ def test_the_seed_moves_validation_but_never_a_held_out_test(tmp_path: Path) -> 
     assert torch.equal(parts.sort().values, torch.arange(90))
 
 
-def test_decoded_copies_are_used_until_the_file_changes(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_parquet(tmp_path / "pets.parquet", rows(30))
-    first = load_data(path)
-    monkeypatch.setattr(ParquetReader, "open", lambda _: pytest.fail("opened although decoded"))
-    second = load_data(path)
-    assert second.train.fingerprint == first.train.fingerprint
-    assert second.notes == first.notes
-    assert second.class_names == first.class_names
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache.parent))
-    write_parquet(path, rows(60))
-    os.utime(path, ns=(1, 1))
-    assert sizes(load_data(path)) == (42, 6, 12)
-    for copy in (own_cache / "decoded").glob("*.safetensors"):
-        copy.write_bytes(copy.read_bytes()[:-100])
-    assert sizes(load_data(path)) == (42, 6, 12), "a damaged copy is made again"
-
-
 def test_an_unwritable_cache_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -214,8 +192,6 @@ def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert requested == [("uoft-cs/cifar100", {"data_dir": None, "revision": None})]
     assert (splits.class_names, sizes(splits), splits.image_size) == (CLASSES, (27, 3, 30), 32)
     assert any("'unlabelled' is neither" in note for note in splits.notes)
-    load_data("cifar100")
-    assert len(requested) == 1, "the decoded copy needs no network"
     other = load_data("hf:owner/pets", columns=Columns("img", "fine_label"))
     assert other.image_size == 8
     assert_labels_belong(other)
@@ -276,14 +252,13 @@ def unlabelled(count: int, split: str = "train") -> list[dict]:
 
 def test_a_table_without_labels_has_images_alone(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "images.parquet", [*unlabelled(20), *unlabelled(6, "test")], None)
-    for _ in range(2):  # decoded, and from the decoded copy
-        splits = load_data(path)
-        assert splits.class_names == () and not splits.test.has_labels
-        assert any("without labels" in note and "weight" in note for note in splits.notes)
-        labels = torch.cat([batch.labels for batch in splits.train.take(5).batches(2)])
-        assert labels.tolist() == [-1] * 5
-        with pytest.raises(DataError, match=r"has no labels, and this needs them: name their column \(--label-column"):
-            require_labels(splits.test)
+    splits = load_data(path)
+    assert splits.class_names == () and not splits.test.has_labels
+    assert any("without labels" in note and "weight" in note for note in splits.notes)
+    labels = torch.cat([batch.labels for batch in splits.train.take(5).batches(2)])
+    assert labels.tolist() == [-1] * 5
+    with pytest.raises(DataError, match=r"has no labels, and this needs them: name their column \(--label-column"):
+        require_labels(splits.test)
     with pytest.raises(DataError, match="no label column 'kind'"):
         load_data(path, columns=Columns(label_column="kind"))
     labelled = write_parquet(tmp_path / "labelled.parquet", [*rows(20), *rows(6, "test")])

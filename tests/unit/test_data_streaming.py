@@ -5,16 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.data import Batch, ImageSet, Normalization, Splits, load_data
-from attnrx.data import loading as loading_module
-from attnrx.data.loaded_images import StreamedImages
+from attnrx.data import Batch, ImageSet, LoadedImages, Normalization, Splits, load_data, loaded_images
 from attnrx.support.errors import DataError
 from support.pictures import rows, write_folder, write_parquet
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts of scanned shards go to a folder of the test."""
+    """Copies of tables go to a folder of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -45,7 +43,7 @@ def equal(left: list[Batch], right: list[Batch]) -> bool:
 
 
 def test_photographs_stream_in_the_order_of_the_file(photographs: Splits) -> None:
-    assert isinstance(photographs.train, StreamedImages)
+    assert isinstance(photographs.train, LoadedImages) and not photographs.train.is_held
     assert photographs.augmentation is not None and photographs.augmentation.area == (0.08, 1.0)
     batches = list(photographs.test.batches(4))
     assert [len(batch) for batch in batches] == [4, 4, 1]
@@ -84,12 +82,25 @@ def test_a_pass_that_is_left_early_leaves_nothing_behind(photographs: Splits) ->
 def test_a_set_too_large_for_memory_streams_the_same_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "small.parquet", rows(40) + rows(6, "test"))
     in_memory = load_data(path)
-    monkeypatch.setattr(loading_module, "IN_MEMORY", 1000)
+    held = passes(in_memory.train, in_memory), list(in_memory.test.take(4).batches(3))
+    monkeypatch.setattr(loaded_images, "IN_MEMORY", 1000)
     monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path / "other"))
     streamed = load_data(path)
-    assert isinstance(streamed.train, StreamedImages)
-    assert equal(passes(streamed.train, streamed), passes(in_memory.train, in_memory))
-    assert equal(list(streamed.test.take(4).batches(3)), list(in_memory.test.take(4).batches(3)))
+    assert isinstance(streamed.train, LoadedImages) and not streamed.train.is_held
+    assert equal(passes(streamed.train, streamed), held[0])
+    assert equal(list(streamed.test.take(4).batches(3)), held[1])
+
+
+def test_only_images_that_are_used_are_decoded(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "pets", {"train": 20, "test": 2})
+    images = load_data(root).train
+    assert isinstance(images, LoadedImages) and images.geometry is not None
+    few = images.take(6)
+    before = list(few.batches(6))
+    held = images.store.decoded[images.geometry]
+    assert int(held.is_decoded.sum()) == 6
+    assert len(list(images.batches(6))) and int(held.is_decoded.sum()) == len(images)
+    assert equal(list(few.batches(6)), before)
 
 
 def test_a_corrupt_photograph_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from attnrx.change.realization import realize
 from attnrx.cli.main import show_warning
-from attnrx.data import MemoryImages, Normalization, Splits, from_tensors
+from attnrx.data import LoadedImages, Normalization, Splits, from_tensors
 from attnrx.data.model_data import adapt_preprocessing
 from attnrx.decide.diagnosing import diagnose, measure_divergence
 from attnrx.decide.rules import ContributionEnergy, prescribe_maps
@@ -73,7 +73,7 @@ def test_the_statistics_are_those_of_all_images_together() -> None:
     assert f"from {images.min():.3g} to {images.max():.3g}" in reported
 
 
-def shown_to() -> dict[str, Callable[[MemoryImages], Any]]:
+def shown_to() -> dict[str, Callable[[LoadedImages], Any]]:
     vit, images = model(CONFIGS["dense"]), speckles(CONFIGS["dense"])
     found = diagnose(vit, images)
     given = prescribe_maps(found, ContributionEnergy(0.6))

@@ -169,16 +169,15 @@ def test_a_model_of_attnrx_keeps_the_geometry_of_its_training_data(tmp_path: Any
         rx.models.build_model("svda:digits", geometry=padded)
 
 
-def test_a_geometry_is_read_back_and_validated() -> None:
+def test_a_geometry_is_validated() -> None:
     geometry = ImageGeometry((48, 80), 3, "contain", (50, 90), "lanczos", False, "floor", (1, 2, 3), "white")
-    assert ImageGeometry.from_dict(geometry.to_dict()) == geometry
     wrong = {
-        "size": [0, 3], "resize": "stretch", "resize_to": [10**9, 10**9], "interpolation": "magic", "fill": [300],
-        "center": "left", "alpha": "black", "more": 1,
+        "size": (0, 3), "resize": "stretch", "resize_to": (10**9, 10**9), "interpolation": "magic", "fill": (300,),
+        "center": "left", "alpha": "black",
     }  # fmt: skip
     for name, value in wrong.items():
         with pytest.raises(InvalidInput, match="geometry"):
-            ImageGeometry.from_dict({**geometry.to_dict(), name: value})
+            replace(geometry, **{name: value})
 
 
 def test_pictures_that_cannot_be_an_input_say_why() -> None:

@@ -9,7 +9,7 @@ import torch
 
 import attnrx as rx
 from attnrx.change.decompositions import balance
-from attnrx.data import MemoryImages, Normalization, from_tensors
+from attnrx.data import LoadedImages, Normalization, from_tensors
 from attnrx.decide.rules.rotary import COHERENCE, RotaryDirections, envelope_decreases
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
@@ -20,7 +20,7 @@ from support.pretrained import adopted_once, inputs
 NAMES = ("dinov3", "rotary, mixed", "perception encoder")
 
 
-def images(model: torch.nn.Module) -> MemoryImages:
+def images(model: torch.nn.Module) -> LoadedImages:
     shape = family_of(model).input_shape(model)
     pixels = torch.randint(0, 256, (8, *shape), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
     return from_tensors("random", pixels, torch.zeros(8, dtype=torch.long), Normalization((0.5,) * 3, (0.5,) * 3))

@@ -5,7 +5,7 @@
         batch.images, batch.labels
 
 Small images are decoded once, kept in memory as uint8 and augmented in batches on the device; photographs and sets
-that do not fit stream. Decoded copies are kept in the user's cache folder and may be deleted at any time.
+that do not fit stream.
 """
 
 from attnrx.data.digits import object_patches
@@ -21,7 +21,7 @@ from attnrx.data.labels import (
     require_labelled,
     require_labels,
 )
-from attnrx.data.loaded_images import MemoryImages, from_tensors
+from attnrx.data.loaded_images import LoadedImages, from_tensors
 from attnrx.data.loading import load_data
 from attnrx.data.locating import DATASETS, DatasetCard
 from attnrx.data.parquet import Columns
@@ -40,7 +40,7 @@ __all__ = [
     "FixedImages",
     "ImageData",
     "ImageSet",
-    "MemoryImages",
+    "LoadedImages",
     "Normalization",
     "Parts",
     "Relabelled",

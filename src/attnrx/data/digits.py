@@ -35,9 +35,6 @@ NOTE = (
 class DigitsReader(DatasetReader):
     """The 1,797 handwritten digits inside scikit-learn, in its order: real data without a download."""
 
-    def identity(self) -> str:
-        return "digits"
-
     def open(self) -> Opened:
         images, labels = digit_images()
         pixels = images.numpy()
@@ -64,7 +61,7 @@ def digit_images() -> tuple[UInt8[Tensor, "digits side side"], Int[Tensor, "digi
 
 def grey_file(pixels: np.ndarray) -> bytes:
     """Encodes the pixels [height, width] of a grey image as PGM: a header before the pixels."""
-    # A file, so that these images take the same way as all others: decoding, cached copies, streaming.
+    # A file, so that these images take the same way as all others.
     height, width = pixels.shape
     return b"P5 %d %d 255\n" % (width, height) + pixels.tobytes()
 
@@ -84,11 +81,6 @@ class ClutteredDigitsReader(DatasetReader):
     """Generates the images; equal seeds give equal images on every machine."""
 
     seed: int = 0
-
-    def identity(self) -> str:
-        # Decoded copies are kept under this name, so it changes with the images.
-        knobs = GRID, CLUTTER, CONTRAST, TEST_SHARE, VALIDATION_SHARE, *PLACEMENTS.values()
-        return f"cluttered digits {knobs}, seed {self.seed}"
 
     def open(self) -> Opened:
         splits = {split: _stored(canvases(split, self.seed)) for split in PLACEMENTS}

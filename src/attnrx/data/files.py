@@ -1,12 +1,10 @@
-"""Folders of image files, and what all datasets in files need: their stamp, and the split that a path names."""
+"""Folders of image files, and the split that a path names."""
 
-import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,41 +16,8 @@ from attnrx.support.validation import require_regular
 
 IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
 SHARE = 0.1  # of the images of an unsplit folder, for each of validation and test
-SAMPLED = 512  # files of a dataset whose content is part of its key
-BLOCK, BLOCKS = 2**16, 10  # bytes of a block, and blocks of a file, that are part of its key
 MAX_FILES = 10_000_000  # files and folders of one class
 SYSTEM = ("/proc", "/sys")  # folders of the kernel, whose files are no data and never end
-
-
-def stamp(files: Iterable[Path]) -> str:
-    """Returns a key of files: path, size, time, and a part of the content of each, or of SAMPLED of many.
-
-    The part is the whole of small files; of large ones the beginning, the end and blocks between them.
-
-    Raises:
-        DataError: A file is missing, or cannot be read.
-    """
-    hashed, listed = hashlib.sha256(), list(files)
-    every = max(1, len(listed) // SAMPLED)
-    for number, file in enumerate(listed):
-        status = require_regular(file, DataError).stat()
-        hashed.update(f"{file.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-        # Not the whole content, because then a dataset of gigabytes would be read in full before every load.
-        if number % every == 0:
-            _hash_blocks(file, status.st_size, hashed)
-    return hashed.hexdigest()
-
-
-def _hash_blocks(file: Path, size: int, hashed: Any) -> None:
-    try:
-        with file.open("rb") as content:
-            for block in range(BLOCKS):
-                content.seek(max(0, size - BLOCK) * block // (BLOCKS - 1))
-                hashed.update(content.read(BLOCK))
-                if size <= BLOCK:
-                    return
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
 
 
 def split_in_path(path: Path | str) -> str:
@@ -95,14 +60,16 @@ class FolderReader(DatasetReader):
 
     root: Path
 
-    def identity(self) -> str:
-        """Returns a key of the paths, sizes and times of all files.
+    def require_readable(self) -> None:
+        """Checks that the folder can be listed.
 
         Raises:
             DataError: The folder belongs to the operating system, cannot be listed, has too many files, or a name in it
-                is not UTF-8.
+                is not UTF-8; or a file is no regular one.
         """
-        return f"folder:{stamp(file for listing in self._listings().values() for file, _ in listing)}"
+        for listing in self._listings().values():
+            for file, _ in listing:
+                require_regular(file, DataError)
 
     def open(self) -> Opened:
         """Lists the files. Classes are the folders that hold images, in alphabetical order.

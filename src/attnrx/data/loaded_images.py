@@ -1,8 +1,9 @@
-"""Splits whose rows can be read in any order: decoded once and held as uint8, or decoded batch by batch ahead of the
-model where they do not fit in memory or their augmentation crops whole pictures."""
+"""The images of a dataset that attnrx decodes: small ones are held as uint8 once they are decoded, photographs and sets
+that do not fit in memory are decoded batch by batch, ahead of the model."""
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,77 +12,106 @@ import torch
 
 from attnrx.data.images import Batch, ImageSet, Pass, RowImages
 from attnrx.data.pixels import Augmentation, Draws, random_window, threads
-from attnrx.data.splits import StoredImages
+from attnrx.data.splits import HeldPixels, StoredImages
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidInput
 from attnrx.support.preprocessing import ImageGeometry, Normalization, without_waiting
 from attnrx.support.shapes import Int, Tensor, UInt8
 
 AHEAD = 2  # batches that are being decoded while the model works on another
-CPU = torch.device("cpu")
-
-Picture = Callable[[], UInt8[Tensor, "channels height width"]]
-
-
-class PixelStore:
-    """The decoded images of a source: held once however many splits look at them, copied once to each device.
-
-    `sources` are the rows that the images had in the file. `decode_again` reads the same images with another geometry:
-    decoded, or encoded where they do not fit in memory; None where the pixels are all there is.
-    """
-
-    def __init__(
-        self,
-        pixels: UInt8[Tensor, "stored channels height width"],
-        labels: Int[Tensor, "stored"],
-        sources: Int[Tensor, "stored"],
-        decode_again: Callable[[ImageGeometry], "PixelStore | StoredImages"] | None = None,
-    ):
-        self.decode_again = decode_again
-        # On the CPU, where rows are chosen and hashed.
-        self.labels = labels
-        self._copies = {CPU: (pixels, labels, sources)}
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the pixels, labels and source rows on a device, copying them the first time."""
-        if device not in self._copies:
-            pixels, labels, sources = self._copies[CPU]
-            self._copies[device] = (pixels.to(device), labels.to(device), sources.to(device))
-        return self._copies[device]
-
-    def content(self, row: int) -> bytes:
-        """Returns the pixels of one image as bytes, for fingerprints."""
-        return self._copies[CPU][0][row].numpy().tobytes()
+IN_MEMORY = 2 * 2**30  # bytes of decoded pixels of a store that are held in memory; larger ones stream
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MemoryImages(Displayed, RowImages):
-    """Some rows of a pixel store, cropped and mirrored in batches on the device."""
+class LoadedImages(Displayed, RowImages):
+    """Some rows of stored images, fitted to a geometry, and cropped and mirrored in batches on the device.
 
-    store: PixelStore
+    `geometry` is None for pixels that are given as they are. `photos`: whether training crops parts of the pictures,
+    which are then never held decoded.
+    """
+
+    store: StoredImages
+    geometry: ImageGeometry | None
     normalization: Normalization
+    photos: bool = False
 
-    def renormalized(self, normalization: Normalization) -> "MemoryImages":
+    def renormalized(self, normalization: Normalization) -> "LoadedImages":
         return replace(self, normalization=normalization)
 
     def with_geometry(self, geometry: ImageGeometry) -> ImageSet:
-        if self.store.decode_again is None:
-            return self
-        again = self.store.decode_again(geometry)
-        if isinstance(again, PixelStore):
-            return replace(self, store=again)
-        return StreamedImages(self.name, again, self.rows, geometry, self.normalization)
+        return self if self.geometry is None else replace(self, geometry=geometry)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether decoded pixels are held in memory."""
+        if self.geometry is None:
+            return True
+        return not self.photos and len(self.store) * math.prod(self.geometry.shape) <= IN_MEMORY
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
-        if order.augmentation is not None and order.augmentation.area is not None:
+        windows = order.augmentation if order.augmentation is not None and order.augmentation.area is not None else None
+        if windows is not None and self.geometry is None:
             raise InvalidInput(
-                f"Augmentation(area={order.augmentation.area}) crops whole pictures, but {self.name} is held decoded; "
-                "use padding instead."
+                f"Augmentation(area={windows.area}) crops whole pictures, but {self.name} is given as pixels; use "
+                "padding instead."
             )
-        pixels, labels, sources = self.store.on(order.device)
+        if self.geometry is None or (self.is_held and windows is None):
+            yield from self._held(order)
+        else:
+            yield from self._streamed(order, self.geometry, windows)
+
+    def _held(self, order: Pass) -> Iterator[Batch]:
+        pixels = self.store.held(self.geometry, self.rows).on(order.device)
         for positions, draws in order.steps(len(self)):
-            rows = without_waiting(self.rows[positions], order.device)
-            yield Batch(order.finish(pixels[rows], draws, self.normalization), labels[rows], sources[rows])
+            rows = self.rows[positions]
+            yield self._batch(pixels[without_waiting(rows, order.device)], rows, draws, order)
+
+    def _streamed(self, order: Pass, geometry: ImageGeometry, windows: Augmentation | None) -> Iterator[Batch]:
+        # A queue of batches in order, each with its decoding tasks; the first is collected once AHEAD more are
+        # submitted.
+        waiting: deque[tuple[Tensor, Draws | None, list[Future]]] = deque()
+        pool = ThreadPoolExecutor(threads())
+
+        def collected(rows: Int[Tensor, "batch"], draws: Draws | None, tasks: list[Future]) -> Batch:
+            images = torch.stack([task.result() for task in tasks])
+            return self._batch(without_waiting(images, order.device), rows, draws, order)
+
+        try:
+            for positions, draws in order.steps(len(self)):
+                rows = self.rows[positions]
+                decode, numbers = partial(self._decoded, geometry, windows), [None] * len(rows)
+                drawn = draws.window if draws is not None and windows is not None else numbers
+                tasks = [pool.submit(decode, *pair) for pair in zip(rows.tolist(), drawn, strict=True)]
+                waiting.append((rows, draws, tasks))
+                if len(waiting) > AHEAD:
+                    yield collected(*waiting.popleft())
+            while waiting:
+                yield collected(*waiting.popleft())
+        finally:  # also when the consumer stops early
+            # Does not wait, because images of batches that nothing consumes may still be decoded.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _decoded(
+        self, geometry: ImageGeometry, windows: Augmentation | None, row: int, window: Tensor | None
+    ) -> UInt8[Tensor, "channels height width"]:
+        """Returns the pixels of a picture: fitted as in evaluation or, with the numbers of a window, cropped."""
+        if windows is None or window is None:
+            return self.store.fitted(geometry, row)
+        pixels = self.store.picture(row, geometry.channels, geometry.alpha)
+        _, height, width = pixels.shape
+        return random_window(pixels, windows.box(height, width, window), geometry.size)
+
+    def _batch(
+        self,
+        images: UInt8[Tensor, "batch channels height width"],
+        rows: Int[Tensor, "batch"],
+        draws: Draws | None,
+        order: Pass,
+    ) -> Batch:
+        labels, sources = (
+            without_waiting(each[rows], order.device) for each in (self.store.labels, self.store.sources)
+        )
+        return Batch(order.finish(images, draws, self.normalization), labels, sources)
 
 
 def from_tensors(
@@ -89,7 +119,7 @@ def from_tensors(
     pixels: UInt8[Tensor, "images channels height width"],
     labels: Int[Tensor, "images"],
     normalization: Normalization,
-) -> MemoryImages:
+) -> LoadedImages:
     """Makes an image set of pixels that are in memory already.
 
     Args:
@@ -106,57 +136,6 @@ def from_tensors(
             f"{name}: {len(pixels)} images and {len(labels)} labels; give one label for each, at least one."
         )
     rows = torch.arange(len(labels))
-    return MemoryImages(name, PixelStore(pixels, labels, rows), rows, normalization)
-
-
-@dataclass(frozen=True, eq=False)
-class StreamedImages(RowImages):
-    """Some rows of encoded images, which are decoded batch by batch in threads, ahead of the model."""
-
-    store: StoredImages
-    geometry: ImageGeometry
-    normalization: Normalization
-
-    def renormalized(self, normalization: Normalization) -> "StreamedImages":
-        return replace(self, normalization=normalization)
-
-    def with_geometry(self, geometry: ImageGeometry) -> "StreamedImages":
-        return replace(self, geometry=geometry)
-
-    def _pass(self, order: Pass) -> Iterator[Batch]:
-        # A queue of batches in order, each with its decoding tasks; the first is collected once AHEAD more are
-        # submitted.
-        waiting: deque[tuple[Tensor, Draws | None, list[Future]]] = deque()
-        pool = ThreadPoolExecutor(threads())
-        try:
-            for positions, draws in order.steps(len(self)):
-                rows = self.rows[positions]
-                crops = draws is not None and order.augmentation is not None and order.augmentation.area is not None
-                windows = draws.window if draws is not None and crops else [None] * len(rows)
-                decode = partial(self._decoded, order.augmentation)
-                tasks = [pool.submit(decode, *pair) for pair in zip(rows.tolist(), windows, strict=True)]
-                waiting.append((rows, draws, tasks))
-                if len(waiting) > AHEAD:
-                    yield self._collected(*waiting.popleft(), order)
-            while waiting:
-                yield self._collected(*waiting.popleft(), order)
-        finally:  # also when the consumer stops early
-            # Does not wait, because images of batches that nothing consumes may still be decoded.
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def _decoded(
-        self, augmentation: Augmentation | None, row: int, window: Tensor | None
-    ) -> UInt8[Tensor, "channels height width"]:
-        """Returns the pixels of a picture: fitted as in evaluation or, with the numbers of a window, cropped."""
-        if augmentation is None or window is None:
-            return self.store.fitted(self.geometry, row)
-        pixels = self.store.picture(row, self.geometry.channels, self.geometry.alpha)
-        _, height, width = pixels.shape
-        return random_window(pixels, augmentation.box(height, width, window), self.geometry.size)
-
-    def _collected(self, rows: Int[Tensor, "batch"], draws: Draws | None, tasks: list[Future], order: Pass) -> Batch:
-        images = torch.stack([task.result() for task in tasks])
-        if order.device.type == "cuda":
-            images = images.pin_memory()  # without it the copy below waits for the GPU
-        images = order.finish(images.to(order.device, non_blocking=True), draws, self.normalization)
-        return Batch(images, self.store.labels[rows].to(order.device), self.store.sources[rows].to(order.device))
+    decoded = {None: HeldPixels(pixels, torch.ones(len(labels), dtype=torch.bool))}
+    store = StoredImages(labels, rows, lambda row: pixels[row].numpy().tobytes(), lambda row: f"{name}, {row}", decoded)
+    return LoadedImages(name, store, rows, None, normalization)

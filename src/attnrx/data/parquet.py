@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attnrx.data.files import group_by_split, stamp
+from attnrx.data.files import group_by_split
 from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages, numbered_classes
 from attnrx.support.arguments import TEXT, optional, require_fields
 from attnrx.support.atomic_writes import write_atomically
@@ -88,10 +89,6 @@ class HubReader(DatasetReader):
     revision: str | None = None
     ignored: tuple[str, ...] = ()
 
-    def identity(self) -> str:
-        """Names the dataset: once decoded, the local copy is used, also without a network."""
-        return f"hub:{self.hub_id}:{self.folder}:{self.revision}:{self.columns}"
-
     def open(self) -> Opened:
         """Downloads the dataset, or finds it in the hub's own cache, and reads the labels.
 
@@ -129,9 +126,6 @@ class ParquetReader(DatasetReader):
     root: Path
     files: tuple[Path, ...]
     candidates: tuple[Columns, ...]  # the first whose image and label are there is used
-
-    def identity(self) -> str:
-        return f"parquet:{self.candidates}:{stamp(self.files)}"
 
     def require_readable(self) -> None:
         """Checks that every file is whole and has the columns.
@@ -218,8 +212,9 @@ def _read_schema(file: Path) -> tuple[list[str], dict[str, tuple[str, ...]]]:
 def _load_parquet(files: tuple[Path, ...]) -> Table:
     """Converts parquet files to a memory-mapped table in the user's cache folder, once."""
     pa, parquet = (required_module(name, "data", "parquet files") for name in ("pyarrow", "pyarrow.parquet"))
-    # A copy for every content and every state of the files.
-    copy = cache_folder() / "arrow" / f"{stamp(files)[:16]}.arrow"
+    # A copy for every state of the files.
+    states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    copy = cache_folder() / "arrow" / f"{sha256(repr(states).encode()).hexdigest()[:16]}.arrow"
 
     def batches() -> "Iterator[pa.RecordBatch]":
         """Yields the rows of all files with the columns of the first one, some at a time."""
@@ -345,7 +340,7 @@ def _rows_by_split(table: Table, name: str, columns: Columns, source: str) -> di
 
 
 def _encoded_images(table: Table, columns: Columns, source: str) -> "pa.ChunkedArray":
-    """Returns the column of encoded images; they are decoded in threads, see `StreamedImages` and `decode_all`."""
+    """Returns the column of encoded images; they are decoded in threads, see `LoadedImages`."""
     import pyarrow.types as kinds
 
     column = table.column(columns.image_column)

@@ -47,24 +47,23 @@ def decode(
 
 
 def decode_all(
-    picture: Callable[[int], UInt8[Tensor, "channels height width"]], count: int, shape: tuple[int, int, int]
-) -> UInt8[Tensor, "images channels height width"]:
-    """Decodes `count` images into one tensor, several at once."""
-    # Filled in place by the threads: stacking decoded images would hold all of them twice.
-    pixels = torch.empty(count, *shape, dtype=torch.uint8)
+    picture: Callable[[int], UInt8[Tensor, "channels height width"]],
+    positions: Sequence[int],
+    pixels: UInt8[Tensor, "stored channels height width"],
+) -> None:
+    """Decodes the images at these positions into `pixels`, several at once."""
 
-    def work(first: int) -> None:
-        for position in range(first, min(first + CHUNK, count)):
+    def work(chunk: Sequence[int]) -> None:
+        for position in chunk:
             pixels[position] = picture(position)
 
     pool = ThreadPoolExecutor(threads())
     try:
         # In the order of submission, so that the first corrupt image is the same one in every run.
-        for task in [pool.submit(work, first) for first in range(0, count, CHUNK)]:
+        for task in [pool.submit(work, positions[first : first + CHUNK]) for first in range(0, len(positions), CHUNK)]:
             task.result()
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C and the first corrupt image stop the rest
-    return pixels
 
 
 def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | tuple[int, int] | None) -> ImageGeometry:

@@ -2,18 +2,20 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
 from attnrx.data.images import ImageSet, hold_out
-from attnrx.data.pixels import Augmentation, decode, padding_for
+from attnrx.data.pixels import Augmentation, decode, decode_all, padding_for
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError
 from attnrx.support.preprocessing import ImageGeometry, Normalization
-from attnrx.support.shapes import Int, Tensor, UInt8
+from attnrx.support.shapes import Bool, Int, Tensor, UInt8
 
+CPU = torch.device("cpu")
 NAMES = ("train", "validation", "test")
 SPLITS = {  # the names of splits in datasets, in lower case
     "train": "train",
@@ -95,18 +97,46 @@ class MissingImages(ImageSet):
         return self
 
 
+class HeldPixels:
+    """The pixels of all stored images, of which those that `is_decoded` marks are filled in; copied once to each
+    device.
+    """
+
+    def __init__(self, pixels: UInt8[Tensor, "stored channels height width"], is_decoded: Bool[Tensor, "stored"]):
+        self.is_decoded = is_decoded
+        self._copies = {CPU: pixels}
+
+    def decode(
+        self, rows: Int[Tensor, "images"], picture: Callable[[int], UInt8[Tensor, "channels height width"]]
+    ) -> None:
+        """Fills in the images of these rows, several at once."""
+        missing = rows[~self.is_decoded[rows]]
+        if len(missing):
+            pixels = self._copies[CPU]
+            decode_all(picture, missing.tolist(), pixels)
+            self.is_decoded[missing] = True
+            self._copies = {CPU: pixels}
+
+    def on(self, device: torch.device) -> UInt8[Tensor, "stored channels height width"]:
+        """Returns the pixels on a device, copying them the first time."""
+        if device not in self._copies:
+            self._copies[device] = self._copies[CPU].to(device)
+        return self._copies[device]
+
+
 @dataclass(frozen=True, eq=False)
 class StoredImages:
     """The encoded images of one split in storage order: what every storage format is read into.
 
     `sources` are their rows in the source. `content` reads the bytes of the image at a position, and `where` returns
-    its file and row, for messages.
+    its file and row, for messages. `decoded` has the pixels that are held, by geometry.
     """
 
     labels: Int[Tensor, "stored"]
     sources: Int[Tensor, "stored"]
     content: Callable[[int], bytes]
     where: Callable[[int], str]
+    decoded: dict[ImageGeometry | None, HeldPixels] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -124,6 +154,16 @@ class StoredImages:
         # OSError: the file was deleted or became unreadable after it was listed.
         except (ValueError, OSError) as error:
             raise DataError(f"cannot decode the image {self.where(position)}: {error}. Repair or remove it.") from error
+
+    def held(self, geometry: ImageGeometry | None, rows: Int[Tensor, "images"]) -> HeldPixels:
+        """Returns the pixels, with these rows decoded, which are held however many splits look at them."""
+        if geometry is not None:
+            if geometry not in self.decoded:
+                # The memory of images that are never used is never touched.
+                pixels = torch.empty(len(self), *geometry.shape, dtype=torch.uint8)
+                self.decoded[geometry] = HeldPixels(pixels, torch.zeros(len(self), dtype=torch.bool))
+            self.decoded[geometry].decode(rows, partial(self.fitted, geometry))
+        return self.decoded[geometry]
 
     def fitted(self, geometry: ImageGeometry, position: int) -> UInt8[Tensor, "channels height width"]:
         """Decodes one image and fits it as evaluation does, without randomness.
@@ -153,18 +193,13 @@ class Opened:
 class DatasetReader(ABC):
     """Opens the dataset of one storage format at one path."""
 
-    @abstractmethod
-    def identity(self) -> str:
-        """Returns a key of the content that is cheap to compute and changes when a file changes."""
-
-    def require_readable(self) -> None:
+    def require_readable(self) -> None:  # noqa: B027
         """Raises for what is wrong with the files and can be found without reading images or labels.
 
         Raises:
             DataError: A file is damaged, or lacks a column that was named.
             NotSupported: The library that reads the format is not installed.
         """
-        self.identity()
 
     @abstractmethod
     def open(self) -> Opened:

@@ -4,14 +4,13 @@ The record drives named datasets, paths, PIL items of datasets and the scripts b
 computed in `attnrx.support.pictures`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
-from attnrx.support.dataclass_records import fields_of, of_fields
+from attnrx.support.dataclass_records import fields_of
 from attnrx.support.errors import InvalidInput
 from attnrx.support.pictures import fit_pixels, open_picture, pixels_of
 from attnrx.support.shapes import Float, Tensor, UInt8
@@ -91,21 +90,6 @@ class ImageGeometry:
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as JSON values."""
         return fields_of(self)
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> "ImageGeometry":
-        """Reads what `to_dict` wrote.
-
-        Raises:
-            InvalidInput: There are other fields or values.
-        """
-        names = {field.name for field in fields(cls)}
-        if record.keys() - names:
-            raise InvalidInput(f"an image geometry has the fields {', '.join(names)}; found {', '.join(record)}.")
-        try:
-            return of_fields(cls, record)
-        except TypeError as error:
-            raise InvalidInput(f"an image geometry cannot be read: {error}.") from error
 
     @cached_property
     def _record(self) -> dict[str, Any]:
