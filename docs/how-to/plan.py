@@ -69,5 +69,4 @@ for finding in evidence.of("promises"):
 # %% [markdown]
 # On the command line, with files: `attnrx plan MODEL --target latency=0.6x --data DATA --out plan`, then
 # `attnrx realize MODEL --prescription plan/prescription.json --out slim` and
-# `attnrx verify slim --reference MODEL --data DATA --checks promises`. With `--storage trials.json` a stopped search
-# continues, and several machines search together.
+# `attnrx verify slim --reference MODEL --data DATA --checks promises`.

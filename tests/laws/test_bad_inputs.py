@@ -24,7 +24,6 @@ from attnrx.cli import main
 from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.parser import Parser
 from attnrx.decide.planning import PlanSettings
-from attnrx.decide.planning.plan_search import stored_trials
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import AttnrxError
@@ -447,12 +446,11 @@ LINES = (
     "costs {model} --tokens random:0.5@2 --prescription {prescription}",
     "costs svda:digits --prescription {plain}", "report --evidence {plain} --out {out}",
     "report --diagnosis {evidence} --out {out}",
-    "report --training {data} --out {out}", "report {plain} --out {out}",
+    "report {plain} --out {out}",
     "report {pipe} --out {out}", "report --weights {plain} --out {out}",
     "report --reference {model} --out {out}", "report --candidate /nowhere --out {out}",
     "report --evidence {deep} --out {out}",
     "report --candidate {model} --data {data} --out {out}", "report --evidence /dev/zero --out {out}",
-    "report --training {pipe} --out {out}",
     "verify {model} --reference /nowhere --data {data} --out {out}",
     "verify /nowhere --reference {model} --data {data}",
     "verify {export} --reference {model} --data {data} --out {out}",
@@ -834,8 +832,6 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "rule": (lambda: rx.rules.parse_rule("top_rank:2147483648"), "0 or more, at most 2147483647."),
     "search without a seed": (lambda: PlanSettings(seed=None), "seed=None"),  # type: ignore[arg-type]
     "search without variations": (lambda: PlanSettings(variations=0), "variations=0"),
-    "storage in no folder": (lambda: PlanSettings(storage="missing/a.db"), "the folder of the file does not exist"),
-    "storage of no database": (lambda: stored_trials(__file__, "name", 3), "is not readable JSON"),
 }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 from dataclasses import asdict, replace
 from functools import cache
 
@@ -55,7 +54,6 @@ def _example(depth: int, heads: int) -> ReportContent:
         evidence=with_speed(with_costs(evidence(), model, slim), latency()),
         tokens=tokens(model),
         attention=sampled(model, realize(model, prescription, by="mask"), slim),
-        history=history(depth, heads),
         plan=plan(prescription),
     )
 
@@ -151,30 +149,6 @@ def tokens(model: nn.Module) -> TokenSamples:
     attach_tokens_(reduced, family_of(reduced), TokenPolicy.staged(AttentionReceived(), 0.7, layers))
     images = nn.functional.interpolate(torch.randn(2, 1, 5, 5), size=16, mode="bicubic").clamp(-1, 1)
     return sample_tokens(reduced, images, (HOSTILE, "eight"))
-
-
-def history(depth: int, heads: int, epochs: int = 20) -> tuple[dict, ...]:
-    """Gives the records of a run as training writes them."""
-    return tuple(
-        {
-            "epoch": epoch,
-            "step": epoch * 100,
-            "learning_rate": 1e-3,
-            "loss": 0.55 + 1.6 * math.exp(-epoch / 4),
-            "losses": {"task": 0.5},
-            "accuracy": 0.97 - 0.7 * math.exp(-epoch / 4),
-            "validation_accuracy": 0.95 - 0.7 * math.exp(-epoch / 5),
-            "validation_loss": 0.6 + 1.6 * math.exp(-epoch / 5),
-            "layers": [
-                {
-                    "effective_rank": [16 - 0.2 * epoch * (1 + 0.2 * layer) - 0.1 * head for head in range(heads)],
-                    "selectivity": [0.01 * epoch * (1 + layer) / (1 + head) for head in range(heads)],
-                }
-                for layer in range(depth)
-            ],
-        }
-        for epoch in range(1, epochs + 1)
-    )
 
 
 def latency() -> LatencyComparison:

@@ -111,9 +111,7 @@ def test_the_note_stays_with_the_record_and_is_shown(tmp_path, capsys: pytest.Ca
     assert given.about["notes"] == [note]
     page = render(ReportContent("noted", diagnosis=found, prescription=given))
     assert page.count("<strong>Warning:</strong>") == 1 and "not normalized" in page
-    assert "<strong>Warning:</strong>" not in render(
-        ReportContent("bare", ranks=(), diagnosis=diagnose(vit, speckles(config)))
-    )
+    assert "<strong>Warning:</strong>" not in render(ReportContent("bare", diagnosis=diagnose(vit, speckles(config))))
     show_warning(note, ScaleWarning, "x.py", 3)
     assert capsys.readouterr().err == f"attnrx: warning: {note}\n"
 

@@ -1,10 +1,7 @@
 """Plans: their costs and divergences are those of the realized model, and nothing is promised beyond them."""
 
 import itertools
-import multiprocessing
-import os
 import re
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -19,12 +16,12 @@ from torch.testing import assert_close
 
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
-from attnrx.decide.planning import AXES, Plan, PlanSettings, PredictedQuantity, Target, plan
+from attnrx.decide.planning import AXES, PlanSettings, PredictedQuantity, Target, plan
 from attnrx.decide.planning.allocation import Frontier, Step, even_weights, greedy_to_budget
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import cached_cost_table
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
-from attnrx.decide.planning.plan_search import Proposals, Trial, refine_plan, varied, weights_of
+from attnrx.decide.planning.plan_search import Proposals, Trial, varied, weights_of
 from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.decide.planning.planner import HOPELESS, Planner, PlansAtCost
 from attnrx.decide.planning.reference_outputs import Answers
@@ -288,43 +285,6 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
     assert Promises()(broken)[0].outcome == "fails"
 
 
-@pytest.mark.slow
-def test_a_search_goes_on_where_it_stopped(
-    model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, tmp_path: Path
-) -> None:
-    storage = str(tmp_path / "trials.json")
-
-    def sought(trials: int) -> Plan:
-        settings = PlanSettings(("qk", "tokens"), trials=trials, storage=storage, batch_size=12)
-        return plan(model, diagnosis, "macs=0.6x", images, pixels(CONFIG, 10, 4), settings=settings)
-
-    first, again, more = sought(3), sought(3), sought(5)
-    assert len(first.about["trials"]) == 4  # that of the closed form, which is no trial of the study, and three
-    # The finalists are chosen among all trials, also those of an earlier call.
-    assert first.about["trials"] == again.about["trials"] and first.predictions == again.predictions
-    assert len(more.about["trials"]) == 6 and more.about["trials"][:4] == first.about["trials"]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"seed": 1}, {"variations": 2}, {"probed_levels": (4,)}],
-    ids=str,
-)
-def test_a_search_of_other_settings_does_not_resume_stored_trials(
-    model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    def key(diagnosis: Diagnosis, **given: Any) -> str:
-        settings = PlanSettings(**{"axes": ("qk", "tokens"), "trials": 3, "batch_size": 12, **given})
-        target = Target.parse("macs=0.6x")
-        measurements = PlanMeasurements(settings.space(model, diagnosis, target), settings, "macs", images)
-        return Planner(measurements, settings, target)._key(0.6)
-
-    assert key(diagnosis, **changes) != key(diagnosis)
-    assert key(replace(diagnosis, about={**diagnosis.about, "data": None})) != key(diagnosis)
-    # More trials continue, and a diagnosis that was read from a file is the same.
-    assert key(Diagnosis.load(diagnosis.save(tmp_path / "diagnosis.json")), trials=9) == key(diagnosis)
-
-
 def test_images_to_predict_on_are_not_planned_on(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet
 ) -> None:
@@ -340,49 +300,6 @@ def test_the_diagnosis_of_another_model_is_refused(diagnosis: Diagnosis, images:
     for other in (cases.model(cases.CONFIGS["dense"]), cases.model(CONFIG, seed=5)):  # of other shapes, other weights
         with pytest.raises(FingerprintMismatch, match="the model to plan for"):
             plan(other, diagnosis, "macs=0.6x", images, images)
-
-
-class AddedUp:
-    """Plans whose divergence is their predicted one; the measurement of the last of `count` plans is interrupted."""
-
-    def __init__(self, planner: Planner, count: int, dies: bool):
-        self.planner, self.count, self.dies = planner, count, dies
-
-    def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
-        return self.planner.step(0.6, knobs, start)
-
-    def tried(self, knobs: dict[str, float], step: Step, best: Trial | None = None) -> Trial:
-        self.count -= 1
-        if self.count == 0 and self.dies:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.count == 0:
-            raise KeyboardInterrupt
-        return Trial(knobs, step, step.sensitivity, step.sensitivity)
-
-
-@pytest.mark.parametrize("count", [1, 4, 6], ids=["even", "sampled", "varied"])
-@pytest.mark.parametrize("dies", [False, True], ids=["interrupted", "killed"])
-def test_an_interrupted_search_has_the_trials_of_an_uninterrupted_one(
-    space: Space, images: ImageSet, tmp_path: Path, count: int, dies: bool
-) -> None:
-    settings = PlanSettings(batch_size=12)
-    planner = Planner(PlanMeasurements(space, settings, "macs", images), settings, Target.parse("macs=0.6x"))
-    knobs, builder = planner.initial_knobs, AddedUp(planner, 0, False)
-    first = builder.tried(knobs, builder.step(knobs))
-
-    def found(storage: str | None, count: int = 0, dies: bool = False) -> tuple[Trial, ...]:
-        return refine_plan(space, PlanSettings(trials=7, storage=storage), "name", AddedUp(planner, count, dies), first)
-
-    storage = str(tmp_path / "trials.json")
-    if dies:
-        process = multiprocessing.get_context("fork").Process(target=found, args=(storage, count, True))
-        process.start()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            found(storage, count)
-    assert found(storage) == found(None) == found(storage)
 
 
 def test_a_plan_that_is_far_worse_on_one_batch_is_measured_no_further(space: Space, images: ImageSet) -> None:

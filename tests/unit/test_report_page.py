@@ -30,7 +30,7 @@ from support.pictures import speckles
 
 EVERYTHING = [
     "verdict", "front", "changes", "tokens", "attention", "prescription", "maps", "spectra", "evidence",
-    "controls", "robustness", "costs", "training", "provenance",
+    "controls", "robustness", "costs", "provenance",
 ]  # fmt: skip
 FOLDED = EVERYTHING[EVERYTHING.index("prescription") :]
 VOID = {"meta", "img", "br", "input"}
@@ -107,7 +107,6 @@ def test_every_section_is_left_out_without_its_data():
         ("diagnosis", ["maps", "spectra"]),
         ("tokens", ["tokens"]),
         ("attention", ["attention"]),
-        ("history", ["training"]),
         ("evidence", ["evidence", "controls", "robustness", "costs"]),
     ],
 )
@@ -440,20 +439,3 @@ def test_uniform_attention_is_not_amplified():
         ReportContent("uniform", attention=AttentionSamples(torch.zeros(1, 1, 4, 4), {"original": maps}))
     ).words
     assert f"1.04{TIMES} less" in words
-
-
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_the_indicators_of_a_short_run_can_be_seen(epochs):
-    history = report_content.history(depth=2, heads=2, epochs=epochs)
-    page = render(ReportContent("short", history=history))
-    assert page.count('class="marker level-') == 2 * 2 * epochs + 2
-    assert f"epoch {epochs}, layer 1: " in Page(page).words
-
-
-def test_a_history_without_indicators_is_shown():
-    history = tuple(
-        {name: value for name, value in record.items() if name != "layers"} for record in report_content.history(1, 1)
-    )
-    page = shown(ReportContent("plain", history=history))
-    assert "Indicators" not in page.words
-    assert "validation accuracy" in page.words

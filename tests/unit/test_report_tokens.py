@@ -17,9 +17,6 @@ from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import attach_tokens_, build_model, family_of, reduction_of, save_model, token_run
 from attnrx.vit.tokens import (
     AttentionReceived,
-    ClassAttention,
-    DynamicViT,
-    EViT,
     Random,
     Reducer,
     TokenPolicy,
@@ -73,38 +70,12 @@ def test_samples_of_every_family(name: str, grid: tuple[int, int], prefix: int, 
 
 
 def test_sampling_leaves_the_model_as_it_was() -> None:
-    model = reduced(model_of("vit"), ClassAttention())
+    model = reduced(model_of("vit"), Ward())
     reduction = reduction_of(model)
     assert reduction is not None
     policy = reduction.policy
     sample_tokens(model, images(model))
-    assert reduction.policy is policy and "relevance" not in vars(policy.reducer)
-
-
-def test_a_learned_reducer_shows_its_own_relevance() -> None:
-    model = reduced(model_of("vit"), DynamicViT())
-    given = sample_tokens(model, images(model)).given
-    assert given is not None and bool((given <= 0).all())  # logarithms of keep
-    best = given[:, 0].topk(2).indices.sort(-1).values
-    assert torch.equal(best, token_run(model, images(model)).trail[0])
-
-
-@pytest.mark.parametrize("reducer", [ToMe(), EViT()], ids=["tome", "evit"])
-def test_a_reducer_without_relevance_is_shown_without(reducer: Reducer) -> None:
-    model = reduced(model_of("vit"), reducer)
-    samples = sample_tokens(model, images(model))
-    assert samples.given is None
-    assert samples.tokens == (5, 3 + reducer.extra)
-    assert "The small map under a stage" not in render(ReportContent("tokens", tokens=samples))
-
-
-def test_stages_at_which_nothing_leaves_have_no_relevance() -> None:
-    model = report_content.spread_model()
-    attach_tokens_(model, family_of(model), TokenPolicy(Random(), (2, 3), (1.0, 0.5)))
-    samples = sample_tokens(model, images(model))
-    assert samples.given is not None
-    assert bool(samples.given[:, 0].isnan().all()) and not bool(samples.given[:, 1].isnan().any())
-    assert samples.tokens == (64, 64, 32)
+    assert reduction.policy is policy and "tables" not in vars(policy.reducer)
 
 
 def test_a_picture_covers_what_left() -> None:

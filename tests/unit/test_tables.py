@@ -14,7 +14,6 @@ from attnrx.show.reports import ReportContent, model_card, render
 from attnrx.support.tables import (
     aligned_table,
     csv_text,
-    latex_table,
     markdown,
     markdown_code,
     markdown_table,
@@ -132,7 +131,7 @@ def test_a_card_has_the_lines_of_one_with_plain_names(name: str) -> None:
     assert not re.search(r"(?<!\\)<[a-z/!]", body) and not re.search(r"(?<!\\)\]\s*[(:\[]", body)
 
 
-def test_a_cell_of_markdown_and_latex_is_one_line(name: str) -> None:
+def test_a_cell_of_markdown_is_one_line(name: str) -> None:
     table = markdown_table(["method", name], [[name, 1.0]])
     assert len(table.splitlines()) == 3
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()} == {3}
@@ -140,22 +139,16 @@ def test_a_cell_of_markdown_and_latex_is_one_line(name: str) -> None:
     code = markdown_code(name)
     fence = re.match(r"`+", code)
     assert fence is not None and re.findall(r"`+", code).count(fence.group()) == 2
-    latex = latex_table(["method", name], [[name, 1.0]])
-    assert len(latex.splitlines()) == 5 and not re.search(r"(?<!\\)[%#$_]", latex.replace("\\hline", ""))
-    assert latex.count("input{") == 0
     assert len(aligned_table(["a", name], [[name, 1.0]]).splitlines()) == 2
     assert "\x1b" not in str(evidence(name))
 
 
-def test_evidence_is_printed_as_a_table_and_returned_in_other_formats() -> None:
+def test_evidence_is_printed_as_a_table_and_has_a_row_per_finding() -> None:
     found = report_content.evidence()
     text = str(found)
     assert text.startswith(f"Evidence: {found.summary}") and len(text.splitlines()) == 2 + len(found.findings)
     assert "the candidate loses at most 1 points of accuracy" in text and "fails" in text and len(repr(found)) < 2000
-    assert len(found.to_rows()) == len(found.findings) and found.to_latex().startswith(r"\begin{tabular}")
-    pandas = pytest.importorskip("pandas")
-    table = found.to_pandas()
-    assert isinstance(table, pandas.DataFrame) and list(table["claim"]) == [each.claim for each in found.findings]
+    assert len(found.to_rows()) == len(found.findings)
 
 
 def test_a_summary_is_an_attribute_and_may_be_called() -> None:

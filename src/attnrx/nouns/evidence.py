@@ -179,7 +179,7 @@ class Estimate:
 class Evidence(Displayed, Tabular):
     """All findings about one candidate; `about` records the models, the data, the settings and the versions.
 
-    Printed, it is a table of the findings; `to_csv`, `to_latex` and `to_pandas` return it in other formats.
+    Printed, it is a table of the findings; `to_csv` and `to_rows` return it in other forms.
 
     Of the texts in `about`, "notes" are remarks, and "warnings" are those without which the numbers mislead: they come
     first in `summary`, in the summary of `shrink`, on the console, in the report and in the model card.

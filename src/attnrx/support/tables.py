@@ -1,4 +1,4 @@
-"""Tables as text, one function per format: CSV without formulas, and Markdown and LaTeX whose cells are plain text.
+"""Tables as text, one function per format: CSV without formulas, and Markdown whose cells are plain text.
 
 Names of classes, methods and models come from data sets and files of other people, so every cell is escaped here.
 """
@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from attnrx.support.optional import required_module
-
 Cell = str | int | float | bool | None
 
 # A spreadsheet takes a cell that begins with one of these for a formula, the full-width signs too.
@@ -19,12 +17,6 @@ NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 # What begins code, emphasis, a tag, a cell, mathematics or a character reference, and a bracket that ends the text of a
 # link; other brackets, as those of intervals, mark nothing.
 MARKDOWN = re.compile(r"([\\`*_<>|~$&]|\](?=[(\[:]))")
-LATEX = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-}
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
@@ -83,18 +75,6 @@ def _marked(cell: Any) -> str:
     return cell if isinstance(cell, Marked) else markdown("" if cell is None else cell)
 
 
-def latex_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Returns a LaTeX tabular; all columns but the first are right-aligned."""
-    lines = [" & ".join(map(_latex, line)) + r" \\" for line in (columns, *rows)]
-    body = [lines[0], r"\hline", *lines[1:]]
-    return "\n".join([f"\\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}", *body, r"\end{tabular}"])
-
-
-def _latex(cell: Any) -> str:
-    text = " ".join(_utf8("" if cell is None else _short(cell)).split())
-    return "".join(LATEX.get(sign, sign) for sign in text)
-
-
 def aligned_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> str:
     """Returns a table in columns of spaces; all columns but the first are right-aligned."""
     # One line per row, and no control characters, which a terminal would obey.
@@ -131,15 +111,3 @@ class Tabular:
     def to_csv(self) -> str:
         """Returns the rows as CSV; no cell is a formula."""
         return csv_text(*self._table())
-
-    def to_latex(self) -> str:
-        """Returns the rows as a LaTeX tabular."""
-        return latex_table(*self._table())
-
-    def to_pandas(self) -> Any:
-        """Returns the rows as a DataFrame of the optional library pandas.
-
-        Raises:
-            NotSupported: pandas is not installed.
-        """
-        return required_module("pandas", "data", "a DataFrame").DataFrame(self.to_rows())

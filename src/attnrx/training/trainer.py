@@ -31,7 +31,7 @@ from attnrx.training.checkpoints import (
     training_provenance,
 )
 from attnrx.training.config import TrainingConfig
-from attnrx.training.evaluation import Probe, evaluate
+from attnrx.training.evaluation import evaluate
 from attnrx.training.losses import load_teachers
 from attnrx.training.preparation import (
     adapt_data,
@@ -167,7 +167,6 @@ class _Run:
         self.validation, self.test = (with_labels(images, classes) for images in (splits.validation, splits.test))
         # A learner counts the right answers of a step in any case, also where there is nothing to compare with.
         self.is_labelled = classes > 1 and splits.train.label_problem is None
-        self.probe = Probe(splits.validation, self.accelerator.device)
         self.step, self.seconds, self.began = 0, 0.0, time.perf_counter()
         # On a CPU with one process nothing waits, so every step is checked.
         waits = self.accelerator.device.type != "cpu" or learner.shard[1] > 1
@@ -270,7 +269,6 @@ class _Run:
         # Everything reported of an epoch is about the weights that would be saved.
         with learner.mean.in_place() if learner.mean else nullcontext():
             validation_accuracy, validation_loss = evaluate(learner, self.validation)
-            layers = self.probe.read(learner.model)
         sums = learner.meter.named(learner.summed(learner.meter.sums))
         # Before the checkpoint below, which then holds the empty sums of the next epoch.
         learner.meter.sums.zero_()
@@ -286,7 +284,6 @@ class _Run:
             "validation_loss": validation_loss,
             "seconds": seconds,
             "images_per_second": steps * self.config.batch_size / seconds,
-            "layers": layers,
         }
         self.history.records.append(record)
         if self.accelerator.is_main_process:

@@ -311,7 +311,7 @@ class ShrinkRun:
         settings: PlanSettings,
         decoder: bool = False,
     ) -> "ShrinkRun":
-        """Divides the images and diagnoses the model; an earlier diagnosis and earlier trials in `folder` are used.
+        """Divides the images and diagnoses the model; an earlier diagnosis in `folder` is used.
 
         Raises:
             CheckpointError: The folder cannot be created.
@@ -323,7 +323,6 @@ class ShrinkRun:
                 state.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise CheckpointError(f"cannot create the folder {state}: {error.strerror or error}.") from error
-            settings = replace(settings, storage=str(state / "trials.json"))
         begin("reading the images")
         kind = output_kind_of(original)
         settings = settings.for_outputs(kind)

@@ -48,7 +48,6 @@ def add(parser: Parser) -> None:
     option(search, "--images", COUNT, "training images for the plan (192, 512 or 1024, by effort)")
     option(search, "--other-images", COUNT, "validation images for its predictions", 256)
     option(search, "--trials", TRIALS, "plans to realize and measure (10, 32 or 48, by effort)")
-    option(search, "--storage", "PATH", "a JSON file of the trials, by which an interrupted search goes on")
     timing = parser.add_argument_group("measured latency, for targets of latency only")
     option(timing, "--batch", BATCH, "batch size (32)")
     option(timing, "--threads", THREADS, "CPU threads (torch's default)")
@@ -100,7 +99,7 @@ def _require_latency(arguments: Namespace, target: "rx.planning.Target") -> None
 def _settings(arguments: Namespace) -> "rx.planning.PlanSettings":
     device, precision = arguments.device or default_device(), arguments.precision or "float32"
     conditions = rx.costs.Conditions(device, precision, arguments.threads)
-    given = {name: getattr(arguments, name) for name in ("reducer", "batch", "clock", "rounds", "trials", "storage")}
+    given = {name: getattr(arguments, name) for name in ("reducer", "batch", "clock", "rounds", "trials")}
     if arguments.axes is not None:
         given["axes"] = tuple(arguments.axes.split(","))
     # The effort sets what the options leave open.

@@ -1,7 +1,6 @@
 """attnrx report: writes the results of the other commands into one HTML page."""
 
 from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import COUNT, add_data, add_device, add_out, add_trust, option
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
-from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ def add(parser: Parser) -> None:
     option(parser, "--prescription", "FILE", "the file of `attnrx prescribe`")
     option(parser, "--diagnosis", "FILE", "the file of `attnrx diagnose`")
     option(parser, "--plan", "FILE", "the plan.json of `attnrx plan`, shown as accuracy against speed")
-    option(parser, "--training", "FOLDER", "the folder of `attnrx train`, for its curves")
     option(parser, "--title", "TITLE", "the title of the page")
     add_out(parser, "the page", kind="attnrx report")
     maps = parser.add_argument_group(
@@ -54,7 +52,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     prescription = _part(rx.Prescription, arguments.prescription, folder, "prescription.json")
     attention, tokens = _samples(arguments, candidate, prescription)
     subject = name or arguments.out
-    named = {option: getattr(arguments, option) for option in ("candidate", "reference", "training", "data")}
+    named = {option: getattr(arguments, option) for option in ("candidate", "reference", "data")}
     about = {option: value for option, value in named.items() if value}
     content = rx.reports.ReportContent(
         title=arguments.title or f"attnrx: {subject}",
@@ -65,9 +63,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         evidence=evidence,
         attention=attention,
         tokens=tokens,
-        history=_history(arguments.training) if arguments.training else (),
-        # The ranks of a prescription are shown by the report itself.
-        ranks=() if prescription is not None or candidate is None else _ranks(candidate),
         plan=_part(rx.planning.Plan, arguments.plan),
     )
     path = rx.write_report(arguments.out, content)
@@ -81,22 +76,6 @@ def _part(kind: Any, given: str | None, folder: Path | None = None, name: str = 
     if given is None and folder is not None and (folder / name).exists():
         return kind.load(folder / name)
     return None if given is None else kind.load(given)
-
-
-def _ranks(candidate: "nn.Module") -> "tuple[rx.reports.PathwayRanks, ...]":
-    """Reads the ranks from a candidate without prescription; none if only its tokens are reduced."""
-    pathways = rx.reports.model_ranks(candidate)
-    full = all(pathway.kept == pathway.full for pathway in pathways)
-    return () if full and rx.models.reduction_of(candidate) is not None else pathways
-
-
-def _history(folder: str) -> tuple[Mapping[str, Any], ...]:
-    from attnrx.support.storage import read_json_lines  # imports torch
-
-    try:
-        return tuple(read_json_lines(Path(folder) / "history.jsonl"))
-    except CheckpointError as error:
-        raise CheckpointError(f"--training {folder}: {error} Give the --out folder of `attnrx train`.") from error
 
 
 Samples = tuple["rx.reports.AttentionSamples | None", "rx.reports.TokenSamples | None"]

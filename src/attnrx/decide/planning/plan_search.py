@@ -2,27 +2,22 @@
 
 A weight of the sensitivities per axis, and its slope over the layers, are drawn at random. Then the best plan is
 varied: a few choices are changed at random, and a greedy closed form meets the budget from there. The next plan
-depends on the trials before it alone, so that a search whose trials were stored goes on as if it had not been
-interrupted.
+depends on the trials before it alone.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from attnrx.decide.planning.allocation import Step, even_weights
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.sensitivity import Weights
-from attnrx.decide.planning.space import AXES, RANKS, TOKENS, Choices, Space
-from attnrx.support.dataclass_records import from_dict, to_dict
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.decide.planning.space import AXES, TOKENS, Choices, Space
+from attnrx.support.errors import NotSupported
 from attnrx.support.progress import track
-from attnrx.support.storage import check_schema, read_json, write_json
 
 # The first trials start from at most EVEN even schedules of pruned patches. Then come a share (BROAD) of the others,
 # at least BROAD_LEAST, with sampled knobs; the rest vary the best plan by at most MOST_VARIED choices. Of several
@@ -31,7 +26,6 @@ from attnrx.support.storage import check_schema, read_json, write_json
 EVEN, BROAD, BROAD_LEAST, MOST_VARIED, ATTEMPTS = 6, 1 / 4, 3, 3, 40
 # The search range of the knobs, in powers of two: of the weight of an axis, and of its change over the layers.
 SPAN, TILT = 1.5, 1.0
-KIND, SCHEMA = "attnrx trials", 1  # of the file of stored trials
 
 
 @dataclass(frozen=True)
@@ -93,69 +87,20 @@ class PlanBuilder(Protocol):
         ...
 
 
-def refine_plan(
-    space: Space, settings: PlanSettings, requested: str, builder: PlanBuilder, first: Trial
-) -> tuple[Trial, ...]:
-    """Builds and measures further plans, and returns all trials in order, `first` included (see `Proposals`).
-
-    Raises:
-        CheckpointError: The file of stored trials was edited or is damaged.
-    """
+def refine_plan(space: Space, settings: PlanSettings, builder: PlanBuilder, first: Trial) -> tuple[Trial, ...]:
+    """Builds and measures further plans, and returns all trials in order, `first` included (see `Proposals`)."""
     if settings.trials < 2:
         return (first,)
     # The search is over knobs first, because a few weights correct what the sum of sensitivities misses (interactions
     # of axes and of depth) in all layers at once; single choices are varied at the end.
-    # The number is increased with every change of the search, so that trials of an earlier version are not resumed.
-    search, path = f"10 {hashlib.sha256(requested.encode()).hexdigest()[:16]}", settings.storage
-    trials = [] if path is None else stored_trials(path, search, space.depth)
     even = space.even_schedules()[:EVEN]
     broad = max(BROAD_LEAST, round(BROAD * (settings.trials - len(even))))
     proposals = Proposals(space, builder, first, even, broad, settings)
-    for _ in track(range(settings.trials - len(trials)), "searching plans"):
+    trials: list[Trial] = []
+    for _ in track(range(settings.trials), "searching plans"):
         knobs, step = proposals.next(trials)
         trials.append(builder.tried(knobs, step, _best(first, trials)))
-        if path is not None:
-            store_trials(path, search, trials)
-    # All that are stored, so that a resumed search has the finalists of one without interruption.
     return first, *trials
-
-
-def stored_trials(path: str, search: str, depth: int) -> list[Trial]:
-    """Returns the trials of a search that a file has, for a model of this depth; none without the file.
-
-    Raises:
-        CheckpointError: The file was edited or is damaged.
-    """
-    if not Path(path).exists():
-        return []
-    try:
-        trials = [from_dict(record, (Trial, Step, Choices)) for record in _searches(path).get(search, [])]
-        numbers = [number for trial in trials for number in trial.knobs.values()]
-        sizes = {len(getattr(trial.step.choices, axis)) for trial in trials for axis in (*RANKS, "num_pruned")}
-        if not all(isinstance(number, float | int) for number in numbers) or sizes - {depth}:
-            raise InvalidInput("a knob is no number, or a plan is one for another model")
-    except (InvalidInput, UnknownName, TypeError) as error:
-        raise CheckpointError(f"{path} holds trials of a search that were edited ({error}). Delete it.") from error
-    return trials
-
-
-def store_trials(path: str, search: str, trials: Sequence[Trial]) -> None:
-    """Writes the trials of a search, beside those of others in the file.
-
-    Raises:
-        CheckpointError: The file is damaged or cannot be written.
-    """
-    searches = _searches(path) if Path(path).exists() else {}
-    write_json(path, {"kind": KIND, "schema": SCHEMA, "searches": {**searches, search: [*map(to_dict, trials)]}})
-
-
-def _searches(path: str) -> dict[str, Any]:
-    record = read_json(path)
-    check_schema(record, KIND, SCHEMA, path)
-    searches = record.get("searches")
-    if not isinstance(searches, dict) or not all(isinstance(trials, list) for trials in searches.values()):
-        raise CheckpointError(f"{path} lacks the trials of its searches. Delete it.")
-    return searches
 
 
 def _best(first: Trial, trials: Sequence[Trial]) -> Trial:
@@ -182,7 +127,6 @@ class Proposals:
             with suppress(NotSupported):  # nothing near this schedule is cheap enough
                 return start, self.builder.step(start, self.even[number])
             return start, self.start.step
-        # A generator per proposal: a resumed search draws the same as one without interruption.
         random = np.random.default_rng((self.settings.seed, number))
         if number >= len(self.even) + self.broad:
             return self._near(trials, random)

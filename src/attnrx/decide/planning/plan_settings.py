@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -164,9 +163,8 @@ class PlanSettings:
     `max_ratio` times the target; the first attempt is not searched, and with `adjusts` those after the second correct
     the cost without a new search.
 
-    Every random draw has the `seed`. With `storage`, a JSON file, trials are stored under a name derived from the
-    request, and an interrupted search is resumed. `batch_size` is the batch size for measuring outputs; `log` is
-    called with progress messages.
+    Every random draw has the `seed`. `batch_size` is the batch size for measuring outputs; `log` is called with
+    progress messages.
     """
 
     axes: tuple[str, ...] | None = None
@@ -194,7 +192,6 @@ class PlanSettings:
     max_ratio: float = 1.0
     adjusts: bool = False
     seed: int = 0
-    storage: str | None = None
     batch_size: int = 32
     log: Log = no_log
 
@@ -226,8 +223,6 @@ class PlanSettings:
             require_axes(self.axes)
         if self.to is not None:
             parse_format(self.to)
-        if self.storage is not None and not Path(self.storage).absolute().parent.is_dir():
-            raise InvalidInput(f"storage={self.storage!r}: the folder of the file does not exist; make it, or omit it.")
 
     @classmethod
     def preset(cls, effort: str, **changes: Any) -> "PlanSettings":

@@ -1,9 +1,8 @@
 """The planner: cost table, sensitivities, optimal allocation, search, and measured predictions."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -267,24 +266,8 @@ class Planner:
         plans = PlansAtCost(self, limit)
         self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
         begin("searching plans")
-        self.trials = refine_plan(self.space, self.settings, self._key(limit), plans, self._first(limit))
+        self.trials = refine_plan(self.space, self.settings, plans, self._first(limit))
         return self._best(self.trials)
-
-    def _key(self, limit: float) -> str:
-        """Returns the text by which stored trials are found: all that decides what a trial means and which come next.
-
-        The number of trials is not part of it, because more of them continue the search.
-        """
-        space, found, settings = self.space, self.measurements, self.settings
-        diagnosis = space.diagnosis.fingerprint, json.dumps(space.diagnosis.about, sort_keys=True)
-        choices = found.answers.kind.distance, space.axes, space.reducer, space.form, space.multiple, space.step
-        measured = found.fingerprint, len(found.trial_answers)
-        others = {
-            each.name: getattr(settings, each.name)
-            for each in fields(settings)
-            if each.name not in ("trials", "storage", "log")
-        }
-        return f"{self.target} {limit:.6f} {diagnosis} {choices} {measured} {others}"
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
         """Returns the trial with the lowest divergence on all images among the finalists on fewer images."""

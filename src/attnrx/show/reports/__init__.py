@@ -5,7 +5,6 @@ from attnrx.show.reports.content import ReportContent
 from attnrx.show.reports.files import files_table, written_files
 from attnrx.show.reports.headline import summary_of
 from attnrx.show.reports.page import render, write_report
-from attnrx.show.reports.ranks import PathwayRanks, model_ranks
 from attnrx.show.reports.sampling import (
     AttentionSamples,
     MapSamples,
@@ -18,14 +17,12 @@ from attnrx.show.reports.sampling import (
 __all__ = [
     "AttentionSamples",
     "MapSamples",
-    "PathwayRanks",
     "ReportContent",
     "TokenSamples",
     "completed_card",
     "files_table",
     "is_unedited",
     "model_card",
-    "model_ranks",
     "render",
     "sample_attention",
     "sample_maps",

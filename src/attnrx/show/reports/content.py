@@ -9,7 +9,6 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.plan import Plan
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.reports.ranks import PathwayRanks
 from attnrx.show.reports.sampling import AttentionSamples, MapSamples, TokenSamples
 from attnrx.support.display import Displayed
 from attnrx.support.errors import FingerprintMismatch, InvalidInput
@@ -34,9 +33,8 @@ class Section:
 class ReportContent(Displayed):
     """The parts of one report about one candidate.
 
-    `about` is a free record: the model, the data, the versions, the seed, the command. `history` holds the records of a
-    training run, one per epoch. Costs and latency are those of the evidence. Missing `ranks` are taken from the
-    prescription. The front of the `plan` has the plans that were measured on the way to this candidate. `sections`
+    `about` is a free record: the model, the data, the versions, the seed, the command. Costs and latency are those of
+    the evidence. The front of the `plan` has the plans that were measured on the way to this candidate. `sections`
     are those of other packages, and `statement` is the sentence of the result where there is no evidence.
     """
 
@@ -48,8 +46,6 @@ class ReportContent(Displayed):
     attention: AttentionSamples | None = None
     tokens: TokenSamples | None = None
     outputs: MapSamples | None = None
-    history: tuple[Mapping[str, Any], ...] = ()
-    ranks: tuple[PathwayRanks, ...] = ()
     plan: Plan | None = None
     sections: tuple[Section, ...] = ()
     statement: str = ""

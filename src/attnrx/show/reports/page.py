@@ -15,7 +15,6 @@ from attnrx.show.reports.sections.evidence import controls, costs, findings, pro
 from attnrx.show.reports.sections.front import front
 from attnrx.show.reports.sections.layers import changes, explored_spectra, maps, spectra, treatment
 from attnrx.show.reports.sections.samples import attention, outputs, tokens
-from attnrx.show.reports.sections.training import training
 from attnrx.show.reports.sections.verdict import verdict
 from attnrx.support.arguments import PATH, checked, instance, optional
 from attnrx.support.errors import InvalidInput
@@ -37,7 +36,6 @@ SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
     controls,
     robustness,
     costs,
-    training,
     provenance,
 )
 

@@ -2,14 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
 
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.vit.maps import HIDDEN, LINEAR_MAPS
-from attnrx.vit.models import family_of, rank_of
 
 SCORES, VALUES, MLP, UNITS = "Query and key", "Value and output", "MLP", "Hidden units"
 
@@ -94,26 +90,6 @@ def prescribed_units(prescription: Prescription) -> tuple[PathwayRanks, ...]:
     return (PathwayRanks(UNITS, (HIDDEN,), rows),) if full else ()
 
 
-def model_ranks(model: nn.Module) -> tuple[PathwayRanks, ...]:
-    family = family_of(model)
-    specs = family.specs(model)
-    # The indices in the original model.
-    heads = [spec.heads for spec in specs]
-    scores: list[Sequence[HeadRank]] = [
-        # Shared directions are listed for every head in the specification, and counted once here.
-        [HeadRank(spec.ranks[0], spec.original_rank)]
-        if spec.shares_directions and spec.ranks
-        else [HeadRank(rank, spec.original_rank) for rank in spec.ranks]
-        for spec in specs
-    ]
-    values = [[HeadRank(rank, spec.head_dim) for rank in spec.value_dims] for spec in specs]
-    pathways = [_pathway(SCORES, scores, heads), _pathway(VALUES, values, heads)]
-    pairs = family.mlp(model)
-    if pairs:
-        pathways.append(PathwayRanks(MLP, LINEAR_MAPS, tuple(tuple(map(_linear, pair)) for pair in pairs)))
-    return tuple(pathways)
-
-
 def _pathway(name: str, rows: Sequence[Sequence[HeadRank]], heads: Sequence[tuple[int, ...]]) -> PathwayRanks:
     """Arranges the parts by the original index of their head; missing heads are marked as pruned."""
     columns = 1 + max((head for indices in heads for head in indices), default=0)
@@ -148,8 +124,3 @@ def _mlp(layers: Sequence[LayerPrescription]) -> Iterator[tuple[HeadRank, ...]]:
             else:
                 row.append(HeadRank(output.ranks[0], output.strength.shape[1]))
         yield tuple(row)
-
-
-def _linear(linear: Any) -> HeadRank:
-    full, rank = min(linear.in_features, linear.out_features), rank_of(linear)
-    return HeadRank(full, full, whole=True) if rank is None else HeadRank(rank, full)

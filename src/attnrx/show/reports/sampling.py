@@ -24,7 +24,7 @@ from attnrx.vit.models import (
     token_run,
 )
 from attnrx.vit.observation import Observation
-from attnrx.vit.tokens import Selecting, TokenPolicy, TokenState
+from attnrx.vit.tokens import TokenPolicy, TokenState
 from attnrx.vit.tokens.merging import Merging
 
 
@@ -59,9 +59,9 @@ class TokenSamples:
     """Sample images in the unit range, and the patches kept by a token policy.
 
     `left` marks the patches kept after each stage of the `policy`; `tokens` is the number of tokens per layer, prefix
-    tokens included. The patches form `grid` (rows, columns), row by row. `given` is the relevance assigned by the token
-    reducer to the remaining patches, NaN for all others. For a token reducer that merges, `groups` holds the index of
-    the patch whose token represents each patch after each stage. `labels` are the classes of the images.
+    tokens included. The patches form `grid` (rows, columns), row by row. For a token reducer that
+    merges, `groups` holds the index of the patch whose token represents each patch after each stage. `labels` are the
+    classes of the images.
     """
 
     images: Float[Tensor, "images channels height width"]
@@ -69,7 +69,6 @@ class TokenSamples:
     policy: TokenPolicy
     tokens: tuple[int, ...]
     grid: tuple[int, int]
-    given: Float[Tensor, "images stages patches"] | None = None
     labels: tuple[str, ...] = ()
     groups: Int[Tensor, "images stages patches"] | None = None
 
@@ -229,7 +228,6 @@ def sample_tokens(
         policy=policy,
         tokens=tuple(tokens),
         grid=_grid(layout.patches, *family.input_shape(model)[1:]),
-        given=records.given(left),
         labels=labels,
         groups=records.groups(left, run.trail),
     )
@@ -262,24 +260,14 @@ def _grid(patches: int, height: int, width: int) -> tuple[int, int]:
 
 
 class _StageRecords:
-    """What a token reducer computed at each of its stages; a batch may run in chunks of images, in order.
+    """What a token reducer merged at each of its stages; a batch may run in chunks of images, in order.
 
-    `relevance` holds the relevance of the patches, `goals` the indices of the patches before a stage and the index of
-    the token after it into which each was merged.
+    `goals` holds the indices of the patches before a stage and the index of the token after it into which each was
+    merged.
     """
 
     def __init__(self):
-        self.relevance: dict[int, list[Tensor]] = {}
         self.goals: dict[int, list[tuple[Tensor, Tensor]]] = {}
-
-    def given(self, left: Bool[Tensor, "images stages patches"]) -> Float[Tensor, "images stages patches"] | None:
-        """Returns the relevance at every stage, NaN at stages that keep every patch; None without relevance."""
-        if not self.relevance:
-            return None
-        per_stage = torch.full(left.shape, torch.nan, dtype=torch.float64)
-        for stage, parts in self.relevance.items():
-            per_stage[:, stage] = torch.cat(parts)
-        return per_stage
 
     def groups(
         self, left: Bool[Tensor, "images stages patches"], trail: list[Tensor]
@@ -304,14 +292,10 @@ class _StageRecords:
 
 @contextmanager
 def _recording(reduction: TokenReduction, records: _StageRecords) -> Iterator[None]:
-    """Records the stages of a temporary copy of the token reducer, if it uses relevance or merges."""
-    policy, patches = reduction.policy, reduction.shape.layout.patches
+    """Records the stages of a temporary copy of the token reducer, if it merges."""
+    policy = reduction.policy
     original, recording = policy.reducer, copy.copy(policy.reducer)
-    changes: dict[str, Any] = {}
-    if isinstance(original, Selecting):
-        changes = {"relevance": _recorded_relevance(original, records, patches)}
-    elif isinstance(original, Merging):
-        changes = _recorded_merging(original, records)
+    changes = _recorded_merging(original, records) if isinstance(original, Merging) else {}
     for name, method in changes.items():
         # Reducers are frozen. An attribute of the copy hides the method of its class; the model's own reducer is
         # unchanged.
@@ -323,15 +307,6 @@ def _recording(reduction: TokenReduction, records: _StageRecords) -> Iterator[No
         yield
     finally:
         reduction.policy, reduction.uses_kernel = policy, uses_kernel
-
-
-def _recorded_relevance(original: Selecting, records: _StageRecords, patches: int) -> Callable[..., Tensor]:
-    def relevance(state: TokenState, predictor: nn.Module) -> Tensor:
-        scores = original.relevance(state, predictor)
-        records.relevance.setdefault(state.stage, []).append(_by_patch(state, scores, patches))
-        return scores
-
-    return relevance
 
 
 def _recorded_merging(original: Merging, records: _StageRecords) -> dict[str, Callable[..., Any]]:
@@ -351,11 +326,3 @@ def _recorded_merging(original: Merging, records: _StageRecords) -> dict[str, Ca
         return original.finished(tables)
 
     return {"tables": tables, "finished": finished}
-
-
-def _by_patch(state: TokenState, relevance: Tensor, patches: int) -> Tensor:
-    # Masked tokens, and tokens that are no patch of the image, go into one more column, which is cut off.
-    is_patch = (state.sizes[:, state.prefix :] > 0) & (state.patch_indices >= 0)
-    indices = state.patch_indices.where(is_patch, patches)
-    per_patch = torch.full((len(indices), patches + 1), torch.nan, dtype=torch.float64, device=indices.device)
-    return per_patch.scatter(1, indices, relevance.detach().double())[:, :patches].cpu()

@@ -96,14 +96,13 @@ def _reasons(layer: LayerPrescription, names: Sequence[int]) -> dict[str, Any]:
 
 def changes(content: ReportContent) -> Section | None:
     """Returns what was removed, in words, and one heat map per pathway that lost ranks."""
-    prescription, pathways = content.prescription, content.ranks
-    if not pathways and prescription is not None:
-        pathways = prescribed_ranks(prescription, content.diagnosis)
-    if prescription is not None:
-        pathways = (*pathways, *prescribed_units(prescription))
+    prescription = content.prescription
+    if prescription is None:
+        return None
+    pathways = (*prescribed_ranks(prescription, content.diagnosis), *prescribed_units(prescription))
     # A pathway that lost nothing would be a map of a single colour.
     pathways = tuple(pathway for pathway in pathways if pathway.kept < pathway.full)
-    tokens = None if prescription is None else prescription.tokens
+    tokens = prescription.tokens
     if not pathways and tokens is None:
         return None
     words = [[[_words(part) for part in layer] for layer in pathway.layers] for pathway in pathways]

@@ -119,7 +119,6 @@ def tokens(content: ReportContent) -> Section | None:
         "patches": samples.left.shape[2],
         "chart": Figure.from_chart(chart, with_legend=True),
         "images": [_token_image(samples, index) for index in range(len(samples.images))],
-        "gives": samples.given is not None,
         "merges": samples.groups is not None,
     }
     return Section("tokens", "Tokens", data)
@@ -137,7 +136,7 @@ def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
     # The picture is stored once, with the image itself; every stage refers to it.
     unreduced = patch_picture(label, shown, all_patches, as_uri(samples.images[index].double().cpu()))
     note = f"{number(all_patches.numel())} patches"
-    stages = [{"title": "image", "picture": unreduced, "note": note, "given": ""}]
+    stages = [{"title": "image", "picture": unreduced, "note": note}]
     colours = None if samples.groups is None else _patch_colours(samples.images[index], samples.grid)
     for stage, layer in enumerate(samples.policy.layers):
         left = samples.left[index, stage].view(samples.grid)
@@ -149,7 +148,6 @@ def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
             "title": f"before layer {layer}",
             "picture": patch_picture(title, shown, left, groups=groups, fills=fills),
             "note": count,
-            "given": "" if samples.given is None else _given(samples.given[index, stage].view(samples.grid)),
         }
         stages.append(data)
     return {"label": label, "stages": stages}
@@ -186,15 +184,3 @@ def _where(left: Tensor) -> str:
         "right half": share[:, columns // 2 :].mean(),
     }
     return "; ".join(f"{name} {percent(float(part), 2)}" for name, part in parts.items())
-
-
-def _given(given: Float[Tensor, "rows columns"]) -> str:
-    """Draws the remaining patches coloured by the rank of their relevance; empty without relevance."""
-    has_relevance = ~given.isnan()
-    if not bool(has_relevance.any()):
-        return ""
-    # By rank, because a few large values would leave the others without contrast.
-    order = torch.full_like(given, torch.nan)
-    order[has_relevance] = given[has_relevance].argsort().argsort().double()
-    coloured = colour(order, 0.0, float(max(int(has_relevance.sum()) - 1, 1)))
-    return as_uri(torch.cat([coloured, has_relevance[None].to(coloured.dtype)]))  # the fourth channel is the opacity
