@@ -11,10 +11,10 @@ from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.rules import EnergyRetention, FusionOwner, SharedRank, prescribe_maps
 from attnrx.support.errors import NotSupported
 from attnrx.training import TrainingConfig, train
-from attnrx.training.losses import FusionOwnership, LossContext, Task
-from attnrx.training.optimization import normalize_fusion_, project_fusion_
+from attnrx.training.losses import LossContext, Task
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.models import VisionTransformer, family_of, load_model, save_model
+from attnrx_lab.papers.ownership import FusionOwnership, nonnegative_fusion, normalize_fusion_, project_fusion_
 from support import cases
 from support.comparisons import pixels
 from support.tiny_runs import At
@@ -122,10 +122,10 @@ def test_training_under_the_constraint_finds_an_owner_for_every_direction(shared
         learning_rate=0.02,
         weight_decay=0.0,
         losses=(Task(0.0), FusionOwnership(30.0)),
-        nonnegative_fusion=True,
         precision="fp32",
     )
-    made = train(shared, data, config, tmp_path, reporter=At()).model
+    with nonnegative_fusion(shared):
+        made = train(shared, data, config, tmp_path, reporter=At()).model
     assert off_block(made) < 1e-3
     assert all(bool((fusion >= 0).all()) for fusion in fusions(made))
     assert squeezed_apart(made) < 0.1

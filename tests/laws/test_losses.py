@@ -12,7 +12,6 @@ from attnrx.training.losses import LOSSES as KINDS
 from attnrx.training.losses import (
     Distillation,
     FeatureDistillation,
-    FusionOwnership,
     KeepRatio,
     Loss,
     LossContext,
@@ -37,8 +36,8 @@ def losses(tmp_path: Path) -> dict[str, Loss]:
 
 
 def test_every_kind_of_loss_is_in_the_case_table(losses: dict[str, Loss]) -> None:
-    # Those that need shared directions or pruned tokens: test_fusion.py, test_token_training.py.
-    elsewhere = {FusionOwnership, KeepRatio, TokenSimilarity}
+    # Those that need pruned tokens: test_token_training.py.
+    elsewhere = {KeepRatio, TokenSimilarity}
     assert {type(loss) for loss in losses.values()} == set(KINDS) - elsewhere
 
 

@@ -118,7 +118,7 @@ SETTINGS: Mapping[type, Mapping[str, Any]] = {
     PlanSettings: {},
     Repair: {},
     Target: {"quantity": "macs", "limit": 0.5},
-    **{check: {} for name, check in CHECKS.items() if name not in ("controls", "shift", "retrieval")},
+    **{check: {} for name, check in CHECKS.items() if name not in ("controls", "retrieval")},
     **{diagnostic: {} for diagnostic in DIAGNOSTICS.values()},
 }
 

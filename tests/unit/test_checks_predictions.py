@@ -16,8 +16,6 @@ from attnrx.show.checks import (
     Comparison,
     Features,
     Fidelity,
-    Shift,
-    parse_checks,
     standard_checks,
 )
 from attnrx.support.errors import DataError, InvalidInput
@@ -206,28 +204,3 @@ def test_the_standard_checks_describe_themselves(setting: Setting):
     assert next(record for record in described if record["check"] == "accuracy")["most_drop"] == 1.0
     assert all("masked" not in record for record in described)
     assert json.loads(json.dumps(described)) == described
-
-
-def test_shift_compares_classes_of_the_calibration_with_others(setting: Setting) -> None:
-    images = pixels(setting.reference.config, 40)
-    comparison = Comparison(poorer(setting.reference), setting.reference, images, prescription=setting.prescription)
-    decided = comparison.predictions.decisions("reference")
-    logits = comparison.predictions.outputs
-    base, other = (logits[role].log_softmax(-1).double() for role in ("reference", "candidate"))
-    divergence = (base.exp() * (base - other)).sum(-1)
-    known = decided == int(decided[0])
-    findings = Shift((int(decided[0]),))(comparison)
-    own, others = (float(divergence[which].mean()) for which in (known, ~known))
-    assert [finding.value for finding in findings] == pytest.approx([own, others, others / own])
-    assert [finding.n for finding in findings] == [int(known.sum()), int((~known).sum()), 40]
-    ratio = findings[-1]
-    assert ratio.low is not None and ratio.high is not None and ratio.low < ratio.value < ratio.high
-    about = {**setting.prescription.about, "realized": {"classes": [int(decided[0])]}}
-    recorded = replace(comparison, prescription=replace(setting.prescription, about=about))
-    assert Shift()(recorded) == findings
-    assert only(Shift((int(decided[0]),), most=1e-6)(comparison), "shift").outcome == "fails"
-    with pytest.raises(InvalidInput, match="needs the classes"):
-        Shift()(comparison)
-    with pytest.raises(InvalidInput, match="give images of both kinds"):
-        Shift((0, 1, 2))(comparison)
-    assert dict(parse_checks("shift(classes=0/217,most=1.3)")[0].knobs) == {"classes": (0, 217), "most": 1.3}

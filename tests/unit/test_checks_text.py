@@ -98,7 +98,6 @@ def test_what_is_only_on_request_is_not_standard() -> None:
         "features",
         "promises",
         "retrieval",
-        "shift",
         "transfer",
     }
     assert {check.name for check in standard_checks()} == {

@@ -13,7 +13,7 @@ import attnrx as rx
 from attnrx.change.realization.realizing import nearest_candidate
 from attnrx.data.model_data import images_for, splits_for
 from attnrx.decide.planning.reference_outputs import Answers
-from attnrx.show.checks import Accuracy, Calibration, Fidelity, Promises, Retrieval, Shift
+from attnrx.show.checks import Accuracy, Calibration, Fidelity, Promises, Retrieval
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.vit.outputs import GROUP, KINDS, output_kind_of
 from attnrx_lab.checks import Robustness
@@ -105,7 +105,7 @@ def test_a_backbone_is_diagnosed_planned_and_verified(name):
 def test_calibration_needs_probabilities():
     model = adopted_once("hf clip tower")[2]
     data = torch.utils.data.TensorDataset(torch.zeros(4, 3, 16, 16, dtype=torch.float64), torch.zeros(4).long())
-    for check in (Calibration(), Shift(classes=(0,)), Robustness()):
+    for check in (Calibration(), Robustness()):
         with pytest.raises(InvalidInput, match=f"{check.name} needs probabilities"):
             rx.verify(copy.deepcopy(model), model, data, [check])
 

@@ -133,8 +133,6 @@ class TrainingConfig:
         frozen: Patterns of parameters that are not trained, with * for any text, e.g. 'source.patch_embed' or
             '*.mlp.*'.
         layer_decay: Factor on the learning rate for every block between a parameter and the logits.
-        nonnegative_fusion: Keep the fusion of shared directions (CP SlimAtt) nonnegative, its columns of length one:
-            S >= 0 in IrrAtt, Eq. 7.
         predictor_learning_rate: Factor on the learning rate of token predictors.
         temperatures: The sampling temperature of learned token reducers at the first step and at the last; it changes
             by the same factor every step.
@@ -165,7 +163,6 @@ class TrainingConfig:
     mixing: Mixing | None = None
     frozen: tuple[str, ...] = ()
     layer_decay: float = 1.0
-    nonnegative_fusion: bool = False
     predictor_learning_rate: float = 10.0
     temperatures: tuple[float, float] = (1.0, 1.0)
     strength_init: float | None = None
@@ -193,7 +190,7 @@ class TrainingConfig:
             mixing=optional(instance("a Mixing, e.g. attnrx.training.Mixing()", Mixing)),
             frozen=each(TEXT, "patterns of parameters, e.g. ('source.patch_embed',)"),
             layer_decay=SHARE,
-            **dict.fromkeys(("nonnegative_fusion", "compile", "cuda_graph"), FLAG),
+            **dict.fromkeys(("compile", "cuda_graph"), FLAG),
             temperatures=each(POSITIVE, "two positive numbers, at the first step and at the last", 2, 2),
             precision=one_of(*PRECISIONS),
             ema=optional(RATE),

@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.change.decompositions import ownership_penalty
 from attnrx.data.model_data import normalization_of
 from attnrx.decide.diagnostics.spectral_shape import effective_rank
 from attnrx.support.arguments import BELOW_ONE, COUNT, POSITIVE, Kind, number, optional, require_fields
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.support.text_parsing import Language, TextReader, knobs_of
-from attnrx.vit.attention.forms import SharedForm, SvdaForm
+from attnrx.vit.attention.forms import SvdaForm
 from attnrx.vit.models import TokenReduction, TokenRun, family_of, load_model, observing, recording_blocks, reduction_of
 from attnrx.vit.observation import Observation
 
@@ -208,33 +207,6 @@ def _chosen(loss: Loss, layers: tuple[int, ...], depth: int) -> set[int]:
 
 
 @dataclass(frozen=True)
-class FusionOwnership(Loss):
-    """The distance of the shared directions from having one head each: the constraint S S^T = I (IrrAtt, Eq. 7), as a
-    penalty.
-
-    (sum of |s|)^2 / (sum of s^2) - 1 over the heads, averaged over the directions of all layers: 0 if and only if
-    every direction is used by one head, heads - 1 if all use it alike. Its share of the weight grows linearly from 0
-    to 1 over the run, so that heads first learn what they need. With `nonnegative_fusion` the other half of the
-    constraint, S >= 0, holds as well; `fusion_owner` then cuts the model into irregular heads.
-    """
-
-    weight: float = 1.0
-
-    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        layers = family_of(context.model).attention(context.model)
-        forms = [layer.scores for layer in layers if isinstance(layer.scores, SharedForm)]
-        fusions = [form.strength for form in forms if form.strength.numel()]
-        if not fusions:
-            raise NotSupported(
-                "FusionOwnership needs shared directions with a strength for each, and this model has none: realize a "
-                "prescription of the rule shared_rank with form=cp or form=epc first."
-            )
-        # A mean over all directions, not over layers: layers may share different numbers of them.
-        total = torch.stack([ownership_penalty(fusion) for fusion in fusions]).sum()
-        return context.progress * total / sum(fusion.shape[1] for fusion in fusions)
-
-
-@dataclass(frozen=True)
 class KeepRatio(Loss):
     """The squared distance of the share of kept patches from the policy's, over images and stages (SPOT, Eq. 12)."""
 
@@ -419,7 +391,6 @@ def _versions(source: TeacherSource) -> tuple[tuple[str, int, int, int], ...]:
 LOSSES: tuple[type[Loss], ...] = (
     Distillation,
     FeatureDistillation,
-    FusionOwnership,
     KeepRatio,
     PerturbationRobustness,
     TargetRank,

@@ -1,4 +1,4 @@
-"""What changes the weights: the optimizer, the learning rate schedule, a constraint, and a running mean."""
+"""What changes the weights: the optimizer, the learning rate schedule, and a running mean."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,12 +9,11 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from attnrx.change.decompositions import nonnegative_units
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.shapes import Tensor
 from attnrx.training.config import TrainingConfig
-from attnrx.training.sharding import copy_whole_, full_tensor, local_shard, shard_like
-from attnrx.vit.attention.forms import SharedForm, SvdaForm
+from attnrx.training.sharding import copy_whole_, local_shard, shard_like
+from attnrx.vit.attention.forms import SvdaForm
 from attnrx.vit.models import family_of, parameter_blocks
 
 PREDICTORS = "tokens."  # parameter prefix of the predictors of a token policy
@@ -137,49 +136,6 @@ def load_optimizer_(model: nn.Module, optimizer: torch.optim.Optimizer, tensors:
             raise CheckpointError(f"the checkpoint holds optimizer state of {name!r}, which the model does not have.")
         # The field `step` is a scalar and not of the parameter's shape; `shard_like` does not shard it.
         optimizer.state[parameters[name]][field] = shard_like(value, parameters[name])
-
-
-@torch.no_grad()
-def project_fusion_(model: nn.Module) -> None:
-    """Projects every fusion matrix after each step onto the constraint set: nonnegative, columns of length one (IrrAtt,
-    Eq. 7). This is projected gradient descent.
-
-    A reparametrisation (e.g. by squares) would keep it nonnegative too, but values at zero would have no gradient.
-
-    Raises:
-        NotSupported: No heads of the model share directions.
-    """
-    for form in _shared_forms(model):
-        copy_whole_(form.strength, nonnegative_units(full_tensor(form.strength)))
-
-
-@torch.no_grad()
-def normalize_fusion_(model: nn.Module) -> None:
-    """Moves sign and length of every column of the fusion into the query, so that the projection changes least.
-
-    Raises:
-        NotSupported: No heads of the model share directions.
-    """
-    for form in _shared_forms(model):
-        fusion = form.strength
-        # The sign of the largest value, because the projection sets the values of the other sign to zero.
-        peak = fusion.gather(0, fusion.abs().argmax(0, keepdim=True))[0]
-        factor = torch.where(peak < 0, -1.0, 1.0) * fusion.norm(dim=0)
-        form.query.weight.mul_(factor[:, None])
-        if form.query.bias is not None:
-            form.query.bias.mul_(factor)
-        fusion.div_(torch.where(factor == 0, 1.0, factor))  # a column of zeros stays one
-
-
-def _shared_forms(model: nn.Module) -> list[SharedForm]:
-    forms = [layer.scores for layer in family_of(model).attention(model)]
-    shared = [form for form in forms if isinstance(form, SharedForm) and form.strength.numel()]
-    if not shared:
-        raise NotSupported(
-            "nonnegative_fusion was requested, but no heads of this model share directions with a strength for each; "
-            "omit it, or realize a prescription of the rule shared_rank with form=cp or form=epc first."
-        )
-    return shared
 
 
 class WeightMean:

@@ -24,8 +24,6 @@ from attnrx.training.optimization import (
     WeightMean,
     build_optimizer,
     freeze_,
-    normalize_fusion_,
-    project_fusion_,
     strengths_of,
 )
 from attnrx.training.sharding import shard_
@@ -222,9 +220,6 @@ def prepare(
     if config.strength_init is not None:
         for strength in strengths:
             nn.init.constant_(strength, config.strength_init)
-    if config.nonnegative_fusion:
-        normalize_fusion_(model)
-        project_fusion_(model)
     # Before wrapping and before the optimizer, which both take the parameters with gradients.
     freeze_(model.to(accelerator.device), config.frozen)
     wrapped: Callable[[Tensor], Tensor]

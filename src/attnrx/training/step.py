@@ -15,7 +15,7 @@ from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.training.config import Mixed, TrainingConfig
 from attnrx.training.losses import LossContext, Task, TeacherSource
-from attnrx.training.optimization import Schedule, WeightMean, project_fusion_, set_learning_rate
+from attnrx.training.optimization import Schedule, WeightMean, set_learning_rate
 from attnrx.training.sharding import full_tensor, reshard_, without_gradient_sync
 from attnrx.vit.models import recording_tokens, reduction_of
 
@@ -37,7 +37,6 @@ def require_recordable(model: torch.nn.Module, config: TrainingConfig, accelerat
         "with losses other than Task": any(not isinstance(loss, Task) for loss in config.losses),
         "with mixing": config.mixing is not None,
         "with ema": config.ema is not None,
-        "with nonnegative_fusion": config.nonnegative_fusion,
         "with a token policy": reduction_of(model) is not None,
     }
     found = [what for what, holds in problems.items() if holds]
@@ -269,8 +268,6 @@ class Learner:
         clip = self.config.gradient_clip  # an infinite limit clips nothing, but the norm is still recorded
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if clip is None else clip)
         self.optimizer.step()
-        if self.config.nonnegative_fusion:
-            project_fusion_(self.model)
         # None instead of zeros frees the memory, and spares the next backward pass an addition.
         self.optimizer.zero_grad(set_to_none=True)
         if self.mean is not None:

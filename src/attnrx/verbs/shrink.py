@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from attnrx.change.exporting import Format, dtype_name, parse_format, precision_for
-from attnrx.change.predictions import predict
 from attnrx.change.realization import realize_and_fit
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.change.realization.descent import HELD_OUT
@@ -68,7 +67,7 @@ from attnrx.verbs.shrunk import Shrunk, require_result_folder, with_accuracy
 from attnrx.verbs.verify import verify
 from attnrx.vit.costs import Conditions
 from attnrx.vit.maps import REALIZED_NORMS
-from attnrx.vit.models import accepting, family_of, model_fingerprint
+from attnrx.vit.models import family_of, model_fingerprint
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import Divergence, Map, Metric, judged, most_images, output_kind_of
 
@@ -385,7 +384,7 @@ class ShrinkRun:
                 continue
             # `attnrx realize` and the matched controls read this record, and repeat it.
             how = {"by": "compress", "norms": REALIZED_NORMS[0]}
-            how |= {"calibration_images": len(self.images.planned), **fits_record(*fits), **self._fitted_classes(plan)}
+            how |= {"calibration_images": len(self.images.planned), **fits_record(*fits)}
             prescription = replace(chosen, about={**chosen.about, "realized": how})
             rounds = rounds_of(batch, family_of(self.original).costs(self.original).macs)
             yield self._verified(slim, target, plan, prescription, Promises(rounds=rounds))
@@ -458,38 +457,6 @@ class ShrinkRun:
         diagnosis = replace(self.diagnosis, fingerprint=model_fingerprint(self.original))
         parts = diagnosis, samples, names, self.images, maps
         return Shrunk(model, prescription, evidence, plan, target, *parts)
-
-    def _fitted_classes(self, plan: Plan) -> dict[str, list[int]]:
-        """Returns the classes of the images of the repair, as the prescriptions record them; none for embeddings."""
-        # By prediction and not by label, as the check `shift` does: data without labels have classes, too.
-        if "classes" not in plan.about:
-            return {}
-        return {"classes": sorted({*plan.about["classes"], *self._other_classes})}
-
-    @cached_property
-    def _other_classes(self) -> list[int]:
-        """The classes of those images of the repair that the plan was not made on."""
-        images = self.images.planned
-        others = images.at(slice(len(self.planned), len(images)))
-        return predicted_classes(self.original, others) if len(others) else []
-
-
-def _at_size_of(images: ImageSet, model: nn.Module, splits: Splits, log: Log) -> tuple[nn.Module, Splits]:
-    """Returns the model, and the facts of the splits, at the size of the images."""
-    shape = next(iter(images.take(1).batches(1))).images.shape[1:]
-    fitting, before = accepting(model, tuple(shape)), family_of(model).input_shape(model)
-    if fitting is model:
-        return model, splits
-    height, width = int(shape[1]), int(shape[2])
-    log(f"images of {height} x {width} pixels: the model, made for {before[1]} x {before[2]}, is used at that size")
-    side = height if height == width else (height, width)
-    return fitting, replace(splits, image_size=side, channels=int(shape[0]))
-
-
-def predicted_classes(model: nn.Module, images: ImageSet) -> list[int]:
-    """Returns the classes that the model puts the images into, in their order."""
-    predictions = predict({"original": model}, images, 32, task="classes of the images")
-    return predictions.decisions("original").unique().tolist()
 
 
 def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, tuple[str, ...]]:

@@ -19,7 +19,7 @@ from attnrx.show.checks import Accuracy, Fidelity
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.progress import Log
 from attnrx.training import TrainingConfig, train
-from attnrx.training.losses import FusionOwnership, Task
+from attnrx.training.losses import Task
 from attnrx.verbs.load import load
 from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.models import family_of
@@ -37,6 +37,7 @@ from attnrx_lab.papers.experiment import (
     measures,
     plain_measures,
 )
+from attnrx_lab.papers.ownership import FusionOwnership, nonnegative_fusion
 from attnrx_lab.papers.spot import ORIGINALS, outline_for
 
 # timm's decay for the running mean of a DeiT's weights; the paper does not state its decay.
@@ -251,8 +252,10 @@ class IrrattExperiment(sources.DatasetExperiment):
         # IrrAtt, Section 3.3: non-negative fusion weights, and at most one head for every direction, while the task is
         # trained.
         joint = replace(method, qk="cp").candidate(model, diagnosis, self.seed)
-        settings = replace(self.training(), losses=(Task(), FusionOwnership()), nonnegative_fusion=True)
-        trained = load(train(joint, splits, settings, folder / "train" / f"{method.name}-constraints").folder)
+        settings = replace(self.training(), losses=(Task(), FusionOwnership()))
+        with nonnegative_fusion(joint):
+            run = train(joint, splits, settings, folder / "train" / f"{method.name}-constraints")
+        trained = load(run.folder)
         # A diagnosis of the trained model, because its fusion weights decide.
         owned = diagnose(trained, calibration, batch_size=BATCH, seed=self.seed)
         return realize(trained, prescribe(owned, "qk=fusion_owner"))

@@ -25,7 +25,7 @@ from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import Log, begin, phases, track
 from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.outputs import Logits, OutputKind, current_judgement
+from attnrx.vit.outputs import OutputKind, current_judgement
 
 # The phases of a plan and their usual shares of the time (`progress.Phases`).
 PHASES = {"measuring costs": 30.0, "measuring sensitivities": 25.0, "searching plans": 40.0}
@@ -352,8 +352,6 @@ class Planner:
             ],
             "torch": torch.__version__,
         }
-        if isinstance(found.answers.kind, Logits):
-            about["classes"] = found.answers.kind.decisions(found.answers.outputs).unique().tolist()
         return Plan(
             space.prescription(choices),
             str(self.target),

@@ -167,8 +167,8 @@ class FusionOwner(Rule):
     """Converts a CP SlimAtt, trained or not, into irregular attention (IrrAtt, Section 3.1, Eqs. 5 and 6).
 
     Every head keeps the shared directions in which it has the largest strength of all heads, and loses the others. This
-    is exact where every column of the fusion matrix has one nonzero value, as training with `fusion_ownership` and
-    `nonnegative_fusion` produces. The directions themselves do not change.
+    is exact where every column of the fusion matrix has one nonzero value, as training under the paper's
+    constraint (Eq. 7) produces. The directions themselves do not change.
 
     Raises:
         NotSupported: By `decide`, for a layer whose heads share no directions.

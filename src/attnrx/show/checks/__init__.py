@@ -21,7 +21,6 @@ from attnrx.show.checks.fidelity import Fidelity
 from attnrx.show.checks.latency import Latency
 from attnrx.show.checks.promises import Promises
 from attnrx.show.checks.retrieval import Retrieval
-from attnrx.show.checks.shift import Shift
 
 CHECKS: dict[str, type[Check]] = {
     check.name: check
@@ -36,7 +35,6 @@ CHECKS: dict[str, type[Check]] = {
         Promises,
         Features,
         Retrieval,
-        Shift,
     )
 }
 
@@ -56,7 +54,6 @@ __all__ = [
     "Promises",
     "RequestedCheck",
     "Retrieval",
-    "Shift",
     "all_checks",
     "parse_checks",
     "possible_checks",

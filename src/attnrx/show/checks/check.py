@@ -123,10 +123,9 @@ class Check(ABC):
 
 
 # What a check may need: labels that are class indices of the model; logits of classes, which embeddings have not;
-# decisions, which the numbers of a regression do not make; one class per image as label, which a model of several
-# labels has not; embeddings, as neighbours of class logits are not what such a model is used for; layers, which an
+# decisions, which the numbers of a regression do not make; embeddings, as neighbours of class logits are not what such a model is used for; layers, which an
 # exported file has not.
-NEEDS = ("labels", "logits", "decisions", "classes", "embeddings", "layers")
+NEEDS = ("labels", "logits", "decisions", "embeddings", "layers")
 
 
 def unmet_needs(comparison: Comparison) -> dict[str, str]:
@@ -134,12 +133,11 @@ def unmet_needs(comparison: Comparison) -> dict[str, str]:
     images, kind = comparison.data, comparison.kind
     models = (comparison.candidate, comparison.reference)
     have_layers = all(any(family.matches(model) for family in FAMILIES) for model in models)
-    has_classes, returns = isinstance(kind, Logits | Embeddings), f"this model returns {kind.returns}."
+    returns = f"this model returns {kind.returns}."
     reasons = (
         None if images.label_problem is None else str(images.label_problem),
         None if isinstance(kind, Logits) else f"it needs probabilities of classes; {returns}",
         None if kind.has_decisions else f"it compares decisions; {returns}",
-        None if has_classes else f"it needs one class per image as label; {returns}",
         None if isinstance(kind, Embeddings) else f"it needs embeddings; {returns}",
         None if have_layers else "it needs layers; one of the models, e.g. an exported file, has none.",
     )

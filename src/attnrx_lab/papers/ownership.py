@@ -1,0 +1,95 @@
+"""The constraint of IrrAtt's trained model (Eq. 7): shared directions with nonnegative strengths and one head each."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from attnrx.change.decompositions import nonnegative_units, ownership_penalty
+from attnrx.support.errors import NotSupported
+from attnrx.support.shapes import Float, Tensor
+from attnrx.training.losses import Loss, LossContext
+from attnrx.vit.attention.forms import SharedForm
+from attnrx.vit.models import family_of
+
+
+@dataclass(frozen=True)
+class FusionOwnership(Loss):
+    """The distance of the shared directions from having one head each: the constraint S S^T = I (IrrAtt, Eq. 7), as a
+    penalty.
+
+    (sum of |s|)^2 / (sum of s^2) - 1 over the heads, averaged over the directions of all layers: 0 if and only if
+    every direction is used by one head, heads - 1 if all use it alike. Its share of the weight grows linearly from 0
+    to 1 over the run, so that heads first learn what they need. With `nonnegative_fusion` the other half of the
+    constraint, S >= 0, holds as well; the rule `fusion_owner` then cuts the model into irregular heads.
+    """
+
+    weight: float = 1.0
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        fusions = [form.strength for form in _shared_forms(context.model)]
+        # A mean over all directions, not over layers: layers may share different numbers of them.
+        total = torch.stack([ownership_penalty(fusion) for fusion in fusions]).sum()
+        return context.progress * total / sum(fusion.shape[1] for fusion in fusions)
+
+
+@contextmanager
+def nonnegative_fusion(model: nn.Module) -> Iterator[None]:
+    """Inside the context the fusion of a model stays on the constraint set after every step of an optimizer.
+
+    This is projected gradient descent. A reparametrisation (e.g. by squares) would keep the fusion nonnegative too, but
+    values at zero would have no gradient.
+
+    Raises:
+        NotSupported: No heads of the model share directions.
+    """
+    normalize_fusion_(model)
+    project_fusion_(model)
+    hook = register_optimizer_step_post_hook(lambda *_: project_fusion_(model))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def project_fusion_(model: nn.Module) -> None:
+    """Projects every fusion matrix onto the constraint set: nonnegative, columns of length one (IrrAtt, Eq. 7).
+
+    Raises:
+        NotSupported: No heads of the model share directions.
+    """
+    for form in _shared_forms(model):
+        form.strength.copy_(nonnegative_units(form.strength))
+
+
+@torch.no_grad()
+def normalize_fusion_(model: nn.Module) -> None:
+    """Moves sign and length of every column of the fusion into the query, so that the projection changes least.
+
+    Raises:
+        NotSupported: No heads of the model share directions.
+    """
+    for form in _shared_forms(model):
+        fusion = form.strength
+        # The sign of the largest value, because the projection sets the values of the other sign to zero.
+        peak = fusion.gather(0, fusion.abs().argmax(0, keepdim=True))[0]
+        factor = torch.where(peak < 0, -1.0, 1.0) * fusion.norm(dim=0)
+        form.query.weight.mul_(factor[:, None])
+        if form.query.bias is not None:
+            form.query.bias.mul_(factor)
+        fusion.div_(torch.where(factor == 0, 1.0, factor))  # a column of zeros stays one
+
+
+def _shared_forms(model: nn.Module) -> list[SharedForm]:
+    forms = [layer.scores for layer in family_of(model).attention(model)]
+    shared = [form for form in forms if isinstance(form, SharedForm) and form.strength.numel()]
+    if not shared:
+        raise NotSupported(
+            "the constraint is on directions that heads share with a strength for each, and this model has none: "
+            "realize a prescription of the rule shared_rank with form=cp or form=epc first."
+        )
+    return shared
