@@ -93,7 +93,7 @@ print("after: ", [f"{value:.1e}" for value in repaired.after])
 # ## Verify
 #
 # Paired on the same images: accuracy before and after, distance of the logits, and savings, each with its
-# interval. Without `checks=` the standard checks run: latency, calibration and the bounds of the theory, too ([how to
+# interval. Without `checks=` the standard checks run: latency and calibration, too ([how to
 # read them](evidence.md)).
 
 # %%

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attnrx.decide.diagnostics.spectral_shape import effective_rank
-from attnrx.show.checks import Bounds
-from attnrx.show.checks.bounds import (
+from attnrx_lab.checks import Bounds
+from attnrx_lab.checks.bounds import (
     FLOOR,
     bound_ratio,
     head_scores,

@@ -15,7 +15,8 @@ def walk(folder: Path) -> None:
     """Diagnoses, prescribes, realizes, repairs, verifies, saves and loads small models of two forms."""
     import attnrx as rx  # under the import hook
     from attnrx.change.realization.repair import Repair
-    from attnrx.show.checks import Accuracy, Bounds, Costs, Fidelity
+    from attnrx.show.checks import Accuracy, Costs, Fidelity
+    from attnrx_lab.checks import Bounds
     from support import cases
 
     for form in ("svda", "dense"):

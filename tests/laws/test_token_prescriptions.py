@@ -16,7 +16,7 @@ from attnrx.decide.planning.space import Space
 from attnrx.decide.rules import control_prescriptions
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription, TokenPrescription
-from attnrx.show.checks import Bounds, Comparison
+from attnrx.show.checks import Comparison
 from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported
 from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.costs import count_params, count_product_macs
@@ -33,6 +33,7 @@ from attnrx.vit.tokens import (
     TokenPolicy,
     parse_policy,
 )
+from attnrx_lab.checks import Bounds
 from attnrx_lab.tokens import (
     HaltingScores,
 )

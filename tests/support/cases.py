@@ -30,7 +30,6 @@ from attnrx.decide.rules import (
 from attnrx.nouns.prescription import HeadDecision, LayerPrescription, Prescription, ScoreDecision
 from attnrx.show.checks import (
     Accuracy,
-    Bounds,
     Calibration,
     Check,
     Controls,
@@ -277,7 +276,6 @@ CHECKS: dict[str, Callable[[VisionTransformer, Prescription], Check]] = {
     "calibration": lambda vit, given: Calibration(bins=5),
     "costs": lambda vit, given: Costs(),
     "latency": lambda vit, given: Latency(batch=2, protocol=LatencyProtocol(rounds=2, warmup=1)),
-    "bounds": lambda vit, given: Bounds(images=6),
     "controls": lambda vit, given: Controls({"random": (given, given)}, partial(realize, vit)),
     "features": lambda vit, given: Features(most_error=0.5),
     "retrieval": lambda vit, given: Retrieval(text_embeddings=torch.eye(3)),

@@ -21,13 +21,13 @@ from torch import nn
 import attnrx as rx
 from attnrx.change.realization import realize
 from attnrx.decide.diagnostics import Moments
-from attnrx.show.checks import Accuracy, Bounds, Calibration, Costs, Fidelity, Latency
+from attnrx.show.checks import Accuracy, Calibration, Costs, Fidelity, Latency
 from attnrx.support import process_group
 from attnrx.training import TrainingRun, train
 from attnrx.training.losses import Task
 from attnrx.training.optimization import strengths_of
 from attnrx.vit.costs import LatencyProtocol
-from attnrx_lab.checks import Robustness
+from attnrx_lab.checks import Bounds, Robustness
 from support.tiny_runs import At, config, model, run, splits
 
 # The knobs beside which two processes are compared with one: everything on that reads or changes weights.

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnrx.show.checks import Bounds
-from attnrx.show.checks.bounds import SpectralChange
 from attnrx.support.errors import FingerprintMismatch
+from attnrx_lab.checks import Bounds
+from attnrx_lab.checks.bounds import SpectralChange
 from support.cases import PATTERNS, prescription
 from support.comparisons import Setting, weakest_removed
 
@@ -63,7 +63,7 @@ def test_the_result_does_not_depend_on_the_batches(monkeypatch: pytest.MonkeyPat
     setting = Setting.of("svda")
     comparison = setting.comparison(setting.compressed, images=12)
     at_once = Bounds(images=12)(comparison)
-    monkeypatch.setattr("attnrx.show.checks.bounds.BATCH", 5)
+    monkeypatch.setattr("attnrx_lab.checks.bounds.BATCH", 5)
     for whole, cut in zip(at_once, Bounds(images=12)(comparison), strict=True):
         assert cut.value == pytest.approx(whole.value, rel=1e-9)
 

@@ -200,7 +200,7 @@ def test_knobs_outside_their_range_are_refused(make):
 
 def test_the_standard_checks_describe_themselves(setting: Setting):
     described = [check.describe() for check in standard_checks()]
-    assert {record["check"] for record in described} >= {"accuracy", "fidelity", "bounds", "latency"}
+    assert {record["check"] for record in described} >= {"accuracy", "fidelity", "latency"}
     assert next(record for record in described if record["check"] == "accuracy")["most_drop"] == 1.0
     assert all("masked" not in record for record in described)
     assert json.loads(json.dumps(described)) == described

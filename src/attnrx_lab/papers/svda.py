@@ -16,13 +16,14 @@ from attnrx.decide.rules import EnergyRetention, Rule, TopRank, control_prescrip
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.checks import Accuracy, Bounds, Comparison, Controls, Costs, Fidelity
+from attnrx.show.checks import Accuracy, Comparison, Controls, Costs, Fidelity
 from attnrx.support.errors import NoOpPrescription, UnknownName
 from attnrx.support.progress import Log
 from attnrx.training import TrainingConfig, train
 from attnrx.verbs.load import load
 from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.models import SCENARIOS, build_model
+from attnrx_lab.checks import Bounds
 from attnrx_lab.papers.experiment import (
     Experiment,
     MeasureKey,

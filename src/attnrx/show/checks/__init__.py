@@ -10,7 +10,6 @@ from importlib.metadata import entry_points
 
 from attnrx.change.predictions import Predictions
 from attnrx.show.checks.accuracy import Accuracy
-from attnrx.show.checks.bounds import Bounds
 from attnrx.show.checks.calibration import Calibration
 from attnrx.show.checks.check import Check, RequestedCheck, parse_checks_text, possible_checks, require_possible
 from attnrx.show.checks.comparison import Comparison
@@ -30,7 +29,6 @@ CHECKS: dict[str, type[Check]] = {
         Calibration,
         Costs,
         Latency,
-        Bounds,
         Controls,
         Promises,
         Features,
@@ -41,7 +39,6 @@ CHECKS: dict[str, type[Check]] = {
 __all__ = [
     "CHECKS",
     "Accuracy",
-    "Bounds",
     "Calibration",
     "Check",
     "Comparison",

@@ -123,8 +123,8 @@ class Check(ABC):
 
 
 # What a check may need: labels that are class indices of the model; logits of classes, which embeddings have not;
-# decisions, which the numbers of a regression do not make; embeddings, as neighbours of class logits are not what such a model is used for; layers, which an
-# exported file has not.
+# decisions, which the numbers of a regression do not make; embeddings, as neighbours of class logits are not what such
+# a model is used for; layers, which an exported file has not.
 NEEDS = ("labels", "logits", "decisions", "embeddings", "layers")
 
 
