@@ -18,10 +18,10 @@ from types import ModuleType
 import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from attnrx.change.decompositions import Canonical, FactoredTensor, als
-from attnrx.change.decompositions.canonical import starting_terms
 from attnrx.support.storage import write_json
 from attnrx.vit.costs import Ratio, Timing, device_name, interleave
+from attnrx_lab.decompositions import Canonical, FactoredTensor, als
+from attnrx_lab.decompositions.canonical import starting_terms
 
 HEADER = (
     f"{'tensor':<14}{'rank':>5}{'sweeps':>7}{'error':>12}  {'baseline':<9}{'ours s':>9}{'baseline s':>9}"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnrx.change.decompositions import (
+from attnrx_lab.decompositions import (
     BlockTerms,
     Canonical,
     FactoredTensor,

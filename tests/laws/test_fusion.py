@@ -8,13 +8,14 @@ import torch
 from attnrx.change.realization import realize
 from attnrx.data import Augmentation, Normalization, Splits
 from attnrx.decide.diagnosing import diagnose
-from attnrx.decide.rules import EnergyRetention, FusionOwner, SharedRank, prescribe_maps
+from attnrx.decide.rules import EnergyRetention, prescribe_maps
 from attnrx.support.errors import NotSupported
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import LossContext, Task
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.models import VisionTransformer, family_of, load_model, save_model
 from attnrx_lab.papers.ownership import FusionOwnership, nonnegative_fusion, normalize_fusion_, project_fusion_
+from attnrx_lab.rules import FusionOwner, SharedRank
 from support import cases
 from support.comparisons import pixels
 from support.tiny_runs import At

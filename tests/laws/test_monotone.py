@@ -7,20 +7,17 @@ import pytest
 import torch
 
 from attnrx.decide.rules import (
-    ContributionEnergy,
     EnergyRetention,
     LargestMatched,
-    NormClip,
     RandomMatched,
     Rule,
-    Shrinkage,
     Threshold,
     TopRank,
-    UniformHeads,
     UniformMatched,
     score_bound,
 )
 from attnrx.nouns.prescription import ScoreDecision
+from attnrx_lab.rules import ContributionEnergy, NormClip, Shrinkage, UniformHeads
 from support.cases import RULES
 from support.diagnoses import diagnosis, permuted
 

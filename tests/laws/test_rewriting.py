@@ -12,9 +12,7 @@ from attnrx.decide.diagnosing import diagnose, measure_divergence
 from attnrx.decide.rules import (
     METRICS,
     EnergyRetention,
-    FusionRank,
     Rule,
-    SharedRank,
     TopRank,
     TotalRank,
     UniformRank,
@@ -22,7 +20,6 @@ from attnrx.decide.rules import (
     prescribe_maps,
 )
 from attnrx.decide.rules.metrics import rewritten
-from attnrx.decide.rules.shared import JointForm
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidInput
@@ -30,6 +27,8 @@ from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_product_macs
 from attnrx.vit.maps import OUTPUT_MAPS
 from attnrx.vit.models import VisionTransformer, family_of, observing
+from attnrx_lab.rules import FusionRank, SharedRank
+from attnrx_lab.rules.shared import JointForm
 from support import cases
 from support.comparisons import logits, pixels, whole
 

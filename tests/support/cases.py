@@ -9,21 +9,14 @@ import torch
 from attnrx.change.realization import realize
 from attnrx.data import LoadedImages, Normalization, from_tensors
 from attnrx.decide.rules import (
-    ContributionEnergy,
     EffectiveRank,
     EnergyRetention,
-    FusionRank,
     LargestMatched,
-    MedianThreshold,
-    NormClip,
     RandomMatched,
     Rule,
-    SharedRank,
-    Shrinkage,
     Threshold,
     TopRank,
     TotalRank,
-    UniformHeads,
     UniformMatched,
     UniformRank,
 )
@@ -66,6 +59,15 @@ from attnrx.vit.tokens import (
 )
 from attnrx_lab.checks import Robustness, Transfer
 from attnrx_lab.lvvit import LVViT, LVViTConfig
+from attnrx_lab.rules import (
+    ContributionEnergy,
+    FusionRank,
+    MedianThreshold,
+    NormClip,
+    SharedRank,
+    Shrinkage,
+    UniformHeads,
+)
 from attnrx_lab.tokens import (
     ATS,
     DTPS,

@@ -1,6 +1,6 @@
 """The sensitivity of a canonical decomposition, from its definition."""
 
-from attnrx.change.decompositions import Canonical
+from attnrx_lab.decompositions import Canonical
 
 
 def term_sensitivity(terms: Canonical) -> float:

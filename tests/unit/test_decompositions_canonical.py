@@ -6,15 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from attnrx.change.decompositions import (
-    Canonical,
-    FactoredTensor,
-    als,
-    cpd_epc,
-    least_sensitivity,
-    water_filled,
-)
 from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx_lab.decompositions import Canonical, FactoredTensor, als, cpd_epc, least_sensitivity, water_filled
 from support.sensitivities import term_sensitivity
 
 

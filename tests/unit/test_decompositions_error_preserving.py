@@ -6,15 +6,8 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from attnrx.change.decompositions import (
-    Canonical,
-    FactoredTensor,
-    als,
-    cpd_epc,
-    epc,
-    least_sensitivity,
-)
-from attnrx.change.decompositions.canonical import bounded_update, column_sensitivity
+from attnrx_lab.decompositions import Canonical, FactoredTensor, als, cpd_epc, epc, least_sensitivity
+from attnrx_lab.decompositions.canonical import bounded_update, column_sensitivity
 from support.sensitivities import term_sensitivity
 
 

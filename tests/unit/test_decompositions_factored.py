@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from attnrx.change.decompositions import FactoredTensor
-from attnrx.change.decompositions.factored import solve_normal, unit_columns
 from attnrx.support.errors import InvalidInput
+from attnrx_lab.decompositions import FactoredTensor
+from attnrx_lab.decompositions.factored import solve_normal, unit_columns
 
 # slices, inner, rows, columns, rank: rows = columns + 1 is a bias row, inner > rows a slice of full rank
 SHAPES = [(3, 4, 10, 9, 5), (2, 6, 5, 4, 7), (1, 1, 3, 3, 1), (4, 2, 6, 8, 12)]

@@ -9,10 +9,11 @@ import torch
 from attnrx.change.realization import realize
 from attnrx.data import Normalization, from_tensors
 from attnrx.decide.diagnosing import diagnose
-from attnrx.decide.rules import Rule, SharedRank, TotalRank, prescribe_maps
+from attnrx.decide.rules import Rule, TotalRank, prescribe_maps
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.attention import Attention
 from attnrx.vit.models import family_of
+from attnrx_lab.rules import SharedRank
 from support.cases import CONFIGS, images, model
 from support.pictures import speckles
 

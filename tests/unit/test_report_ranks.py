@@ -10,7 +10,7 @@ import torch
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.diagnostics import suited_diagnostics
-from attnrx.decide.rules import SharedRank, TotalRank, prescribe_maps
+from attnrx.decide.rules import TotalRank, prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Basis, LayerPrescription, Prescription, ScoreDecision
 from attnrx.show.reports import ReportContent
@@ -18,6 +18,7 @@ from attnrx.show.reports.page import render
 from attnrx.show.reports.ranks import PathwayRanks, prescribed_ranks
 from attnrx.show.reports.sections.layers import changes
 from attnrx.vit.models import family_of
+from attnrx_lab.rules import SharedRank
 from support.cases import CONFIGS, model, with_heads
 from support.pictures import speckles
 

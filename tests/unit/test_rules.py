@@ -11,20 +11,15 @@ import attnrx
 from attnrx.decide.diagnostics import Moments, suited_diagnostics
 from attnrx.decide.rules import (
     And,
-    ContributionEnergy,
     EffectiveRank,
     EnergyRetention,
     LargestMatched,
-    MedianThreshold,
-    NormClip,
     RandomMatched,
     RemoveHeads,
     Rule,
-    Shrinkage,
     Threshold,
     TopRank,
     TotalRank,
-    UniformHeads,
     UniformMatched,
     UniformRank,
     parse_rule,
@@ -35,6 +30,7 @@ from attnrx.decide.rules.rule import readings_needed
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import OutputDecision, Prescription
 from attnrx.support.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
+from attnrx_lab.rules import ContributionEnergy, MedianThreshold, NormClip, Shrinkage, UniformHeads
 from support import cases, comparisons
 from support.diagnoses import diagnosis, layer, of_strengths, spectrum
 
@@ -239,9 +235,7 @@ def test_a_promise_is_rounded_up() -> None:
 def test_rules_by_strength_refuse_dense_attention(rule: Rule) -> None:
     dense = of_strengths([1.0, 1.0], [1.0, 1.0], norms="none")
     for refused in (rule, LargestMatched(rule), UniformMatched(rule), NormClip(0.5), rule & UniformHeads()):
-        with pytest.raises(
-            NotSupported, match=r"ranks by strength, but layer 0 is dense attention.*contribution_energy"
-        ):
+        with pytest.raises(NotSupported, match=r"ranks by strength, but layer 0 is dense attention.*metric=mix"):
             refused.decide(dense, 0)
     assert rule.decide(of_strengths([1.0, 1.0]), 0) is not None  # equal strengths that were learned are a finding
     assert rule.decide(of_strengths([1.0, 2.0], norms="none"), 0) is not None  # so are others in a form without norms

@@ -136,6 +136,8 @@ def from_tensors(
             f"{name}: {len(pixels)} images and {len(labels)} labels; give one label for each, at least one."
         )
     rows = torch.arange(len(labels))
-    decoded = {None: HeldPixels(pixels, torch.ones(len(labels), dtype=torch.bool))}
+    decoded: dict[ImageGeometry | None, HeldPixels] = {
+        None: HeldPixels(pixels, torch.ones(len(labels), dtype=torch.bool))
+    }
     store = StoredImages(labels, rows, lambda row: pixels[row].numpy().tobytes(), lambda row: f"{name}, {row}", decoded)
     return LoadedImages(name, store, rows, None, normalization)

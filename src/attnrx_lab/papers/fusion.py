@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.change.decompositions import Canonical, Fusion, cpd_epc, fusion_ranks, water_filled
-from attnrx.decide.rules.shared import JointForm
 from attnrx.nouns.diagnosis import LayerDiagnosis
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
@@ -18,9 +16,11 @@ from attnrx.support.shapes import Float, Tensor
 from attnrx.verbs.load import load
 from attnrx.vit.attention import Attention
 from attnrx.vit.models import family_of, model_fingerprint
+from attnrx_lab.decompositions import Canonical, Fusion, cpd_epc, fusion_ranks, water_filled
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import MODEL_KNOBS, Experiment, plain_measures
 from attnrx_lab.papers.irratt import METRIC
+from attnrx_lab.rules.shared import JointForm
 
 DRAWN = 10_000  # random columns, for a standard error of the chance level below half a point
 

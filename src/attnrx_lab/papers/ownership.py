@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from attnrx.change.decompositions import nonnegative_units, ownership_penalty
 from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Tensor
 from attnrx.training.losses import Loss, LossContext
 from attnrx.vit.attention.forms import SharedForm
 from attnrx.vit.models import family_of
+from attnrx_lab.decompositions import nonnegative_units, ownership_penalty
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,9 @@
 """Rules: from a diagnosis to a prescription, with reasons; rules do not access the model."""
 
-from attnrx.decide.rules.by_attention import RemoveHeads, UniformHeads
+from attnrx.decide.rules.by_attention import RemoveHeads
 from attnrx.decide.rules.by_strength import (
-    ContributionEnergy,
     EffectiveRank,
     EnergyRetention,
-    MedianThreshold,
-    NormClip,
-    Shrinkage,
     Threshold,
     TopRank,
     TotalRank,
@@ -18,10 +14,18 @@ from attnrx.decide.rules.decisions import score_bound
 from attnrx.decide.rules.matched import LargestMatched, RandomMatched, UniformMatched
 from attnrx.decide.rules.metrics import METRICS, rewritten
 from attnrx.decide.rules.outputs import OUTPUT_METRICS
-from attnrx.decide.rules.parsing import RULES, RulesLike, by_layer, parse_rule, parse_rules, split_maps
+from attnrx.decide.rules.parsing import (
+    RULES,
+    RulesLike,
+    by_layer,
+    known_rules,
+    parse_rule,
+    parse_rules,
+    register_rule,
+    split_maps,
+)
 from attnrx.decide.rules.prescribing import prescribe_maps, require_remainder
 from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, in_metric
-from attnrx.decide.rules.shared import FusionOwner, FusionRank, SharedRank
 
 __all__ = [
     "CONTROLS",
@@ -30,33 +34,27 @@ __all__ = [
     "RULES",
     "And",
     "ByLayer",
-    "ContributionEnergy",
     "EffectiveRank",
     "EnergyRetention",
-    "FusionOwner",
-    "FusionRank",
     "LargestMatched",
-    "MedianThreshold",
-    "NormClip",
     "Or",
     "RandomMatched",
     "RemoveHeads",
     "Rule",
     "RulesLike",
-    "SharedRank",
-    "Shrinkage",
     "Threshold",
     "TopRank",
     "TotalRank",
-    "UniformHeads",
     "UniformMatched",
     "UniformRank",
     "by_layer",
     "control_prescriptions",
     "in_metric",
+    "known_rules",
     "parse_rule",
     "parse_rules",
     "prescribe_maps",
+    "register_rule",
     "require_remainder",
     "rewritten",
     "score_bound",

@@ -1,4 +1,4 @@
-"""Rules that decide about whole heads by what they compute: uniform attention, and repeated outputs."""
+"""A rule that removes heads by what they compute."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,26 +11,6 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.maps import HEADS
-
-
-@dataclass(frozen=True)
-class UniformHeads(Rule):
-    """Removes all directions from heads of at most this `selectivity`; the heads are kept and output the mean value.
-
-    Selectivity is 1 - row entropy / log(tokens), averaged over the calibration images. By Pinsker's inequality the rows
-    of such a head are on average within sqrt(2 * selectivity * log(tokens)) of uniform in the 1-norm, which bounds the
-    error on those images. Works for every form, dense included.
-    """
-
-    needs: ClassVar[tuple[str, ...]] = ("selectivity",)
-    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
-
-    selectivity: float = 1e-3
-
-    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        spectrum, selectivity = diagnosis.layers[layer].spectrum, reading_of(diagnosis, layer, "selectivity")
-        keep = spectrum.used & (selectivity > self.selectivity)[:, None]
-        return keep_only(spectrum, keep, [f"selectivity {value:.2g}" for value in selectivity.tolist()])
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from attnrx.change.decompositions import allocate_by_loss, water_fill
 from attnrx.decide.diagnostics import spectral_shape
-from attnrx.decide.rules.decisions import fewest_holding, give_strengths, keep_only, largest
+from attnrx.decide.rules.decisions import fewest_holding, keep_only, largest
 from attnrx.decide.rules.metrics import OWN
 from attnrx.decide.rules.rule import Rule, learned_spectrum, reading_of
 from attnrx.nouns.diagnosis import Diagnosis
@@ -33,70 +33,6 @@ class Threshold(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = learned_spectrum(self, diagnosis, layer)
         return keep_only(spectrum, spectrum.strength.double().abs() >= self.tau)
-
-
-@dataclass(frozen=True)
-class MedianThreshold(Rule):
-    """Keeps the directions whose |strength| is above `factor` times the median of its head (Gavish and Donoho, 2014).
-
-    For a square matrix of low rank plus white noise of unknown level, 2.858 times the median singular value is the
-    threshold of the least asymptotic mean squared error. No knob has to be tuned. A head whose spectrum decays slowly
-    keeps no direction. Needs learned strengths, or a `metric`.
-    """
-
-    kinds: ClassVar[Mapping[str, Kind]] = {"factor": POSITIVE}
-
-    factor: float = 2.858
-
-    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        spectrum = learned_spectrum(self, diagnosis, layer)
-        strength = spectrum.strength.double().abs()
-        # Not `median`, which takes the lower of two middle values; NaN on the padding, which must not count.
-        median = strength.where(spectrum.used, torch.nan).nanquantile(0.5, dim=1, keepdim=True)
-        reasons = [f"above {self.factor:g} times the median {value:.3g}" for value in median.flatten().tolist()]
-        return keep_only(spectrum, strength > self.factor * median, reasons)
-
-
-@dataclass(frozen=True)
-class Shrinkage(Rule):
-    """Subtracts `amount` from every |strength| (soft threshold); removes directions that reach zero; a head may keep
-    none.
-
-    No masked score changes by more than amount * scale (SVDA, Theorem 1), as with Threshold, but strengths change
-    continuously. Needs learned strengths.
-    """
-
-    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
-    kinds: ClassVar[Mapping[str, Kind]] = {"amount": POSITIVE}
-
-    amount: float
-
-    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        spectrum = learned_spectrum(self, diagnosis, layer)
-        strength = spectrum.strength.double() * spectrum.used
-        magnitude = (strength.abs() - self.amount).clamp(min=0)
-        notes = [f"every strength shrunk by {self.amount:g}"] * strength.shape[0]
-        return give_strengths(spectrum, magnitude > 0, magnitude * strength.sign(), notes)
-
-
-@dataclass(frozen=True)
-class NormClip(Rule):
-    """Caps |strength| at `limit` and keeps every direction: spectral smoothing.
-
-    The limit is absolute, like the bound that it gives: the Lipschitz constant from queries and keys to the scores
-    (SVDA, Proposition 4) becomes at most limit * scale. Needs learned strengths.
-    """
-
-    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
-    kinds: ClassVar[Mapping[str, Kind]] = {"limit": POSITIVE}
-
-    limit: float
-
-    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        spectrum = learned_spectrum(self, diagnosis, layer)
-        strength = spectrum.strength.double() * spectrum.used
-        notes = [f"{int((row > self.limit).sum())} of them capped at {self.limit:g}" for row in strength.abs()]
-        return give_strengths(spectrum, spectrum.used, strength.clamp(-self.limit, self.limit), notes)
 
 
 @dataclass(frozen=True)
@@ -144,31 +80,6 @@ class EnergyRetention(Rule):
         spectrum = learned_spectrum(self, diagnosis, layer)
         shares = spectral_shape.energy(spectrum.strength.double(), spectrum.used)
         return keep_only(spectrum, fewest_holding(self.rho, shares, spectrum.used))
-
-
-@dataclass(frozen=True)
-class ContributionEnergy(Rule):
-    """Keeps the fewest directions of each head that hold the share rho of its contribution energy.
-
-    The contribution of a direction is strength^2 * query_moment * key_moment: the mean square of its term in the
-    scores. The keys are centred over the tokens of an image, because the softmax cancels constants along a row. Ties
-    and extremes are those of EnergyRetention. Works for every form, dense included. There is no bound on the error:
-    terms of different directions may cancel.
-    """
-
-    needs: ClassVar[tuple[str, ...]] = ("query_moment", "key_moment")
-    applies_to: ClassVar[tuple[str, ...]] = ("qk",)
-
-    rho: float
-
-    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        spectrum = diagnosis.layers[layer].spectrum
-        query, key = (reading_of(diagnosis, layer, name) for name in self.needs)
-        amount = spectrum.strength.double().square() * query * key * spectrum.used
-        keep = fewest_holding(self.rho, amount, spectrum.used)
-        # The clamp gives a head without any contribution the share 0.
-        shares = (amount * keep).sum(-1) / amount.sum(-1).clamp_min(torch.finfo(amount.dtype).tiny)
-        return keep_only(spectrum, keep, [f"{100 * share:.1f} % of the contribution" for share in shares.tolist()])
 
 
 @dataclass(frozen=True)

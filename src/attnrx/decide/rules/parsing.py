@@ -2,14 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from attnrx.decide.rules.by_attention import RemoveHeads, UniformHeads
+from attnrx.decide.rules.by_attention import RemoveHeads
 from attnrx.decide.rules.by_strength import (
-    ContributionEnergy,
     EffectiveRank,
     EnergyRetention,
-    MedianThreshold,
-    NormClip,
-    Shrinkage,
     Threshold,
     TopRank,
     TotalRank,
@@ -17,31 +13,23 @@ from attnrx.decide.rules.by_strength import (
 )
 from attnrx.decide.rules.matched import LargestMatched, RandomMatched, UniformMatched
 from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, rule_name
-from attnrx.decide.rules.shared import FusionOwner, FusionRank, SharedRank
 from attnrx.nouns.prescription import TokenPrescription
 from attnrx.support.errors import InvalidInput, InvalidRule, UnknownName
+from attnrx.support.plugins import import_plugins
 from attnrx.support.text_parsing import Language, TextReader, split_named
 from attnrx.vit.maps import LAYER_MAPS, MAPS, TOKENS
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
-# Every rule by its name in text; the last three are controls, which match another rule.
+# The rules of this package by their names in texts; the last three are controls, which match another rule.
 RULES: Mapping[str, type[Rule]] = {
     rule_name(kind): kind
     for kind in (
         EnergyRetention,
         Threshold,
-        MedianThreshold,
         TopRank,
         TotalRank,
         UniformRank,
-        FusionRank,
-        FusionOwner,
-        SharedRank,
         EffectiveRank,
-        ContributionEnergy,
-        Shrinkage,
-        NormClip,
-        UniformHeads,
         RemoveHeads,
         ByLayer,
         RandomMatched,
@@ -49,6 +37,27 @@ RULES: Mapping[str, type[Rule]] = {
         UniformMatched,
     )
 }
+
+_REGISTERED: dict[str, type[Rule]] = {}
+
+
+def register_rule(kind: type[Rule]) -> None:
+    """Adds a rule by its name in texts, that of its class in snake case.
+
+    Raises:
+        InvalidInput: Another rule has this name.
+    """
+    name = rule_name(kind)
+    if {**RULES, **_REGISTERED}.get(name, kind) is not kind:
+        raise InvalidInput(f"the rule {name} exists already; give the class another name.")
+    _REGISTERED[name] = kind
+
+
+def known_rules() -> Mapping[str, type[Rule]]:
+    """Returns the rules of this package and the registered ones, those of other packages among them, by name."""
+    import_plugins()
+    return {**RULES, **_REGISTERED}
+
 
 RulesLike = str | Rule | Mapping[str, str | Rule | TokenPolicy | TokenPrescription | None]
 """The rules of several maps: one text, a mapping from maps to rules or their texts, or the rule of qk alone."""
@@ -146,7 +155,7 @@ class _Reader(TextReader):
             rule = self.read_any()
             self.expect(")", "')'")
             return rule
-        name, kind = self.read_name(RULES, "rule")
+        name, kind = self.read_name(known_rules(), "rule")
         return self.build(name, kind, self.read_knobs(name, kind, is_short=True))
 
 

@@ -218,14 +218,9 @@ def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
     if not spectrum.has_norms and strength.numel() > 1 and bool((strength == 1).all()):
         raise NotSupported(
             f"{rule} ranks by strength, but layer {layer} is dense attention, where every direction has strength 1. "
-            "Use contribution_energy, which uses measured queries and keys, or train an SVDA model."
+            "State a metric of the data, e.g. metric=mix, or train an SVDA model."
         )
     return spectrum
-
-
-def rank_among(value: int | float, total: int) -> int:
-    """Returns the rank that a knob specifies: an integer itself, or a share of the `total` directions, at least one."""
-    return value if isinstance(value, int) else max(1, round(value * total))
 
 
 def _spell_knobs(rule: Rule) -> str:

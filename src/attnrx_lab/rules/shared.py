@@ -6,27 +6,25 @@ from typing import ClassVar
 
 import torch
 
-from attnrx.change.decompositions import (
-    Canonical,
-    FactoredTensor,
-    als,
-    block_terms,
-    cpd_epc,
-    fusion_ranks,
-)
 from attnrx.decide.rules.decisions import keep_only, largest
-from attnrx.decide.rules.rule import Rule, learned_spectrum, rank_among
+from attnrx.decide.rules.rule import Rule, learned_spectrum
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import Basis, ScoreDecision
 from attnrx.support.arguments import Kind, one_of
 from attnrx.support.errors import InvalidRule, NotSupported, UnknownName
 from attnrx.support.shapes import Float, Tensor
+from attnrx_lab.decompositions import Canonical, FactoredTensor, als, block_terms, cpd_epc, fusion_ranks
 
 AUGMENTED = "augmented"
 JOINT_METRICS = ("weights", AUGMENTED, "centered")
 FORMS = ("cp", "epc", "literal")
 # Singular values below this share of the largest one are rounding errors.
 NOISE = 1e-12
+
+
+def rank_among(value: int | float, total: int) -> int:
+    """Returns the rank that a knob specifies: an integer itself, or a share of the `total` directions, at least one."""
+    return value if isinstance(value, int) else max(1, round(value * total))
 
 
 class JointForm:

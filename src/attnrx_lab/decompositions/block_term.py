@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnrx.change.decompositions.canonical import Canonical, Factors, cpd_epc
-from attnrx.change.decompositions.factored import FactoredTensor
 from attnrx.support.shapes import Float, Int, Tensor
+from attnrx_lab.decompositions.canonical import Canonical, Factors, cpd_epc
+from attnrx_lab.decompositions.factored import FactoredTensor
 
 SWEEPS = 5  # of Algorithm 3 of IrrAtt, and of its Algorithm 2 for each block
 TINY = torch.finfo(torch.float32).tiny  # a length below it is zero

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from attnrx.change.decompositions.factored import FactoredTensor, as_matrix, solve_normal, unit_columns
 from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx.support.shapes import Float, Tensor
+from attnrx_lab.decompositions.factored import FactoredTensor, as_matrix, solve_normal, unit_columns
 
 # Water-filling can start at a saddle: if heads are equal, no sweep moves a term to another head. A random start can end
 # in a worse minimum. "best" runs both and keeps the smaller error.

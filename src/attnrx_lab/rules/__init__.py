@@ -1,0 +1,31 @@
+"""Rules of the laboratory: directions that heads share (IrrAtt), and simple ones that few need.
+
+An entry point of the group `attnrx.parts` imports this package wherever a text names a rule.
+"""
+
+from attnrx.decide.rules import register_rule
+from attnrx_lab.rules.shared import FusionOwner, FusionRank, SharedRank
+from attnrx_lab.rules.simple import ContributionEnergy, MedianThreshold, NormClip, Shrinkage, UniformHeads
+
+__all__ = [
+    "ContributionEnergy",
+    "FusionOwner",
+    "FusionRank",
+    "MedianThreshold",
+    "NormClip",
+    "SharedRank",
+    "Shrinkage",
+    "UniformHeads",
+]
+
+for _kind in (
+    FusionRank,
+    FusionOwner,
+    SharedRank,
+    MedianThreshold,
+    ContributionEnergy,
+    Shrinkage,
+    NormClip,
+    UniformHeads,
+):
+    register_rule(_kind)
