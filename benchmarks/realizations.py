@@ -23,11 +23,11 @@ from torch import Tensor, nn
 import attnrx as rx
 from attnrx.decide.rules import EnergyRetention
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.show.checks.statistics import t_interval
 from attnrx.support.errors import NoOpPrescription
 from attnrx.support.storage import read_json, write_json
 from attnrx.training import Silent
 from attnrx.vit.models import build_model, evaluating
+from attnrx_lab.papers.table import t_interval
 
 KINDS = ("mask", "exact", "renormalized", "refit")
 PATCH = 4  # 16 tokens

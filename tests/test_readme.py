@@ -217,10 +217,6 @@ for name, changes in {"vit": {"depth": 10, **size}, "vit-of-few-layers": {"depth
 draw, kinds = np.random.default_rng(0), Features({"image": Image(), "label": ClassLabel(10)})
 pixels = [fromarray(draw.integers(0, 256, (32, 32, 3), dtype=np.uint8)) for _ in range(200)]
 Dataset.from_dict({"image": pixels, "label": [*range(10)] * 20}, kinds).to_parquet("images.parquet")
-Path("grid.toml").write_text(
-    'command = "diagnose svda:digits --data digits --images 32 --seed {seed} --out {out}/diagnosis.json"\\n'
-    "[grid]\\nseed = [1, 2]\\n"
-)
 for words in COMMANDS:
     print("# command:", *words, flush=True)
     with redirect_stderr(io.StringIO()) as errors:

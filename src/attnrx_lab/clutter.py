@@ -7,8 +7,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from attnrx.data import ImageSet, load_data, object_patches
-from attnrx.data.digits import PLACEMENTS
+from attnrx.data import ImageSet, load_data
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks import statistics
 from attnrx.show.reports.sampling import patches_left_by
@@ -17,8 +16,8 @@ from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.models import reduction_of, token_run
 from attnrx.vit.tokens import Random, TokenState, image_keys, register_reducer
 from attnrx.vit.tokens.reducer import PerPatch
+from attnrx_lab.cluttered_digits import CLUTTERED, PLACEMENTS, object_patches
 
-CLUTTERED = "cluttered-digits"
 LOOKED_AT = 512  # test images of which the remaining patches are counted
 STAGES = {"first": 0, "last": -1}
 LOWER_BITS = 0xFFFFFFFF  # of an image key, whose higher bits are undefined

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.data import Splits, load_data, object_patches
+from attnrx.data import Splits, load_data
 from attnrx.nouns.evidence import Evidence, Finding, judged
 from attnrx.show.checks import Latency
 from attnrx.support.errors import InvalidInput, NotSupported
@@ -23,7 +23,8 @@ from attnrx.verbs.shrink import shrink
 from attnrx.verbs.verify import verify
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.models import load_model, reduction_of
-from attnrx_lab.clutter import CLUTTERED, object_finding
+from attnrx_lab.clutter import object_finding
+from attnrx_lab.cluttered_digits import CLUTTERED, object_patches
 
 # The target is GAIN times the speed of the unchanged model in attnrx's kernels, which is measured first: how much
 # faster than timm's those kernels are depends on the processor. The claims are that the compression gives LEAST times

@@ -18,9 +18,9 @@ from attnrx.training.losses import (
     PerturbationRobustness,
     TargetRank,
     Task,
-    TokenSimilarity,
 )
 from attnrx.vit.models import family_of, recording_blocks, save_model
+from attnrx_lab.papers.similarity import TokenSimilarity
 from support.cases import CONFIGS, LOSSES, images, model
 
 NAMES = [*LOSSES, "distillation", "feature_distillation"]
@@ -37,7 +37,7 @@ def losses(tmp_path: Path) -> dict[str, Loss]:
 
 def test_every_kind_of_loss_is_in_the_case_table(losses: dict[str, Loss]) -> None:
     # Those that need pruned tokens: test_token_training.py.
-    elsewhere = {KeepRatio, TokenSimilarity}
+    elsewhere = {KeepRatio}
     assert {type(loss) for loss in losses.values()} == set(KINDS) - elsewhere
 
 

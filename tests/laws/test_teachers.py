@@ -11,8 +11,9 @@ from torch import nn
 import attnrx as rx
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.training import TrainingConfig, train
-from attnrx.training.losses import Distillation, FeatureDistillation, LossContext, TokenSimilarity
+from attnrx.training.losses import Distillation, FeatureDistillation, LossContext
 from attnrx.vit.models import initialize_
+from attnrx_lab.papers.similarity import TokenSimilarity
 from support.cases import CONFIGS, images, model
 from support.tiny_runs import MODEL, At, config, splits
 from support.tiny_runs import model as student

@@ -12,7 +12,7 @@ from torch import nn
 from attnrx.data import Augmentation, Normalization, Splits, from_tensors
 from attnrx.support.errors import InvalidInput, NotSupported, TrainingDiverged
 from attnrx.training import TrainingConfig, TrainingRun, train
-from attnrx.training.losses import Distillation, KeepRatio, LossContext, Task, TokenSimilarity
+from attnrx.training.losses import Distillation, KeepRatio, LossContext, Task
 from attnrx.vit.attention import sized_softmax
 from attnrx.vit.models import (
     attach_tokens_,
@@ -34,6 +34,7 @@ from attnrx.vit.tokens import (
     sampled_keep,
 )
 from attnrx.vit.tokens.reducer import best, odds
+from attnrx_lab.papers.similarity import TokenSimilarity
 from attnrx_lab.tokens import (
     DTPS,
     SPViT,

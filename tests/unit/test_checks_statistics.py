@@ -15,7 +15,7 @@ from attnrx.show.checks import statistics as own
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.costs.latency import PROCESSES
 from attnrx_lab.comparison.comparing import holm, sign_flip_test
-from attnrx_lab.papers.table import crossed_interval
+from attnrx_lab.papers.table import crossed_interval, t_interval
 
 
 @cache
@@ -30,19 +30,13 @@ def test_mcnemar_is_the_exact_binomial_test(lost: int, gained: int):
     assert own.mcnemar(lost, gained) == pytest.approx(expected, rel=1e-7)
 
 
-@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 9, 30, 99])
-@pytest.mark.parametrize("probability", [0.5, 0.8, 0.975, 0.999])
-def test_student_quantile(degrees: int, probability: float):
-    assert own.student_quantile(probability, degrees) == pytest.approx(stats.t.ppf(probability, degrees), abs=1e-9)
-
-
 def test_t_interval():
     values = [70.1, 71.3, 69.8]
-    found = own.t_interval(values)
+    found = t_interval(values)
     low, high = stats.t.interval(0.95, 2, loc=sum(values) / 3, scale=stats.sem(values))
     assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
     with pytest.raises(InvalidInput, match="at least two"):
-        own.t_interval([1.0])
+        t_interval([1.0])
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 7), (7, 7), (3, 10), (9000, 10000)])

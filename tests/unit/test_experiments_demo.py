@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import attnrx_lab.demo
-from attnrx.data import load_data, object_patches
-from attnrx.data.digits import CLUTTER, GRID, PATCH, SPAN, canvases
+from attnrx.data import load_data
 from attnrx.nouns.evidence import Evidence, Finding, judged
 from attnrx.training import Silent
 from attnrx.verbs.load import load
 from attnrx.vit.models import model_fingerprint
+from attnrx_lab.cluttered_digits import CLUTTER, GRID, PATCH, SPAN, canvases, object_patches
 from attnrx_lab.commands import demo as command
 from attnrx_lab.demo import DemoResult, demo, with_claims
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.data import Normalization, load_data, object_patches
+from attnrx.data import Normalization, load_data
 from attnrx.support.atomic_writes import file_lock
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.verbs.load import load
 from attnrx.vit.models import reduction_of
 from attnrx.vit.tokens import Random
-from attnrx_lab.clutter import CLUTTERED, object_finding
+from attnrx_lab.clutter import object_finding
+from attnrx_lab.cluttered_digits import CLUTTERED, object_patches
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.spot import (
     ORIGINALS,

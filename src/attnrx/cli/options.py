@@ -274,20 +274,3 @@ def add_out(parser: Parser, what: str, default: str | None = None, *, folder: bo
     """Adds --out, required without a default: a folder, or a file of this kind. See `parser.require_out`."""
     option(parser, "--out", "PATH", what, default, required=default is None)
     parser.writes_folder, parser.kind = folder, kind
-
-
-def add_methods(parser: Parser, shares: tuple[float, ...]) -> None:
-    """Adds --methods, and --shares or --macs at which they are compared."""
-    syntax = (
-        "each 'NAME=RULES [repair=STEPS] [distill=EPOCHS]', with the rules of `attnrx prescribe`, e.g. "
-        "'both=qk=total_rank:{share} tokens=evit:{share}@4,7,10', where {share} stands for the share kept (a rule "
-        "without a map is that of qk), or "
-        "'NAME=baseline:BASELINE': svd, asvd, fwsvd or svd_llm on all linear maps, or corp, "
-        "snapvit, wdpruning, diffrate, torch_pruning"
-    )
-    option(parser, "--methods", "NAME=RULES", syntax, nargs="+", required=True)
-    # Methods are compared at equal shares kept or at equal costs, and never at both.
-    points = parser.add_mutually_exclusive_group()
-    option(points, "--shares", SHARES, f"shares kept ({','.join(map(str, shares))})")
-    costs = "shares of the model's MACs, e.g. 0.9,0.8,0.5: every method at the largest {share} that costs no more"
-    option(points, "--macs", SHARES, costs)

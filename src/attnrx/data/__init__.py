@@ -8,7 +8,6 @@ Small images are decoded once, kept in memory as uint8 and augmented in batches 
 that do not fit stream.
 """
 
-from attnrx.data.digits import object_patches
 from attnrx.data.division import Parts, distinct_splits, three_parts, without_images_of
 from attnrx.data.fixed_images import MAX_IMAGES, FixedImages
 from attnrx.data.images import Batch, ImageSet
@@ -23,7 +22,7 @@ from attnrx.data.labels import (
 )
 from attnrx.data.loaded_images import LoadedImages, from_tensors
 from attnrx.data.loading import load_data
-from attnrx.data.locating import DATASETS, DatasetCard
+from attnrx.data.locating import DATASETS, DatasetCard, register_dataset
 from attnrx.data.parquet import Columns
 from attnrx.data.pixels import Augmentation
 from attnrx.data.splits import Splits
@@ -53,7 +52,7 @@ __all__ = [
     "imagenet_indices",
     "load_data",
     "num_dataset_classes",
-    "object_patches",
+    "register_dataset",
     "require_labelled",
     "require_labels",
     "three_parts",

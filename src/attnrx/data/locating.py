@@ -2,15 +2,16 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnrx.data.digits import ClutteredDigitsReader, DigitsReader
+from attnrx.data.digits import DigitsReader
 from attnrx.data.files import FolderReader
 from attnrx.data.parquet import Columns, HubReader, ParquetReader
 from attnrx.data.splits import DatasetReader
 from attnrx.support.errors import DataError, InvalidInput, nearest
+from attnrx.support.plugins import import_plugins
 from attnrx.support.preprocessing import ImageGeometry, Normalization
 
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -22,7 +23,8 @@ class DatasetCard:
     """The properties of a named dataset.
 
     The normalization is the published statistic of the training images, at their own size and without borders. `flip`
-    and `shift` tell whether the augmentation mirrors images, and crops them from a padded image.
+    and `shift` tell whether the augmentation mirrors images, and crops them from a padded image. `reader` reads a
+    dataset that needs no file.
     """
 
     geometry: ImageGeometry
@@ -35,6 +37,7 @@ class DatasetCard:
     revision: str | None = None
     ignored: tuple[str, ...] = ()
     other_names: tuple[str, ...] = ()
+    reader: Callable[[], DatasetReader] | None = None
 
 
 DATASETS: Mapping[str, DatasetCard] = {
@@ -42,12 +45,7 @@ DATASETS: Mapping[str, DatasetCard] = {
         geometry=ImageGeometry.of_size(16, 1, "fill"),  # 8x8 as stored
         normalization=Normalization((0.3053,), (0.3760,)),
         flip=False,  # mirrored digits are other signs
-    ),
-    "cluttered-digits": DatasetCard(
-        geometry=ImageGeometry.of_size(40, 1, "fill"),
-        normalization=Normalization((0.1268,), (0.1959,)),
-        flip=False,
-        shift=False,  # fragments fill whole patches
+        reader=DigitsReader,
     ),
     "fashion_mnist": DatasetCard(
         geometry=ImageGeometry.of_size(32, 1, "pad"),  # 28x28 as stored
@@ -94,21 +92,40 @@ DATASETS: Mapping[str, DatasetCard] = {
 }
 
 
+_REGISTERED: dict[str, DatasetCard] = {}
+
+
+def register_dataset(name: str, card: DatasetCard) -> None:
+    """Adds a dataset by its name in `load_data`.
+
+    Raises:
+        InvalidInput: Another dataset has this name.
+    """
+    if {**DATASETS, **_REGISTERED}.get(name, card) != card:
+        raise InvalidInput(f"the dataset {name} exists already; choose another name.")
+    _REGISTERED[name] = card
+
+
+def known_datasets() -> Mapping[str, DatasetCard]:
+    """Returns the catalogue and the registered datasets, those of other packages among them."""
+    import_plugins()
+    return {**DATASETS, **_REGISTERED}
+
+
 def known_as(name: str) -> str | None:
     """Returns the catalogue's name of a dataset that may be spelt as its files are."""
-    return next((canonical for canonical, card in DATASETS.items() if name in (canonical, *card.other_names)), None)
+    datasets = known_datasets()
+    return next((canonical for canonical, card in datasets.items() if name in (canonical, *card.other_names)), None)
 
 
 def local_copy(name: str, folder: Path) -> Path | None:
     """Finds `<name>.parquet`, or a folder `<name>`, under any of the dataset's names."""
-    spellings = (name, *DATASETS[name].other_names)
+    spellings = (name, *known_datasets()[name].other_names)
     paths = (folder / ending for spelling in spellings for ending in (f"{spelling}.parquet", spelling))
     return next((path for path in paths if path.exists()), None)
 
 
 HUB = "hf:"
-# The datasets that need no file.
-EMBEDDED: Mapping[str, type[DatasetReader]] = {"digits": DigitsReader, "cluttered-digits": ClutteredDigitsReader}
 
 
 @dataclass(frozen=True)
@@ -151,7 +168,7 @@ def locate(name_or_path: str | Path, columns: Columns | None) -> DatasetLocation
     root = Path(os.path.commonpath(files))
     name = root.name if root.is_dir() else root.stem
     catalogue_name = known_as(name.lower())
-    card = DATASETS[catalogue_name] if catalogue_name else None
+    card = known_datasets()[catalogue_name] if catalogue_name else None
     # A file of a known name is assumed to hold that dataset; the note lists the assumption.
     notes = (
         (f"size and normalization are those of {catalogue_name}, by the name of the file",) if catalogue_name else ()
@@ -160,9 +177,9 @@ def locate(name_or_path: str | Path, columns: Columns | None) -> DatasetLocation
 
 
 def _locate_known(name: str, columns: Columns | None) -> DatasetLocation:
-    card = DATASETS[name]
-    if name in EMBEDDED:
-        return DatasetLocation(name, name, EMBEDDED[name](), card)
+    card = known_datasets()[name]
+    if card.reader is not None:
+        return DatasetLocation(name, name, card.reader(), card)
     assert card.hub_id is not None
     folder = os.environ.get("ATTNRX_DATA")
     if folder and not Path(folder).expanduser().is_dir():
@@ -203,10 +220,10 @@ def _nothing_found(requested: str | Path) -> DataError:
     if isinstance(requested, Path) or path.name != requested or path.suffix or re.search(r"[*?\[]", requested):
         return DataError(
             f"there is nothing at {requested} (looked from {Path.cwd()}); give an existing parquet file, image folder "
-            f"or pattern of files, {HUB}owner/name for a hub dataset, or one of {', '.join(DATASETS)}."
+            f"or pattern of files, {HUB}owner/name for a hub dataset, or one of {', '.join(known_datasets())}."
         )
     return DataError(
-        f"unknown dataset {requested!r}: {nearest(requested, DATASETS)} Or give the path of a parquet file, an image "
+        f"unknown dataset {requested!r}: {nearest(requested, known_datasets())} Or give the path of a parquet file, an image "
         f"folder, or {HUB}owner/name for a hub dataset."
     )
 

@@ -11,7 +11,6 @@ from attnrx.cli.options import (
     SEED,
     Number,
     add_device,
-    add_methods,
     add_model,
     add_out,
     option,
@@ -19,6 +18,7 @@ from attnrx.cli.options import (
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
+from attnrx_lab.commands.methods import add_methods
 
 SUMMARY = "compress one model in several ways, and time each beside the model as its library ships it"
 EXAMPLE = (

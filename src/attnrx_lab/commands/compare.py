@@ -7,7 +7,6 @@ from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
 from attnrx.cli.options import (
     COUNT,
     add_data,
-    add_methods,
     add_model,
     add_out,
     add_running,
@@ -17,6 +16,7 @@ from attnrx.cli.options import (
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
+from attnrx_lab.commands.methods import add_methods
 
 SUMMARY = "compress one model in several ways, and see what each costs and loses"
 EXAMPLE = (

@@ -1,6 +1,6 @@
 """The tables and figures of the IrrAtt paper: protocols, rows and columns."""
 
-from attnrx_lab.clutter import CLUTTERED
+from attnrx_lab.cluttered_digits import CLUTTERED
 from attnrx_lab.papers.fusion import FusionExperiment
 from attnrx_lab.papers.irratt import IrrattExperiment, IrrattMethod
 from attnrx_lab.papers.recipe import Column, Recipe, Row

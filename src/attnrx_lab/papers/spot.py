@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.data import Normalization, Splits, object_patches
-from attnrx.data.digits import canvases
+from attnrx.data import Normalization, Splits
 from attnrx.data.model_data import adapt_preprocessing
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks import Accuracy, Fidelity
@@ -21,11 +20,12 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.shapes import Bool, Int, Tensor
 from attnrx.training import TrainingConfig, train
-from attnrx.training.losses import Distillation, KeepRatio, Loss, Task, TokenSimilarity
+from attnrx.training.losses import Distillation, KeepRatio, Loss, Task
 from attnrx.verbs.load import load
 from attnrx.vit.models import attach_tokens_, build_model, family_of, model_fingerprint
 from attnrx.vit.tokens import Random, TokenPolicy, parse_policy
-from attnrx_lab.clutter import CLUTTERED, STAGES, object_finding
+from attnrx_lab.clutter import STAGES, object_finding
+from attnrx_lab.cluttered_digits import CLUTTERED, canvases, object_patches
 from attnrx_lab.costs import NORM_MACS, predictor_norm_features
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (
@@ -38,6 +38,7 @@ from attnrx_lab.papers.experiment import (
     measures,
     plain_measures,
 )
+from attnrx_lab.papers.similarity import TokenSimilarity
 
 DEVIATION = 0.02  # of the weights of attnrx models, by default
 BATCH = 64  # images at a time, for measuring

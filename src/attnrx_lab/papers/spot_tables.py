@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from attnrx_lab.clutter import CLUTTERED, STAGES
+from attnrx_lab.clutter import STAGES
+from attnrx_lab.cluttered_digits import CLUTTERED
 from attnrx_lab.papers.recipe import Column, Recipe, Row
 from attnrx_lab.papers.spot import FineTuning, SpotExperiment, TokenMethod
 

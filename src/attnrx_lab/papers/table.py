@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from attnrx.nouns.evidence import Estimate
-from attnrx.show.checks.statistics import LEVEL, student_quantile, t_interval
+from attnrx.show.checks.statistics import LEVEL
 from attnrx.show.reports.numbers import MISSING, fixed, number, with_unit
+from attnrx.support.errors import InvalidInput
+from attnrx.support.optional import required_module
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import write_json, write_text
 from attnrx.support.tables import Marked, markdown_table
@@ -24,7 +26,6 @@ KIND, SCHEMA = "attnrx reproduced table", 2
 AGREES, OFF, UNDECIDED, NOT_AT_PROTOCOL = VERDICTS = ("agrees", "off", "undecided", "not at protocol")
 MARKS = {AGREES: "", OFF: " !", UNDECIDED: " ?", NOT_AT_PROTOCOL: " ~"}
 
-MOST_DEGREES = 1000  # of Student's t, which is then normal to three digits
 ROUNDING = 1e-9  # of float64, beside the half unit of a printed digit
 
 LEGEND = (
@@ -281,6 +282,23 @@ def crossed_interval(values: Float[Tensor, "runs groups"]) -> Estimate:
         variance = between_runs + (between_groups - residual).clamp(min=0)
         # Where runs are equal, only the groups vary.
         degrees = float(variance.square() * (runs - 1) / between_runs.square()) if between_runs > 0 else math.inf
-    quantile = student_quantile((1 + LEVEL) / 2, int(min(degrees, MOST_DEGREES)))
-    half = quantile * float((variance / values.numel()).sqrt())
+    half = student_quantile(degrees) * float((variance / values.numel()).sqrt())
     return Estimate(float(mean), float(mean) - half, float(mean) + half)
+
+
+def student_quantile(degrees: float) -> float:
+    """Returns the quantile of Student's t for two-sided intervals at LEVEL."""
+    return float(required_module("scipy.stats", "lab", "intervals over runs").t.ppf((1 + LEVEL) / 2, degrees))
+
+
+def t_interval(values: Sequence[float]) -> Estimate:
+    """Returns the mean of at least two independent runs with its t interval.
+
+    Raises:
+        InvalidInput: There are fewer than two runs.
+    """
+    if len(values) < 2:
+        raise InvalidInput(f"{len(values)} run(s): an interval over runs needs at least two of them.")
+    mean = fmean(values)
+    half = student_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return Estimate(mean, mean - half, mean + half)

@@ -1,19 +1,17 @@
 """The statistics behind every interval, as pure functions of tensors and counts.
 
 All intervals are at 95 %. Resampling is over images and paired: both models are evaluated on the same images. The base
-install has no scipy: Student's t, Wilson's interval and McNemar's test are 40 lines here, and scipy's bootstrap is not
-studentized.
+install has no scipy: Wilson's interval and McNemar's test are 30 lines here, and scipy's bootstrap is not studentized.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from statistics import NormalDist, fmean, stdev
+from collections.abc import Callable, Iterator
+from statistics import NormalDist
 
 import numpy as np
 import torch
 
 from attnrx.nouns.evidence import Estimate
-from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, Tensor
 
 LEVEL = 0.95
@@ -198,40 +196,6 @@ def metric_change(before: Float[Tensor, "images"], after: Float[Tensor, "images"
     found, values = changes[changes != 0], torch.cat([before, after]).double().unique()
     unit = found.square().mean().sqrt() if len(found) else values.diff().min() if len(values) > 1 else torch.zeros(())
     return mean_change(changes, seed, float(unit))
-
-
-def student_quantile(probability: float, degrees: int) -> float:
-    """Returns the quantile of Student's t with integer degrees of freedom, for a probability in [0.5, 1)."""
-
-    def within(angle: float) -> float:
-        """P(|t| < sqrt(degrees) tan(angle)): Abramowitz and Stegun 26.7.3 and 26.7.4."""
-        odd = degrees % 2
-        term, total = (math.cos(angle) if odd else 1.0), 0.0
-        for k in range(2 + odd, degrees + 1, 2):
-            total += term
-            term *= math.cos(angle) ** 2 * (k - 1) / k
-        series = math.sin(angle) * total
-        return 2 / math.pi * (angle + series) if odd else series
-
-    # By bisection over the angle, whose range is finite while that of t is not.
-    low, high = 0.0, math.pi / 2
-    for _ in range(100):  # halvings: enough for all digits of float64
-        middle = (low + high) / 2
-        low, high = (middle, high) if within(middle) < 2 * probability - 1 else (low, middle)
-    return math.sqrt(degrees) * math.tan((low + high) / 2)
-
-
-def t_interval(values: Sequence[float]) -> Estimate:
-    """Returns the mean of at least two independent runs with its t interval.
-
-    Raises:
-        InvalidInput: There are fewer than two runs.
-    """
-    if len(values) < 2:
-        raise InvalidInput(f"{len(values)} run(s): an interval over runs needs at least two of them.")
-    mean = fmean(values)
-    half = student_quantile((1 + LEVEL) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return Estimate(mean, mean - half, mean + half)
 
 
 def calibration_gaps(

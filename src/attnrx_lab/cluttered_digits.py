@@ -1,0 +1,130 @@
+"""Digits among clutter: images in which few patches matter, and it is known which ones.
+
+Every image is a canvas of 10 x 10 patches. One of scikit-learn's digits, 2 x 2 patches large, is at a random place of
+this grid, and half of the other patches hold a fragment of another digit, at half the contrast. The splits share no
+digits, neither as objects nor as fragments. An entry point of the group `attnrx.parts` registers the dataset.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+from attnrx.data import DatasetCard, Normalization, register_dataset
+from attnrx.data.digits import DIGIT_SIDE, digit_images, grey_file
+from attnrx.data.images import split_by_hash
+from attnrx.data.splits import DatasetReader, Opened, StoredImages
+from attnrx.support.errors import UnknownName
+from attnrx.support.preprocessing import ImageGeometry
+from attnrx.support.shapes import Bool, Int, Tensor, UInt8
+
+CLUTTERED = "cluttered-digits"
+PATCH, GRID = 4, 10  # pixels and patches of a side
+SPAN = DIGIT_SIDE // PATCH  # the patches of a side of the digit
+CLUTTER, CONTRAST = 0.5, 0.5  # the share of the other patches that hold a fragment, and its brightness
+TEST_SHARE, VALIDATION_SHARE = 0.2, 0.1  # of the digits of every class
+# The images that are made of every digit of a split.
+PLACEMENTS: Mapping[str, int] = {"train": 6, "validation": 4, "test": 12}
+NOTE = (
+    f"each test digit occurs in {PLACEMENTS['test']} images, at other places among other clutter; intervals treat the "
+    "images as independent"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Canvases:
+    """The images of one split. `digits` are the rows of their digits in scikit-learn, `objects` the digits' patches."""
+
+    pixels: UInt8[Tensor, "images height width"]
+    labels: Int[Tensor, "images"]
+    digits: Int[Tensor, "images"]
+    objects: Bool[Tensor, "images patches"]
+
+
+@dataclass(frozen=True)
+class ClutteredDigitsReader(DatasetReader):
+    """Generates the images; equal seeds give equal images on every machine."""
+
+    seed: int = 0
+
+    def open(self) -> Opened:
+        splits = {split: _stored(canvases(split, self.seed)) for split in PLACEMENTS}
+        return Opened(splits, tuple("0123456789"), (NOTE,))
+
+
+def object_patches(split: str) -> Bool[Tensor, "images patches"]:
+    """Marks the four patches of the digit in every image of a split of `load_data("cluttered-digits")`.
+
+    Patches are numbered row by row. Row i belongs to the image whose `Batch.index` is i.
+
+    Raises:
+        UnknownName: There is no such split.
+    """
+    return canvases(split).objects
+
+
+@cache
+def canvases(split: str, seed: int = 0) -> Canvases:
+    """Generates the images of one split: "train", "validation" or "test".
+
+    Raises:
+        UnknownName: There is no such split.
+        NotSupported: scikit-learn, which has the digits, is not installed.
+    """
+    if split not in PLACEMENTS:
+        raise UnknownName("split", split, PLACEMENTS)
+    images, labels = digit_images()
+    rows = split_by_hash(labels, range(len(labels)), TEST_SHARE, VALIDATION_SHARE)[split]
+    # A generator for every split, so that the images of one do not depend on which others were generated before.
+    random = np.random.default_rng((seed, list(PLACEMENTS).index(split)))
+    digits = torch.arange(len(rows)).repeat(PLACEMENTS[split])
+    objects = _places(len(digits), random)
+    patches = _fragments(images[rows].numpy(), digits.numpy(), random)
+    # [digits, 4, 4, 4]: the patches of every digit row by row, in which order the mask below assigns them.
+    quarters = images[rows].unflatten(2, (SPAN, PATCH)).unflatten(1, (SPAN, PATCH)).transpose(2, 3).flatten(1, 2)
+    patches[objects] = quarters.numpy()[digits].reshape(-1, PATCH, PATCH)
+    pixels = patches.reshape(-1, GRID, GRID, PATCH, PATCH).swapaxes(2, 3).reshape(-1, GRID * PATCH, GRID * PATCH)
+    return Canvases(torch.from_numpy(pixels), labels[rows][digits], rows[digits], torch.from_numpy(objects))
+
+
+def _places(count: int, random: np.random.Generator) -> np.ndarray:
+    """Draws the place of the digit in every image; returns its patches [images, patches], True where it is."""
+    # [images, row or column, 1]: the first patch of the digit, at least SPAN before the edge.
+    corners = random.integers(0, GRID - SPAN + 1, (count, 2, 1))
+    row, column = np.moveaxis((np.arange(GRID) >= corners) & (np.arange(GRID) < corners + SPAN), 1, 0)
+    return (row[:, :, None] & column[:, None, :]).reshape(count, -1)
+
+
+def _fragments(images: np.ndarray, digits: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Returns the patches of every image [images, patches, 4, 4], half of them windows of another digit of the split.
+
+    `images` [digits, 8, 8] are the digits of the split, `digits` [images] is the digit of every image. The windows are
+    anywhere but at the outermost columns, which are mostly blank.
+    """
+    shape = len(digits), GRID * GRID
+    # At least 1 and less than the number of digits, so that the other digit is never the image's own.
+    others = (digits[:, None] + random.integers(1, len(images), shape)) % len(images)
+    top, left = (random.integers(edge, DIGIT_SIDE - PATCH - edge + 1, shape) for edge in (0, 1))
+    windows = np.lib.stride_tricks.sliding_window_view(images, (PATCH, PATCH), (1, 2))[others, top, left]
+    brightness = np.where(random.random(shape) < CLUTTER, CONTRAST, 0)
+    return (brightness[..., None, None] * windows).astype(np.uint8)
+
+
+def _stored(made: Canvases) -> StoredImages:
+    pixels = made.pixels.numpy()
+    rows = torch.arange(len(pixels))
+    return StoredImages(made.labels, rows, lambda at: grey_file(pixels[at]), lambda at: f"cluttered digit {at}")
+
+
+register_dataset(
+    CLUTTERED,
+    DatasetCard(
+        geometry=ImageGeometry.of_size(GRID * PATCH, 1, "fill"),
+        normalization=Normalization((0.1268,), (0.1959,)),
+        flip=False,
+        shift=False,  # fragments fill whole patches
+        reader=ClutteredDigitsReader,
+    ),
+)
