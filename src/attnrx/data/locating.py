@@ -223,8 +223,8 @@ def _nothing_found(requested: str | Path) -> DataError:
             f"or pattern of files, {HUB}owner/name for a hub dataset, or one of {', '.join(known_datasets())}."
         )
     return DataError(
-        f"unknown dataset {requested!r}: {nearest(requested, known_datasets())} Or give the path of a parquet file, an image "
-        f"folder, or {HUB}owner/name for a hub dataset."
+        f"unknown dataset {requested!r}: {nearest(requested, known_datasets())} Or give the path of a parquet file, an "
+        f"image folder, or {HUB}owner/name for a hub dataset."
     )
 
 

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from attnrx.change.predictions import observe_images
@@ -34,9 +33,8 @@ from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import DataError, FingerprintMismatch, InvalidInput
 from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
-from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import require_finite_tensors
-from attnrx.support.trees import rows_of
 from attnrx.vit.attention import Attention, Positions
 from attnrx.vit.models import (
     InputValidation,
@@ -385,9 +383,8 @@ class _Pass:
         paired = min(len(images), max(0, self.to_perturb - self.images))
         half = -(-len(images) // 2)  # pairs of half a batch, which need no more memory than a batch
         if self.panel.perturbation is not None and paired:
-            for part, labels in zip(images[:paired].split(half), batch.labels[:paired].split(half), strict=True):
-                slope = partial(_loss_slope, self.model, labels)
-                changed = self.panel.perturbation.perturb(part, self.images, self.seed, slope)
+            for part in images[:paired].split(half):
+                changed = self.panel.perturbation.perturb(part, self.images, self.seed)
                 # The original images come first: `observe_map` uses the first half only.
                 self._observe(torch.cat([part, changed]), 2, self.panel.observe_pairs)
                 self.images += len(part)
@@ -406,17 +403,3 @@ class _Pass:
         with observing(self.model, self.family, observe_layer):
             self.model(images)
         self.num_halves = 0
-
-
-def _loss_slope(
-    model: nn.Module, labels: Int[Tensor, "batch"], images: Float[Tensor, "batch channels height width"]
-) -> Float[Tensor, "batch channels height width"]:
-    """Returns the gradient of each image's cross-entropy with respect to its pixels."""
-    # Inside `evaluating`, which disables gradients; only those of the pixels are computed.
-    with torch.enable_grad():
-        images = images.detach().requires_grad_()
-        logits = rows_of(model(images))
-        # The predicted class replaces a missing label; an embedding has its largest feature in its place.
-        has_label = (labels >= 0) & (labels < logits.shape[1])
-        loss = F.cross_entropy(logits, labels.where(has_label, logits.argmax(-1)), reduction="sum")
-        return torch.autograd.grad(loss, images)[0]

@@ -1,7 +1,6 @@
 """attnrx diagnose: measures a model on images and writes a diagnosis."""
 
 from argparse import Namespace
-from dataclasses import replace
 
 import attnrx as rx
 from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
@@ -12,6 +11,7 @@ from attnrx.cli.options import (
     add_out,
     add_running,
     add_split,
+    given_arguments,
     option,
 )
 from attnrx.cli.outcome import Outcome, Table
@@ -40,7 +40,6 @@ def add(parser: Parser) -> None:
     add_out(parser, "the diagnosis: a JSON file, and its tensors in a second file", kind="attnrx diagnosis")
     add_split(parser, "validation")
     add_running(parser, 64)
-    option(parser, "--perturbation", ("gaussian", "fgsm"), "for perturbation_response", "gaussian")
     add_arguments(parser, "diagnose", "moments")
     option(parser, "--divergence", "METRIC", DIVERGENCE)
 
@@ -49,15 +48,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     images = chosen_images(splits_argument(model, arguments), arguments)
     log(f"diagnosing {arguments.model} on {len(images):,} images")
-    # The default diagnostics depend on the norms of the layers.
-    spectra = tuple(layer.spectrum() for layer in rx.models.family_of(model).attention(model))
-    diagnostics = tuple(
-        replace(each, kind=arguments.perturbation) if isinstance(each, rx.diagnostics.PerturbationResponse) else each
-        for each in rx.diagnostics.suited_diagnostics(spectra, moments=arguments.moments)
-    )
-    diagnosis = rx.diagnose(
-        model, images, diagnostics=diagnostics, batch_size=arguments.batch_size, seed=arguments.seed
-    )
+    diagnosis = rx.diagnose(model, images, **given_arguments(arguments, "moments", "batch_size", "seed"))
     if arguments.divergence is not None:
         diagnosis = rx.measure_divergence(model, diagnosis, images, arguments.divergence)
     path = diagnosis.save(arguments.out)

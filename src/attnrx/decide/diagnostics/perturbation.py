@@ -1,18 +1,16 @@
 """Perturbation response: the change of attention under a small change of the images."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from attnrx.decide.diagnostics.diagnostic import Accumulator, Averages, Diagnostic
-from attnrx.support.arguments import COUNT, POSITIVE, one_of, optional, require_fields
+from attnrx.support.arguments import COUNT, POSITIVE, optional, require_fields
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.observation import Observation
 from attnrx.vit.spectrum import Spectrum
 
-KINDS = ("gaussian", "fgsm")
 SHARE, MOST = 8, 256  # by default one image in eight is perturbed: the pass stays within 1.6 plain forward passes
 
 
@@ -20,18 +18,16 @@ SHARE, MOST = 8, 256  # by default one image in eight is perturbed: the pass sta
 class PerturbationResponse(Diagnostic):
     """Returns perturbation_response [heads]: the mean over images of ||A(x) - A(x + delta)||_F (SVDA, Eq. 33).
 
-    `kind` is the perturbation delta: "gaussian" noise of standard deviation `size`, or "fgsm", a step of `size` along
-    the sign of the loss's gradient. Sizes are in the units of the normalized images. Only the first `images` images are
-    perturbed, since each costs a second forward pass; by default, an eighth of all, at most 256. Its accumulator needs
-    paired batches: images, then the same images perturbed.
+    The perturbation delta is Gaussian noise of standard deviation `size`, in the units of the normalized images. Only
+    the first `images` images are perturbed, since each costs a second forward pass; by default, an eighth of all, at
+    most 256. Its accumulator needs paired batches: images, then the same images perturbed.
     """
 
-    kind: str = "gaussian"
     size: float = 0.1
     images: int | None = None
 
     def __post_init__(self):
-        require_fields(self, kind=one_of(*KINDS), size=POSITIVE, images=optional(COUNT))
+        require_fields(self, size=POSITIVE, images=optional(COUNT))
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
         return Averages(len(spectra), self.measure)
@@ -45,18 +41,10 @@ class PerturbationResponse(Diagnostic):
         return {"perturbation_response": response(clean, perturbed).mean(0)}
 
     def perturb(
-        self,
-        images: Float[Tensor, "batch channels height width"],
-        first: int,
-        seed: int,
-        slope: Callable[[Tensor], Tensor],
+        self, images: Float[Tensor, "batch channels height width"], first: int, seed: int
     ) -> Float[Tensor, "batch channels height width"]:
-        """Returns the perturbed images, the first of which is image number `first` of the data.
-
-        `slope` returns the gradient of the loss with respect to images; only FGSM calls it.
-        """
-        direction = noise_like(images, first, seed) if self.kind == "gaussian" else slope(images).sign()
-        return images + self.size * direction
+        """Returns the perturbed images, the first of which is image number `first` of the data."""
+        return images + self.size * noise_like(images, first, seed)
 
 
 def response(
