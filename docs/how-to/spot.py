@@ -41,7 +41,7 @@ config = rx.TrainingConfig(
     augmentation=rx.data.Augmentation(padding=0, flip=False),  # leave out for photographs
     precision="fp32",  # bf16 on a GPU
 )
-run = rx.train(reducing, splits, config, "runs/spot", reporter=rx.training.Silent())
+run = rx.train(reducing, splits, config, "runs/spot", reporter=rx.training.Reporter())
 for epoch in run.history:
     print(f"epoch {epoch['epoch']}: loss {epoch['loss']:.3f}")
 

@@ -370,7 +370,7 @@ def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) 
     budget, before = Known(), Choices((3, 3, 3), (3, 3, 3), (3, 3, 3), (0, 4, 4))
     start = budget.tried({}, budget.step({}, before))
     budget.made.clear()
-    knobs, step = Proposals(space, budget, start, even=(), broad=0, settings=PlanSettings()).next([])
+    knobs, step = Proposals(space, budget.step, start, even=(), broad=0, settings=PlanSettings()).next([])
     new = [own for own in budget.made if own.choices != before]
     assert len(new) >= PlanSettings().variations and len({own.sensitivity for own in new}) > 1
     assert step.sensitivity == min(own.sensitivity for own in new) and knobs == {}

@@ -1,6 +1,5 @@
 """The result of a command: a record for JSON, and tables and lines for the console."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,34 +27,8 @@ class Outcome:
 
 
 def show(part: Table | str) -> None:
-    """Prints a text or a table to stdout; tables are drawn with rich on a terminal only."""
-    if isinstance(part, str):
-        print(part)
-    elif sys.stdout.isatty():
-        _draw(part)
-    else:
-        print(plain_text(part))
-
-
-def plain_text(table: Table) -> str:
-    """Sets a table in columns of spaces, which scripts can read and files can hold."""
-    return aligned_table(table.columns, table.rows, table.title)
-
-
-def _draw(table: Table) -> None:
-    # rich is needed, and imported, for a terminal only.
-    import rich.box
-    import rich.console
-    import rich.table
-    import rich.text
-
-    drawn = rich.table.Table(title=table.title or None, box=rich.box.SIMPLE_HEAD, title_justify="left")
-    for column, name in enumerate(table.columns):
-        drawn.add_column(name, justify="right" if column else "left")
-    for row in table.rows:
-        # As Text, because rich reads square brackets in plain strings as markup.
-        drawn.add_row(*(rich.text.Text(text) for text in row))
-    rich.console.Console().print(drawn)  # rich respects NO_COLOR
+    """Prints a text or a table, in columns of spaces, to stdout."""
+    print(part if isinstance(part, str) else aligned_table(part.columns, part.rows, part.title))
 
 
 def as_percent(share: float | None) -> str:

@@ -24,7 +24,9 @@ class Outline:
 
 
 class Reporter:
-    """Callbacks for the events of a run, called in the first process only; each does nothing unless overridden."""
+    """Callbacks for the events of a run, called in the first process only; each does nothing unless overridden, so that
+    this class is the reporter without output.
+    """
 
     def started(self, outline: Outline) -> None:
         """Called before the first step."""
@@ -37,10 +39,6 @@ class Reporter:
 
     def ended(self) -> None:
         """Called at the end of the run, finished or not."""
-
-
-class Silent(Reporter):
-    """A reporter without output."""
 
 
 class Console(Reporter):

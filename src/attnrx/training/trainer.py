@@ -42,7 +42,7 @@ from attnrx.training.preparation import (
     prepare,
     with_labels,
 )
-from attnrx.training.reporters import Console, Guarded, Outline, Reporter, Silent
+from attnrx.training.reporters import Console, Guarded, Outline, Reporter
 from attnrx.training.sharding import gather_tensors
 from attnrx.training.step import EPOCH, Learner, derived_seed
 from attnrx.vit.models import family_of, load_model, recording_blocks, require_model_folder, save_model
@@ -129,7 +129,7 @@ def train(
     trained_model = copy.deepcopy(model) if sharded else model
     needs_features = any(loss.reads_features for loss in config.losses)
     recording = recording_blocks(trained_model, family_of(trained_model)) if needs_features else nullcontext()
-    reporter = Guarded(reporter or Console()) if accelerator.is_main_process else Silent()
+    reporter = Guarded(reporter or Console()) if accelerator.is_main_process else Reporter()
     with deterministic(), recording as features, interruptible() as interruption:
         learner = prepare(model, trained_model, splits, config, accelerator, features, teachers)
         return _Run(learner, splits, folder, requested, reporter).complete(interruption)

@@ -5,10 +5,9 @@ varied: a few choices are changed at random, and a greedy closed form meets the 
 depends on the trials before it alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -74,20 +73,16 @@ def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choic
     return choices
 
 
-@runtime_checkable
-class PlanBuilder(Protocol):
-    """Builds plans at one cost, and measures them."""
+Build = Callable[[dict[str, float], Choices | None], Step]
+"""Knobs, and a plan to start from -> the plan for the knobs at one cost, optimal or reached greedily from the start."""
 
-    def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
-        """Returns the plan for the knobs, optimal or reached greedily from the plan `start`."""
-        ...
-
-    def tried(self, knobs: dict[str, float], step: Step, best: Trial | None = None) -> Trial:
-        """Measures a plan, one that is far worse than the best known one on fewer images; results are cached."""
-        ...
+Measure = Callable[[dict[str, float], Step, Trial | None], Trial]
+"""Knobs, their plan, and the best known one -> the measured plan; one far worse is measured on fewer images."""
 
 
-def refine_plan(space: Space, settings: PlanSettings, builder: PlanBuilder, first: Trial) -> tuple[Trial, ...]:
+def refine_plan(
+    space: Space, settings: PlanSettings, build: Build, measure: Measure, first: Trial
+) -> tuple[Trial, ...]:
     """Builds and measures further plans, and returns all trials in order, `first` included (see `Proposals`)."""
     if settings.trials < 2:
         return (first,)
@@ -95,11 +90,11 @@ def refine_plan(space: Space, settings: PlanSettings, builder: PlanBuilder, firs
     # of axes and of depth) in all layers at once; single choices are varied at the end.
     even = space.even_schedules()[:EVEN]
     broad = max(BROAD_LEAST, round(BROAD * (settings.trials - len(even))))
-    proposals = Proposals(space, builder, first, even, broad, settings)
+    proposals = Proposals(space, build, first, even, broad, settings)
     trials: list[Trial] = []
     for _ in track(range(settings.trials), "searching plans"):
         knobs, step = proposals.next(trials)
-        trials.append(builder.tried(knobs, step, _best(first, trials)))
+        trials.append(measure(knobs, step, _best(first, trials)))
     return first, *trials
 
 
@@ -114,7 +109,7 @@ class Proposals:
     """
 
     space: Space
-    builder: PlanBuilder
+    build: Build
     start: Trial
     even: tuple[Choices, ...]
     broad: int
@@ -125,14 +120,14 @@ class Proposals:
         start, number = self.start.knobs, len(trials)
         if number < len(self.even):
             with suppress(NotSupported):  # nothing near this schedule is cheap enough
-                return start, self.builder.step(start, self.even[number])
+                return start, self.build(start, self.even[number])
             return start, self.start.step
         random = np.random.default_rng((self.settings.seed, number))
         if number >= len(self.even) + self.broad:
             return self._near(trials, random)
         ranges = search_ranges(self.space).items()
         knobs = {name: start[name] + float(random.uniform(-span, span)) for name, span in ranges}
-        return knobs, self.builder.step(knobs)
+        return knobs, self.build(knobs, None)
 
     def _near(self, trials: Sequence[Trial], random: np.random.Generator) -> tuple[dict[str, float], Step]:
         # The plan of the closed form may be the best.
@@ -140,10 +135,10 @@ class Proposals:
         steps: list[Step] = []
         for _ in range(ATTEMPTS):
             with suppress(NotSupported):  # the varied plan may not reach the budget
-                step = self.builder.step(best.knobs, varied(self.space, best.step.choices, random))
+                step = self.build(best.knobs, varied(self.space, best.step.choices, random))
                 steps += [step] * (step.choices not in measured)  # a plan is measured once
             if len(steps) == self.settings.variations:
                 break
         if not steps:
-            return best.knobs, self.builder.step(best.knobs, best.step.choices)
+            return best.knobs, self.build(best.knobs, best.step.choices)
         return best.knobs, min(steps, key=lambda step: step.sensitivity)

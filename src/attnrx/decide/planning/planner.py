@@ -266,7 +266,7 @@ class Planner:
         plans = PlansAtCost(self, limit)
         self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
         begin("searching plans")
-        self.trials = refine_plan(self.space, self.settings, plans, self._first(limit))
+        self.trials = refine_plan(self.space, self.settings, plans.step, plans.tried, self._first(limit))
         return self._best(self.trials)
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
@@ -391,7 +391,7 @@ class Planner:
 
 
 class PlansAtCost:
-    """Builds plans at one cost, and measures them (`plan_search.PlanBuilder`): on one batch, and if it is not far worse
+    """Builds plans at one cost, and measures them: on one batch, and if it is not far worse
     there than the best known plan, on the images of the trials.
     """
 
