@@ -53,7 +53,7 @@ for epoch in run.history:
 # %%
 random = rx.realize(model, rx.prescribe(model, f"tokens=random:0.7@{LAYERS}"))
 plain = replace(config, losses=(rx.losses.Task(0.0),))
-control = rx.train(random, splits, plain, "runs/random", reporter=rx.training.Silent())
+control = rx.train(random, splits, plain, "runs/random", reporter=rx.training.Reporter())
 checks = [rx.checks.Accuracy()]
 for name, trained in {"spot": run.model, "random": control.model}.items():
     evidence = rx.verify(trained, model, splits.test, checks)

@@ -14,11 +14,11 @@ from attnrx.decide.rules import RandomMatched, prescribe_maps
 from attnrx.nouns.prescription import Basis, Prescription, ScoreDecision
 from attnrx.support.errors import CheckpointError, InvalidInput, InvalidRule, NotSupported
 from attnrx.support.storage import read_json, write_json
-from attnrx.training.optimization import project_fusion_
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.tokens import parse_policy
+from attnrx_lab.papers.ownership import project_fusion_
 from attnrx_lab.rules import FusionOwner, SharedRank
 from support import cases
 from support.comparisons import logits, pixels

@@ -195,7 +195,7 @@ def test_nan_is_refused_with_the_layer() -> None:
 def test_knobs_round_trip_and_bad_ones_are_refused() -> None:
     for kind in DIAGNOSTICS.values():
         assert from_dict(to_dict(kind()), DIAGNOSTICS.values()) == kind()
-    bad: list[dict[str, Any]] = [{"kind": "noise"}, {"size": 0.0}, {"size": float("inf")}, {"images": 0}]
+    bad: list[dict[str, Any]] = [{"size": 0.0}, {"size": float("inf")}, {"images": 0}]
     for knobs in bad:
         with pytest.raises(InvalidInput, match="PerturbationResponse"):
             PerturbationResponse(**knobs)

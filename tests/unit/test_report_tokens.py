@@ -150,7 +150,7 @@ def test_the_page_says_in_words_where_patches_are_left() -> None:
     left[:, :, :32] = True
     page = render(ReportContent("tokens", tokens=replace(samples, left=left)))
     assert "32 of 64 patches left, upper half 100" in page and "lower half 0" in page
-    assert page.count("data:image/png") > 2 and page.count('id="tokens-0"') == 1
+    assert page.count("data:image/png") >= len(samples.images) and page.count('id="tokens-0"') == 1
 
 
 def test_models_that_cannot_be_sampled_are_refused() -> None:

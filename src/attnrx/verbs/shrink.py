@@ -67,7 +67,7 @@ from attnrx.verbs.shrunk import Shrunk, require_result_folder, with_accuracy
 from attnrx.verbs.verify import verify
 from attnrx.vit.costs import Conditions
 from attnrx.vit.maps import REALIZED_NORMS
-from attnrx.vit.models import family_of, model_fingerprint
+from attnrx.vit.models import accepting, family_of, model_fingerprint
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import Divergence, Map, Metric, judged, most_images, output_kind_of
 
@@ -457,6 +457,18 @@ class ShrinkRun:
         diagnosis = replace(self.diagnosis, fingerprint=model_fingerprint(self.original))
         parts = diagnosis, samples, names, self.images, maps
         return Shrunk(model, prescription, evidence, plan, target, *parts)
+
+
+def _at_size_of(images: ImageSet, model: nn.Module, splits: Splits, log: Log) -> tuple[nn.Module, Splits]:
+    """Returns the model, and the facts of the splits, at the size of the images."""
+    shape = next(iter(images.take(1).batches(1))).images.shape[1:]
+    fitting, before = accepting(model, tuple(shape)), family_of(model).input_shape(model)
+    if fitting is model:
+        return model, splits
+    height, width = int(shape[1]), int(shape[2])
+    log(f"images of {height} x {width} pixels: the model, made for {before[1]} x {before[2]}, is used at that size")
+    side = height if height == width else (height, width)
+    return fitting, replace(splits, image_size=side, channels=int(shape[0]))
 
 
 def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, tuple[str, ...]]:
