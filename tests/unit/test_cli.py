@@ -199,7 +199,7 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
         ("costs svda:cifar11", 2, "svda:cifar10"),
         ("costs svda:digits --token svda", 2, "--tokens"),
         ("prescribe nowhere.json --rules top_rank:1 --out x.json", 2, "does not exist"),
-        ("prescribe {diagnosis} --rules energy_retention:1.5 --out x.json", 2, "(0, 1]"),
+        ("prescribe {diagnosis} --rules energy_retention:1.5 --out x.json", 2, "a share above 0, at most 1"),
         ("prescribe {diagnosis} --rules energy_retentoin:0.9 --out x.json", 2, "energy_retention"),
         ("diagnose {run} --data digitz --out x.json", 3, "digits"),
         ("diagnose {run} --data {data} --images 0 --out x.json", 2, "give a positive whole number"),
