@@ -5,7 +5,8 @@
 #
 # A camera or a request brings one image at a time. At batch 1 calls of functions and merging, which do not shrink,
 # weigh more than at batch 32: plan for batch 1, measure at batch 1, and prefer a file to eager PyTorch
-# ([measured](../results/speed.md#what-do-bfloat16-and-int8-add)).
+# ([measured](../results/speed.md#what-do-bfloat16-and-int8-add)). In eager PyTorch a block is one call of a C++ kernel
+# ([measured](../results/speed.md#what-does-one-image-cost-in-eager-pytorch)).
 
 # %%
 import os
@@ -67,5 +68,6 @@ print(f"the file: {found.value:.2f}x the original in PyTorch")
 # ## What can go wrong
 #
 # - A plan for batch 32 can be slower at batch 1: merging in every layer most of all.
+# - A hook on a part of a block, gradients (use `torch.inference_mode()`), or autocast: its parts are called one by one.
 # - Two threads at batch 1 help little on small models; measure with the threads that you deploy with.
 # - This model is so small that calls of functions are most of its time: the numbers of this page are about the page.

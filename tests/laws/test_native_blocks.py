@@ -14,9 +14,12 @@ from attnrx.vit.attention import Attention, AttentionCapture, CapturedAttention,
 from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_blocks import BlockTensors, native_block
 from attnrx.vit.kernels.native_products import NativeLinear
+from attnrx.vit.models import attach_tokens_, family_of, load_model
+from attnrx.vit.models import fused_block as fused_block_module
 from attnrx.vit.models.fused_block import fused_block
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear
 from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.tokens import parse_policy
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 
@@ -230,3 +233,37 @@ def test_what_the_kernel_would_misread_is_refused() -> None:
             native_block(tokens, right, draws(1, 39))
         with pytest.raises(InvalidInput):
             native_block(tokens, right, None, 41)
+
+
+def timm_model() -> nn.Module:
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    shape = {"img_size": 64, "patch_size": 8, "embed_dim": WIDTH, "depth": 4, "num_heads": 3, "num_classes": 5}
+    source = timm.create_model("vit_tiny_patch16_224", init_values=0.5, **shape)
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return load_model(source.eval()).eval()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("policy", ["", "ward:0.5@2,3", "ward(relevance=0.3):0.5@2,3", "evit:0.7@3"])
+def test_models_of_timm_are_computed_block_by_block(policy: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(threads)
+    model = timm_model()
+    if policy:
+        attach_tokens_(model, family_of(model), parse_policy(policy))
+    images, calls = draws(2, 3, 64, 64), []
+    compute = fused_block_module.native_block
+    monkeypatch.setattr(fused_block_module, "native_block", lambda *all_: calls.append(1) or compute(*all_))
+    with torch.no_grad():
+        found = model(images)
+        assert len(calls) == 4
+        copied = copy.deepcopy(model)
+        assert torch.equal(copied(images), found)
+        for block in copied.source.blocks:  # type: ignore[union-attr]
+            block.norm1.register_forward_hook(lambda *call: None)
+        calls.clear()
+        expected = copied(images)
+        assert not calls
+    assert (found - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
