@@ -167,9 +167,8 @@ def test_a_changed_weight_changes_the_result(name: str) -> None:
     assert (found - exact(block, tokens)).abs().max() < 1e-5 * max(1.0, float(found.abs().max()))
 
 
-PARTS = [
-    name for name, _ in OneBlock().named_modules() if name and name not in ("norms", "scales", "attention.inner_norms")
-]
+# Lists are called by nobody.
+PARTS = [name for name, part in OneBlock().named_modules() if name and "forward" in vars(type(part))]
 
 
 @pytest.mark.parametrize("name", PARTS)
