@@ -17,7 +17,9 @@ import attnrx as rx
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 MODULES = {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
-CLASSES = {node.name: node for tree in MODULES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+CLASSES: dict[str, list[ast.ClassDef]] = {}  # several modules may have a class of one name
+for node in (each for tree in MODULES.values() for each in ast.walk(tree) if isinstance(each, ast.ClassDef)):
+    CLASSES.setdefault(node.name, []).append(node)
 
 CITATION = re.compile(r"\b(Eqs?\.|(Theorem|Proposition|Algorithm|Table|Lemma|Section|Figure)s?) \(?\d")
 PAPER = re.compile(r"\b(SVDA|IrrAtt|SPOT|LV-ViT)\b|[A-Z]\w+(?: et al\.| and [A-Z]\w+)?,? \(?(?:19|20)\d\d")
@@ -51,7 +53,8 @@ def name_of(node: ast.AST | None) -> str:
 def with_bases(name: str) -> tuple[str, ...]:
     """Returns a class and all classes that it inherits from, by name."""
     if name in CLASSES:
-        bases = [name_of(base.value if isinstance(base, ast.Subscript) else base) for base in CLASSES[name].bases]
+        stated = [base for each in CLASSES[name] for base in each.bases]
+        bases = [name_of(base.value if isinstance(base, ast.Subscript) else base) for base in stated]
     else:
         bases = [base.__name__ for base in getattr(getattr(builtins, name, object), "__bases__", ())]
     return (name, *(each for base in bases if base != name for each in with_bases(base)))
@@ -61,10 +64,9 @@ def documented(owner: str | None, function: ast.FunctionDef) -> str:
     """Returns the docstrings of a function, of its class, and of what a method overrides."""
     found = [ast.get_docstring(function)]
     for each in with_bases(owner) if owner else ():
-        if each in CLASSES:
-            overridden = (node for kind, node in functions(ast.Module([CLASSES[each]], [])) if kind == each)
-            found += [ast.get_docstring(CLASSES[each])]
-            found += [ast.get_docstring(node) for node in overridden if node.name == function.name]
+        for kind in CLASSES.get(each, ()):
+            overridden = (node for _, node in functions(ast.Module([kind], [])) if node.name == function.name)
+            found += [ast.get_docstring(kind), *map(ast.get_docstring, overridden)]
     return "\n".join(text for text in found if text)
 
 

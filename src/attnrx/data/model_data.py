@@ -47,7 +47,11 @@ class ModelBatches:
         return cls(data, inputs)
 
     def example(self) -> Any:
-        """Returns what the forward takes for the first batch."""
+        """Returns what the forward takes for the first batch.
+
+        Raises:
+            DataError: The data are empty, or cannot be read.
+        """
         with user_code("the first batch of data", DataError):
             batch = next(iter(self.data), None)
         if batch is None:
@@ -60,7 +64,11 @@ class ModelBatches:
             return self.inputs(batch)
 
     def packed(self, inputs: ModuleInputs | None) -> "_PackedBatches":
-        """Returns the batches as images of a model with these inputs."""
+        """Returns the batches as images of a model with these inputs.
+
+        Raises:
+            InvalidInput: The model takes images.
+        """
         if inputs is None:
             raise InvalidInput("inputs=... for a model of images: load the model with inputs=..., or omit it.")
         return _PackedBatches(self, inputs)

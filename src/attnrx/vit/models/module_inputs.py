@@ -128,6 +128,11 @@ class ModuleInputs:
         return inputs.unsqueeze(-3) if len(own) == 2 else inputs.flatten(-len(own), -3)
 
     def image_in(self, fields: Mapping[str, Any]) -> Any:
+        """Returns the input that a mapping of a dataset has, or None.
+
+        Raises:
+            InvalidInput: Its tensors have other shapes.
+        """
         if any(field.path[0] not in fields for field in self.fields):
             return None
         given = {str(field.path[0]): fields[str(field.path[0])] for field in self.fields}
@@ -139,6 +144,7 @@ class ModuleInputs:
         return self.packed(given)
 
     def require_exportable(self, shape: Sequence[int]) -> None:
+        """Raises NotSupported for inputs of several tensors, which no file takes."""
         if not self.is_plain:
             names = ", ".join(_named(field.path) for field in self.fields)
             raise NotSupported(
@@ -168,7 +174,10 @@ class ModuleInputs:
         return positional, {key: _listed(value) for key, value in tree.items() if isinstance(key, str)}
 
     def random(self, like: Tensor, count: int, shape: tuple[int, ...]) -> Tensor:
-        """Returns random inputs, the same in every call: normal numbers, and integers between those of the example."""
+        """Returns `count` random inputs of this shape, the same in every call.
+
+        They are normal numbers, and integers between those of the example.
+        """
         generator = torch.Generator().manual_seed(0)
         if self.is_plain:
             return torch.randn((count, *shape), generator=generator, dtype=torch.float64).to(like)
@@ -211,7 +220,10 @@ def taking(module: nn.Module, inputs: ModuleInputs | None) -> Iterator[None]:
 
 
 def called(module: nn.Module, images: Tensor) -> Any:
-    """Returns the output of a module for one tensor, which holds its arguments where it takes other inputs."""
+    """Returns the output of a module for one tensor [batch, channels, height, width].
+
+    Where the module takes other inputs, the tensor holds its arguments.
+    """
     inputs = inputs_of(module)
     if inputs is None:
         return module(images)
