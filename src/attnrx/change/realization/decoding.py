@@ -37,7 +37,7 @@ LEAST_SAVED, TOLERATED = 0.05, 0.02
 # Images of a step and rows of a moment matrix per batch; images and steps of the first fit, before the plan, and of the
 # last one.
 BATCH, ROWS = 8, 4096
-FIRST, LAST = (64, 60), (128, 160)
+FIRST, LAST = (64, 60), (128, 200)
 # Relative to the root mean square of a tensor; of 1e-3 and 4e-3 the better one for a saliency model.
 LEARNING_RATE = 4e-3
 RIDGE = 1e-3
