@@ -11,7 +11,10 @@ from torch import nn
 from attnrx.support.shapes import Float, Tensor, TokenBatch
 from attnrx.vit.attention.factors import Bucket
 from attnrx.vit.kernels.cached_weights import CachedWeights, has_fixed_weights
-from attnrx.vit.kernels.native_products import LARGEST, linear_map, native_maps, runs_natively
+from attnrx.vit.kernels.native_products import linear_map, native_maps, runs_natively
+
+LARGEST_COPY = 1 << 18
+"""Numbers of the largest joint weight that is copied: every use of a copy reads the weights, to compare their hash."""
 
 
 class HeadLinear(nn.Module):
@@ -106,7 +109,7 @@ class FusedQKV:
 def _are_large(tokens: TokenBatch, weights: Sequence[Tensor]) -> bool:
     """Whether a copy of the weights would take longer than it saves."""
     size, dtypes = sum([weight.numel() for weight in weights]), {tokens.dtype, *[weight.dtype for weight in weights]}
-    return size > LARGEST and len(dtypes) == 1 and not torch.is_autocast_enabled("cpu")
+    return size > LARGEST_COPY and len(dtypes) == 1 and not torch.is_autocast_enabled("cpu")
 
 
 def _side_by_side(tokens: TokenBatch, sides: Sequence[Side]) -> Float[Tensor, "batch tokens rows"]:

@@ -19,7 +19,7 @@ LEAST_MACS = 1_000_000
 # The fewest rows: they are the lanes of the kernel's vectors, of which an AVX-512 register has 16.
 LEAST_ROWS = 16
 # The largest weight that it multiplies by; larger ones are multiplied by PyTorch (docs/results/speed.md).
-LARGEST = 1 << 18
+LARGEST = 1 << 20
 
 _library = torch.library.Library("attnrx", "FRAGMENT")
 _library.define(
