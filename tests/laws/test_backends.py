@@ -119,9 +119,6 @@ def test_backends_are_refused_by_name_and_where_they_could_change_nothing() -> N
     vit = model(CONFIGS["dense"])
     with pytest.raises(UnknownName, match="did you mean 'fused'"):
         rx.use_backend(vit, "fusd")
-    for name in ("autotuned", "explicit", "flex", "ragged"):
-        with pytest.raises(NotSupported, match=f"'{name}' was removed.*Use '(auto|fused)'.*multiples of 8"):
-            rx.use_backend(vit, name)
     with pytest.raises(NotSupported, match="no attention of attnrx"):
         rx.use_backend(nn.Linear(2, 2), "fused")
     layers = family_of(vit).attention(vit)

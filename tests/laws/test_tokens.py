@@ -43,7 +43,9 @@ PAIRS += [
 
 
 def test_every_reducer_is_a_case() -> None:
-    assert {type(reducer) for reducer in REDUCTIONS.values()} == set(known_reducers().values())
+    # Others register themselves when they are imported, e.g. the oracle of a testbed.
+    known = {each for each in known_reducers().values() if each.__module__.startswith(("attnrx.", "attnrx_lab.tokens"))}
+    assert {type(reducer) for reducer in REDUCTIONS.values()} == known
 
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)

@@ -33,7 +33,7 @@ class NativeMap(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("weight", "bias", "inputs", "outputs", "gelu")]
 
 
-def runs_natively(features: Float[Tensor, "*batch inputs"], *weights: Float[Tensor, "outputs inputs"]) -> bool:
+def runs_natively(features: Float[Tensor, "*batch inputs"], *weights: Float[Tensor, "_ _"]) -> bool:
     """Whether the kernel computes the products with these weights: for inference in float32 on a CPU."""
     return (
         not is_recorded()  # first, because recorded sizes may be symbolic
