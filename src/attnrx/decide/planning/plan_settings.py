@@ -33,7 +33,7 @@ from attnrx.support.text_parsing import Language, TextReader
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.costs.latency import CLOCKS
 from attnrx.vit.models import family_of
-from attnrx.vit.outputs import Map, OutputKind, output_kind_of
+from attnrx.vit.outputs import OutputKind
 from attnrx.vit.tokens import Ward, parse_reducer
 
 COSTS = ("latency", "macs", "params")
@@ -284,9 +284,8 @@ class PlanSettings:
             try:
                 if axis == TOKENS:
                     layout = family_of(model).token_layout(model)
-                    # Maps are made of all patches, whatever the class token attends to.
-                    pools_class = layout.class_token and layout.pooled == "class"
-                    relevance = RELEVANCE if pools_class and not isinstance(output_kind_of(model), Map) else 0.0
+                    # For maps too, whose divergence is smaller with it (docs/results/dense.md).
+                    relevance = RELEVANCE if layout.class_token and layout.pooled == "class" else 0.0
                     reducer = Ward(relevance=relevance) if self.reducer is None else parse_reducer(self.reducer)
                     space = replace(space, axes=AXES, reducer=reducer, step=step_for(layout.patches))
                 space.require_choices(axis)
