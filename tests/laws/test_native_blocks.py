@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.attention import Attention, AttentionCapture, CapturedAttention, Eager, Native
+from attnrx.vit.costs.memory import profiled
 from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_blocks import BlockTensors, native_block
 from attnrx.vit.kernels.native_products import NativeLinear
@@ -266,3 +267,10 @@ def test_models_of_timm_are_computed_block_by_block(policy: str, threads: int, m
         expected = copied(images)
         assert not calls
     assert (found - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+def test_the_profile_of_a_block_names_the_kernel() -> None:
+    block, tokens = OneBlock().eval(), torch.randn(2, 40, WIDTH)
+    with torch.no_grad():
+        assert block(tokens) is not None
+        assert profiled(lambda: block(tokens)).attention_kernel == "native"

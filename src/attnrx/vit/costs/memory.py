@@ -16,7 +16,7 @@ from attnrx.vit.costs.conditions import PRECISIONS, Conditions
 
 MEMORY_EVENT = "[memory]"
 KERNEL_PREFIX = "aten::_scaled_dot_product_"
-NATIVE = {f"attnrx::native_{kind}attention" for kind in ("", "joint_", "mixed_")}
+NATIVE = {f"attnrx::native_{kind}" for kind in ("attention", "joint_attention", "mixed_attention", "block")}
 
 
 @dataclass(frozen=True)
