@@ -193,14 +193,14 @@ class Planner:
         largest = LARGEST * self.measurements.cost_table.total(Choices.nothing(self.space.depth))
         factor = QUICK_FACTOR if self.settings.adjusts else RETRY_FACTOR
         allowed = limit * (QUICK_FACTOR if self.settings.adjusts else 1.0)
-        # A correction asks for no more than there is. The target itself does, and `Frontier.at` refuses it.
-        least = self.measurements.frontier(self.initial_knobs).reachable
-        allowed = max(allowed, min(limit, least))
         best, trial = None, None
         timings: list[tuple[Trial, float, float]] = []  # trial, predicted and measured share of the latency
         largest_ratio = limit * self.settings.max_ratio
         self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
         begin("searching plans")
+        # A correction asks for no more than there is. The target itself does, and `Frontier.at` refuses it.
+        least = self.measurements.frontier(self.initial_knobs).reachable
+        allowed = max(allowed, min(limit, least))
         for attempt in track(range(self.settings.attempts), "searching plans"):
             trial = self._attempt(attempt, allowed, trial)
             ratio = 1 / self.measurements.speed(trial.step.choices)
