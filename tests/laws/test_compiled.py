@@ -9,6 +9,7 @@ import torch
 
 import attnrx as rx
 from attnrx.change.realization import realize
+from attnrx.support.errors import NotSupported
 from attnrx.vit.attention import Backend, Eager, Fused
 from attnrx.vit.costs import Conditions
 from attnrx.vit.models import attach_tokens_, family_of
@@ -36,9 +37,21 @@ def test_cuda_graphs_give_what_the_model_gives(precision: str) -> None:
     inputs = eager.prepare_images(images(CONFIGS["dense"]))
     with graphs.held():
         captured, plain = graphs.prepare(small), eager.prepare(small)
-        for _ in range(3):  # recorded, then replayed
-            captured(inputs)
-        torch.testing.assert_close(captured(inputs), plain(inputs), rtol=2e-2, atol=2e-2)
+        kept = inputs.clone()
+        for given in (inputs, inputs.flip(0), inputs[:1]):  # recorded, replayed with other images, another shape
+            torch.testing.assert_close(captured(given), plain(given), rtol=2e-2, atol=2e-2)
+        assert torch.equal(inputs, kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need CUDA")
+def test_a_model_that_waits_for_the_device_is_not_recorded() -> None:
+    class Waits(torch.nn.Module):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return given * float(given.sum())
+
+    with pytest.raises(NotSupported, match="cannot be recorded"):
+        Conditions("cuda", graphs=True).prepare(Waits())(torch.ones(2, device="cuda"))
 
 
 if __name__ == "__main__":

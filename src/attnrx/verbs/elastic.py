@@ -123,7 +123,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
                 raise InvalidInput(
                     f"{folder} has a model, which `load` would not find beside sizes; choose another folder."
                 )
-            conditions = timing_conditions(original, threads)
+            conditions = timing_conditions(original, threads, batch, log=log)
             settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, seed=seed, log=log)
             run = ShrinkRun.start(original, data, columns, folder, effort, settings)
             stored = _stored_sizes(folder, run, targets)

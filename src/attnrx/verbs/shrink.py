@@ -235,7 +235,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         form = None if to is None else parse_format(to)
         if folder is not None:  # before the work
             require_result_folder(Path(folder), original, True, form)
-        conditions = timing_conditions(original, threads, form)
+        conditions = timing_conditions(original, threads, batch, form, log)
         if conditions.on_cuda and target.minimized != "latency":
             log("on a CUDA device fewer MACs are not less time: faster=N plans for its time (docs/results/gpu.md)")
         settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, to=to, seed=seed, log=log)
@@ -277,13 +277,31 @@ def load_original(model: nn.Module | str | Path, weights: str | Path | None, dat
     return load(model, weights=weights, inputs=inputs).eval()
 
 
-def timing_conditions(model: nn.Module, threads: int | None, form: Format | None = None) -> Conditions:
-    """Returns the conditions of the timings: the model's own precision if it is timed, or that of files of a format."""
+def timing_conditions(
+    model: nn.Module, threads: int | None, batch: int, form: Format | None = None, log: Log = no_log
+) -> Conditions:
+    """Returns the conditions of the timings: the model's own precision if it is timed, or that of files of a format; on
+    a CUDA device recorded graphs, if the model can be recorded.
+    """
     # Of models in float64 neither is timed at its own.
     precision = precision_for(model, form or parse_format("program")) or dtype_name(next(model.parameters()).dtype)
     # On one thread latency can be measured by CPU time (`PlanTimer.settings`).
     threads = 1 if threads is None and torch.get_num_threads() == 1 else threads
-    return Conditions(str(next(model.parameters()).device), precision, threads)
+    conditions = Conditions(str(next(model.parameters()).device), precision, threads)
+    if not conditions.on_cuda or form is not None:
+        return conditions
+    # Eager passes of fewer than some hundred images take the time in which the processor launches their kernels, which
+    # is that of a busy processor, and hardly depends on what is removed.
+    recorded = replace(conditions, graphs=True)
+    images = recorded.prepare_images(torch.zeros(batch, *family_of(model).input_shape(model)))
+    try:
+        with recorded.held():
+            recorded.prepare(model)(images)
+    except NotSupported as problem:
+        log(f"timed without CUDA graphs: {problem}")
+        return conditions
+    log("timed as CUDA graphs (Conditions(graphs=True).prepare records the result the same way)")
+    return recorded
 
 
 @dataclass(frozen=True, eq=False)

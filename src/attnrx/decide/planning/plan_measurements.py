@@ -119,6 +119,7 @@ class PlanTimer:
             "threads": speed.threads,
             "hardware": speed.hardware,
             "precision": settings.conditions.precision,
+            "graphs": settings.conditions.graphs,
             "clock": self.requested.protocol.resolved_clock,
             "rounds": speed.rounds,
             "in_subprocess": settings.in_subprocess,

@@ -46,6 +46,7 @@ class MeasuredSpeed:
     by_runtime: float | None = None
     by_compression: float | None = None
     reference_seconds: float | None = None
+    device: str = ""  # other than a CPU
 
     @classmethod
     def from_record(cls, record: Record) -> "MeasuredSpeed":
@@ -55,12 +56,16 @@ class MeasuredSpeed:
             (record.get(name) or {}).get("value") for name in ("by_runtime", "by_compression")
         )
         settings, threads, torch = record.get("conditions") or {}, record.get("threads"), record.get("torch_version")
+        graphs, device = "CUDA graphs" if settings.get("graphs") else None, ""
+        if str(settings.get("device", "cpu")).startswith("cuda"):
+            threads, device = None, " as ".join(filter(None, (record.get("hardware"), graphs)))
         parts = [
             f"batch {record['batch']}",
             None if threads is None else f"{threads} thread{'s' * (threads != 1)}",
             settings.get("precision"),
             record.get("runtime") or (torch and f"PyTorch {torch}"),
             "compiled" if settings.get("compiled") else None,
+            graphs,
             record.get("hardware"),
         ]
         return cls(
@@ -75,6 +80,7 @@ class MeasuredSpeed:
             by_runtime,
             by_compression,
             (record.get("reference") or {}).get("median"),
+            device,
         )
 
     @property
@@ -87,9 +93,11 @@ class MeasuredSpeed:
 
     @property
     def setting(self) -> str:
-        """The baseline, the batch size and the threads, for the sentence."""
-        threads = "" if self.threads is None else f" on {self.threads} thread{'s' * (self.threads != 1)}"
-        return f"{'than' if self.value >= 1 else 'of'} {self.baseline} at batch {self.batch}{threads}"
+        """The baseline, the batch size and the threads or the device, for the sentence."""
+        where = f" on {self.device}" if self.device else ""
+        if self.threads is not None:
+            where = f" on {self.threads} thread{'s' * (self.threads != 1)}"
+        return f"{'than' if self.value >= 1 else 'of'} {self.baseline} at batch {self.batch}{where}"
 
     @property
     def factors(self) -> str:

@@ -1,19 +1,69 @@
-"""The conditions of a comparison of two models: device, precision, threads, compilation."""
+"""The conditions of a comparison of two models: device, precision, threads, compilation, recorded CUDA graphs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from attnrx.support.arguments import DEVICE, FLAG, THREADS, one_of, optional, require_fields
-from attnrx.support.errors import InvalidInput
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.hardware import device_name
 from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, Tensor
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# PyTorch needs passes before a recording: libraries of kernels allocate their memory in the first ones.
+PASSES_BEFORE = 3
+
+
+class RecordedCalls:
+    """Calls of a model on a CUDA device, for inference, that replay its kernels as one CUDA graph: for few images or
+    small layers, launching them one by one takes longer than running them.
+
+    The first call with inputs of a shape and type records. A later one copies its inputs to the memory of the recorded
+    ones, and overwrites the outputs of the call before. Weights may change in place; a weight that is replaced by
+    another tensor is not seen.
+    """
+
+    def __init__(self, model: Callable[[Tensor], Any]):
+        self.model = model
+        self._recorded: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, Tensor, Any]] = {}
+
+    @torch.inference_mode()
+    def __call__(self, images: Float[Tensor, "batch *sizes"]) -> Any:
+        """Returns the outputs of the model.
+
+        Raises:
+            NotSupported: The model does something that cannot be recorded, e.g. it waits for the device.
+        """
+        key = images.shape, images.dtype, images.device
+        if key not in self._recorded:
+            self._recorded[key] = self._record(images.clone())
+        graph, inputs, outputs = self._recorded[key]
+        inputs.copy_(images)
+        graph.replay()
+        return outputs
+
+    def _record(self, inputs: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Any]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(PASSES_BEFORE):
+                self.model(inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                outputs = self.model(inputs)
+        except RuntimeError as error:
+            raise NotSupported(
+                f"this model cannot be recorded as a CUDA graph ({str(error).strip().splitlines()[0]}): run it without "
+                "one (graphs=False)."
+            ) from error
+        return graph, inputs, outputs
 
 
 @dataclass(frozen=True)
@@ -22,8 +72,7 @@ class Conditions:
 
     Weights and images are cast to `precision`. `threads` is the number of CPU threads; None keeps the current number.
     `compiled` runs both models through torch.compile, after clearing its caches, so that an earlier model cannot use up
-    the recompilation limit. `graphs` compiles too, and replays the kernels as one CUDA graph: with few images,
-    launching a kernel costs more than running it. A replay overwrites the previous output.
+    the recompilation limit. `graphs` replays the kernels as one CUDA graph (`RecordedCalls`).
     """
 
     device: str = "cpu"
@@ -45,15 +94,17 @@ class Conditions:
             raise InvalidInput(f"graphs=True on device={self.device!r}: CUDA graphs need device='cuda'.")
 
     def prepare(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Returns a copy of the model under these conditions, in evaluation mode; the model itself is unchanged."""
+        """Returns a copy of the model under these conditions, in evaluation mode; the model itself is unchanged.
+
+        With `graphs` the calls are recorded (`RecordedCalls`).
+        """
         # A copy made in inference mode has inference tensors, for which no derived value can be cached.
         with torch.inference_mode(mode=False):
             clone = copy_module(model).eval().to(self.device, PRECISIONS[self.precision])
         # fullgraph: a part that falls back to eager must fail here instead of being timed as compiled.
         # dynamic=False: one input shape is measured, and its kernels are specialized to it.
-        mode = "reduce-overhead" if self.graphs else None  # CUDA graphs
-        compiled = self.compiled or self.graphs
-        return torch.compile(clone, fullgraph=True, dynamic=False, mode=mode) if compiled else clone
+        ready = torch.compile(clone, fullgraph=True, dynamic=False) if self.compiled else clone
+        return RecordedCalls(ready) if self.graphs else ready
 
     def prepare_images(
         self, images: Float[Tensor, "batch channels height width"]
@@ -64,7 +115,7 @@ class Conditions:
     def held(self) -> Iterator[None]:
         """Sets the number of threads and disables gradients inside the context."""
         num_threads = torch.get_num_threads()
-        if self.compiled or self.graphs:
+        if self.compiled:
             torch.compiler.reset()
         try:
             torch.set_num_threads(self.threads or num_threads)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -95,7 +95,7 @@ def compare_memory(
     """
     if not len(images):
         raise InvalidInput("measuring memory needs at least one image; the batch is empty.")
-    conditions = conditions or Conditions()
+    conditions = replace(conditions or Conditions(), graphs=False)  # a graph keeps the memory of all its kernels
     with conditions.held():
         batch = conditions.prepare_images(images)
         candidate_peak, reference_peak = (_peak(model, batch, conditions) for model in (candidate, reference))
