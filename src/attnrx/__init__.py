@@ -37,7 +37,6 @@ HOMES = {
     "load": "attnrx.verbs.load",
     "load_data": "attnrx.data",
     "adapt_preprocessing": "attnrx.data.model_data",
-    "measure_divergence": "attnrx.decide.diagnosing",
     "plan": "attnrx.decide.planning",
     "prescribe": "attnrx.verbs.prescribe",
     "push_to_hub": "attnrx.verbs.save",
@@ -91,7 +90,6 @@ __all__ = [
     "export",
     "load",
     "load_data",
-    "measure_divergence",
     "plan",
     "prescribe",
     "push_to_hub",
@@ -117,7 +115,7 @@ if TYPE_CHECKING:
     from attnrx.data import load_data
     from attnrx.data.model_data import adapt_preprocessing
     from attnrx.decide import diagnostics, planning, rules  # noqa: F401
-    from attnrx.decide.diagnosing import diagnose, measure_divergence
+    from attnrx.decide.diagnosing import diagnose
     from attnrx.decide.planning import plan
     from attnrx.decide.rules import control_prescriptions
     from attnrx.nouns.diagnosis import Diagnosis
@@ -144,6 +142,7 @@ if TYPE_CHECKING:
 _FORMER = {
     "refine": "attnrx.repair, which fits queries and keys with the other maps of a block",
     "to_svda": "attnrx_lab.conversion.to_svda",
+    "measure_divergence": "attnrx_lab.rules.measure_divergence",
     "measure_sublayers": "heads=, hidden= or tokens=: linear maps in place of sublayers did not pay",
     "Budget": "attnrx.plan",
     "prescribe_within": "attnrx.plan",

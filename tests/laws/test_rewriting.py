@@ -8,7 +8,7 @@ from torch import nn
 
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
-from attnrx.decide.diagnosing import diagnose, measure_divergence
+from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.rules import (
     METRICS,
     EnergyRetention,
@@ -27,7 +27,7 @@ from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_product_macs
 from attnrx.vit.maps import OUTPUT_MAPS
 from attnrx.vit.models import VisionTransformer, family_of, observing
-from attnrx_lab.rules import FusionRank, SharedRank
+from attnrx_lab.rules import DivergenceRank, FusionRank, SharedRank, measure_divergence
 from attnrx_lab.rules.shared import JointForm
 from support import cases
 from support.comparisons import logits, pixels, whole
@@ -148,7 +148,7 @@ def test_measured_divergences_fall_to_zero_and_price_the_ranks(
         price = layer.reading("divergence_mix")
         assert price.shape == (3, 5)
         assert float(price[:, -1].max()) < 1e-12 < float(price[:, 0].min())
-    rule = TotalRank(0.5, by="divergence")
+    rule = DivergenceRank(0.5)
     ranks = prescribe_maps(measured, rule).ranks
     assert all(sum(own) == 6 for own in ranks)
     for own, layer in zip(ranks, measured.layers, strict=True):
@@ -183,4 +183,4 @@ def sampled(model: nn.Module, images: ImageSet) -> torch.Tensor:
 
 def test_without_the_measurement_the_rule_says_what_is_missing(found: Diagnosis) -> None:
     with pytest.raises(InvalidInput, match="divergence_mix"):
-        prescribe_maps(found, TotalRank(0.5, by="divergence"))
+        prescribe_maps(found, DivergenceRank(0.5))

@@ -133,7 +133,6 @@ def test_images_alone_are_enough_where_no_label_is_needed(tmp_path: Path) -> Non
     assert any("not checked: accuracy" in note for note in evidence.about["notes"])
     with pytest.raises(DataError, match="the data has no labels"):
         rx.verify(slim, vit, IMAGES, checks=(rx.checks.Accuracy(),))
-    rx.measure_divergence(vit, diagnosis, IMAGES)
     rx.export(slim, tmp_path / "slim.pt2", "program", calibration=IMAGES)
     found = rx.plan(vit, diagnosis, "macs=0.97x", IMAGES, [-IMAGES], settings=rx.planning.PlanSettings(axes=("qk",)))
     assert set(found.expected) == {"divergence", "agreement"}

@@ -18,6 +18,7 @@ from attnrx.change.realization.repair import Repair
 from attnrx.data import Normalization, from_tensors
 from attnrx.show.checks import Fidelity
 from attnrx.vit.models import VisionTransformer, model_fingerprint
+from attnrx_lab.rules import measure_divergence
 from support.cases import CONFIGS, pixels
 from support.cases import model as model_of
 from support.pretrained import VIT, of_timm
@@ -63,7 +64,7 @@ def of(function: Callable[..., Any]) -> Call:
 VERBS: dict[str, Call] = {
     "load": of(lambda model, data, diagnosis, given, small, folder: attnrx.load(original())),
     "diagnose": of(lambda model, data, *_: attnrx.diagnose(model, data, moments=True)),
-    "measure_divergence": of(lambda model, data, diagnosis, *_: attnrx.measure_divergence(model, diagnosis, data)),
+    "measure_divergence": of(lambda model, data, diagnosis, *_: measure_divergence(model, diagnosis, data)),
     "realize": of(lambda model, data, diagnosis, given, *_: attnrx.realize(model, given)),
     "repair": of(
         lambda model, data, diagnosis, given, small, _: attnrx.repair(small, model, data, Repair(steps=2)).model

@@ -87,7 +87,6 @@ def valid_arguments(folder: Path) -> dict[str, dict[str, Any]]:
         "export": {"model": model, "path": folder / "model.pt2", "to": "program"},
         "load": {"source": model},
         "load_data": {"name_or_path": str(folder / "missing")},
-        "measure_divergence": {"model": model, "diagnosis": diagnosis, "images": images},
         "plan": {"model": model, "diagnosis": diagnosis, "target": "macs=0.5x", "images": images, "others": images},
         "prescribe": {"diagnosis": diagnosis, "rules": "qk=total_rank:0.5"},
         "push_to_hub": {"folder": folder / "missing", "repository": "me/slim"},

@@ -6,10 +6,11 @@ import time
 import pytest
 import torch
 
-from attnrx.change.decompositions.allocation import allocate_by_loss, water_fill
+from attnrx.change.decompositions.allocation import water_fill
 from attnrx.change.decompositions.balanced import balance
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Tensor
+from attnrx_lab.rules.divergence import allocate_by_loss
 
 
 def allowed(directions: int, multiple: int, minimum: int) -> list[int]:

@@ -11,7 +11,7 @@ from attnrx.change.realization import realize
 from attnrx.cli.main import show_warning
 from attnrx.data import LoadedImages, Normalization, Splits, from_tensors
 from attnrx.data.model_data import adapt_preprocessing
-from attnrx.decide.diagnosing import diagnose, measure_divergence
+from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.rules import prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.show.reports import ReportContent
@@ -19,7 +19,7 @@ from attnrx.show.reports.page import render
 from attnrx.support.errors import DataError, ScaleWarning
 from attnrx.vit.models import load_model
 from attnrx.vit.models.input_validation import IMAGENET, ImageScale
-from attnrx_lab.rules import ContributionEnergy
+from attnrx_lab.rules import ContributionEnergy, measure_divergence
 from support.cases import CONFIGS, model
 from support.pictures import speckles
 from support.pretrained import of_hf

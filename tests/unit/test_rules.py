@@ -15,7 +15,6 @@ from attnrx.decide.rules import (
     EnergyRetention,
     LargestMatched,
     RandomMatched,
-    RemoveHeads,
     Rule,
     Threshold,
     TopRank,
@@ -30,7 +29,7 @@ from attnrx.decide.rules.rule import readings_needed
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import OutputDecision, Prescription
 from attnrx.support.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
-from attnrx_lab.rules import ContributionEnergy, MedianThreshold, NormClip, Shrinkage, UniformHeads
+from attnrx_lab.rules import ContributionEnergy, MedianThreshold, NormClip, RemoveHeads, Shrinkage, UniformHeads
 from support import cases, comparisons
 from support.diagnoses import diagnosis, layer, of_strengths, spectrum
 

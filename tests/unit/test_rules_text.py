@@ -10,7 +10,6 @@ from attnrx.decide.rules import (
     LargestMatched,
     Or,
     RandomMatched,
-    RemoveHeads,
     Rule,
     Threshold,
     TopRank,
@@ -20,7 +19,7 @@ from attnrx.decide.rules import (
     parse_rule,
 )
 from attnrx.support.errors import InvalidRule, UnknownName
-from attnrx_lab.rules import FusionOwner, SharedRank, Shrinkage, UniformHeads
+from attnrx_lab.rules import DivergenceRank, FusionOwner, RemoveHeads, SharedRank, Shrinkage, UniformHeads
 from support.cases import REWRITING
 from support.cases import RULES as OWN
 
@@ -29,6 +28,7 @@ EXAMPLES = {
     **REWRITING,
     "remove_heads": RemoveHeads(spectral=0.9),
     "fusion_owner": FusionOwner(),
+    "divergence_rank": DivergenceRank(0.5, scope="model"),
     "by_layer": ByLayer((EnergyRetention(0.8), TopRank(2) | Shrinkage(0.5))),
     "by_layer-matched": RandomMatched(ByLayer((TopRank(2), TopRank(3))), seed=3),
     "by_layer-one": ByLayer((TopRank(2),)),

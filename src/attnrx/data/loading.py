@@ -11,7 +11,7 @@ from attnrx.data.locating import DatasetCard, locate
 from attnrx.data.parquet import Columns
 from attnrx.data.pixels import Augmentation, guess_geometry, padding_for
 from attnrx.data.splits import NAMES, MissingImages, Opened, Splits, assign, by_canonical_name
-from attnrx.support.arguments import PATH, RATE, SEED, SIDE, Kind, checked, each, either, instance, optional
+from attnrx.support.arguments import PATH, RATE, SIDE, Kind, checked, each, either, optional
 from attnrx.support.preprocessing import ImageGeometry, Normalization
 
 SIDES = each(SIDE, "(height, width)", least=1, most=2)
@@ -21,10 +21,7 @@ GUESSED_FROM = 16  # pictures of a dataset without a known geometry
 @checked(
     name_or_path=Kind("the name of a dataset, a file or a folder", PATH.accepts),
     image_size=optional(either("the side of the model's input in pixels, or (height, width)", SIDE, SIDES)),
-    geometry=optional(instance("an ImageGeometry", ImageGeometry)),
     validation_share=RATE,
-    seed=SEED,
-    columns=optional(instance("Columns, e.g. attnrx.data.Columns(image_column='image')", Columns)),
 )
 def load_data(
     name_or_path: str | Path,

@@ -11,7 +11,7 @@ from attnrx.data import MAX_IMAGES, FixedImages, ImageSet, Normalization, Splits
 from attnrx.data.pixels import SMALL
 from attnrx.data.splits import NAMES, SPLITS, VALIDATION_IS_TEST, MissingImages
 from attnrx.data.user_data import LABEL_KEYS, TARGETS
-from attnrx.support.arguments import MODEL, checked, described_error, instance, optional, user_code
+from attnrx.support.arguments import checked, described_error, instance, optional, user_code
 from attnrx.support.errors import DataError, InvalidInput, ScaleWarning
 from attnrx.support.preprocessing import ImageGeometry, Preprocessing
 from attnrx.support.shapes import Float, Tensor
@@ -268,11 +268,7 @@ def input_options(model: nn.Module) -> dict[str, Any]:
     return {"image_size": height if height == width else (height, width)}
 
 
-@checked(
-    splits=instance("Splits, e.g. attnrx.load_data('cifar10')", Splits),
-    model=MODEL,
-    label_map=optional(instance("a dictionary from class names to class numbers", Mapping)),
-)
+@checked(label_map=optional(instance("a dictionary from class names to class numbers", Mapping)))
 def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str, int] | None = None) -> Splits:
     """Returns the splits with the model's preprocessing and with labels as class indices of the model.
 

@@ -8,7 +8,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ class Columns:
     Without a `label_column` it is "label" where a table has it, and else the images have no labels. `test_column` may
     name a boolean column: of the test images only the rows with true are used.
     """
+
+    example: ClassVar[str] = "attnrx.data.Columns(image_column='image')"
 
     image_column: str = "image"
     label_column: str | None = None

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -38,6 +38,8 @@ class Splits(Displayed):
     itself; `notes` list the decisions made on loading. `image_size` is a side in pixels, or (height, width); `geometry`
     is how pictures get this size, None where the pixels are given.
     """
+
+    example: ClassVar[str] = "attnrx.load_data('cifar10')"
 
     name: str
     train: ImageSet

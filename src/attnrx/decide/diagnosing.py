@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.predictions import observe_images
 from attnrx.data import MAX_IMAGES, Batch, ImageData
 from attnrx.data.model_data import images_for
 from attnrx.decide.diagnostics import (
@@ -23,17 +22,15 @@ from attnrx.decide.diagnostics import (
 )
 from attnrx.decide.diagnostics.redundancy import CentredMoment
 from attnrx.decide.diagnostics.spectral_shape import effective_rank
-from attnrx.decide.rules import rewritten
 from attnrx.decide.rules.metrics import directions_in, rotary_directions
 from attnrx.decide.rules.rotary import COHERENCE, coherence
 from attnrx.nouns.diagnosis import Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
-from attnrx.nouns.prescription import Basis
-from attnrx.support.arguments import ANY, BATCH, COUNT, FLAG, MODEL, SEED, TEXT, checked, each, instance, optional
+from attnrx.support.arguments import COUNT, checked, optional
 from attnrx.support.dataclass_records import to_dict
-from attnrx.support.errors import DataError, FingerprintMismatch, InvalidInput
+from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.shapes import Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.attention import Attention, Positions
 from attnrx.vit.models import (
@@ -53,20 +50,7 @@ from attnrx.vit.observation import Observation
 METRIC_NEEDS = {"weights": frozenset[str](), "mix": frozenset(("query_gram", "key_covariance", "key_softmax"))}
 
 
-@checked(
-    model=MODEL,
-    data=ANY,
-    diagnostics=optional(
-        each(
-            instance("a diagnostic", Diagnostic),  # type: ignore[type-abstract]
-            "several instances of attnrx.decide.diagnostics, e.g. (attnrx.diagnostics.Sparsity(),)",
-        )
-    ),
-    moments=FLAG,
-    images=optional(COUNT),
-    batch_size=BATCH,
-    seed=SEED,
-)
+@checked(images=optional(COUNT))
 @verb
 def diagnose(
     model: nn.Module,
@@ -192,91 +176,6 @@ class _RotationWatch:
         """Returns the reading of every layer; empty for layers without rotation."""
         layers = range(len(self.attention))
         return [{COHERENCE: self.sums[index] / self.images} if index in self.sums else {} for index in layers]
-
-
-@checked(
-    model=MODEL,
-    diagnosis=instance("a Diagnosis, e.g. attnrx.diagnose(model, images)", Diagnosis),
-    images=ANY,
-    metric=TEXT,
-    batch_size=BATCH,
-)
-@verb
-def measure_divergence(
-    model: nn.Module, diagnosis: Diagnosis, images: ImageData, metric: str = "mix", batch_size: int = 8
-) -> Diagnosis:
-    """Adds the reading divergence_METRIC, [heads, directions + 1], to a diagnosis, in one more pass over the images.
-
-    Column r is the mean over queries of KL(attention || attention with the first r directions in that metric), in nats;
-    the last one is zero up to rounding. `TotalRank(by="divergence")` allocates ranks by it.
-
-    Args:
-        model: The model.
-        diagnosis: Its diagnosis.
-        images: Images, normalized for the model.
-        metric: The metric of the directions (`rules.METRICS`).
-        batch_size: Images per forward pass.
-
-    Returns:
-        The diagnosis with the reading.
-
-    Raises:
-        FingerprintMismatch: The diagnosis belongs to another model.
-        DataError: There are no images, or they do not fit the model.
-
-    Examples:
-        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
-        >>> images = torch.randn(64, 3, 32, 32)  # normalized as the model expects them
-        >>> model = rx.load(vit)
-        >>> diagnosis = rx.measure_divergence(model, rx.diagnose(model, images), images)
-        >>> diagnosis.layers[0].readings["divergence_mix"].shape  # 3 heads, 0 to 64 directions
-        torch.Size([3, 65])
-    """
-    require_all_tokens(model, "measure the divergence of")
-    if model_fingerprint(model) != diagnosis.fingerprint:
-        raise FingerprintMismatch("the diagnosis was made for another model than the one to measure; diagnose it.")
-    # Rank r has the first r directions in the metric, so one pass serves every rank.
-    rewritten_diagnosis, bases = rewritten(diagnosis, metric)
-    shapes = [layer.spectrum.strength.shape for layer in rewritten_diagnosis.layers]
-    # The ranks of a head are 0..directions.
-    sums = [torch.zeros(heads, directions + 1, dtype=torch.float64) for heads, directions in shapes]
-
-    def observe(index: int, observation: Observation) -> None:
-        divergences = _divergences(observation, rewritten_diagnosis.layers[index], bases[index])
-        sums[index] += divergences * observation.query.shape[0]
-
-    shown = images_for(model, images, "images")
-    if not len(shown):
-        raise DataError("measure_divergence was given no image; give a few, e.g. splits.train.take(24).")
-    observe_images(model, shown, observe, "measure_divergence", "measuring divergence", batch_size)
-    layers = tuple(
-        replace(layer, readings={**layer.readings, f"divergence_{metric}": total / len(shown)})
-        for layer, total in zip(diagnosis.layers, sums, strict=True)
-    )
-    return replace(diagnosis, layers=layers)
-
-
-def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) -> Float[Tensor, "heads ranks"]:
-    """Returns the divergence at every rank on one batch, adding one direction after the other to the scores."""
-    # A head's scores at rank r + 1 are those at rank r plus one outer product: directions + 1 softmaxes, and no product
-    # of matrices per rank.
-    dtype = torch.promote_types(observation.query.dtype, torch.float32)
-    left, right = (table.to(observation.query.device, dtype) for table in (basis.left, basis.right))
-    strength = layer.spectrum.strength.to(observation.query.device, dtype)
-    # [directions, batch, heads, tokens]: the rows of one direction are contiguous.
-    query = torch.einsum("bthd,hrd->rbht", observation.query.to(dtype), left)
-    query = query * strength.T[:, None, :, None] * observation.scale
-    key = torch.einsum("bthd,hrd->rbht", observation.key.to(dtype), right)
-    attention = observation.attention.to(dtype)
-    # KL(a || b) = sum a log a - sum a log b; the first term does not depend on the rank. [heads]
-    negative_entropy = torch.xlogy(attention, attention).sum(-1).mean((0, 2))
-    scores = torch.zeros_like(attention)
-    divergences = [negative_entropy - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2))]
-    for rows, columns in zip(query, key, strict=True):
-        scores.addcmul_(rows[..., None], columns[..., None, :])  # [batch, heads, queries, keys], in place
-        divergences.append(negative_entropy - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2)))
-    # Rounding can make the difference of two entropies negative.
-    return torch.stack(divergences, dim=-1).clamp_min(0).double().cpu()
 
 
 def diagnosis_or_spectra(given: Diagnosis | nn.Module, *rules: object) -> Diagnosis:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from attnrx.support import validation as fields
 from attnrx.support.display import Displayed, Sentence
@@ -184,6 +184,8 @@ class Evidence(Displayed, Tabular):
     Of the texts in `about`, "notes" are remarks, and "warnings" are those without which the numbers mislead: they come
     first in `summary`, in the summary of `shrink`, on the console, in the report and in the model card.
     """
+
+    example: ClassVar[str] = "attnrx.verify(model, reference, images)"
 
     findings: tuple[Finding, ...]
     about: Mapping[str, Any]

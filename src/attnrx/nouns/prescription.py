@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -325,6 +325,8 @@ class Prescription(Displayed):
     `rules` holds the rule of every prescribed map as text for `parse_rules`, including its metric. `tokens` is the
     prescribed token policy, or None.
     """
+
+    example: ClassVar[str] = "attnrx.prescribe(diagnosis, rules)"
 
     layers: tuple[LayerPrescription, ...]
     rules: Mapping[str, str]

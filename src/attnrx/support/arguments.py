@@ -1,7 +1,7 @@
 """Kinds of arguments, and the decorator that validates the arguments of a public function before it does any work.
 
-    @checked(model=model, batch=COUNT, threads=optional(COUNT), effort=one_of("quick", "normal"), log=CALLBACK)
-    def shrink(model, batch, ...):
+    @checked(effort=one_of("quick", "normal"))
+    def shrink(model: nn.Module, effort: str, seed: int = 0, ...):
 
 A value of another kind raises InvalidInput: `shrink(batch=0): give a whole number of 1 or more.`
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from functools import cache, wraps
 from numbers import Integral, Number, Real
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -58,14 +58,18 @@ class Kind:
         return self.convert(value, f"{name} of {where}")
 
 
-def checked(**kinds: Kind) -> Callable[[Function], Function]:
-    """Returns a decorator that validates the arguments of these names, also those of a **keyword parameter."""
+def checked(**stated: Kind) -> Callable[[Function], Function]:
+    """Returns a decorator that validates the arguments of a function, also those of a **keyword parameter: by the kinds
+    that are stated, and elsewhere by their names (NAMED) or annotations.
+    """
 
     def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
+        signature, hints = inspect.signature(function), get_type_hints(function)
         others = next((each.name for each in signature.parameters.values() if each.kind is each.VAR_KEYWORD), None)
-        unknown = kinds.keys() - signature.parameters.keys()
+        unknown = stated.keys() - signature.parameters.keys()
         assert others or not unknown, f"{function.__qualname__} has no argument {', '.join(unknown)}"
+        annotated = [name for name in signature.parameters if name in hints and name != others]
+        kinds = {**{name: NAMED.get(name) or kind_of(hints[name]) for name in annotated}, **stated}
 
         @wraps(function)
         def call(*positional: Any, **named: Any) -> Any:
@@ -294,8 +298,12 @@ def kind_of(hint: Any) -> Kind:
     """Returns the kind of values of an annotation: numbers are finite, and texts are not empty."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        kinds = [kind_of(part) for part in parts]
-        return ANY if ANY in kinds else either(" or ".join(kind.expected for kind in kinds), *kinds)
+        # A path may be given as a text.
+        kinds = [kind_of(part) for part in parts if part is not NoneType and not (part is str and Path in parts)]
+        if ANY in kinds:
+            return ANY
+        several = kinds[0] if len(kinds) == 1 else either(" or ".join(kind.expected for kind in kinds), *kinds)
+        return optional(several) if NoneType in parts else several
     if origin is Literal:
         return one_of(*parts)
     if origin in (tuple, list, Sequence):
@@ -304,9 +312,10 @@ def kind_of(hint: Any) -> Kind:
     if hasattr(hint, "array_type"):  # of jaxtyping
         return instance("a tensor", hint.array_type)
     cls = origin if origin is not None else hint
-    if cls in _SIMPLE:
-        return _SIMPLE[cls]
-    return instance(f"an instance of {cls.__name__}", cls) if isinstance(cls, type) else ANY
+    if cls in _SIMPLE or not isinstance(cls, type):
+        return _SIMPLE.get(cls, ANY)
+    example = getattr(cls, "example", None)  # the code that makes one, of classes that arguments have
+    return instance(f"an instance of {cls.__name__}" + (f", e.g. {example}" if example else ""), cls)
 
 
 _SIMPLE: Mapping[Any, Kind] = {
@@ -314,10 +323,21 @@ _SIMPLE: Mapping[Any, Kind] = {
     int: whole(-(2**31)),
     float: Kind("a finite number", _is_real, lambda value, name: value if isinstance(value, int) else float(value)),
     str: TEXT,
-    type(None): Kind("None", lambda value: value is None),
+    NoneType: Kind("None", lambda value: value is None),
     Path: PATH,
+    nn.Module: MODEL,
     Any: ANY,
     Callable: FUNCTION,
     Mapping: instance("a dictionary", Mapping),
     dict: instance("a dictionary", dict),
+}
+
+# The kinds of arguments that have one meaning everywhere.
+NAMED = {
+    "batch": BATCH,
+    "batch_size": BATCH,
+    "device": optional(DEVICE),
+    "log": CALLBACK,
+    "seed": SEED,
+    "threads": optional(THREADS),
 }

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -148,6 +149,8 @@ class TrainingConfig:
         seed: Weights, order, augmentation and noise.
         checkpoint_every: Steps between checkpoints; one is written when the run is interrupted, too.
     """
+
+    example: ClassVar[str] = "attnrx.TrainingConfig(epochs=10)"
 
     epochs: int = 80
     batch_size: int = 256

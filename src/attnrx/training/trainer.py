@@ -14,7 +14,7 @@ from torch import nn
 
 from attnrx.data import Splits
 from attnrx.data.model_data import splits_for
-from attnrx.support.arguments import ANY, FLAG, MODEL, PATH, checked, instance, optional
+from attnrx.support.arguments import checked
 from attnrx.support.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import check_schema, fingerprint, read_json, write_json
@@ -61,14 +61,7 @@ class TrainingRun:
     record: Mapping[str, Any]
 
 
-@checked(
-    model=MODEL,
-    data=ANY,
-    config=instance("a TrainingConfig, e.g. attnrx.TrainingConfig(epochs=10)", TrainingConfig),
-    folder=PATH,
-    resume=FLAG,
-    reporter=optional(instance("a Reporter of attnrx.training", Reporter)),
-)
+@checked()
 def train(
     model: nn.Module,
     data: Any,

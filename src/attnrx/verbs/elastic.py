@@ -18,7 +18,7 @@ from attnrx.decide.planning import PlanSettings, Target
 from attnrx.decide.planning.plan_measurements import final_speeds
 from attnrx.decide.planning.plan_settings import target_of
 from attnrx.nouns.evidence import Evidence
-from attnrx.support.arguments import FASTER, PATH, checked, each
+from attnrx.support.arguments import FASTER, checked, each
 from attnrx.support.atomic_writes import file_lock, require_absent
 from attnrx.support.errors import InvalidInput, TargetMet
 from attnrx.support.progress import Log, no_log, phases
@@ -38,7 +38,7 @@ SHARES = each(BELOW_ONE, "budgets: shares above 0 and below 1, e.g. (0.8, 0.6)")
 SPEEDS = each(FASTER, "budgets: numbers above 1, e.g. (1.3, 1.6)")
 
 
-@checked(**COMMON_KINDS, folder=PATH, faster=SPEEDS, macs=SHARES, params=SHARES)
+@checked(**COMMON_KINDS, faster=SPEEDS, macs=SHARES, params=SHARES)
 @verb
 def elastic(  # noqa: PLR0913  (a keyword for every target)
     model: nn.Module | str | Path,

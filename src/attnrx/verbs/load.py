@@ -11,24 +11,7 @@ from attnrx.change.exporting import is_exported, load_exported
 from attnrx.change.realization.elastic import Elastic, is_elastic
 from attnrx.data.loading import SIDES
 from attnrx.decide.planning.plan_settings import DROP, Target, target_of
-from attnrx.support.arguments import (
-    ANY,
-    FASTER,
-    FLAG,
-    FUNCTION,
-    MODEL,
-    PATH,
-    SEED,
-    SIDE,
-    TEXT,
-    checked,
-    described,
-    either,
-    instance,
-    number,
-    one_of,
-    optional,
-)
+from attnrx.support.arguments import FASTER, MODEL, PATH, SIDE, checked, described, either, number, one_of, optional
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import Reader, load_model, resized
 from attnrx.vit.models.verbs import verb
@@ -43,17 +26,10 @@ SOURCE = replace(
 
 @checked(
     source=SOURCE,
-    seed=SEED,
-    weights=optional(PATH),
-    pretrained=optional(FLAG),
-    trust=FLAG,
     macs=BUDGET,
     params=BUDGET,
     faster=optional(FASTER),
-    reader=optional(instance("an attnrx.Reader with the paths of the model's parts", Reader)),
-    factory=optional(either("a function, or 'module:function'", FUNCTION, TEXT)),
     outputs=optional(one_of(*STATEMENTS)),
-    inputs=ANY,
     image_size=optional(either("the side of the images in pixels, or (height, width)", SIDE, SIDES)),
 )
 @verb

@@ -12,15 +12,10 @@ from attnrx.nouns.prescription import Prescription
 from attnrx.support.arguments import checked, instance
 from attnrx.vit.models.verbs import verb
 
-RULES = instance(
-    "rules: a text such as 'qk=total_rank:0.5', a Rule, or a mapping from maps to them", str, Rule, Mapping
-)
+RULES = "rules: a text such as 'qk=total_rank:0.5', a Rule, or a mapping from maps to them"
 
 
-@checked(
-    diagnosis=instance("a Diagnosis, e.g. attnrx.diagnose(model, images), or a model", Diagnosis, nn.Module),
-    rules=RULES,
-)
+@checked(rules=instance(RULES, str, Rule, Mapping))
 @verb
 def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescription:
     """Applies pruning rules to a diagnosis and returns the prescription.

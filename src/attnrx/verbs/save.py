@@ -11,7 +11,7 @@ from attnrx.change.realization.elastic import is_elastic
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports import completed_card, is_unedited, model_card
-from attnrx.support.arguments import FLAG, MODEL, PATH, TEXT, Kind, checked, instance, optional
+from attnrx.support.arguments import Kind, checked, optional
 from attnrx.support.atomic_writes import Parts
 from attnrx.support.errors import CardWarning, FactoryWarning, InvalidInput
 from attnrx.support.hub import upload
@@ -22,12 +22,10 @@ from attnrx.vit.models.verbs import verb
 from attnrx.vit.models.whole import needed_to_load
 from attnrx.vit.outputs import output_kind_of
 
-PRESCRIPTION = optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription))
-EVIDENCE = optional(instance("an Evidence, e.g. Evidence.load(FILE)", Evidence))
 OWNER_NAME = Kind("OWNER/NAME, e.g. 'me/slim'", lambda text: bool(re.fullmatch(r"[\w.-]+/[\w.-]+", text)))
 
 
-@checked(model=MODEL, folder=PATH, prescription=PRESCRIPTION, evidence=EVIDENCE)
+@checked()
 @verb
 def save(
     model: nn.Module,
@@ -134,7 +132,7 @@ def _kept_card(folder: Path) -> str:
     return text
 
 
-@checked(folder=PATH, repository=OWNER_NAME, license=optional(TEXT), base_model=optional(OWNER_NAME), private=FLAG)
+@checked(repository=OWNER_NAME, base_model=optional(OWNER_NAME))
 def push_to_hub(
     folder: Path | str,
     repository: str,

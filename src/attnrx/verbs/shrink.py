@@ -40,22 +40,7 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Check, Costs, Fidelity, Latency, Promises
 from attnrx.show.reports import sample_maps
-from attnrx.support.arguments import (
-    ANY,
-    BATCH,
-    CALLBACK,
-    FASTER,
-    FUNCTION,
-    PATH,
-    SEED,
-    TEXT,
-    THREADS,
-    checked,
-    instance,
-    number,
-    one_of,
-    optional,
-)
+from attnrx.support.arguments import FASTER, checked, instance, number, one_of, optional
 from attnrx.support.atomic_writes import file_lock
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import Log, begin, no_log, phases
@@ -112,19 +97,7 @@ PHASE_SHARES = {
 }
 
 MODEL_OR_NAME = instance("a model, a folder or a name, e.g. 'timm:vit_tiny_patch16_224'", nn.Module, str, Path)
-# The kinds of the arguments that `shrink` and `elastic` have in common.
-COMMON_KINDS = {
-    "model": MODEL_OR_NAME,
-    "data": ANY,
-    "batch": BATCH,
-    "threads": optional(THREADS),
-    "effort": one_of(*EFFORTS),
-    "inputs": optional(FUNCTION),
-    "weights": optional(PATH),
-    "columns": optional(instance("Columns, e.g. attnrx.data.Columns(image_column='image')", Columns)),
-    "seed": SEED,
-    "log": CALLBACK,
-}
+COMMON_KINDS = {"model": MODEL_OR_NAME, "effort": one_of(*EFFORTS)}  # of `shrink` and `elastic`
 BELOW_ONE = number(0.0, math.nextafter(1.0, 0.0), "a share of the original's above 0 and below 1, e.g. 0.6")
 POINTS = number(0.0, 100.0, "points of accuracy from 0 to 100, e.g. 1", above=False)
 
@@ -135,10 +108,6 @@ POINTS = number(0.0, 100.0, "points of accuracy from 0 to 100, e.g. 1", above=Fa
     macs=optional(BELOW_ONE),
     params=optional(BELOW_ONE),
     max_drop=optional(POINTS),
-    to=optional(TEXT),
-    folder=optional(PATH),
-    divergence=optional(FUNCTION),
-    metric=optional(FUNCTION),
 )
 @judged
 @verb

@@ -40,7 +40,7 @@ from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Accuracy, Check, Fidelity, Latency
 from attnrx.show.reports import MapSamples, ReportContent, sample_tokens, summary_of, write_report
-from attnrx.support.arguments import ANY, BATCH, FLAG, MODEL, PATH, TEXT, THREADS, checked, optional
+from attnrx.support.arguments import checked
 from attnrx.support.atomic_writes import Parts as ReplacedFiles
 from attnrx.support.atomic_writes import require_absent
 from attnrx.support.display import Sentence
@@ -100,15 +100,7 @@ class Shrunk:
     def __repr__(self) -> str:
         return f"Shrunk({self.summary})"
 
-    @checked(
-        folder=PATH,
-        onnx=FLAG,
-        to=optional(TEXT),
-        original=optional(MODEL),
-        data=ANY,
-        batch=BATCH,
-        threads=optional(THREADS),
-    )
+    @checked()
     def save(
         self,
         folder: Path | str,

@@ -35,7 +35,7 @@ from attnrx.show.checks import (
 from attnrx.show.checks.comparison import chance_notes
 from attnrx.show.checks.metric import Metric as MetricCheck
 from attnrx.show.checks.statistics import Estimate
-from attnrx.support.arguments import ANY, BATCH, COUNT, DEVICE, FLAG, FUNCTION, PATH, SEED, checked, instance, optional
+from attnrx.support.arguments import COUNT, checked, instance, optional
 from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported
 from attnrx.support.optional import installed_versions
 from attnrx.verbs.load import SOURCE, load
@@ -137,33 +137,11 @@ def _decides_alike(first: Prescription, second: Prescription) -> bool:
     return rules[0] == rules[1] and first.ranks == second.ranks and (first.tokens is None) == (second.tokens is None)
 
 
-PRESCRIPTION = optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription))
-MASKED = instance("a model, e.g. attnrx.realize(model, prescription, by='mask')", nn.Module)
-DIAGNOSIS = instance("a Diagnosis, e.g. Diagnosis.load(FILE)", Diagnosis)
 CHECK_LIST = instance("checks, e.g. [attnrx.checks.Accuracy(most_drop=0.5)], or their text", str, Iterable, Check, type)
 RANDOM_CONTROLS = 10
 
 
-@checked(
-    candidate=SOURCE,
-    reference=SOURCE,
-    data=ANY,
-    checks=optional(CHECK_LIST),
-    about=optional(instance("a dictionary", Mapping)),
-    if_possible=CHECK_LIST,
-    origin=optional(PATH),
-    prescription=PRESCRIPTION,
-    masked=optional(MASKED),
-    diagnosis=optional(DIAGNOSIS),
-    splits=optional(instance("Splits, e.g. attnrx.load_data(NAME)", Splits)),
-    draws=COUNT,
-    seed=SEED,
-    batch_size=BATCH,
-    device=optional(DEVICE),
-    together=FLAG,
-    divergence=optional(FUNCTION),
-    metric=optional(FUNCTION),
-)
+@checked(candidate=SOURCE, reference=SOURCE, checks=optional(CHECK_LIST), if_possible=CHECK_LIST, draws=COUNT)
 @judged
 @verb
 def verify(  # noqa: PLR0913  (the inputs of all checks)

@@ -52,10 +52,12 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     how = {"moments": True, "batch_size": min(arguments.batch_size, 32), "seed": arguments.seed}
     diagnosis = rx.diagnose(model, calibration, **how)
     # Only these rules need it: one more pass, in which the attention is computed at every rank.
-    if any("by=divergence" in method.rules for method in methods):
+    if any("divergence_rank" in method.rules for method in methods):
+        from attnrx_lab.rules import measure_divergence
+
         priced = calibration.take(min(len(calibration), 24))
         log(f"measuring the divergence at every rank on {len(priced)} images")
-        diagnosis = rx.measure_divergence(model, diagnosis, priced)
+        diagnosis = measure_divergence(model, diagnosis, priced)
     test = chosen_images(splits, arguments)
     bench = comparison.MethodBench(model, diagnosis, calibration, test, arguments.seed, arguments.batch_size)
     trials = comparison.compare_methods(bench, methods, shares, log, arguments.out, macs)

@@ -1,6 +1,6 @@
 """Decompositions of matrices: functions of tensors, independent of attention."""
 
-from attnrx.change.decompositions.allocation import allocate_by_loss, water_fill
+from attnrx.change.decompositions.allocation import water_fill
 from attnrx.change.decompositions.balanced import Balanced, balance, factor_directions, read_out, svd_directions
 from attnrx.change.decompositions.hidden_units import compensated, unit_losses
 from attnrx.change.decompositions.least_squares import StrengthFit, elimination_losses
@@ -18,7 +18,6 @@ __all__ = [
     "LowRank",
     "StrengthFit",
     "activation_aware",
-    "allocate_by_loss",
     "balance",
     "break_even_rank",
     "compensated",

@@ -27,20 +27,7 @@ from attnrx.change.exporting.formats import parse_format
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import dataset_classes, images_for, num_classes, preprocessing_of
 from attnrx.nouns.evidence import FAILS, Finding, judged
-from attnrx.support.arguments import (
-    BATCH,
-    FLAG,
-    IMAGES,
-    MODEL,
-    PATH,
-    TEXT,
-    checked,
-    each,
-    either,
-    instance,
-    one_of,
-    optional,
-)
+from attnrx.support.arguments import BATCH, IMAGES, TEXT, checked, each, either, instance, one_of, optional
 from attnrx.support.atomic_writes import flush, temporary_folder
 from attnrx.support.dataclass_records import fields_of, to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
@@ -203,14 +190,11 @@ class ExportSubject:
 
 
 @checked(
-    model=MODEL,
-    path=PATH,
     to=instance("a format, e.g. 'onnx' or 'openvino(precision=bf16)'", str, Format),
     batch=either(f"the number of images that the file takes at once, or {DYNAMIC!r}", BATCH, one_of(DYNAMIC)),
     precision=optional(one_of(*PRECISIONS)),
     calibration=optional(IMAGES),
     class_names=each(TEXT, "a list with the name of every class"),
-    features=FLAG,
     size=optional(one_of(DYNAMIC)),
 )
 @verb

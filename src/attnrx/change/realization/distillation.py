@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, repeat
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -12,19 +13,7 @@ from attnrx.change.predictions import outputs_of
 from attnrx.change.realization.descent import HELD_OUT, Fitted, descend_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
-from attnrx.support.arguments import (
-    ANY,
-    COUNT,
-    MODEL,
-    RATE,
-    SEED,
-    checked,
-    each,
-    instance,
-    optional,
-    require_fields,
-    whole,
-)
+from attnrx.support.arguments import COUNT, RATE, SEED, checked, each, require_fields, whole
 from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import copy_module
 from attnrx.support.progress import track
@@ -42,6 +31,8 @@ class Distill:
     Every learning rate decays to zero by a cosine.
     """
 
+    example: ClassVar[str] = "attnrx.realization.distillation.Distill(epochs=2)"
+
     epochs: int = 2
     # The first is better for a model that has lost little, the second for one that has lost much
     # (docs/results/plan.md, "What does the last fit add?").
@@ -54,12 +45,7 @@ class Distill:
         require_fields(self, epochs=COUNT, learning_rates=rates, batch=whole(HELD_OUT), seed=SEED)
 
 
-@checked(
-    candidate=MODEL,
-    reference=MODEL,
-    calibration=ANY,
-    settings=optional(instance("a Distill, e.g. attnrx.realization.distillation.Distill(epochs=2)", Distill)),
-)
+@checked()
 @verb
 def distill(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, settings: Distill | None = None

@@ -13,7 +13,7 @@ from attnrx.change.realization.token_policies import realize_tokens_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.nouns.prescription import HiddenDecision, LayerPrescription, Prescription
-from attnrx.support.arguments import IMAGES, MODEL, checked, instance, one_of, optional
+from attnrx.support.arguments import IMAGES, checked, one_of, optional
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
 from attnrx.vit.kernels.native_products import NativeLinear
@@ -28,13 +28,7 @@ from attnrx.vit.models import (
 from attnrx.vit.models.verbs import verb
 
 
-@checked(
-    model=MODEL,
-    prescription=instance("a Prescription, e.g. attnrx.prescribe(diagnosis, rules)", Prescription),
-    by=one_of(*REALIZATIONS),
-    norms=one_of(*REALIZED_NORMS),
-    calibration=optional(IMAGES),
-)
+@checked(by=one_of(*REALIZATIONS), norms=one_of(*REALIZED_NORMS), calibration=optional(IMAGES))
 @verb
 def realize(
     model: nn.Module,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,19 +15,7 @@ from attnrx.change.decompositions.hidden_units import RIDGE
 from attnrx.change.realization.descent import HELD_OUT, Fitted, descend_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
-from attnrx.support.arguments import (
-    ANY,
-    COUNT,
-    MODEL,
-    NATURAL,
-    RATE,
-    SEED,
-    checked,
-    instance,
-    number,
-    optional,
-    require_fields,
-)
+from attnrx.support.arguments import COUNT, NATURAL, RATE, SEED, checked, number, optional, require_fields
 from attnrx.support.errors import InvalidInput, NotSupported, ScaleWarning
 from attnrx.support.modules import copy_module
 from attnrx.support.progress import track
@@ -73,6 +61,8 @@ class Repair:
     learning rate is relative to the root mean square of each tensor, and decays to zero by a cosine.
     """
 
+    example: ClassVar[str] = "attnrx.realization.repair.Repair(steps=300)"
+
     steps: int = 300
     learning_rate: float = 0.015
     images: int = 4
@@ -94,12 +84,7 @@ class Repair:
         )
 
 
-@checked(
-    candidate=MODEL,
-    reference=MODEL,
-    calibration=ANY,
-    settings=optional(instance("a Repair, e.g. attnrx.realization.repair.Repair(steps=300)", Repair)),
-)
+@checked()
 @verb
 def repair(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, settings: Repair | None = None

@@ -12,7 +12,6 @@ from attnrx.cli.options import (
     add_running,
     add_split,
     given_arguments,
-    option,
 )
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
@@ -21,7 +20,6 @@ from attnrx.support.progress import Log
 SUMMARY = "measure the spectra and indicators of every layer and head of a model"
 EXAMPLE = "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json"
 
-DIVERGENCE = "measure in one more pass the divergence at every rank in this metric, for total_rank:...,by=divergence"
 # The readings in the printed table; the file contains all.
 SHOWN = (
     "effective_rank",
@@ -41,7 +39,6 @@ def add(parser: Parser) -> None:
     add_split(parser, "validation")
     add_running(parser, 64)
     add_arguments(parser, "diagnose", "moments")
-    option(parser, "--divergence", "METRIC", DIVERGENCE)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
@@ -49,8 +46,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     images = chosen_images(splits_argument(model, arguments), arguments)
     log(f"diagnosing {arguments.model} on {len(images):,} images")
     diagnosis = rx.diagnose(model, images, **given_arguments(arguments, "moments", "batch_size", "seed"))
-    if arguments.divergence is not None:
-        diagnosis = rx.measure_divergence(model, diagnosis, images, arguments.divergence)
     path = diagnosis.save(arguments.out)
     record = {
         "diagnosis": str(path),

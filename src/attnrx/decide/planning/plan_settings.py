@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -166,6 +166,8 @@ class PlanSettings:
     Every random draw has the `seed`. `batch_size` is the batch size for measuring outputs; `log` is called with
     progress messages.
     """
+
+    example: ClassVar[str] = "attnrx.planning.PlanSettings.preset('quick')"
 
     axes: tuple[str, ...] | None = None
     reducer: str | None = None

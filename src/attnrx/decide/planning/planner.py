@@ -20,7 +20,7 @@ from attnrx.decide.planning.sensitivity import Sensitivities
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity, limits_of
-from attnrx.support.arguments import ANY, MODEL, checked, instance, optional
+from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import Log, begin, phases, track
 from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens
@@ -44,12 +44,7 @@ HOPELESS = 1.2
 HALVINGS = 6
 
 
-TARGET = instance("a Target, or its text, e.g. 'macs=0.5x' or 'faster=1.6'", Target, str)
-SETTINGS = optional(instance("a PlanSettings, e.g. attnrx.planning.PlanSettings.preset('quick')", PlanSettings))
-DIAGNOSIS = instance("a Diagnosis, e.g. attnrx.diagnose(model, images, moments=True)", Diagnosis)
-
-
-@checked(model=MODEL, diagnosis=DIAGNOSIS, target=TARGET, images=ANY, others=ANY, settings=SETTINGS)
+@checked(target=instance("a Target, or its text, e.g. 'macs=0.5x' or 'faster=1.6'", Target, str))
 @verb
 def plan(
     model: nn.Module,

@@ -1,6 +1,7 @@
 """Rules: from a diagnosis to a prescription, with reasons; rules do not access the model."""
 
-from attnrx.decide.rules.by_attention import RemoveHeads
+from typing import Any
+
 from attnrx.decide.rules.by_strength import (
     EffectiveRank,
     EnergyRetention,
@@ -39,7 +40,6 @@ __all__ = [
     "LargestMatched",
     "Or",
     "RandomMatched",
-    "RemoveHeads",
     "Rule",
     "RulesLike",
     "Threshold",
@@ -60,3 +60,9 @@ __all__ = [
     "score_bound",
     "split_maps",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RemoveHeads":
+        raise AttributeError("attnrx.rules.RemoveHeads was moved; use attnrx_lab.rules.RemoveHeads (CHANGELOG.md).")
+    raise AttributeError(f"module 'attnrx.rules' has no attribute {name!r}.")

@@ -1,19 +1,19 @@
 """Rules that keep directions by their strength: thresholds, ranks per head, and a rank for all heads together."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from attnrx.change.decompositions import allocate_by_loss, water_fill
+from attnrx.change.decompositions import water_fill
 from attnrx.decide.diagnostics import spectral_shape
 from attnrx.decide.rules.decisions import fewest_holding, keep_only, largest
-from attnrx.decide.rules.metrics import OWN
-from attnrx.decide.rules.rule import Rule, learned_spectrum, reading_of
+from attnrx.decide.rules.rule import Rule, learned_spectrum
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision
 from attnrx.support.arguments import POSITIVE, Kind, one_of
+from attnrx.support.shapes import Tensor
 from attnrx.vit.spectrum import Spectrum
 
 ROUNDING = 1e-9  # exp(log(10)) is above 10 in floating point, and its ceiling must not be 11
@@ -111,37 +111,26 @@ class TotalRank(Rule):
     """Keeps the strongest directions of all heads together: `rank` per layer, or that share of all directions.
 
     This is water-filling: of all selections of that size it removes the least energy, so heads get irregular ranks
-    (IrrAtt). With `by="divergence"` it minimizes the measured divergence of the attention instead (see
-    `measure_divergence`), by a dynamic programme. With `scope="model"` the total is distributed over all layers. Every
-    rank is a multiple of `multiple` and at least `minimum`, even for a smaller requested share. Strengths are those of
-    the `metric` (see METRICS), or with "own" the model's. The default metric is "mix" for scores without norms, "own"
-    for scores with norms (SVDA), and "centered" for values and MLP (see OUTPUT_METRICS).
+    (IrrAtt). With `scope="model"` the total is distributed over all layers. Every rank is a multiple of `multiple` and
+    at least `minimum`, even for a smaller requested share. Strengths are those of the `metric` (see METRICS), or with
+    "own" the model's. The default metric is "mix" for scores without norms, "own" for scores with norms (SVDA), and
+    "centered" for values and MLP (see OUTPUT_METRICS).
     """
 
     default_metric: ClassVar[str | None] = "mix"
-    kinds: ClassVar[Mapping[str, Kind]] = {"scope": one_of("layer", "model"), "by": one_of("energy", "divergence")}
+    kinds: ClassVar[Mapping[str, Kind]] = {"scope": one_of("layer", "model")}
 
     rank: int | float
     scope: str = "layer"
     multiple: int = 1
     minimum: int = 1
-    by: str = "energy"
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = learned_spectrum(self, diagnosis, layer)
         indices = range(len(diagnosis.layers)) if self.scope == "model" else (layer,)
         spectra = [learned_spectrum(self, diagnosis, index) for index in indices]
         has_rows = [view.used.any(-1) for view in spectra]  # removed heads take no part of the total
-        options = {"total": self._total(spectra), "multiple": self.multiple, "minimum": self.minimum}
-        if self.by == "energy":
-            strengths = [(view.strength * view.used)[heads] for view, heads in zip(spectra, has_rows, strict=True)]
-            ranks = water_fill(strengths, **options)
-        else:
-            # The divergence is measured per head and rank in the metric of the rewritten directions.
-            name = f"divergence_{diagnosis.about.get('metric', OWN)}"
-            losses = [reading_of(diagnosis, index, name)[heads] for index, heads in zip(indices, has_rows, strict=True)]
-            flat = torch.tensor(allocate_by_loss(torch.cat(losses), **options))
-            ranks = tuple(part.tolist() for part in flat.split([len(loss) for loss in losses]))
+        ranks = self.allocated(diagnosis, indices, spectra, has_rows)
         # With scope="model" every layer repeats the whole allocation and takes its part: decisions have no state.
         position = layer if self.scope == "model" else 0
         num_kept = torch.zeros(len(has_rows[position]), dtype=torch.long)
@@ -150,7 +139,15 @@ class TotalRank(Rule):
         notes = [f"{sum(ranks[position])}{heads_text}, the strongest of the {self.scope}"] * len(num_kept)
         return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, num_kept), notes)
 
-    def _total(self, spectra: list[Spectrum]) -> int:
+    def allocated(
+        self, diagnosis: Diagnosis, layers: Sequence[int], spectra: list[Spectrum], has_rows: list[Tensor]
+    ) -> Sequence[Sequence[int]]:
+        """Returns the ranks of the heads that have rows, `has_rows` [heads], of these layers."""
+        strengths = [(view.strength * view.used)[heads] for view, heads in zip(spectra, has_rows, strict=True)]
+        return water_fill(strengths, total=self.total(spectra), multiple=self.multiple, minimum=self.minimum)
+
+    def total(self, spectra: list[Spectrum]) -> int:
+        """Returns the number of directions that heads with these spectra keep together."""
         available = sum(int(spectrum.used.sum()) for spectrum in spectra)
         target = self.rank * (len(spectra) if isinstance(self.rank, int) else available)
         total = round(target / self.multiple) * self.multiple

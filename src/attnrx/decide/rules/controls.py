@@ -12,7 +12,7 @@ from attnrx.decide.rules.prescribing import prescribe_maps
 from attnrx.decide.rules.rule import Rule
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription, TokenPrescription
-from attnrx.support.arguments import NATURAL, checked, each, instance, one_of, optional, whole
+from attnrx.support.arguments import NATURAL, checked, each, one_of, optional, whole
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
 from attnrx.vit.maps import HEADS, TOKENS
@@ -22,13 +22,7 @@ from attnrx.vit.tokens.fusing import Soft
 CONTROLS = ("random", "largest", "uniform")
 
 
-@checked(
-    diagnosis=instance("a Diagnosis, e.g. attnrx.diagnose(model, images)", Diagnosis),
-    prescription=instance("a Prescription, e.g. attnrx.prescribe(diagnosis, rules)", Prescription),
-    kinds=optional(each(one_of(*CONTROLS), f"some of {', '.join(CONTROLS)}")),
-    draws=whole(1, 1000),
-    seed=NATURAL,
-)
+@checked(kinds=optional(each(one_of(*CONTROLS), f"some of {', '.join(CONTROLS)}")), draws=whole(1, 1000), seed=NATURAL)
 def control_prescriptions(
     diagnosis: Diagnosis, prescription: Prescription, kinds: Sequence[str] | None = None, draws: int = 10, seed: int = 0
 ) -> dict[str, tuple[Prescription, ...]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from attnrx.decide.rules.by_attention import RemoveHeads
 from attnrx.decide.rules.by_strength import (
     EffectiveRank,
     EnergyRetention,
@@ -30,7 +29,6 @@ RULES: Mapping[str, type[Rule]] = {
         TotalRank,
         UniformRank,
         EffectiveRank,
-        RemoveHeads,
         ByLayer,
         RandomMatched,
         LargestMatched,
@@ -68,6 +66,8 @@ EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(t
 def parse_rule(text: str) -> Rule:
     """Builds a rule from text such as `energy_retention:0.90` or `threshold:0.1 & remove_heads`."""
     reader = _Reader(text)
+    if "by=divergence" in text:
+        raise reader.problem(0, "total_rank has no knob by=divergence any more; use divergence_rank of the laboratory")
     rule = reader.read_any()
     reader.expect("end", "'&', '|' or the end")
     return rule

@@ -16,7 +16,7 @@ from attnrx.show.reports.sections.front import front
 from attnrx.show.reports.sections.layers import changes, explored_spectra, maps, spectra, treatment
 from attnrx.show.reports.sections.samples import attention, outputs, tokens
 from attnrx.show.reports.sections.verdict import verdict
-from attnrx.support.arguments import PATH, checked, instance, optional
+from attnrx.support.arguments import checked
 from attnrx.support.errors import InvalidInput
 from attnrx.support.storage import write_text
 
@@ -40,13 +40,7 @@ SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
 )
 
 
-@checked(
-    path=PATH,
-    content=optional(instance("a ReportContent", ReportContent)),
-    evidence=optional(instance("an Evidence, e.g. Evidence.load(FILE)", Evidence)),
-    prescription=optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription)),
-    diagnosis=optional(instance("a Diagnosis, e.g. Diagnosis.load(FILE)", Diagnosis)),
-)
+@checked()
 def write_report(
     path: Path | str,
     content: ReportContent | None = None,

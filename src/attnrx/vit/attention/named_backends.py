@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from attnrx.support.arguments import MODEL, checked, instance
+from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import NotSupported, UnknownName
 from attnrx.vit.attention.attention import Attention
 from attnrx.vit.attention.backends.auto import Auto, Fused, Native
@@ -36,7 +36,7 @@ def backend_of(name: str) -> Backend:
     return BACKENDS[name]()
 
 
-@checked(model=MODEL, backend=instance("the name of a backend, e.g. 'auto', or a Backend", str, Backend))
+@checked(backend=instance("the name of a backend, e.g. 'auto', or a Backend", str, Backend))
 def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
     """Sets the backend of every layer of the model, in place, and returns the model.
 

@@ -1,4 +1,4 @@
-"""A rule that removes heads by what they compute."""
+"""A rule of the SVDA paper that removes heads by what they compute."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,0 +1,167 @@
+"""Ranks by measured divergence: that of the attention at every rank of every head, and the rule that minimizes it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from attnrx.change.decompositions.allocation import require_directions, require_total
+from attnrx.change.predictions import observe_images
+from attnrx.data import ImageData
+from attnrx.data.model_data import images_for
+from attnrx.decide.rules.by_strength import TotalRank
+from attnrx.decide.rules.metrics import OWN, rewritten
+from attnrx.decide.rules.rule import reading_of
+from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
+from attnrx.nouns.prescription import Basis
+from attnrx.support.arguments import checked
+from attnrx.support.errors import DataError
+from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.models import model_fingerprint, require_all_tokens
+from attnrx.vit.models.verbs import verb
+from attnrx.vit.observation import Observation
+from attnrx.vit.spectrum import Spectrum
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DivergenceRank(TotalRank):
+    """Keeps as many directions as `total_rank`, with the ranks of heads that minimize the measured divergence.
+
+    A dynamic programme allocates the total by the readings of `measure_divergence` in the metric of the rule.
+    """
+
+    def allocated(
+        self, diagnosis: Diagnosis, layers: Sequence[int], spectra: list[Spectrum], has_rows: list[Tensor]
+    ) -> Sequence[Sequence[int]]:
+        # The divergence is measured per head and rank in the metric of the rewritten directions.
+        name = f"divergence_{diagnosis.about.get('metric', OWN)}"
+        losses = [reading_of(diagnosis, index, name)[heads] for index, heads in zip(layers, has_rows, strict=True)]
+        options = {"multiple": self.multiple, "minimum": self.minimum}
+        flat = torch.tensor(allocate_by_loss(torch.cat(losses), self.total(spectra), **options))
+        return tuple(part.tolist() for part in flat.split([len(loss) for loss in losses]))
+
+
+@checked()
+@verb
+def measure_divergence(
+    model: nn.Module, diagnosis: Diagnosis, images: ImageData, metric: str = "mix", batch_size: int = 8
+) -> Diagnosis:
+    """Adds the reading divergence_METRIC, [heads, directions + 1], to a diagnosis, in one more pass over the images.
+
+    Column r is the mean over queries of KL(attention || attention with the first r directions in that metric), in nats;
+    the last one is zero up to rounding. `DivergenceRank` allocates ranks by it.
+
+    Args:
+        model: The model.
+        diagnosis: Its diagnosis.
+        images: Images, normalized for the model.
+        metric: The metric of the directions (`rules.METRICS`).
+        batch_size: Images per forward pass.
+
+    Returns:
+        The diagnosis with the reading.
+
+    Raises:
+        FingerprintMismatch: The diagnosis belongs to another model.
+        DataError: There are no images, or they do not fit the model.
+
+    Examples:
+        >>> from attnrx_lab.rules import measure_divergence
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> images = torch.randn(64, 3, 32, 32)  # normalized as the model expects them
+        >>> model = rx.load(vit)
+        >>> diagnosis = measure_divergence(model, rx.diagnose(model, images), images)
+        >>> diagnosis.layers[0].readings["divergence_mix"].shape  # 3 heads, 0 to 64 directions
+        torch.Size([3, 65])
+    """
+    require_all_tokens(model, "measure the divergence of")
+    diagnosis.require(model_fingerprint(model), "the model to measure")
+    # Rank r has the first r directions in the metric, so one pass serves every rank.
+    rewritten_diagnosis, bases = rewritten(diagnosis, metric)
+    shapes = [layer.spectrum.strength.shape for layer in rewritten_diagnosis.layers]
+    # The ranks of a head are 0..directions.
+    sums = [torch.zeros(heads, directions + 1, dtype=torch.float64) for heads, directions in shapes]
+
+    def observe(index: int, observation: Observation) -> None:
+        divergences = _divergences(observation, rewritten_diagnosis.layers[index], bases[index])
+        sums[index] += divergences * observation.query.shape[0]
+
+    shown = images_for(model, images, "images")
+    if not len(shown):
+        raise DataError("measure_divergence was given no image; give a few, e.g. splits.train.take(24).")
+    observe_images(model, shown, observe, "measure_divergence", "measuring divergence", batch_size)
+    layers = tuple(
+        replace(layer, readings={**layer.readings, f"divergence_{metric}": total / len(shown)})
+        for layer, total in zip(diagnosis.layers, sums, strict=True)
+    )
+    return replace(diagnosis, layers=layers)
+
+
+def _divergences(observation: Observation, layer: LayerDiagnosis, basis: Basis) -> Float[Tensor, "heads ranks"]:
+    """Returns the divergence at every rank on one batch, adding one direction after the other to the scores."""
+    # A head's scores at rank r + 1 are those at rank r plus one outer product: directions + 1 softmaxes, and no product
+    # of matrices per rank.
+    dtype = torch.promote_types(observation.query.dtype, torch.float32)
+    left, right = (table.to(observation.query.device, dtype) for table in (basis.left, basis.right))
+    strength = layer.spectrum.strength.to(observation.query.device, dtype)
+    # [directions, batch, heads, tokens]: the rows of one direction are contiguous.
+    query = torch.einsum("bthd,hrd->rbht", observation.query.to(dtype), left)
+    query = query * strength.T[:, None, :, None] * observation.scale
+    key = torch.einsum("bthd,hrd->rbht", observation.key.to(dtype), right)
+    attention = observation.attention.to(dtype)
+    # KL(a || b) = sum a log a - sum a log b; the first term does not depend on the rank. [heads]
+    negative_entropy = torch.xlogy(attention, attention).sum(-1).mean((0, 2))
+    scores = torch.zeros_like(attention)
+    divergences = [negative_entropy - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2))]
+    for rows, columns in zip(query, key, strict=True):
+        scores.addcmul_(rows[..., None], columns[..., None, :])  # [batch, heads, queries, keys], in place
+        divergences.append(negative_entropy - (attention * torch.log_softmax(scores, -1)).sum(-1).mean((0, 2)))
+    # Rounding can make the difference of two entropies negative.
+    return torch.stack(divergences, dim=-1).clamp_min(0).double().cpu()
+
+
+def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple: int = 1, minimum: int = 0) -> Ranks:
+    """Returns the ranks of all units that sum to `total` and minimize the sum of `loss[unit, rank]`.
+
+    A multiple-choice knapsack, solved exactly by dynamic programming over the rank spent so far; the losses need not be
+    monotone. `loss` has one column per rank, 0 to the number of directions. Of several optimal allocations, the one
+    with larger ranks in the first units is returned. The unit of the losses is additive, such as nats of KL divergence.
+
+    `multiple` and `minimum` are those of `water_fill`, and so are the errors.
+
+    Raises:
+        InvalidInput: The multiple, the minimum or the total is not possible with these directions.
+    """
+    units, largest = loss.shape[0], loss.shape[1] - 1
+    require_directions(largest, multiple, minimum)
+    floor = -(-minimum // multiple)
+    require_total(total, multiple, units * floor * multiple, units * largest)
+    choices = loss.detach().cpu().double()[:, floor * multiple :: multiple]
+    steps = _cheapest(choices.numpy(), total // multiple - units * floor)
+    return tuple((step + floor) * multiple for step in steps)
+
+
+def _cheapest(loss: np.ndarray, budget: int) -> list[int]:
+    """Returns the steps of every unit, `budget` in total, that minimize the summed loss [units, steps + 1]."""
+    # best[b] is the smallest loss of the units so far with b steps in total; every unit replaces it by the minimum over
+    # its steps t of best[b - t] + loss[t]. The choices of the units are stored, and read backwards from best[budget].
+    widest = loss.shape[1] - 1
+    best = np.full(budget + 1, np.inf)
+    best[0] = 0.0
+    best_steps = []
+    for unit_loss in loss:
+        # Column t of row b is the best loss with b - t steps spent before this unit. numpy's argmin returns the
+        # first of equal values, torch's may return any of them.
+        padded = np.concatenate([np.full(widest, np.inf), best])
+        sums = np.lib.stride_tricks.sliding_window_view(padded, widest + 1)[:, ::-1] + unit_loss
+        best_steps.append(sums.argmin(1))
+        best = sums.min(1)
+    steps = []
+    for unit_steps in reversed(best_steps):
+        steps.append(int(unit_steps[budget]))
+        budget -= steps[-1]
+    return steps[::-1]
