@@ -16,12 +16,12 @@ from torch.testing import assert_close
 
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
-from attnrx.decide.planning import AXES, PlanSettings, PredictedQuantity, Target, plan
+from attnrx.decide.planning import AXES, PlanSettings, PredictedQuantity, Target, plan, plan_search
 from attnrx.decide.planning.allocation import Frontier, Step, even_weights, greedy_to_budget
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import cached_cost_table
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
-from attnrx.decide.planning.plan_search import Proposals, Trial, varied, weights_of
+from attnrx.decide.planning.plan_search import Trial, proposed, varied, weights_of
 from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.decide.planning.planner import HOPELESS, Planner, PlansAtCost
 from attnrx.decide.planning.reference_outputs import Answers
@@ -351,7 +351,9 @@ def test_a_search_varies_the_best_that_it_knows(
     assert min(divergences) <= min(divergences[: len(result[0])])
 
 
-def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) -> None:
+def test_of_many_variations_the_one_that_should_do_least_is_tried(
+    space: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Known:
         """Plans whose divergence is their cost, and those that were made."""
 
@@ -370,7 +372,8 @@ def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) 
     budget, before = Known(), Choices((3, 3, 3), (3, 3, 3), (3, 3, 3), (0, 4, 4))
     start = budget.tried({}, budget.step({}, before))
     budget.made.clear()
-    knobs, step = Proposals(space, budget.step, start, even=(), broad=0, settings=PlanSettings()).next([])
+    monkeypatch.setattr(plan_search, "BROAD_LEAST", 0)
+    knobs, step = proposed(space, PlanSettings(trials=0), budget.step, [start])
     new = [own for own in budget.made if own.choices != before]
     assert len(new) >= PlanSettings().variations and len({own.sensitivity for own in new}) > 1
     assert step.sensitivity == min(own.sensitivity for own in new) and knobs == {}

@@ -15,7 +15,7 @@ from attnrx.change.realization.elastic import INDEX, KIND, ORIGINAL, Elastic, Si
 from attnrx.data import Columns, ImageData, Splits
 from attnrx.data.model_data import ModelBatches
 from attnrx.decide.planning import PlanSettings, Target
-from attnrx.decide.planning.plan_measurements import final_speeds
+from attnrx.decide.planning.plan_measurements import final_protocol
 from attnrx.decide.planning.plan_settings import target_of
 from attnrx.nouns.evidence import Evidence
 from attnrx.support.arguments import FASTER, checked, each
@@ -29,6 +29,7 @@ from attnrx.verbs.preflight import preflight
 from attnrx.verbs.save import save
 from attnrx.verbs.shrink import BELOW_ONE, COMMON_KINDS, ShrinkRun, load_original, phase_shares, timing_conditions
 from attnrx.verbs.shrunk import require_result_folder
+from attnrx.vit.costs import compare_latencies
 from attnrx.vit.models import family_of, model_fingerprint, reduction_of
 from attnrx.vit.models.verbs import verb
 
@@ -182,7 +183,7 @@ def _stored_sizes(folder: Path, run: ShrinkRun, targets: Mapping[str, Target]) -
     conditions: dict[str, Any] = {
         "reference": model_fingerprint(run.original),
         "data": run.images.verified.fingerprint,
-        "seed": run.seed,
+        "seed": run.settings.seed,
         **run.about,
     }
     # A folder is saved atomically with its evidence: it is complete or absent.
@@ -207,30 +208,20 @@ def _measured_sizes(run: ShrinkRun, folder: Path, names: Sequence[str]) -> tuple
     models = {name: load(folder / name) for name in names}
     family = family_of(run.original)
     original, reference = family.costs(run.original), family.library_model(run.original)
-    speeds = final_speeds(models, run.original, reference, run.settings)
+    protocol = replace(final_protocol(run.settings.conditions, run.settings.batch), processes=1)
+    speeds = compare_latencies(models, reference, run.settings.noise(run.original), protocol)
     measured = []
     for name, model in models.items():
-        costs, path, fingerprint = (
-            family_of(model).costs(model),
-            folder / name / "evidence.json",
-            model_fingerprint(model),
-        )
+        costs, path, fingerprint = family_of(model).costs(model), folder / name, model_fingerprint(model)
         findings = ()
-        if path.exists():
-            evidence = Evidence.load(path)
-            evidence.require(fingerprint, str(folder / name))
+        if (path / "evidence.json").exists():
+            evidence = Evidence.load(path / "evidence.json")
+            evidence.require(fingerprint, str(path))
             findings = evidence.findings
-        measured.append(
-            Size(
-                name,
-                costs.macs / original.macs,
-                costs.params / original.params,
-                1 / speeds[name],
-                next((one.value for one in findings if one.details.get("quantity") == "divergence"), None),
-                reduction_of(model) is not None,
-                fingerprint=fingerprint,
-            )
-        )
+        divergence = next((one.value for one in findings if one.details.get("quantity") == "divergence"), None)
+        shares = costs.macs / original.macs, costs.params / original.params, 1 / speeds[name].faster.value
+        reduces = reduction_of(model) is not None
+        measured.append(Size(name, *shares, divergence, reduces, fingerprint=fingerprint))
     # From the largest to the smallest, whatever the budgets they were made for.
     measured.sort(key=lambda size: size.macs, reverse=True)
     return tuple(

@@ -208,7 +208,9 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         if conditions.on_cuda and target.minimized != "latency":
             log("on a CUDA device fewer MACs are not less time: faster=N plans for its time (docs/results/gpu.md)")
         settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, to=to, seed=seed, log=log)
-        run = ShrinkRun.start(original, data, columns, folder, effort, settings, may_shrink_decoder(target, settings))
+        # For a latency in PyTorch that the decoder alone is not expected to reach.
+        decoder = target.quantity == target.minimized == "latency" and to is None and target.limit < 1 - LARGEST_DECODER
+        run = ShrinkRun.start(original, data, columns, folder, effort, settings, decoder)
         if target.quantity == DROP:
             require_labels(run.images.planned)
         try:
@@ -230,12 +232,6 @@ def phase_shares(spend: str, effort: str) -> dict[str, float]:
     if any(isinstance(fit, Distill) for fit in FITS_BY_EFFORT[effort][1]):
         shares["distilling"] = 150.0
     return {name: share for name, share in shares.items() if share}
-
-
-def may_shrink_decoder(target: Target, settings: PlanSettings) -> bool:
-    """Whether the target is a latency in PyTorch that the decoder alone is not expected to reach."""
-    is_share = target.quantity == target.minimized == "latency"
-    return is_share and settings.to is None and target.limit < 1 - LARGEST_DECODER
 
 
 def load_original(model: nn.Module | str | Path, weights: str | Path | None, data: Any) -> nn.Module:
@@ -347,11 +343,6 @@ class ShrinkRun:
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
         return cls(original, diagnosis, planned, images, splits.class_names, settings, about, planned_model)
 
-    @property
-    def seed(self) -> int:
-        """The seed of every random draw of the call."""
-        return self.settings.seed
-
     def results(self, targets: Sequence[Target]) -> Iterator[Shrunk]:
         """Yields the smaller model of every target: plans, realizes, fits and verifies it."""
         arguments = self.planned_model, self.diagnosis, targets, self.planned, self.images.predicted
@@ -362,7 +353,7 @@ class ShrinkRun:
             chosen = plan.with_predictions
             slim, fits = self._realized(chosen, log)
             if self.has_smaller_decoder:
-                slim, line = fit_decoder(slim, self.original, self.images.planned, self.seed)
+                slim, line = fit_decoder(slim, self.original, self.images.planned, self.settings.seed)
                 log(line)
                 # The blocks are those of the original, which the prescription is about.
                 chosen = replace(chosen, fingerprint=model_fingerprint(self.original))
@@ -378,16 +369,13 @@ class ShrinkRun:
 
     def _realized(self, prescription: Prescription, log: Log) -> tuple[nn.Module, tuple[Fit, ...]]:
         """Realizes a plan and fits it as the effort states; returns the fits that were possible too."""
-        images, (_, fits) = self.images.planned, FITS_BY_EFFORT[self.about["effort"]]
-        fits = [replace(fit, seed=self.seed) for fit in fits]
-        if self.has_smaller_decoder and self.about["effort"] == "quick":
-            # The fit of the decoder gains more in a quarter of the time.
-            fits = [fit for fit in fits if not isinstance(fit, Repair)]
-        # Without its tokens the rules are those of ranks and units. Without any there is no map to repair.
-        if not replace(prescription, tokens=None).rules:
-            fits = [fit for fit in fits if not isinstance(fit, Repair)]
-        if len(images) < 2 * HELD_OUT:
-            fits = [fit for fit in fits if not isinstance(fit, Distill)]
+        images, effort = self.images.planned, self.about["effort"]
+        # Without its tokens the rules are those of ranks and units. Without any there is no map to repair. The fit of
+        # a decoder gains more than a quick repair, in a quarter of the time.
+        has_ranks = bool(replace(prescription, tokens=None).rules)
+        repairs = has_ranks and not (self.has_smaller_decoder and effort == "quick")
+        possible = {Repair: repairs, Distill: len(images) >= 2 * HELD_OUT}
+        fits = [replace(fit, seed=self.settings.seed) for fit in FITS_BY_EFFORT[effort][1] if possible[type(fit)]]
         try:
             return realize_and_fit(self.planned_model, prescription, images, fits, log=log), tuple(fits)
         except (NotSupported, InvalidInput) as error:  # e.g. other MLPs, or fewer images than repair needs
@@ -432,7 +420,7 @@ class ShrinkRun:
         tested, names = self.images.verified, self.class_names
         checks = with_accuracy(tested, self.original, Fidelity(), Costs(), last)
         about = {"target": str(target), **self.about}
-        context = {"prescription": prescription, "seed": self.seed, "batch_size": 32}
+        context = {"prescription": prescription, "seed": self.settings.seed, "batch_size": 32}
         evidence = verify(model, self.original, tested, checks, about, **context)
         # Of pictures: others cannot be drawn.
         is_drawn = getattr(family_of(self.original).inputs(self.original), "is_plain", True)

@@ -267,20 +267,14 @@ def result_parts(fingerprint: str) -> ReplacedFiles:
         for path, facts in present_exports(folder).items():
             model = facts.get("model")
             stored = model.get("fingerprint") if isinstance(model, Mapping) else None
-            if (RESULT.fullmatch(path.stem) and fingerprint != stored) or path.name in written:
-                names |= _export_names(path, facts)
+            name, script = RESULT.fullmatch(path.stem), present_script(path)
+            if (name and fingerprint != stored) or path.name in written:
+                names |= {facts_path(path).name, *facts["files"], *([] if script is None else [script.name])}
+                evidence = path.with_name(f"evidence-{name[1]}.json") if name else None
+                names |= {evidence.name} if evidence is not None and _is_evidence(evidence) else set()
         # Facts and scripts without a file are those of an export that was interrupted.
         paths = [folder / name for name in written]
         names |= {path.name for path in paths if path.suffix == ".json" and file_kind(path) in (EXPORTED, EVIDENCE)}
         return names | {script.name for path in paths if (script := present_script(path)) is not None}
 
     return parts
-
-
-def _export_names(path: Path, facts: Mapping[str, Any]) -> set[str]:
-    """Returns the names of the files of an export: its facts, its files, its script and its evidence."""
-    name, script = RESULT.fullmatch(path.stem), present_script(path)
-    evidence = path.with_name(f"evidence-{name[1]}.json") if name else None
-    names = {facts_path(path).name, *facts["files"]}
-    names |= {script.name} if script is not None else set()
-    return names | ({evidence.name} if evidence is not None and _is_evidence(evidence) else set())

@@ -39,7 +39,7 @@ from attnrx.support.arguments import COUNT, checked, instance, optional
 from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported
 from attnrx.support.optional import installed_versions
 from attnrx.verbs.load import SOURCE, load
-from attnrx.vit.maps import FITS, TOKENS
+from attnrx.vit.maps import FITS
 from attnrx.vit.models import at_size_of, described_tokens, model_fingerprint, require_ordinary_weights
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import Divergence, Logits, Metric, current_judgement, judged, most_images
@@ -76,7 +76,8 @@ def origin_of(
     Raises:
         InvalidInput: The given prescription is for another reference, or decides otherwise than the candidate's own.
     """
-    fingerprint, stored, notes = model_fingerprint(reference), stored_prescription(source, candidate), ()
+    fingerprint, path, notes = model_fingerprint(reference), stored_folder(source, candidate) / "prescription.json", ()
+    stored = Prescription.load(path) if path.exists() else None
     if stored is not None and stored.fingerprint != fingerprint:
         notes = (
             f"the prescription in {source} is for the model {stored.fingerprint}, and the reference is {fingerprint}: "
@@ -91,19 +92,17 @@ def origin_of(
             f"the prescription {prescription} is for the model {prescription.fingerprint}, and the reference is "
             f"{fingerprint}; give the prescription that the candidate was made by, or omit it."
         )
-    if stored is not None and not _decides_alike(stored, prescription):
+    # By rules and ranks, not by tensors: refits and calibrated thresholds are written into the prescription of a
+    # realized model, and its policy.
+    decided = [
+        (replace(each, tokens=None).rules, each.ranks, each.tokens is None) for each in (stored, prescription) if each
+    ]
+    if decided[0] != decided[-1]:
         raise InvalidInput(
             f"the prescription {prescription} is not the one that {source} was made by ({stored}); omit it, or give "
             "the candidate that was made by it."
         )
     return CandidateOrigin(prescription, how, notes)
-
-
-def masked_model(candidate: nn.Module, reference: nn.Module, origin: CandidateOrigin) -> nn.Module | None:
-    """Returns the reference with the pruned directions set to zero; None for a candidate without prescription."""
-    if origin.how.get("by") == "mask":
-        return candidate
-    return None if origin.prescription is None else realize(reference, origin.prescription, by="mask")
 
 
 def stored_folder(source: str | Path, model: nn.Module) -> Path:
@@ -123,18 +122,6 @@ def stored_folder(source: str | Path, model: nn.Module) -> Path:
         if {name: about.get(name) for name in subject} == subject:
             return path.parent
     return Path(source)
-
-
-def stored_prescription(source: str | Path, model: nn.Module) -> Prescription | None:
-    path = stored_folder(source, model) / "prescription.json"
-    return Prescription.load(path) if path.exists() else None
-
-
-def _decides_alike(first: Prescription, second: Prescription) -> bool:
-    """Whether two prescriptions have the same rules and ranks, and both or none a token policy."""
-    # Not equal tensors: refits and calibrated thresholds are written into the prescription of a realized model.
-    rules = [{name: rule for name, rule in each.rules.items() if name != TOKENS} for each in (first, second)]
-    return rules[0] == rules[1] and first.ranks == second.ranks and (first.tokens is None) == (second.tokens is None)
 
 
 CHECK_LIST = instance("checks, e.g. [attnrx.checks.Accuracy(most_drop=0.5)], or their text", str, Iterable, Check, type)
@@ -221,8 +208,10 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     for model in (candidate, reference):
         require_ordinary_weights(model)
     found = CandidateOrigin(prescription) if origin is None else origin_of(candidate, origin, reference, prescription)
-    if masked is None and origin is not None:
-        masked = masked_model(candidate, reference, found)
+    if masked is None and origin is not None and found.how.get("by") == "mask":
+        masked = candidate
+    elif masked is None and origin is not None and found.prescription is not None:
+        masked = realize(reference, found.prescription, by="mask")
     images, most, limited = images_for(reference, data, seed=seed), most_images(reference), list[str]()
     if len(images) > most:
         limited = [f"the outputs are large: {most:,} of {len(images):,} images are used"]

@@ -1,6 +1,6 @@
 """Cost tables: the costs of every layer by ranks and tokens, in closed form or corrected by measured models."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,7 +9,7 @@ from torch import nn
 from attnrx.change.realization import compressed_spec, realize
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.nouns.prescription import Prescription
-from attnrx.vit.costs import LayerCosts, ModelCosts
+from attnrx.vit.costs import ModelCosts
 from attnrx.vit.maps import COST_PARTS, LINEAR_MAPS, REALIZED_NORMS
 from attnrx.vit.models import family_of, hidden_units, rank_of, require_all_tokens
 
@@ -146,16 +146,13 @@ def _by_level(space: Space, before: ModelCosts, axis: str, quantity: str, steps:
         piece = space.piece(axis, level) if level in allowed and level else None
         costs = before if piece is None else prescribed_costs(space.model, piece)
         for index, layer in enumerate(costs.layers):
-            table[index, level] = _over_tokens(layer, COST_PARTS[axis], quantity, steps)
+            parts = {name: layer.parts[name] for name in COST_PARTS[axis]}
+            if quantity == "params":  # pruned tokens remove no weights
+                table[index, level] = sum(part.params for part in parts.values())
+                continue
+            square = sum(part.macs for name, part in parts.items() if name in SQUARE)
+            table[index, level] = (sum(part.macs for part in parts.values()) - square) * steps + square * steps**2
     return table
-
-
-def _over_tokens(layer: LayerCosts, parts: Sequence[str], quantity: str, steps: np.ndarray) -> np.ndarray:
-    if quantity == "params":  # pruned tokens remove no weights
-        return np.full(len(steps), float(sum(layer.parts[part].params for part in parts)))
-    line = sum(layer.parts[part].macs for part in parts if part not in SQUARE)
-    square = sum(layer.parts[part].macs for part in parts if part in SQUARE)
-    return line * steps + square * steps**2
 
 
 # The numbers of stages of the models that measure the cost of a stage; None: one before every layer but the first.

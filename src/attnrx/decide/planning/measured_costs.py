@@ -4,7 +4,7 @@ the runtime of a file format.
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from functools import cache, partial
 from hashlib import sha256
@@ -17,7 +17,7 @@ from torch import nn
 
 from attnrx.change.exporting import Format, Runtime
 from attnrx.change.realization import realize
-from attnrx.decide.planning.cost_table import CostTable, corrected, never_slower, never_slower_mlp
+from attnrx.decide.planning.cost_table import CostTable, never_slower, never_slower_mlp
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.support.errors import AttnrxError, NotSupported
@@ -26,7 +26,6 @@ from attnrx.support.modules import copy_module
 from attnrx.support.progress import Log, track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import read_tensors, write_tensors
-from attnrx.support.subprocess_runner import call_in_subprocess_if
 from attnrx.vit.costs import LatencyProtocol, interleave
 from attnrx.vit.costs.conditions import PRECISIONS
 from attnrx.vit.kernels.compilation import kernel_version
@@ -92,8 +91,8 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
     )
     # The layout: models with other patch sizes have the same layers and input shape, and another number of tokens.
     choices = space.axes, str(space.reducer), space.form, space.multiple
-    timing = settings.protocol, settings.batch, settings.whole_rounds, settings.timed_levels, settings.in_subprocess
-    timing = *timing, settings.form
+    timing = [settings.protocol, settings.batch, settings.whole_rounds, settings.timed_levels, settings.in_subprocess]
+    timing.append(settings.form)
     request = (facts, shape, space.shape.layout, linear, outside, timing, choices)
     path = cache_folder() / "costs" / f"{sha256(repr(request).encode()).hexdigest()[:16]}.safetensors"
     if may_measure() and path.exists():
@@ -149,20 +148,6 @@ def _fits(table: CostTable, space: Space) -> bool:
     )
 
 
-def timed_cost_table(
-    space: Space, settings: PlanSettings, latency_shares: Callable[[Mapping[str, nn.Module]], Mapping[str, float]]
-) -> CostTable:
-    """Times blocks, then whole models by `latency_shares`, and returns the corrected cost table.
-
-    With `in_subprocess` both have a process of their own: after the blocks were timed in it, whole models were slower.
-    The runtime of a format is used in this process, because it allocates its memory itself.
-    """
-    arguments = space, settings.protocol, settings.noise(space.model), settings.timed_levels, settings.form
-    forked = settings.in_subprocess and settings.form is None
-    blocks = call_in_subprocess_if(measured_cost_table, *arguments, in_subprocess=forked, on_line=settings.log)
-    return corrected(blocks, space, latency_shares)
-
-
 def measured_cost_table(
     space: Space,
     protocol: LatencyProtocol,
@@ -209,11 +194,12 @@ def measured_cost_table(
     # The last block is timed without compression only; its share of a block's time is assumed for all levels.
     last = timer.last(attention[0, 0]) / attention[0, 0]
     counts = np.arange(tokens + 1)
-    all_attention = _with_last(
-        _interpolated(counts, grid, attention), _interpolated(counts, grid, last * attention), space.depth
-    )
-    all_mlp = _with_last(_interpolated(counts, grid, mlp), _interpolated(counts, grid, last * mlp), space.depth)
-    return timer.whole(all_attention, all_mlp)
+    # The tables of all layers, of which the last one may be cheaper (last-layer class-token shortcut).
+    tables = [
+        np.stack([_interpolated(counts, grid, times)] * (space.depth - 1) + [_interpolated(counts, grid, last * times)])
+        for times in (attention, mlp)
+    ]
+    return timer.whole(*tables)
 
 
 def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[int], dim: int) -> np.ndarray:
@@ -229,11 +215,6 @@ def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[i
         weight = (shares[first] - shares[level]) / (shares[first] - shares[second])
         complete[level] = complete[first] + weight * (complete[second] - complete[first])
     return np.moveaxis(complete, 0, dim)
-
-
-def _with_last(others: np.ndarray, last: np.ndarray, depth: int) -> np.ndarray:
-    """Stacks the tables of all layers; the last one may be cheaper (last-layer class-token shortcut)."""
-    return np.stack([*([others] * (depth - 1)), last])
 
 
 class _Called(nn.Module):
@@ -256,26 +237,20 @@ class _Called(nn.Module):
         self.last, self.reduction = last, reduction
 
     def forward(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        # In the call, as in a model's: a copy of a module has no state of a call.
-        with nullcontext() if self.last is None else self.last.forward_pass(True):
-            return self._after_stage(tokens)
-
-    def _after_stage(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        if self.reduction is None:
-            return self._run(tokens)
-        # Sizes make attention proportional, and patch indices make it gather biases or rotations: both take time,
-        # whatever their values are.
-        run, count = TokenRun(), tokens.shape[1] - self.reduction.shape.layout.prefix
-        run.patches = self.reduction.shape.layout.patches
-        run.sizes = 1 + 0 * tokens[..., 0]  # not a constant, which a runtime could fold
-        run.patch_indices = torch.arange(count, device=tokens.device).expand(len(tokens), -1)
-        with self.reduction.continuing(run):
-            return self._run(tokens)
-
-    def _run(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens width"]:
-        for block in self.blocks:
-            output = block(tokens, *self.args, **self.kwargs)
-            tokens = output[0] if isinstance(output, tuple) else output
+        with ExitStack() as states:  # in the call, as in a model's: a copy of a module has no state of a call
+            if self.last is not None:
+                states.enter_context(self.last.forward_pass(True))
+            if self.reduction is not None:
+                # Sizes make attention proportional, and patch indices make it gather biases or rotations: both take
+                # time, whatever their values are.
+                run, count = TokenRun(), tokens.shape[1] - self.reduction.shape.layout.prefix
+                run.patches = self.reduction.shape.layout.patches
+                run.sizes = 1 + 0 * tokens[..., 0]  # not a constant, which a runtime could fold
+                run.patch_indices = torch.arange(count, device=tokens.device).expand(len(tokens), -1)
+                states.enter_context(self.reduction.continuing(run))
+            for block in self.blocks:
+                output = block(tokens, *self.args, **self.kwargs)
+                tokens = output[0] if isinstance(output, tuple) else output
         return tokens
 
 
@@ -334,8 +309,13 @@ class _Timer:
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
         """Returns the times of a block at several numbers of tokens after a stage; the last entry is that of all tokens
         before any stage."""
-        times = self._times(self._at(levels) if any(levels.values()) else self.space.model, self.layers, False)
-        return times / len(self.layers)
+        choices, model = Choices.nothing(self.space.depth), self.space.model
+        for axis, level in levels.items():
+            for layer in self.layers:
+                choices = choices.with_level(axis, layer, level)
+        if any(levels.values()):
+            model = realize(model, self.space.prescription(choices))
+        return self._times(model, self.layers, False) / len(self.layers)
 
     def last(self, full: np.ndarray) -> np.ndarray:
         """Returns the times of the last block with the last-layer class-token shortcut, if the model has one; those of
@@ -359,13 +339,6 @@ class _Timer:
     def _on_device(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.to(self.conditions.device, PRECISIONS[self.conditions.precision])
 
-    def _at(self, levels: Mapping[str, int]) -> nn.Module:
-        choices = Choices.nothing(self.space.depth)
-        for axis, level in levels.items():
-            for layer in self.layers if level else ():
-                choices = choices.with_level(axis, layer, level)
-        return realize(self.space.model, self.space.prescription(choices))
-
     def _turns(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         """Returns the median over rounds of every time, in original blocks: those of REFERENCE in the same round."""
         protocol = self.protocol
@@ -382,8 +355,11 @@ class _Timer:
         """Times the whole model and the model without blocks, and returns the cost table."""
         space, conditions = self.space, self.conditions
         images = conditions.prepare_images(self.images)
-        # What blocks cost together is the time of the model less that of the model without blocks.
-        models = {"own": space.model, "empty": self._empty()}
+        # What blocks cost together is the time of the model less that of the model with identity blocks.
+        empty = copy_module(space.model)
+        for block in blocks_of(empty, self.family):
+            block.forward = lambda tokens, *_, **__: tokens
+        models = {"own": space.model, "empty": empty}
         runs = {name: partial(self.runtime.prepare(model, images), images) for name, model in models.items()}
         rows = self._on_device(self.rows[self.grid[-1]])
         seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)})
@@ -396,13 +372,6 @@ class _Timer:
         sizes = layout.prefix, layout.patches
         costs = total, outside, attention * scale, mlp * scale, stages
         return CostTable("latency", *costs, *sizes, spread=float(np.median(self.spreads)))
-
-    def _empty(self) -> nn.Module:
-        """Returns the model with identity blocks."""
-        empty = copy_module(self.space.model)
-        for block in blocks_of(empty, self.family):
-            block.forward = lambda tokens, *_, **__: tokens
-        return empty
 
 
 def _recorded_calls(space: Space, protocol: LatencyProtocol, images: Tensor) -> list[ModuleCall]:

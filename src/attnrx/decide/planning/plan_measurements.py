@@ -15,8 +15,8 @@ from attnrx.change.exporting import export, precision_for
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.planning.allocation import Frontier, Step
-from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
-from attnrx.decide.planning.measured_costs import cached_cost_table, timed_cost_table
+from attnrx.decide.planning.cost_table import CostTable, corrected, exact_cost_table
+from attnrx.decide.planning.measured_costs import cached_cost_table, measured_cost_table
 from attnrx.decide.planning.plan_search import Trial, weights_of
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.reference_outputs import Answers, Deviation
@@ -46,18 +46,6 @@ def rounds_of(batch: int, macs: float = 0.0) -> int:
 def final_protocol(conditions: Conditions, batch: int) -> LatencyProtocol:
     """Returns the protocol of results: whole batches, wall clock, several processes."""
     return LatencyProtocol(conditions, rounds_of(batch), warmup=2, kernels=False, processes=PROCESSES)
-
-
-def final_speeds(
-    models: Mapping[str, nn.Module], original: nn.Module, reference: nn.Module, settings: PlanSettings
-) -> dict[str, float]:
-    """Returns how much faster models are than the `reference`, the original's library model, timed in turns.
-
-    In this process, because the runtime of a file allocates its memory itself.
-    """
-    protocol = replace(final_protocol(settings.conditions, settings.batch), processes=1)
-    speeds = compare_latencies(models, reference, settings.noise(original), protocol)
-    return {name: speed.faster.value for name, speed in speeds.items()}
 
 
 class PlanTimer:
@@ -92,8 +80,13 @@ class PlanTimer:
         """Returns the latency of blocks by rank and number of tokens, from the cache or measured."""
 
         def measure() -> CostTable:
-            shares = partial(self.latency_shares, rounds=self.settings.whole_rounds)
-            return timed_cost_table(self.space, self.settings, shares)
+            space, settings = self.space, self.settings
+            arguments = space, settings.protocol, settings.noise(space.model), settings.timed_levels, settings.form
+            # In a process of their own, as whole models: after the blocks were timed in it, these were slower. The
+            # runtime of a format is used in this process, because it allocates its memory itself.
+            forked = settings.in_subprocess and settings.form is None
+            blocks = call_in_subprocess_if(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
+            return corrected(blocks, space, partial(self.latency_shares, rounds=settings.whole_rounds))
 
         return cached_cost_table(self.space, self.settings, measure)
 
@@ -125,10 +118,6 @@ class PlanTimer:
             "in_subprocess": settings.in_subprocess,
             "torch": speed.torch_version,
         }
-
-    def of_file(self, model: nn.Module) -> float:
-        """Returns how much faster the file of a model is than the library's model."""
-        return 1 / self.latency_shares({"file": model}, ROUND_FACTOR * self.settings.whole_rounds)["file"]
 
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
         """Returns the latency of models, or of their files, as shares of that of the library's model, in turns."""
@@ -274,7 +263,7 @@ class PlanMeasurements:
         # Anew in every call: the machine may have been busy.
         model = self.realized(choices)
         if self.settings.to is not None:
-            return self.timer.of_file(model)
+            return 1 / self.timer.latency_shares({"": model}, ROUND_FACTOR * self.timer.settings.whole_rounds)[""]
         self._latencies[choices] = self.timer.of_model(model)
         return self._latencies[choices]["faster"]
 

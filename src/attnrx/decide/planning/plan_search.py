@@ -76,69 +76,57 @@ def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choic
 Build = Callable[[dict[str, float], Choices | None], Step]
 """Knobs, and a plan to start from -> the plan for the knobs at one cost, optimal or reached greedily from the start."""
 
-Measure = Callable[[dict[str, float], Step, Trial | None], Trial]
-"""Knobs, their plan, and the best known one -> the measured plan; one far worse is measured on fewer images."""
-
 
 def refine_plan(
-    space: Space, settings: PlanSettings, build: Build, measure: Measure, first: Trial
+    space: Space,
+    settings: PlanSettings,
+    build: Build,
+    measure: Callable[[dict[str, float], Step, Trial | None], Trial],
+    first: Trial,
 ) -> tuple[Trial, ...]:
-    """Builds and measures further plans, and returns all trials in order, `first` included (see `Proposals`)."""
-    if settings.trials < 2:
-        return (first,)
+    """Builds and measures further plans, and returns all trials in order, `first` included (see `proposed`).
+
+    `measure` gets the best known trial too: a plan that is far worse is measured on fewer images.
+    """
+    trials = [first]
+    even = space.even_schedules()[:EVEN] if settings.trials > 1 else ()
+    for _ in track(range(settings.trials if settings.trials > 1 else 0), "searching plans"):
+        knobs, step = proposed(space, settings, build, trials, even)
+        trials.append(measure(knobs, step, min(trials, key=_softened)))
+    return tuple(trials)
+
+
+def _softened(trial: Trial) -> float:
+    return trial.softened
+
+
+def proposed(
+    space: Space, settings: PlanSettings, build: Build, trials: Sequence[Trial], even: Sequence[Choices] = ()
+) -> tuple[dict[str, float], Step]:
+    """Returns the knobs and the plan to measure after these trials, the first of which is that of the closed form: from
+    every `even` schedule, then with random knobs, then variations of the best plan.
+    """
     # The search is over knobs first, because a few weights correct what the sum of sensitivities misses (interactions
     # of axes and of depth) in all layers at once; single choices are varied at the end.
-    even = space.even_schedules()[:EVEN]
-    broad = max(BROAD_LEAST, round(BROAD * (settings.trials - len(even))))
-    proposals = Proposals(space, build, first, even, broad, settings)
-    trials: list[Trial] = []
-    for _ in track(range(settings.trials), "searching plans"):
-        knobs, step = proposals.next(trials)
-        trials.append(measure(knobs, step, _best(first, trials)))
-    return first, *trials
-
-
-def _best(first: Trial, trials: Sequence[Trial]) -> Trial:
-    return min((first, *trials), key=lambda trial: trial.softened)
-
-
-@dataclass(frozen=True)
-class Proposals:
-    """Proposes the next plan: from every `even` schedule, then for `broad` trials with random knobs, then
-    variations of the best plan.
-    """
-
-    space: Space
-    build: Build
-    start: Trial
-    even: tuple[Choices, ...]
-    broad: int
-    settings: PlanSettings
-
-    def next(self, trials: Sequence[Trial]) -> tuple[dict[str, float], Step]:
-        """Returns the knobs and the plan to measure after these trials."""
-        start, number = self.start.knobs, len(trials)
-        if number < len(self.even):
-            with suppress(NotSupported):  # nothing near this schedule is cheap enough
-                return start, self.build(start, self.even[number])
-            return start, self.start.step
-        random = np.random.default_rng((self.settings.seed, number))
-        if number >= len(self.even) + self.broad:
-            return self._near(trials, random)
-        ranges = search_ranges(self.space).items()
-        knobs = {name: start[name] + float(random.uniform(-span, span)) for name, span in ranges}
-        return knobs, self.build(knobs, None)
-
-    def _near(self, trials: Sequence[Trial], random: np.random.Generator) -> tuple[dict[str, float], Step]:
-        # The plan of the closed form may be the best.
-        measured, best = {trial.step.choices for trial in (self.start, *trials)}, _best(self.start, trials)
-        steps: list[Step] = []
-        for _ in range(ATTEMPTS):
-            with suppress(NotSupported):  # the varied plan may not reach the budget
-                step = self.build(best.knobs, varied(self.space, best.step.choices, random))
-                steps += [step] * (step.choices not in measured)  # a plan is measured once
-            if len(steps) == self.settings.variations:
-                break
-        if not steps:
-            return best.knobs, self.build(best.knobs, best.step.choices)
-        return best.knobs, min(steps, key=lambda step: step.sensitivity)
+    start, number = trials[0], len(trials) - 1
+    if number < len(even):
+        with suppress(NotSupported):  # nothing near this schedule is cheap enough
+            return start.knobs, build(start.knobs, even[number])
+        return start.knobs, start.step
+    random = np.random.default_rng((settings.seed, number))
+    if number < len(even) + max(BROAD_LEAST, round(BROAD * (settings.trials - len(even)))):
+        ranges = search_ranges(space).items()
+        knobs = {name: start.knobs[name] + float(random.uniform(-span, span)) for name, span in ranges}
+        return knobs, build(knobs, None)
+    # The plan of the closed form may be the best.
+    measured, best = {trial.step.choices for trial in trials}, min(trials, key=_softened)
+    steps: list[Step] = []
+    for _ in range(ATTEMPTS):
+        with suppress(NotSupported):  # the varied plan may not reach the budget
+            step = build(best.knobs, varied(space, best.step.choices, random))
+            steps += [step] * (step.choices not in measured)  # a plan is measured once
+        if len(steps) == settings.variations:
+            break
+    if not steps:
+        return best.knobs, build(best.knobs, best.step.choices)
+    return best.knobs, min(steps, key=lambda step: step.sensitivity)

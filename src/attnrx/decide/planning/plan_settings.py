@@ -11,17 +11,13 @@ from attnrx.change.exporting import Format, parse_format
 from attnrx.decide.planning.space import AXES, LEVELS, RANKS, TOKENS, Space, require_axes, step_for
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.arguments import (
-    BATCH,
-    CALLBACK,
     COUNT,
     FASTER,
     NATURAL,
     NOT_NEGATIVE,
-    SEED,
     SHARE,
     TEXT,
     each,
-    instance,
     one_of,
     optional,
     require_fields,
@@ -202,8 +198,6 @@ class PlanSettings:
         require_fields(
             self,
             axes=optional(each(TEXT, f"some of {', '.join(AXES)}")),
-            batch=BATCH,
-            conditions=instance("attnrx.costs.Conditions", Conditions),
             clock=optional(one_of(*CLOCKS)),
             rounds=whole(2),
             whole_rounds=whole(2),
@@ -213,9 +207,6 @@ class PlanSettings:
             trials=NATURAL,
             min_ratio=NOT_NEGATIVE,
             max_ratio=NOT_NEGATIVE,
-            seed=SEED,
-            batch_size=BATCH,
-            log=CALLBACK,
             **dict.fromkeys((*counts, "num_front", "attempts"), COUNT),
         )
         # These raise before the work.

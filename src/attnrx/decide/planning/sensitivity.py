@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,7 +15,6 @@ from attnrx.change.realization import realize
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.reference_outputs import Answers, Pixels
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
-from attnrx.nouns.prescription import HiddenDecision, OutputDecision
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import (
@@ -62,14 +60,9 @@ def resumed(
         for index, block in enumerate(blocks_of(model, family)[:layer]):
             if family.mlp_paths(model) and index < layer - 1:
                 continue
-            outputs = given if index == layer - 1 else [call.output for call in earlier[index]]
-            stack.enter_context(replacing_forward(block, partial(_skipped, iter(outputs))))
+            outputs = iter(given if index == layer - 1 else [call.output for call in earlier[index]])
+            stack.enter_context(replacing_forward(block, lambda *_, outputs=outputs, **__: next(outputs)))
         yield
-
-
-def _skipped(outputs: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns the next output in place of that of a block."""
-    return next(outputs)
 
 
 Weights = Mapping[str, np.ndarray]
@@ -258,22 +251,18 @@ def removed_energies(space: Space, axis: str, level: int) -> list[float]:
     """Returns the sum of the squared strengths that a level of an axis removes from every layer."""
     piece = space.piece(axis, level)
     assert piece is not None
-    if axis == "qk":  # the prescription may not contain the original strengths of pruned directions
-        layers = zip(space.spectra, piece.layers, strict=True)
-        return [
-            float((spectrum.strength.square() * spectrum.used * ~layer.qk.keep).sum()) for spectrum, layer in layers
-        ]
-    return [sum(map(_removed_energy, (*layer.outputs.values(), layer.hidden))) for layer in piece.layers]
-
-
-def _removed_energy(output: OutputDecision | HiddenDecision | None) -> float:
-    if output is None:
-        return 0.0
-    if isinstance(output, HiddenDecision):
-        return float(output.strength.square()[~output.keep].sum())
-    # Per unit the rank keeps the largest strengths, in whatever order the file has them.
-    energies = output.strength.square().sort(dim=-1, descending=True).values
-    return sum(float(energy[rank:].sum()) for energy, rank in zip(energies, output.ranks, strict=True))
+    removed = [0.0] * space.depth
+    for index, (spectrum, layer) in enumerate(zip(space.spectra, piece.layers, strict=True)):
+        if axis == "qk":  # the prescription may not contain the original strengths of pruned directions
+            removed[index] += float((spectrum.strength.square() * spectrum.used * ~layer.qk.keep).sum())
+            continue
+        if layer.hidden is not None:
+            removed[index] += float(layer.hidden.strength.square()[~layer.hidden.keep].sum())
+        for output in layer.outputs.values():
+            # Per unit the rank keeps the largest strengths, in whatever order the file has them.
+            energies = output.strength.square().sort(dim=-1, descending=True).values
+            removed[index] += sum(float(each[rank:].sum()) for each, rank in zip(energies, output.ranks, strict=True))
+    return removed
 
 
 def _on_line(x: float, points: np.ndarray, values: np.ndarray) -> float:

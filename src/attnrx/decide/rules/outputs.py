@@ -1,6 +1,6 @@
 """Applies rules to heads, vo, fc1, fc2 and hidden."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -54,18 +54,16 @@ def output_metric(rule: Rule, name: str) -> str:
     """
     known, default = OUTPUT_METRICS, CENTERED
     if name == HEADS:
-        known, default = HEAD_METRICS, _head_metric(rule)
+        first = rule
+        while parts := inner_rules(first):  # of a combination the default of its first part
+            first = parts[0]
+        known, default = HEAD_METRICS, first.head_metric
     elif name == HIDDEN:
         known = HIDDEN_METRICS
     metric = metric_of(rule) or default
     if metric not in known:
         raise UnknownName(f"metric of {name}", metric, known)
     return metric
-
-
-def _head_metric(rule: Rule) -> str:
-    parts = inner_rules(rule)
-    return _head_metric(parts[0]) if parts else rule.head_metric
 
 
 def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
@@ -78,10 +76,16 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
         MissingMoments: The rule needs moments that the diagnosis lacks.
     """
     metric = output_metric(rule, HEADS)
-    _require_moments(diagnosis, HEADS, rule, metric)
+    _require_moments(HEADS, rule, _missing(diagnosis, metric))
     spectra, readings = [], []
     for layer in diagnosis.layers:
-        strength = _head_strengths(layer, metric)
+        if metric == OWN:
+            strength = (layer.spectrum.strength.double() * layer.spectrum.used).square().sum(-1).sqrt()
+        elif metric == WEIGHTS:  # the Frobenius norm of W_O W_V, from its singular values
+            strength = _value_directions(layer, metric).strength.square().sum(-1).sqrt()
+        else:
+            covariance = layer.reading("output_covariance").flatten(0, 1)
+            strength = elimination_losses(covariance, layer.reading("readout_gram")).sqrt()
         identity = torch.eye(len(strength), dtype=torch.float64)[None]  # rules read strengths; a spectrum needs rows
         spectra.append(_spectrum(identity, identity, strength[None], (0,), HEADS))
         numbers = torch.tensor([layer.spectrum.heads])  # in the original model
@@ -92,15 +96,6 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
         for decision, spectrum in zip(decided, spectra, strict=True)
     ]
     return [None if bool(decision.keep.all()) else decision for decision in decisions]
-
-
-def _head_strengths(layer: LayerDiagnosis, metric: str) -> Float[Tensor, "heads"]:
-    if metric == OWN:
-        return (layer.spectrum.strength.double() * layer.spectrum.used).square().sum(-1).sqrt()
-    if metric == WEIGHTS:  # the Frobenius norm of W_O W_V, from its singular values
-        return _value_directions(layer, metric).strength.square().sum(-1).sqrt()
-    covariance = layer.reading("output_covariance").flatten(0, 1)
-    return elimination_losses(covariance, layer.reading("readout_gram")).sqrt()
 
 
 def decide_values(
@@ -120,7 +115,7 @@ def decide_values(
     """
     metric = CENTERED if rule is None else output_metric(rule, "vo")
     if rule is not None:
-        _require_moments(diagnosis, "vo", rule, metric)
+        _require_moments("vo", rule, _missing(diagnosis, metric))
     balanced = [_value_directions(layer, metric) for layer in diagnosis.layers]
     tables = [_value_spectrum(table, layer, metric) for table, layer in zip(balanced, diagnosis.layers, strict=True)]
     spectra = [without_heads(table, removal) for table, removal in zip(tables, heads, strict=True)]
@@ -145,18 +140,16 @@ def decide_values(
     return decisions
 
 
-def _require_moments(diagnosis: Diagnosis, name: str, rule: Rule, metric: str) -> None:
-    needed = NEEDS[metric]
-    missing = sorted({reading for layer in diagnosis.layers for reading in needed if reading not in layer.readings})
+def _require_moments(name: str, rule: Rule, missing: Collection[str]) -> None:
     if missing:
-        raise _needs_moments(name, rule, ", ".join(missing))
+        raise MissingMoments(
+            f"{name}={rule} needs {', '.join(sorted(missing))}, which the diagnosis does not have: diagnose again with "
+            "Moments() among the diagnostics (attnrx diagnose --moments), or use metric=weights, which needs no data."
+        )
 
 
-def _needs_moments(name: str, rule: Rule, missing: str) -> MissingMoments:
-    return MissingMoments(
-        f"{name}={rule} needs {missing}, which the diagnosis does not have: diagnose again with Moments() among the "
-        "diagnostics (attnrx diagnose --moments), or use metric=weights, which needs no data."
-    )
+def _missing(diagnosis: Diagnosis, metric: str) -> set[str]:
+    return {name for layer in diagnosis.layers for name in NEEDS[metric] if name not in layer.readings}
 
 
 def without_heads(spectrum: Spectrum, heads: HeadDecision | None) -> Spectrum:
@@ -186,8 +179,7 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
         )
     maps = [layer.mlp[LINEAR_MAPS.index(name)] for layer in diagnosis.layers]
     entries = [entry for entry in maps if entry is not None]
-    if any(metric not in entry.metrics for entry in entries):
-        raise _needs_moments(name, rule, "the moments of its map")
+    _require_moments(name, rule, {"the moments of its map" for entry in entries if metric not in entry.metrics})
     tables = [entry.metrics[metric] for entry in entries]
     spectra = [
         _spectrum(table.directions[None], table.directions[None], table.strength[None], (0,), name) for table in tables
@@ -225,8 +217,9 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule) -> list[HiddenDecision | Non
             f"hidden={rule} needs an MLP of two linear maps, each one matrix, with only an activation between them, in "
             "every layer, which the model does not have; omit hidden."
         )
-    if any(metric not in entry.strength for entry in entries):
-        raise _needs_moments(HIDDEN, rule, "the moments of the hidden units")
+    _require_moments(
+        HIDDEN, rule, {"the moments of the hidden units" for each in entries if metric not in each.strength}
+    )
     strengths = [entry.strength[metric][None] for entry in entries]
     # Rows without features: an identity of all hidden units would be a large table that no rule reads.
     rows = [strength.new_zeros(*strength.shape, 0) for strength in strengths]

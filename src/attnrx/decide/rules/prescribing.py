@@ -89,7 +89,10 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
         )
         for decisions in zip(*decisions_by_map.values(), strict=True)
     )
-    if not (tokens is not None and tokens.policy.drops) and not any(map(_changes, spectra, layers)):
+    # Decisions about units exist only in layers where some are removed.
+    units = any(name in layer.decisions for layer in layers for name in UNIT_MAPS)
+    drops = tokens is not None and tokens.policy.drops
+    if not (drops or units or any(layer.outputs for layer in layers) or any(map(_changes_scores, spectra, scores))):
         raise NoOpPrescription(_no_op_message(spectra, scores, rules_by_map, tokens))
     texts = {name: str(rule) for name, rule in stated.items()}
     return Prescription(layers, texts, diagnosis.fingerprint, diagnosis.about, tokens)
@@ -214,12 +217,6 @@ def _require_readings(diagnosis: Diagnosis, rule: Rule) -> None:
             )
         tensors = {"strength": layer.spectrum.strength} | {name: layer.readings[name] for name in needed}
         require_finite_tensors(tensors, f"the diagnosis of layer {index}")
-
-
-def _changes(spectrum: Spectrum, layer: LayerPrescription) -> bool:
-    # Decisions about units exist only in layers where some are removed.
-    units = any(name in layer.decisions for name in UNIT_MAPS)
-    return bool(layer.outputs) or units or _changes_scores(spectrum, layer.qk)
 
 
 def _changes_scores(spectrum: Spectrum, layer: ScoreDecision) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.support.arguments import DEVICE, FLAG, THREADS, one_of, optional, require_fields
+from attnrx.support.arguments import one_of, require_fields
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.hardware import device_name
 from attnrx.support.modules import copy_module
@@ -82,14 +82,7 @@ class Conditions:
     graphs: bool = False
 
     def __post_init__(self):
-        require_fields(
-            self,
-            device=DEVICE,
-            precision=one_of(*PRECISIONS),
-            threads=optional(THREADS),
-            compiled=FLAG,
-            graphs=FLAG,
-        )
+        require_fields(self, precision=one_of(*PRECISIONS))
         if self.graphs and not self.on_cuda:
             raise InvalidInput(f"graphs=True on device={self.device!r}: CUDA graphs need device='cuda'.")
 

@@ -307,8 +307,8 @@ def compare_latencies(
     if unchanged is not None:
         models[same] = unchanged
     runs = _runs(models, images, protocol)
-    # [processes, rounds]
-    seconds = {name: torch.stack([run.seconds[name] for run in runs]) for name in models}
+    _, kernels, threads = runs[0]
+    seconds = {name: torch.stack([found[name] for found, *_ in runs]) for name in models}  # [processes, rounds]
     if same in seconds:
         seconds[UNCHANGED] = seconds[same]
 
@@ -319,20 +319,20 @@ def compare_latencies(
         return Ratio.of_processes(*sides) if len(runs) > 1 else Ratio.of(*(side[0] for side in sides))
 
     def compared(name: str) -> LatencyComparison:
-        first, faster = runs[0], ratio(REFERENCE, name)
+        faster = ratio(REFERENCE, name)
         assert faster is not None
         return LatencyComparison(
             candidate=Timing.of(seconds[name].flatten()),
             reference=Timing.of(seconds[REFERENCE].flatten()),
             faster=faster,
-            candidate_kernel=first.kernels[name],
-            reference_kernel=first.kernels[REFERENCE],
+            candidate_kernel=kernels[name],
+            reference_kernel=kernels[REFERENCE],
             batch=len(images),
             image_shape=tuple(images.shape[1:]),
             rounds=seconds[name].numel(),
-            clock=first.clock,
+            clock=protocol.resolved_clock,
             conditions=protocol.conditions,
-            threads=first.threads,
+            threads=threads,
             hardware=protocol.conditions.hardware,
             torch_version=torch.__version__,
             processes=len(runs),
@@ -344,14 +344,8 @@ def compare_latencies(
     return {name: compared(name) for name in candidates}
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The seconds of every model in the rounds of one process, its attention kernel, and the conditions."""
-
-    seconds: dict[str, Float[Tensor, "rounds"]]
-    kernels: dict[str, str]
-    clock: str
-    threads: int
+# The seconds of every model in the rounds of one process, its attention kernel, and the number of threads.
+_Run = tuple[dict[str, Float[Tensor, "rounds"]], dict[str, str], int]
 
 
 def _runs(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProtocol) -> list[_Run]:
@@ -373,8 +367,7 @@ def _run(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProto
         runs: dict[str, Callable[[], object]] = {
             name: partial(conditions.prepare(model), batch) for name, model in models.items()
         }
-        clock = protocol.resolved_clock
-        seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock)
+        seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=protocol.resolved_clock)
         # Profiled after the rounds: profiling slows a pass.
         kernels = {name: profiled(run).attention_kernel if protocol.kernels else "" for name, run in runs.items()}
-        return _Run(seconds, kernels, clock, torch.get_num_threads())
+        return seconds, kernels, torch.get_num_threads()
