@@ -49,8 +49,6 @@ LAYER = fields.Record(
 )
 RECORD = fields.Record(
     {
-        "kind": fields.Choice((KIND,)),
-        "schema": fields.Choice((SCHEMA,)),
         "fingerprint": fields.Text(),
         "about": fields.JSON_OBJECT,
         "tensors_sha256": fields.Text(),

@@ -47,8 +47,6 @@ FINDING = fields.Record(
 )
 RECORD = fields.Record(
     {
-        "kind": fields.Choice((KIND,)),
-        "schema": fields.Choice((SCHEMA,)),
         "outcome": fields.Choice(OUTCOMES),
         "about": fields.JSON_OBJECT,
         "findings": fields.Items(FINDING),

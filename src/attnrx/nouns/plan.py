@@ -23,8 +23,6 @@ NUMBER = fields.Optional(fields.Number())
 RECORD = fields.Record(
     {
         **{name: PLAN.known[name] for name in ("expected", "measured")},
-        "kind": fields.Choice((KIND,)),
-        "schema": fields.Choice((SCHEMA,)),
         "target": fields.Text(),
         "spend": fields.Text(),
         "price": fields.Number(),

@@ -141,8 +141,6 @@ REALIZED = fields.Record(
 ABOUT = fields.Record(more={"plan": PLAN, "realized": REALIZED}, open=True)
 RECORD: fields.Field = fields.Record(
     {
-        "kind": fields.Choice((KIND,)),
-        "schema": fields.Choice((SCHEMA,)),
         "fingerprint": fields.Text(),
         "rules": fields.Record(more={**dict.fromkeys(LAYER_MAPS, fields.Text()), TOKENS: fields.Text(parse_policy)}),
         "about": ABOUT,

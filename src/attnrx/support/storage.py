@@ -329,7 +329,7 @@ def read_record(path: Path | str, kind: str, schema: int, fields: Field) -> dict
         path: The file.
         kind: Its kind, e.g. "attnrx evidence".
         schema: The version of its schema.
-        fields: Which values are valid.
+        fields: Which values are valid, without kind and version.
 
     Returns:
         The record.
@@ -340,7 +340,8 @@ def read_record(path: Path | str, kind: str, schema: int, fields: Field) -> dict
     record = read_json(path)
     # Kind and version first: the fields of another kind of file would be reported as damaged ones.
     check_schema(record, kind, schema, path)
-    return validated(record, fields, path)
+    validated({name: value for name, value in record.items() if name not in ("kind", "schema")}, fields, path)
+    return record
 
 
 def require_finite_tensors(tensors: Mapping[str, Tensor], what: str) -> None:

@@ -94,10 +94,9 @@ def origin_of(
         )
     # By rules and ranks, not by tensors: refits and calibrated thresholds are written into the prescription of a
     # realized model, and its policy.
-    decided = [
-        (replace(each, tokens=None).rules, each.ranks, each.tokens is None) for each in (stored, prescription) if each
-    ]
-    if decided[0] != decided[-1]:
+    both = prescription, stored or prescription
+    given, own = ((replace(each, tokens=None).rules, each.ranks, each.tokens is None) for each in both)
+    if given != own:
         raise InvalidInput(
             f"the prescription {prescription} is not the one that {source} was made by ({stored}); omit it, or give "
             "the candidate that was made by it."

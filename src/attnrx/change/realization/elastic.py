@@ -13,7 +13,7 @@ from torch import nn
 from attnrx.support.dataclass_records import fields_of, of_fields
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.storage import read_record, write_json
-from attnrx.support.validation import Choice, Flag, Integer, Invalid, Items, Number, Optional, Record, Text
+from attnrx.support.validation import Flag, Integer, Invalid, Items, Number, Optional, Record, Text
 from attnrx.vit.models import family_of, load_model, model_fingerprint, reduction_of
 from attnrx.vit.tokens import TokenPolicy
 
@@ -54,8 +54,6 @@ SIZE = Record(
 )
 RECORD = Record(
     {
-        "kind": Choice((KIND,)),
-        "schema": Choice((SCHEMA,)),
         "sizes": Items(SIZE, 1, MOST_SIZES),
         "about": Record({}, {"macs": Integer(1), "params": Integer(1), "fingerprint": Text()}, open=True),
     },
