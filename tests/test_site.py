@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 REGISTRIES = {
-    "rules": rx.rules.RULES,
+    "rules": rx.rules.known_rules(),
     "checks": rx.checks.all_checks(),
     "tokens": rx.tokens.known_reducers(),
     "diagnostics": rx.diagnostics.DIAGNOSTICS,

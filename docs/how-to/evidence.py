@@ -10,7 +10,8 @@
 import os
 
 import attnrx as rx
-from attnrx_lab.checks import Robustness
+from attnrx_lab.checks import Controls, Robustness
+from attnrx_lab.rules import control_prescriptions
 
 MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, a folder saved by attnrx
 DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, or a known name
@@ -81,8 +82,8 @@ for finding in evidence.of("fidelity"):
 # original than the rule's selection, with a paired interval: above zero, the rule is better than the control.
 
 # %%
-prescriptions = rx.control_prescriptions(diagnosis, prescription, kinds=("random", "largest"), draws=3)
-controls = rx.checks.Controls(prescriptions, lambda found: rx.realize(model, found))
+prescriptions = control_prescriptions(diagnosis, prescription, kinds=("random", "largest"), draws=3)
+controls = Controls(prescriptions, lambda found: rx.realize(model, found))
 for finding in rx.verify(slim, model, splits.test, [controls], prescription=prescription).findings:
     print(f"{finding.claim}: {finding.value:.4g} {finding.unit} [{finding.low:.3g}, {finding.high:.3g}]")
 

@@ -18,7 +18,7 @@ def _snake_case(name: str) -> str:
 
 # Every kind of part: its registry, name in text -> class.
 REGISTRIES: Mapping[str, Callable[[], Registry]] = {
-    "rules": lambda: rx.rules.RULES,
+    "rules": rx.rules.known_rules,
     "checks": rx.checks.all_checks,
     "tokens": rx.tokens.known_reducers,
     "losses": lambda: {_snake_case(kind.__name__): kind for kind in rx.losses.LOSSES},

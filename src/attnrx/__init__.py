@@ -29,7 +29,6 @@ HOMES = {
     "Spectrum": "attnrx.vit.spectrum",
     "TrainingConfig": "attnrx.training",
     "ViTConfig": "attnrx.vit.models",
-    "control_prescriptions": "attnrx.decide.rules",
     "diagnose": "attnrx.decide.diagnosing",
     "distill": "attnrx.change.realization.distillation",
     "elastic": "attnrx.verbs.elastic",
@@ -83,7 +82,6 @@ __all__ = [
     "__version__",
     "adapt_preprocessing",
     "checks",
-    "control_prescriptions",
     "diagnose",
     "distill",
     "elastic",
@@ -117,7 +115,6 @@ if TYPE_CHECKING:
     from attnrx.decide import diagnostics, planning, rules  # noqa: F401
     from attnrx.decide.diagnosing import diagnose
     from attnrx.decide.planning import plan
-    from attnrx.decide.rules import control_prescriptions
     from attnrx.nouns.diagnosis import Diagnosis
     from attnrx.nouns.evidence import Evidence, Finding
     from attnrx.nouns.prescription import Prescription
@@ -142,6 +139,7 @@ if TYPE_CHECKING:
 _FORMER = {
     "refine": "attnrx.repair, which fits queries and keys with the other maps of a block",
     "to_svda": "attnrx_lab.conversion.to_svda",
+    "control_prescriptions": "attnrx_lab.rules.control_prescriptions",
     "measure_divergence": "attnrx_lab.rules.measure_divergence",
     "measure_sublayers": "heads=, hidden= or tokens=: linear maps in place of sublayers did not pay",
     "Budget": "attnrx.plan",

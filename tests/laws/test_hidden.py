@@ -12,10 +12,10 @@ from attnrx.change.decompositions import compensated, unit_losses
 from attnrx.change.decompositions.hidden_units import BLOCK
 from attnrx.change.decompositions.least_squares import DAMPING
 from attnrx.decide.planning.cost_table import prescribed_costs
-from attnrx.decide.rules import control_prescriptions
 from attnrx.decide.rules.outputs import HIDDEN_METRICS
 from attnrx.support.errors import InvalidRule, NoOpPrescription, NotSupported, UnknownName
 from attnrx.vit.models import LowRankLinear, family_of
+from attnrx_lab.rules import control_prescriptions
 from support import cases
 from support.comparisons import assert_text_and_files_give_the_same_model, pixels
 from support.pretrained import VIT, of_timm

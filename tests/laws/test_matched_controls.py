@@ -9,11 +9,11 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.decide.planning.cost_table import prescribed_costs
-from attnrx.decide.rules import CONTROLS, control_prescriptions
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported
 from attnrx.vit.models import family_of
+from attnrx_lab.rules import CONTROLS, control_prescriptions
 from support import cases
 from support.comparisons import pixels
 from support.pretrained import VIT, of_timm

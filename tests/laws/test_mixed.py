@@ -10,7 +10,7 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.change.realization import compressed_spec
-from attnrx.decide.rules import RandomMatched, prescribe_maps
+from attnrx.decide.rules import prescribe_maps
 from attnrx.nouns.prescription import Basis, Prescription, ScoreDecision
 from attnrx.support.errors import CheckpointError, InvalidInput, InvalidRule, NotSupported
 from attnrx.support.storage import read_json, write_json
@@ -19,7 +19,7 @@ from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.tokens import parse_policy
 from attnrx_lab.papers.ownership import project_fusion_
-from attnrx_lab.rules import FusionOwner, SharedRank
+from attnrx_lab.rules import FusionOwner, RandomMatched, SharedRank
 from support import cases
 from support.comparisons import logits, pixels
 

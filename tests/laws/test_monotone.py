@@ -6,18 +6,19 @@ from itertools import pairwise
 import pytest
 import torch
 
-from attnrx.decide.rules import (
-    EnergyRetention,
+from attnrx.decide.rules import EnergyRetention, Rule, score_bound
+from attnrx.nouns.prescription import ScoreDecision
+from attnrx_lab.rules import (
+    ContributionEnergy,
     LargestMatched,
+    NormClip,
     RandomMatched,
-    Rule,
+    Shrinkage,
     Threshold,
     TopRank,
+    UniformHeads,
     UniformMatched,
-    score_bound,
 )
-from attnrx.nouns.prescription import ScoreDecision
-from attnrx_lab.rules import ContributionEnergy, NormClip, Shrinkage, UniformHeads
 from support.cases import RULES
 from support.diagnoses import diagnosis, permuted
 

@@ -19,9 +19,10 @@ from attnrx.data.model_data import images_for
 from attnrx.decide.planning.planner import expected_of
 from attnrx.decide.planning.reference_outputs import Answers
 from attnrx.nouns.evidence import Evidence
-from attnrx.show.checks import Accuracy, Calibration, Controls, Fidelity, Promises, Retrieval
+from attnrx.show.checks import Accuracy, Calibration, Fidelity, Promises, Retrieval
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.vit.outputs import KINDS, output_kind_of
+from attnrx_lab.checks import Controls
 
 IMAGES = torch.randn(48, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

@@ -9,16 +9,7 @@ from torch import nn
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.diagnosing import diagnose
-from attnrx.decide.rules import (
-    METRICS,
-    EnergyRetention,
-    Rule,
-    TopRank,
-    TotalRank,
-    UniformRank,
-    in_metric,
-    prescribe_maps,
-)
+from attnrx.decide.rules import METRICS, EnergyRetention, Rule, TotalRank, UniformRank, in_metric, prescribe_maps
 from attnrx.decide.rules.metrics import rewritten
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
@@ -27,7 +18,7 @@ from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_product_macs
 from attnrx.vit.maps import OUTPUT_MAPS
 from attnrx.vit.models import VisionTransformer, family_of, observing
-from attnrx_lab.rules import DivergenceRank, FusionRank, SharedRank, measure_divergence
+from attnrx_lab.rules import DivergenceRank, FusionRank, SharedRank, TopRank, measure_divergence
 from attnrx_lab.rules.shared import JointForm
 from support import cases
 from support.comparisons import logits, pixels, whole

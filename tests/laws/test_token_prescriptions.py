@@ -13,7 +13,6 @@ from attnrx.change.realization import prescribed_tokens, realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.planning.space import Space
-from attnrx.decide.rules import control_prescriptions
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.show.checks import Comparison
@@ -34,6 +33,7 @@ from attnrx.vit.tokens import (
     parse_policy,
 )
 from attnrx_lab.checks import Bounds
+from attnrx_lab.rules import control_prescriptions
 from attnrx_lab.tokens import (
     HaltingScores,
 )

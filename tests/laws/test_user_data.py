@@ -15,8 +15,9 @@ import attnrx as rx
 from attnrx.data import Batch, ImageSet, image_set
 from attnrx.data.model_data import images_for, splits_for
 from attnrx.support.errors import AttnrxError, DataError, InvalidInput
-from attnrx_lab.checks import Transfer
+from attnrx_lab.checks import Controls, Transfer
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
+from attnrx_lab.rules import control_prescriptions
 from support import cases
 
 COUNT = 13
@@ -200,9 +201,9 @@ def test_answers_of_several_passes_are_those_of_the_same_images(form: Callable[[
     diagnosis = rx.diagnose(vit, IMAGES)
     prescription = rx.prescribe(diagnosis, "total_rank:0.5")
     slim = rx.realize(vit, prescription)
-    controls = rx.control_prescriptions(diagnosis, prescription, draws=1)
+    controls = control_prescriptions(diagnosis, prescription, draws=1)
     of_several_passes = (
-        rx.checks.Controls(controls, lambda drawn: rx.realize(vit, drawn)),
+        Controls(controls, lambda drawn: rx.realize(vit, drawn)),
         Transfer(image_set((IMAGES, LABELS)), 3, seeds=(0,), epochs=1),
     )
     for check in of_several_passes:

@@ -80,7 +80,6 @@ def valid_arguments(folder: Path) -> dict[str, dict[str, Any]]:
     pair, on_images = {"candidate": slim, "reference": model}, {"model": model, "data": images}
     return {
         "adapt_preprocessing": {**named, "model": model},
-        "control_prescriptions": {"diagnosis": diagnosis, "prescription": prescription},
         "diagnose": on_images,
         "distill": {**pair, "calibration": images},
         "elastic": {**on_images, "folder": folder / "elastic", "macs": (0.5,)},

@@ -7,7 +7,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from attnrx.decide.rules import EnergyRetention, Threshold, prescribe_maps
+from attnrx.decide.rules import EnergyRetention, prescribe_maps
+from attnrx_lab.rules import Threshold
 from support.diagnoses import diagnosis, of_strengths
 
 

@@ -8,31 +8,9 @@ import torch
 
 from attnrx.change.realization import realize
 from attnrx.data import LoadedImages, Normalization, from_tensors
-from attnrx.decide.rules import (
-    EffectiveRank,
-    EnergyRetention,
-    LargestMatched,
-    RandomMatched,
-    Rule,
-    Threshold,
-    TopRank,
-    TotalRank,
-    UniformMatched,
-    UniformRank,
-)
+from attnrx.decide.rules import EnergyRetention, Rule, TotalRank, UniformRank
 from attnrx.nouns.prescription import HeadDecision, LayerPrescription, Prescription, ScoreDecision
-from attnrx.show.checks import (
-    Accuracy,
-    Calibration,
-    Check,
-    Controls,
-    Costs,
-    Features,
-    Fidelity,
-    Latency,
-    Promises,
-    Retrieval,
-)
+from attnrx.show.checks import Accuracy, Calibration, Check, Costs, Features, Fidelity, Latency, Promises, Retrieval
 from attnrx.training.losses import Loss, PerturbationRobustness, TargetRank, Task
 from attnrx.vit.costs import LatencyProtocol
 from attnrx.vit.models import (
@@ -57,16 +35,22 @@ from attnrx.vit.tokens import (
     ToMe,
     Ward,
 )
-from attnrx_lab.checks import Robustness, Transfer
+from attnrx_lab.checks import Controls, Robustness, Transfer
 from attnrx_lab.lvvit import LVViT, LVViTConfig
 from attnrx_lab.rules import (
     ContributionEnergy,
+    EffectiveRank,
     FusionRank,
+    LargestMatched,
     MedianThreshold,
     NormClip,
+    RandomMatched,
     SharedRank,
     Shrinkage,
+    Threshold,
+    TopRank,
     UniformHeads,
+    UniformMatched,
 )
 from attnrx_lab.tokens import (
     ATS,

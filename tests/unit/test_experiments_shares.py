@@ -5,7 +5,7 @@ import pytest
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import prescribed_costs
-from attnrx.decide.rules import ByLayer, TopRank, parse_rule
+from attnrx.decide.rules import ByLayer, parse_rule
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidInput
@@ -13,6 +13,7 @@ from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.models import VisionTransformer, family_of
 from attnrx_lab.baselines.compressor import GRID, largest_share
 from attnrx_lab.comparison.methods import Template, costs_at
+from attnrx_lab.rules import TopRank
 from support import cases
 from support.comparisons import pixels
 

@@ -9,27 +9,26 @@ import torch
 
 import attnrx
 from attnrx.decide.diagnostics import Moments, suited_diagnostics
-from attnrx.decide.rules import (
-    And,
-    EffectiveRank,
-    EnergyRetention,
-    LargestMatched,
-    RandomMatched,
-    Rule,
-    Threshold,
-    TopRank,
-    TotalRank,
-    UniformMatched,
-    UniformRank,
-    parse_rule,
-    prescribe_maps,
-)
+from attnrx.decide.rules import And, EnergyRetention, Rule, TotalRank, UniformRank, parse_rule, prescribe_maps
 from attnrx.decide.rules.outputs import decide_heads
 from attnrx.decide.rules.rule import readings_needed
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import OutputDecision, Prescription
 from attnrx.support.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
-from attnrx_lab.rules import ContributionEnergy, MedianThreshold, NormClip, RemoveHeads, Shrinkage, UniformHeads
+from attnrx_lab.rules import (
+    ContributionEnergy,
+    EffectiveRank,
+    LargestMatched,
+    MedianThreshold,
+    NormClip,
+    RandomMatched,
+    RemoveHeads,
+    Shrinkage,
+    Threshold,
+    TopRank,
+    UniformHeads,
+    UniformMatched,
+)
 from support import cases, comparisons
 from support.diagnoses import diagnosis, layer, of_strengths, spectrum
 

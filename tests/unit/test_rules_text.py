@@ -2,24 +2,21 @@
 
 import pytest
 
-from attnrx.decide.rules import (
-    And,
-    ByLayer,
+from attnrx.decide.rules import And, ByLayer, EnergyRetention, Or, Rule, TotalRank, UniformRank, known_rules, parse_rule
+from attnrx.support.errors import InvalidRule, UnknownName
+from attnrx_lab.rules import (
+    DivergenceRank,
     EffectiveRank,
-    EnergyRetention,
+    FusionOwner,
     LargestMatched,
-    Or,
     RandomMatched,
-    Rule,
+    RemoveHeads,
+    SharedRank,
+    Shrinkage,
     Threshold,
     TopRank,
-    TotalRank,
-    UniformRank,
-    known_rules,
-    parse_rule,
+    UniformHeads,
 )
-from attnrx.support.errors import InvalidRule, UnknownName
-from attnrx_lab.rules import DivergenceRank, FusionOwner, RemoveHeads, SharedRank, Shrinkage, UniformHeads
 from support.cases import REWRITING
 from support.cases import RULES as OWN
 

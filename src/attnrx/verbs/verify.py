@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,10 +13,8 @@ from torch import nn
 from attnrx.change.exporting import DYNAMIC, Exported, export
 from attnrx.change.realization import realize
 from attnrx.change.realization.elastic import Elastic, is_elastic
-from attnrx.change.realization.fits import realize_and_fit, recorded_fits
-from attnrx.data import ImageData, ImageSet, Splits, num_dataset_classes, require_labels
+from attnrx.data import ImageData, ImageSet, Splits, require_labels
 from attnrx.data.model_data import images_for
-from attnrx.decide.rules import control_prescriptions
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.nouns.evidence import judged as judged_finding
@@ -288,36 +285,10 @@ def _instances(
                 "checks=[attnrx.checks.Accuracy(most_drop=0.5)], or their text."
             )
         # Inputs are prepared, and missing ones are an error, only for a check that was requested.
-        inputs: dict[str, Any] = {}
-        if check.name == "controls":
-            inputs = _control_inputs(comparison, origin, splits, draws)
-        elif check.name == "transfer":
-            if splits is None:
-                raise InvalidInput(
-                    "the check transfer trains a head on other images: give splits=attnrx.load_data(...)."
-                )
-            inputs = {"training": splits.train, "classes": num_dataset_classes(splits)}
-        kinds: Mapping[str, Any] = all_checks()
-        return kinds[check.name](**check.knobs, **inputs)
+        kind: Any = all_checks()[check.name]
+        return kind(**check.knobs, **kind.inputs(comparison, origin.how, splits, draws))
 
     return tuple(map(instance_of, checks))
-
-
-def _control_inputs(
-    comparison: Comparison, origin: CandidateOrigin, splits: Splits | None, draws: int
-) -> dict[str, Any]:
-    """Returns controls with the candidate's ranks, and how they are realized: with its settings and recorded seeds."""
-    prescription, diagnosis, how = origin.prescription, comparison.diagnosis, origin.how
-    if prescription is None or diagnosis is None or not how or splits is None:
-        raise InvalidInput(
-            "controls are prescribed from a diagnosis and realized with the candidate's settings on training images: "
-            "give diagnosis (--diagnosis FILE), splits, and a candidate made by `attnrx realize`, whose folder records "
-            "its settings."
-        )
-    images = splits.train.take(min(how["calibration_images"], len(splits.train)))
-    settings = {"images": images, "fits": recorded_fits(how), "by": how["by"], "norms": how["norms"]}
-    prescriptions = control_prescriptions(diagnosis, prescription, draws=draws, seed=comparison.seed)
-    return {"prescriptions": prescriptions, "realize": partial(realize_and_fit, comparison.reference, **settings)}
 
 
 def _findings(checks: Sequence[Check], comparison: Comparison, notes: list[str]) -> tuple[Finding, ...]:

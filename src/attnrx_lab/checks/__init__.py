@@ -1,7 +1,11 @@
-"""Checks of the laboratory: accuracy on corrupted images, transfer to another dataset, and the theorems of SVDA."""
+"""Checks of the laboratory: matched controls, accuracy on corrupted images, transfer, and the theorems of SVDA."""
 
+from attnrx.show.checks import register_check
 from attnrx_lab.checks.bounds import Bounds
+from attnrx_lab.checks.controls import Controls
 from attnrx_lab.checks.robustness import Robustness
 from attnrx_lab.checks.transfer import Transfer
 
-__all__ = ["Bounds", "Robustness", "Transfer"]
+__all__ = ["Bounds", "Controls", "Robustness", "Transfer"]
+
+register_check(Controls)

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from attnrx.data import ImageSet, dataset_labels, require_labelled
+from attnrx.data import ImageSet, Splits, dataset_labels, num_dataset_classes, require_labelled
 from attnrx.data.images import generator
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check
@@ -59,6 +59,19 @@ class Transfer(Check):
                 f"epochs={self.epochs}, learning_rate={self.learning_rate}): give at least two classes, one image, one "
                 "epoch, one seed, and a learning rate above 0."
             )
+
+    @classmethod
+    def inputs(
+        cls, comparison: Comparison, how: Mapping[str, Any], splits: Splits | None, draws: int
+    ) -> dict[str, Any]:
+        """Returns the training images and the number of their classes.
+
+        Raises:
+            InvalidInput: There are no splits.
+        """
+        if splits is None:
+            raise InvalidInput("the check transfer trains a head on other images: give splits=attnrx.load_data(...).")
+        return {"training": splits.train, "classes": num_dataset_classes(splits)}
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         return self.of_each({"candidate": comparison.candidate}, comparison)["candidate"]

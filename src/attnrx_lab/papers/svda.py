@@ -12,18 +12,18 @@ from torch import nn
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet, Splits, load_data
 from attnrx.decide.diagnosing import diagnose
-from attnrx.decide.rules import EnergyRetention, Rule, TopRank, control_prescriptions
+from attnrx.decide.rules import EnergyRetention, Rule
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.checks import Accuracy, Comparison, Controls, Costs, Fidelity
+from attnrx.show.checks import Accuracy, Comparison, Costs, Fidelity
 from attnrx.support.errors import NoOpPrescription, UnknownName
 from attnrx.support.progress import Log
 from attnrx.training import TrainingConfig, train
 from attnrx.verbs.load import load
 from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.models import SCENARIOS, build_model
-from attnrx_lab.checks import Bounds
+from attnrx_lab.checks import Bounds, Controls
 from attnrx_lab.papers.experiment import (
     Experiment,
     MeasureKey,
@@ -35,6 +35,7 @@ from attnrx_lab.papers.experiment import (
     plain_measures,
 )
 from attnrx_lab.papers.sources import generated_splits
+from attnrx_lab.rules import TopRank, control_prescriptions
 
 KINDS = ("mask", "renormalized", "exact", "refit")
 CONTROL_KINDS = ("mask", "renormalized", "refit")  # how controls are realized

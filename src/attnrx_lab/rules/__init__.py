@@ -1,25 +1,35 @@
-"""Rules of the laboratory: directions that heads share (IrrAtt), and simple ones that few need.
+"""Rules of the laboratory: those of SVDA, directions that heads share (IrrAtt), controls, and ones that few need.
 
 An entry point of the group `attnrx.parts` imports this package wherever a text names a rule.
 """
 
 from attnrx.decide.rules import register_rule
+from attnrx_lab.rules.controls import CONTROLS, control_prescriptions
 from attnrx_lab.rules.divergence import DivergenceRank, measure_divergence
-from attnrx_lab.rules.heads import RemoveHeads
+from attnrx_lab.rules.matched import LargestMatched, RandomMatched, UniformMatched
 from attnrx_lab.rules.shared import FusionOwner, FusionRank, SharedRank
 from attnrx_lab.rules.simple import ContributionEnergy, MedianThreshold, NormClip, Shrinkage, UniformHeads
+from attnrx_lab.rules.svda import EffectiveRank, RemoveHeads, Threshold, TopRank
 
 __all__ = [
+    "CONTROLS",
     "ContributionEnergy",
     "DivergenceRank",
+    "EffectiveRank",
     "FusionOwner",
     "FusionRank",
+    "LargestMatched",
     "MedianThreshold",
     "NormClip",
+    "RandomMatched",
     "RemoveHeads",
     "SharedRank",
     "Shrinkage",
+    "Threshold",
+    "TopRank",
     "UniformHeads",
+    "UniformMatched",
+    "control_prescriptions",
     "measure_divergence",
 ]
 
@@ -33,6 +43,12 @@ for _kind in (
     Shrinkage,
     NormClip,
     UniformHeads,
+    EffectiveRank,
     RemoveHeads,
+    Threshold,
+    TopRank,
+    LargestMatched,
+    RandomMatched,
+    UniformMatched,
 ):
     register_rule(_kind)

@@ -2,17 +2,8 @@
 
 from typing import Any
 
-from attnrx.decide.rules.by_strength import (
-    EffectiveRank,
-    EnergyRetention,
-    Threshold,
-    TopRank,
-    TotalRank,
-    UniformRank,
-)
-from attnrx.decide.rules.controls import CONTROLS, control_prescriptions
+from attnrx.decide.rules.by_strength import EnergyRetention, TotalRank, UniformRank
 from attnrx.decide.rules.decisions import score_bound
-from attnrx.decide.rules.matched import LargestMatched, RandomMatched, UniformMatched
 from attnrx.decide.rules.metrics import METRICS, rewritten
 from attnrx.decide.rules.outputs import OUTPUT_METRICS
 from attnrx.decide.rules.parsing import (
@@ -29,26 +20,18 @@ from attnrx.decide.rules.prescribing import prescribe_maps, require_remainder
 from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, in_metric
 
 __all__ = [
-    "CONTROLS",
     "METRICS",
     "OUTPUT_METRICS",
     "RULES",
     "And",
     "ByLayer",
-    "EffectiveRank",
     "EnergyRetention",
-    "LargestMatched",
     "Or",
-    "RandomMatched",
     "Rule",
     "RulesLike",
-    "Threshold",
-    "TopRank",
     "TotalRank",
-    "UniformMatched",
     "UniformRank",
     "by_layer",
-    "control_prescriptions",
     "in_metric",
     "known_rules",
     "parse_rule",
@@ -61,8 +44,11 @@ __all__ = [
     "split_maps",
 ]
 
+_MOVED = "CONTROLS EffectiveRank LargestMatched RandomMatched RemoveHeads Threshold TopRank UniformMatched"
+_MOVED = {*_MOVED.split(), "control_prescriptions"}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "RemoveHeads":
-        raise AttributeError("attnrx.rules.RemoveHeads was moved; use attnrx_lab.rules.RemoveHeads (CHANGELOG.md).")
+    if name in _MOVED:
+        raise AttributeError(f"attnrx.rules.{name} was moved; use attnrx_lab.rules.{name} (CHANGELOG.md).")
     raise AttributeError(f"module 'attnrx.rules' has no attribute {name!r}.")

@@ -2,15 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from attnrx.decide.rules.by_strength import (
-    EffectiveRank,
-    EnergyRetention,
-    Threshold,
-    TopRank,
-    TotalRank,
-    UniformRank,
-)
-from attnrx.decide.rules.matched import LargestMatched, RandomMatched, UniformMatched
+from attnrx.decide.rules.by_strength import EnergyRetention, TotalRank, UniformRank
 from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, rule_name
 from attnrx.nouns.prescription import TokenPrescription
 from attnrx.support.errors import InvalidInput, InvalidRule, UnknownName
@@ -19,22 +11,8 @@ from attnrx.support.text_parsing import Language, TextReader, split_named
 from attnrx.vit.maps import LAYER_MAPS, MAPS, TOKENS
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
-# The rules of this package by their names in texts; the last three are controls, which match another rule.
-RULES: Mapping[str, type[Rule]] = {
-    rule_name(kind): kind
-    for kind in (
-        EnergyRetention,
-        Threshold,
-        TopRank,
-        TotalRank,
-        UniformRank,
-        EffectiveRank,
-        ByLayer,
-        RandomMatched,
-        LargestMatched,
-        UniformMatched,
-    )
-}
+# The rules of this package by their names in texts; those of papers and matched controls are in the laboratory.
+RULES: Mapping[str, type[Rule]] = {rule_name(kind): kind for kind in (EnergyRetention, TotalRank, UniformRank, ByLayer)}
 
 _REGISTERED: dict[str, type[Rule]] = {}
 

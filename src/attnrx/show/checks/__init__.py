@@ -7,13 +7,13 @@ findings = [finding for check in standard() for finding in check(comparison)]
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
+from typing import Any
 
 from attnrx.change.predictions import Predictions
 from attnrx.show.checks.accuracy import Accuracy
 from attnrx.show.checks.calibration import Calibration
 from attnrx.show.checks.check import Check, RequestedCheck, parse_checks_text, possible_checks, require_possible
 from attnrx.show.checks.comparison import Comparison
-from attnrx.show.checks.controls import Controls
 from attnrx.show.checks.costs import Costs
 from attnrx.show.checks.dense import Features
 from attnrx.show.checks.fidelity import Fidelity
@@ -29,7 +29,6 @@ CHECKS: dict[str, type[Check]] = {
         Calibration,
         Costs,
         Latency,
-        Controls,
         Promises,
         Features,
         Retrieval,
@@ -42,7 +41,6 @@ __all__ = [
     "Calibration",
     "Check",
     "Comparison",
-    "Controls",
     "Costs",
     "Features",
     "Fidelity",
@@ -54,15 +52,31 @@ __all__ = [
     "all_checks",
     "parse_checks",
     "possible_checks",
+    "register_check",
     "require_possible",
     "standard_checks",
 ]
 
 
+_REGISTERED: dict[str, type[Check]] = {}
+
+
+def register_check(kind: type[Check]) -> None:
+    """Adds a check by its name; a package whose modules entry points of the group `attnrx.checks` name calls it."""
+    _REGISTERED[kind.name] = kind
+
+
 @cache
 def all_checks() -> Mapping[str, type[Check]]:
     """Returns CHECKS and the checks of other packages (entry points of the group `attnrx.checks`) by name."""
-    return CHECKS | {entry.name: entry.load() for entry in entry_points(group="attnrx.checks")}
+    others = {entry.name: entry.load() for entry in entry_points(group="attnrx.checks")}
+    return {**CHECKS, **others, **_REGISTERED}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Controls":
+        raise AttributeError("attnrx.checks.Controls was moved; use attnrx_lab.checks.Controls (CHANGELOG.md).")
+    raise AttributeError(f"module 'attnrx.checks' has no attribute {name!r}.")
 
 
 def parse_checks(text: str) -> tuple[RequestedCheck, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, ClassVar
 
-from attnrx.data import ImageSet
+from attnrx.data import ImageSet, Splits
 from attnrx.nouns.evidence import Estimate, Finding, judged
 from attnrx.show.checks.comparison import Comparison
 from attnrx.support.arguments import COUNT, NOT_NEGATIVE, optional, require_fields
@@ -38,6 +38,15 @@ class Check(ABC):
         kinds = {int: COUNT, float: NOT_NEGATIVE, int | None: optional(COUNT), float | None: optional(NOT_NEGATIVE)}
         knobs = knobs_of(type(self)).values()
         require_fields(self, **{knob.name: kinds[knob.type] for knob in knobs if knob.type in kinds})
+
+    @classmethod
+    def inputs(
+        cls, comparison: Comparison, how: Mapping[str, Any], splits: Splits | None, draws: int
+    ) -> dict[str, Any]:
+        """Returns the fields that a check has beside its knobs, where it is requested by name: made of the models, of
+        `how` the candidate was realized, and of training images.
+        """
+        return {}
 
     @abstractmethod
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:

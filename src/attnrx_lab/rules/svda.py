@@ -1,16 +1,67 @@
-"""A rule of the SVDA paper that removes heads by what they compute."""
+"""Rules of the SVDA paper: thresholds, ranks per head, the effective rank, and the removal of repeated heads."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from attnrx.decide.rules.decisions import keep_only
-from attnrx.decide.rules.rule import Rule, reading_of
+from attnrx.decide.diagnostics import spectral_shape
+from attnrx.decide.rules.decisions import keep_only, largest
+from attnrx.decide.rules.rule import Rule, learned_spectrum, reading_of
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision
+from attnrx.support.arguments import POSITIVE, Kind
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.maps import HEADS
+
+ROUNDING = 1e-9  # exp(log(10)) is above 10 in floating point, and its ceiling must not be 11
+
+
+@dataclass(frozen=True)
+class Threshold(Rule):
+    """Keeps the directions with |strength| >= tau (SVDA, Eqs. 8-10); a head may keep none.
+
+    No masked score changes by more than tau * scale (Theorem 1, Eq. 13). Needs learned strengths.
+    """
+
+    kinds: ClassVar[Mapping[str, Kind]] = {"tau": POSITIVE}
+
+    tau: float
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = learned_spectrum(self, diagnosis, layer)
+        return keep_only(spectrum, spectrum.strength.double().abs() >= self.tau)
+
+
+@dataclass(frozen=True)
+class TopRank(Rule):
+    """Keeps the `rank` strongest directions of each head, or all where a head has fewer; ties are resolved by index.
+
+    Of all sets of that size it minimizes the bound of SVDA's Theorem 1 on the masked scores. Needs learned strengths.
+    """
+
+    rank: int
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = learned_spectrum(self, diagnosis, layer)
+        ranks = torch.full((spectrum.strength.shape[0],), self.rank)
+        return keep_only(spectrum, largest(spectrum.strength.abs(), spectrum.used, ranks))
+
+
+@dataclass(frozen=True)
+class EffectiveRank(Rule):
+    """Keeps the strongest directions of each head, as many as its effective rank (SVDA, Eq. 24), rounded up.
+
+    A head whose strengths are all zero has effective rank 0 and keeps none, which does not change the model. Needs
+    learned strengths.
+    """
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        spectrum = learned_spectrum(self, diagnosis, layer)
+        effective = spectral_shape.effective_rank(spectrum.strength.double(), spectrum.used)
+        keep = largest(spectrum.strength.abs(), spectrum.used, (effective - ROUNDING).ceil().long())
+        return keep_only(spectrum, keep, [f"effective rank {rank:.3g}" for rank in effective.tolist()])
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from attnrx.decide.rules.matched import LargestMatched, RandomMatched, UniformMatched
 from attnrx.decide.rules.parsing import parse_rules
 from attnrx.decide.rules.prescribing import prescribe_maps
 from attnrx.decide.rules.rule import Rule
@@ -18,6 +17,7 @@ from attnrx.support.shapes import Tensor
 from attnrx.vit.maps import HEADS, TOKENS
 from attnrx.vit.tokens import Random
 from attnrx.vit.tokens.fusing import Soft
+from attnrx_lab.rules.matched import LargestMatched, RandomMatched, UniformMatched
 
 CONTROLS = ("random", "largest", "uniform")
 
@@ -56,8 +56,9 @@ def control_prescriptions(
         NotSupported: A requested kind does not exist.
 
     Examples:
+        >>> from attnrx_lab.rules import control_prescriptions
         >>> diagnosis = rx.diagnose(rx.load("svda:digits"), torch.randn(64, 1, 16, 16))
-        >>> controls = rx.control_prescriptions(diagnosis, rx.prescribe(diagnosis, "total_rank:0.5"), draws=3)
+        >>> controls = control_prescriptions(diagnosis, rx.prescribe(diagnosis, "total_rank:0.5"), draws=3)
         >>> {kind: len(prescriptions) for kind, prescriptions in controls.items()}
         {'random': 3, 'largest': 1, 'uniform': 1}
     """

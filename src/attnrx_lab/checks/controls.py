@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, stdev
 from typing import Any, ClassVar
 
@@ -9,13 +10,17 @@ import torch
 from torch import nn
 
 from attnrx.change.predictions import Predictions
+from attnrx.change.realization.fits import realize_and_fit, recorded_fits
+from attnrx.data import Splits
 from attnrx.nouns.evidence import Finding
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison, predict_valid
 from attnrx.show.checks.fidelity import discrepancy, squared_distances
 from attnrx.show.checks.statistics import estimate, resampled_means
+from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
+from attnrx_lab.rules.controls import control_prescriptions
 
 CLAIMED = "largest"  # the control whose larger discrepancy is a claim
 
@@ -37,6 +42,27 @@ class Controls(Check):
     on_request: ClassVar[bool] = True
     prescriptions: Mapping[str, tuple[Prescription, ...]]
     realize: Callable[[Prescription], nn.Module]
+
+    @classmethod
+    def inputs(
+        cls, comparison: Comparison, how: Mapping[str, Any], splits: Splits | None, draws: int
+    ) -> dict[str, Any]:
+        """Returns controls with the candidate's ranks, and how they are realized: with its settings and recorded seeds.
+
+        Raises:
+            InvalidInput: The diagnosis, the splits or the settings of the candidate are not known.
+        """
+        prescription, diagnosis = comparison.prescription, comparison.diagnosis
+        if prescription is None or diagnosis is None or not how or splits is None:
+            raise InvalidInput(
+                "controls are prescribed from a diagnosis and realized with the candidate's settings on training "
+                "images: give diagnosis (--diagnosis FILE), splits, and a candidate made by `attnrx realize`, whose "
+                "folder records its settings."
+            )
+        images = splits.train.take(min(how["calibration_images"], len(splits.train)))
+        settings = {"images": images, "fits": recorded_fits(how), "by": how["by"], "norms": how["norms"]}
+        prescriptions = control_prescriptions(diagnosis, prescription, draws=draws, seed=comparison.seed)
+        return {"prescriptions": prescriptions, "realize": partial(realize_and_fit, comparison.reference, **settings)}
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Realizes the controls one at a time to limit memory, and compares each with the candidate."""
