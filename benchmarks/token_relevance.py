@@ -24,7 +24,6 @@ import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
 from attnrx.data import ImageSet
-from attnrx.decide.diagnostics.perturbation import noise_like
 from attnrx.nouns.evidence import Estimate
 from attnrx.show.checks.statistics import mean_estimate
 from attnrx.support.errors import AttnrxError, InvalidInput
@@ -36,6 +35,7 @@ from attnrx.vit.observation import Observation
 from attnrx.vit.tokens import TokenLayout, TokenPolicy, known_reducers, parse_policy
 from attnrx.vit.tokens.reducer import best
 from attnrx_lab.clutter import patches_left
+from attnrx_lab.perturbation import noise_like
 
 Row = dict[str, object]
 Relevance = Mapping[str, torch.Tensor]

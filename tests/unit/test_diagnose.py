@@ -7,10 +7,11 @@ import torch
 
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
-from attnrx.decide.diagnostics import Geometry, PerturbationResponse, Redundancy, SpectralShape
+from attnrx.decide.diagnostics import Geometry, Redundancy, SpectralShape
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import VisionTransformer, family_of, model_fingerprint
+from attnrx_lab.perturbation import measure_perturbation
 from support.cases import CONFIGS, PATTERNS, model, prescription
 from support.pictures import speckles as data
 
@@ -18,7 +19,6 @@ PER_HEAD = {
     "alignment",
     "effective_rank",
     "entropy",
-    "perturbation_response",
     "selectivity",
     "sensitivity",
     "sparsity",
@@ -35,7 +35,7 @@ def equal(first: Diagnosis, second: Diagnosis, tolerance: float) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_size_of_batches_changes_nothing(name: str) -> None:
     vit, images = model(CONFIGS[name]), data(CONFIGS[name])
-    everything = (SpectralShape(), Geometry(), Redundancy(), PerturbationResponse(images=5))
+    everything = (SpectralShape(), Geometry(), Redundancy())
     equal(
         diagnose(vit, images, diagnostics=everything),
         diagnose(vit, images, diagnostics=everything, batch_size=3),
@@ -54,7 +54,6 @@ def test_readings_stay_within_their_bounds(name: str) -> None:
         assert ((layer.reading("effective_rank") >= 1) & (layer.reading("effective_rank") <= directions)).all()
         assert (layer.reading("alignment").abs() <= 1).all()
         assert ((layer.reading("selectivity") >= 0) & (layer.reading("selectivity") <= 1)).all()
-        assert (layer.reading("perturbation_response") >= 0).all() and layer.reading("perturbation_response").any()
         assert layer.reading("query_moment").shape == layer.reading("key_moment").shape == (heads, directions)
         assert layer.reading("query_gram").shape == (heads, directions, directions)
         if layer.spectrum.norms != "none":  # unit rows
@@ -70,7 +69,7 @@ def test_a_compressed_model_reads_as_its_mask(pattern: str) -> None:
     )
     for before, after in zip(masked.layers, slim.layers, strict=True):
         stored = list(after.spectrum.heads)
-        for name in ("selectivity", "entropy", "effective_rank", "sensitivity", "perturbation_response"):
+        for name in ("selectivity", "entropy", "effective_rank", "sensitivity"):
             torch.testing.assert_close(after.reading(name), before.reading(name)[stored], rtol=0, atol=1e-10, msg=name)
         after_similarity, before_similarity = after.reading("output_similarity"), before.reading("output_similarity")
         torch.testing.assert_close(after_similarity, before_similarity[stored][:, stored], rtol=0, atol=1e-10)
@@ -91,7 +90,7 @@ def test_the_model_is_only_watched() -> None:
     modes = [module.training for module in vit.modules()]
     backends = [layer.backend for layer in family_of(vit).attention(vit)]
     before = model_fingerprint(vit)
-    diagnosis = diagnose(vit, data(CONFIGS["svda"]), diagnostics=(PerturbationResponse(),))
+    diagnosis = diagnose(vit, data(CONFIGS["svda"]))
     assert [module.training for module in vit.modules()] == modes
     assert all(a is b.backend for a, b in zip(backends, family_of(vit).attention(vit), strict=True))
     assert before == model_fingerprint(vit) == diagnosis.fingerprint
@@ -101,9 +100,9 @@ def test_the_model_is_only_watched() -> None:
 
 def test_about_says_how_it_was_taken_and_survives_the_disk(tmp_path: Path) -> None:
     vit, images = model(CONFIGS["svda"]), data(CONFIGS["svda"])
-    found = diagnose(vit, images, images=6, seed=4, diagnostics=(SpectralShape(), PerturbationResponse(images=2)))
+    found = diagnose(vit, images, images=6, seed=4, diagnostics=(SpectralShape(),))
     assert found.about["data"] == {"name": "speckles", "images": 6, "fingerprint": images.take(6).fingerprint}
-    assert found.about["perturbed_images"] == 2 and found.about["seed"] == 4
+    assert found.about["seed"] == 4
     assert found.about["diagnostics"][0] == {"type": "SpectralShape"}
     found.save(tmp_path / "diagnosis")
     loaded = Diagnosis.load(tmp_path / "diagnosis")
@@ -111,12 +110,19 @@ def test_about_says_how_it_was_taken_and_survives_the_disk(tmp_path: Path) -> No
     equal(loaded, found, 0.0)
 
 
-def test_the_seed_decides_the_noise() -> None:
+@pytest.mark.parametrize("pattern", [None, "ragged", "zero"])
+def test_the_response_to_perturbations_depends_on_the_seed_and_not_on_batches(pattern: str | None) -> None:
     vit, images = model(CONFIGS["svda"]), data(CONFIGS["svda"])
-    kind = (PerturbationResponse(),)
-    first, again, other = (diagnose(vit, images, diagnostics=kind, seed=seed) for seed in (1, 1, 2))
-    equal(first, again, 0.0)
-    assert first.layers[0].reading("perturbation_response").ne(other.layers[0].reading("perturbation_response")).all()
+    if pattern is not None:
+        vit = realize(vit, prescription(vit, PATTERNS[pattern]), by="mask")
+    found = diagnose(vit, images)
+    first, again, other = (
+        [layer.reading("perturbation_response") for layer in measure_perturbation(vit, found, images, **how).layers]
+        for how in ({"seed": 1}, {"seed": 1, "batch_size": 3}, {"seed": 2})
+    )
+    for one, same, changed in zip(first, again, other, strict=True):
+        torch.testing.assert_close(one, same, rtol=0, atol=1e-12)
+        assert (one >= 0).all() and (pattern == "zero" or one.ne(changed).all())
 
 
 def test_nan_weights_are_refused_by_name() -> None:

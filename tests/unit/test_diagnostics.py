@@ -1,14 +1,12 @@
 """Diagnostics: bounds and where they are reached, padding, heads without energy, streaming, permuted heads."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from attnrx.decide.diagnostics import DIAGNOSTICS, Panel, PerturbationResponse, SpectralShape, suited_diagnostics
+from attnrx.decide.diagnostics import DIAGNOSTICS, Panel, SpectralShape, suited_diagnostics
 from attnrx.decide.diagnostics.geometry import alignment, selectivity
-from attnrx.decide.diagnostics.perturbation import noise_like
 from attnrx.decide.diagnostics.redundancy import CentredMoment, output_similarity, spectral_redundancy
 from attnrx.decide.diagnostics.spectral_shape import effective_rank, energy, entropy, sensitivity, sparsity
 from attnrx.support.dataclass_records import from_dict, to_dict
@@ -195,12 +193,6 @@ def test_nan_is_refused_with_the_layer() -> None:
 def test_knobs_round_trip_and_bad_ones_are_refused() -> None:
     for kind in DIAGNOSTICS.values():
         assert from_dict(to_dict(kind()), DIAGNOSTICS.values()) == kind()
-    bad: list[dict[str, Any]] = [{"size": 0.0}, {"size": float("inf")}, {"images": 0}]
-    for knobs in bad:
-        with pytest.raises(InvalidInput, match="PerturbationResponse"):
-            PerturbationResponse(**knobs)
-    assert [PerturbationResponse().count(images) for images in (1, 9, 800, 10_000)] == [1, 2, 100, 256]
-    assert PerturbationResponse(images=20).count(7) == 7
     with pytest.raises(InvalidInput, match="given twice"):
         Panel((SpectralShape(), SpectralShape()), ())
     with pytest.raises(InvalidInput, match="at least one"):

@@ -1,6 +1,6 @@
 """Diagnosis of a model: passes over images in which diagnostics observe every layer."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.data import MAX_IMAGES, Batch, ImageData
+from attnrx.data import MAX_IMAGES, ImageData
 from attnrx.data.model_data import images_for
 from attnrx.decide.diagnostics import (
     Diagnostic,
@@ -99,40 +99,34 @@ def diagnose(
     chosen = suited_diagnostics(spectra, moments=moments) if diagnostics is None else diagnostics
     image_set = images_for(model, data, limit=images or MAX_IMAGES, seed=seed)
     shown = image_set if images is None else image_set.take(images)
-    panel = Panel(chosen, spectra)
-    # Perturbed copies cost passes of their own, so only the first images have them.
-    to_perturb = panel.to_perturb(len(shown))
     # The covariance of all hidden units is the largest table of a diagnosis, and is observed only where it is needed.
     observe_mlp = any(isinstance(diagnostic, Moments) for diagnostic in chosen)
-    forward_pass = _Pass(model, panel, to_perturb, seed, observe_mlp)
+    family, watch = family_of(model), _Watch(model, Panel(chosen, spectra), observe_mlp)
+    validation = InputValidation(model, family, "diagnose")
+    batches, num_images = shown.batches(batch_size, device=next(model.parameters()).device), 0
     with (
         evaluating([model]),
-        observing_mlp(model, family_of(model), forward_pass.observe_map),
-        forward_pass.rotations.receiving_positions(),
+        observing(model, family, watch.observe),
+        observing_mlp(model, family, watch.observe_map),
+        watch.rotations.receiving_positions(),
     ):
-        for batch in track(
-            shown.batches(batch_size, device=next(model.parameters()).device),
-            "diagnosing",
-            -(-len(shown) // batch_size),
-        ):
-            forward_pass.run(batch)
-    if not forward_pass.images:
+        for batch in track(batches, "diagnosing", -(-len(shown) // batch_size)):
+            model(validation.take(batch.images))
+            num_images += len(batch.images)
+    if not num_images:
         raise DataError(f"the data {shown.fingerprint} gave no image; diagnose the model on at least one.")
-    measured = panel.readings()  # first: it raises for readings that are not finite
-    measured = [
-        of_layer | rotation for of_layer, rotation in zip(measured, forward_pass.rotations.readings(), strict=True)
-    ]
-    readings = [per_layer | layer.value_factors() for per_layer, layer in zip(measured, attention, strict=True)]
-    linears = forward_pass.map_diagnoses(), forward_pass.hidden_diagnoses()
+    measured = watch.panel.readings()  # first: it raises for readings that are not finite
+    parts = zip(measured, watch.rotations.readings(), attention, strict=True)
+    readings = [per_layer | rotation | layer.value_factors() for per_layer, rotation, layer in parts]
+    linears = watch.map_diagnoses(), watch.hidden_diagnoses()
     layers = [LayerDiagnosis(*parts) for parts in zip(spectra, readings, *linears, strict=True)]
     if observe_mlp:
         layers = [_with_metrics(layer) for layer in layers]
-    notes = [*shown.notes, *forward_pass.input_validation.notes()]
+    notes = [*shown.notes, *validation.notes()]
     name = shown.fingerprint.rsplit(":", 2)[0]  # of name:images:hash
     about = {
-        "family": family_of(model).name,
-        "data": {"name": name, "images": forward_pass.images, "fingerprint": shown.fingerprint},
-        "perturbed_images": to_perturb,
+        "family": family.name,
+        "data": {"name": name, "images": num_images, "fingerprint": shown.fingerprint},
         "seed": seed,
         "diagnostics": [to_dict(diagnostic) for diagnostic in chosen],
         "versions": installed_versions("attnrx", "torch"),
@@ -223,15 +217,11 @@ def _with_metrics(layer: LayerDiagnosis) -> LayerDiagnosis:
     return replace(layer, readings=readings)
 
 
-class _Pass:
-    """One pass over batches: a panel observes the attention and, with `observe_mlp`, watches observe the MLP maps."""
+class _Watch:
+    """What is observed in a pass: the attention by a panel and, with `observe_mlp`, the maps of the MLP."""
 
-    def __init__(self, model: nn.Module, panel: Panel, to_perturb: int, seed: int, observe_mlp: bool):
-        self.model, self.family, self.panel, self.seed = model, family_of(model), panel, seed
-        self.input_validation = InputValidation(model, self.family, "diagnose")
-        self.to_perturb = to_perturb
-        self.images = 0
-        self.num_halves = 0  # 1: a batch of original images, 2: its second half is perturbed, 0: no observed batch
+    def __init__(self, model: nn.Module, panel: Panel, observe_mlp: bool):
+        self.model, self.family, self.panel = model, family_of(model), panel
         self.linears = self.family.mlp(model)
         self.rotations = _RotationWatch(self.family.attention(model))
         self.watches = {
@@ -242,13 +232,16 @@ class _Pass:
         }
         self.hidden = {layer: CentredMoment() for layer, which in self.watches if which == 1}  # inputs of fc2
 
+    def observe(self, layer: int, observation: Observation) -> None:
+        self.panel.observe(layer, observation)
+        self.rotations.observe(layer, observation)
+
     def observe_map(self, layer: int, which: int, inputs: Tensor, outputs: Tensor) -> None:
-        """Accumulates inputs and outputs of one map for the images that are not perturbed."""
-        if (layer, which) in self.watches and self.num_halves:
-            unperturbed = slice(len(inputs) // self.num_halves)
-            self.watches[layer, which].observe(inputs[unperturbed], outputs[unperturbed])
+        """Accumulates inputs and outputs of one map."""
+        if (layer, which) in self.watches:
+            self.watches[layer, which].observe(inputs, outputs)
             if which == 1:
-                self.hidden[layer].add(inputs[unperturbed].flatten(0, -2))
+                self.hidden[layer].add(inputs.flatten(0, -2))
 
     def map_diagnoses(self) -> list[tuple[MapDiagnosis | None, ...]]:
         """Returns the diagnoses of the maps per layer; () for models whose MLPs are not pairs of linear maps."""
@@ -275,30 +268,3 @@ class _Pass:
         if key in self.watches:
             metrics["centered"] = self.watches[key].read(linear.weight, linear.bias)
         return MapDiagnosis(linear.in_features, metrics)
-
-    def run(self, batch: Batch) -> None:
-        """Runs one batch; images to perturb run in one batch with their perturbed copies."""
-        images = self.input_validation.take(batch.images)
-        paired = min(len(images), max(0, self.to_perturb - self.images))
-        half = -(-len(images) // 2)  # pairs of half a batch, which need no more memory than a batch
-        if self.panel.perturbation is not None and paired:
-            for part in images[:paired].split(half):
-                changed = self.panel.perturbation.perturb(part, self.images, self.seed)
-                # The original images come first: `observe_map` uses the first half only.
-                self._observe(torch.cat([part, changed]), 2, self.panel.observe_pairs)
-                self.images += len(part)
-        if paired < len(images):
-            self._observe(images[paired:], 1, self.panel.observe)
-            self.images += len(images) - paired
-
-    def _observe(self, images: Tensor, num_halves: int, observe: Callable[[int, Observation], None]) -> None:
-        # Set during this pass only: `observe_map` is also called in the passes that compute the perturbations.
-        self.num_halves = num_halves
-
-        def observe_layer(index: int, observation: Observation) -> None:
-            observe(index, observation)
-            self.rotations.observe(index, observation)
-
-        with observing(self.model, self.family, observe_layer):
-            self.model(images)
-        self.num_halves = 0

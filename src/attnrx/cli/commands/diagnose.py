@@ -28,7 +28,6 @@ SHOWN = (
     "sparsity",
     "alignment",
     "selectivity",
-    "perturbation_response",
 )
 
 

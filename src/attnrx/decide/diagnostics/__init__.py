@@ -4,7 +4,6 @@ from attnrx.decide.diagnostics.diagnostic import Diagnostic
 from attnrx.decide.diagnostics.geometry import Geometry
 from attnrx.decide.diagnostics.moments import Moments
 from attnrx.decide.diagnostics.panel import Panel
-from attnrx.decide.diagnostics.perturbation import PerturbationResponse
 from attnrx.decide.diagnostics.redundancy import Redundancy
 from attnrx.decide.diagnostics.spectral_shape import SpectralShape
 from attnrx.decide.diagnostics.watches import MapWatch, hidden_diagnosis, singular_directions
@@ -13,7 +12,6 @@ from attnrx.vit.spectrum import Spectrum
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {
     "spectral_shape": SpectralShape,
     "geometry": Geometry,
-    "perturbation_response": PerturbationResponse,
     "redundancy": Redundancy,
     "moments": Moments,
 }
@@ -25,7 +23,6 @@ __all__ = [
     "MapWatch",
     "Moments",
     "Panel",
-    "PerturbationResponse",
     "Redundancy",
     "SpectralShape",
     "hidden_diagnosis",
@@ -43,5 +40,5 @@ def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) 
     if spectra and not any(spectrum.heads for spectrum in spectra):  # attention that is not read, or has been removed
         return (Moments(),)
     free = moments or any(spectrum.norms == "none" for spectrum in spectra)
-    standard = (SpectralShape(), Geometry(), PerturbationResponse(), Redundancy())
+    standard = (SpectralShape(), Geometry(), Redundancy())
     return (*standard, Moments()) if free else standard
