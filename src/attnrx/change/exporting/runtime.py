@@ -15,7 +15,6 @@ from attnrx.change.exporting.format import Format, raising
 from attnrx.change.exporting.writing import captured
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import copy_module
-from attnrx.support.optional import installed_versions
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.costs import Conditions
 from attnrx.vit.costs.conditions import PRECISIONS
@@ -29,11 +28,6 @@ class Runtime:
 
     conditions: Conditions
     form: Format | None = None
-
-    @property
-    def versions(self) -> dict[str, str]:
-        """The versions of the libraries that write and run the files."""
-        return {} if self.form is None else installed_versions(*self.form.libraries)
 
     def prepare(self, module: nn.Module, example: Float[Tensor, "batch *sizes"]) -> Callable[[Tensor], Any]:
         """Returns a function that runs a module, e.g. some blocks, on inputs like the example with any second size.

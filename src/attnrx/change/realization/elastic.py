@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -151,7 +151,11 @@ class Elastic:
             fitting = [size for size in self.sizes if size.params <= limit]
             if not fitting:
                 raise self._too_small(quantity, limit)
-            return self.model_of(_least_divergent(fitting, lambda size: size.params), **given)
+            # That of the least divergence, or the most costly one where that was not measured for all.
+            known = all(size.divergence is not None or size.name == ORIGINAL for size in fitting)
+            return self.model_of(
+                min(fitting, key=lambda size: (known and (size.divergence or 0.0), -size.params)), **given
+            )
         sizes = self.sizes if quantity == "macs" else self._fastest()
         macs = limit if quantity == "macs" else self._macs_for(limit, sizes)
         for size in self._candidates(macs, sizes):
@@ -228,13 +232,6 @@ class Elastic:
             f"{self.folder} has no size with {limit:.3g} of the original's {quantity}. It has\n{sizes}\nRequest more, "
             "or make a smaller size with attnrx.elastic."
         )
-
-
-def _least_divergent(sizes: Sequence[Size], cost: Callable[[Size], float]) -> Size:
-    """Returns the size with the least divergence, or the most costly one where that was not measured for all."""
-    if any(size.divergence is None for size in sizes if size.name != ORIGINAL):
-        return max(sizes, key=cost)
-    return min(sizes, key=lambda size: (size.divergence or 0.0, -cost(size)))
 
 
 def is_elastic(folder: Path | str) -> bool:

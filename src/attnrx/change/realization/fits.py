@@ -4,7 +4,7 @@ A prescription records the settings of every fit, seeds included, so that a mode
 again by `realize_and_fit` from the record.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from attnrx.change.realization.distillation import Distill, distill
 from attnrx.change.realization.realizing import realize
 from attnrx.change.realization.repair import Repair, repair
 from attnrx.change.realization.token_policies import realize_tokens_
-from attnrx.data import ImageData, ImageSet
+from attnrx.data import ImageData
 from attnrx.data.model_data import images_for
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.dataclass_records import fields_of, of_fields
@@ -26,18 +26,13 @@ from attnrx.vit.models import family_of, model_fingerprint
 from attnrx.vit.models.verbs import verb
 
 Fit = Repair | Distill
-# The settings of every fit, the field that counts its steps (the record has it under the name of the fit), and the
-# function.
-KINDS: Mapping[str, tuple[type[Any], str, Callable[..., Any]]] = dict(
-    zip(FITS, ((Repair, "steps", repair), (Distill, "epochs", distill)), strict=True)
-)
+# The settings of every fit, and the field that counts its steps: the record has it under the name of the fit.
+KINDS: Mapping[str, tuple[type[Any], str]] = dict(zip(FITS, ((Repair, "steps"), (Distill, "epochs")), strict=True))
 
 
 def fits_of(steps: Mapping[str, int], seed: int) -> tuple[Fit, ...]:
     """Returns the fits of these steps by name, of which 0 is none, with their usual settings and one seed."""
-    return tuple(
-        kind(**{count: steps[name], "seed": seed}) for name, (kind, count, _) in KINDS.items() if steps.get(name)
-    )
+    return tuple(kind(**{count: steps[name], "seed": seed}) for name, (kind, count) in KINDS.items() if steps.get(name))
 
 
 def fits_record(*fits: Fit) -> dict[str, Any]:
@@ -63,7 +58,7 @@ def recorded_fits(record: Mapping[str, Any]) -> tuple[Fit, ...]:
             "realize its prescription again, with repair."
         )
     found = []
-    for name, (kind, count, _) in KINDS.items():
+    for name, (kind, count) in KINDS.items():
         if record.get(name):
             found.append(of_fields(kind, {count: record[name], **record.get("settings", {}).get(name, {})}))
     return tuple(found)
@@ -111,31 +106,22 @@ def realize_and_fit(
     else:  # no ranks to realize, only a copy to make
         prescription.require(model_fingerprint(model))
         realized = copy_module(model)
-    realized = apply_fits(realized, model, images, [fit for fit in fits if not isinstance(fit, Distill)], log)
+    for settings in (fit for fit in fits if isinstance(fit, Repair)):
+        result = repair(realized, model, images, settings)
+        for note in (each for each in result.notes if each not in images.notes):
+            log(note)
+        realized = result.model
     if tokens is not None:
         heads = family_of(model).token_shape(model).heads
         realize_tokens_(realized, family_of(realized), tokens, "compress", heads)
-    return apply_fits(realized, model, images, [fit for fit in fits if isinstance(fit, Distill)], log)
-
-
-def apply_fits(
-    candidate: nn.Module, model: nn.Module, images: ImageSet, fits: Sequence[Fit], log: Log = no_log
-) -> nn.Module:
-    """Returns the candidate after the fits of its weights to the model, in their order."""
-    for settings in sorted(fits, key=lambda fit: FITS.index(_name_of(fit))):
-        name = _name_of(settings)
-        if name == "distill":
-            begin("distilling")
-        result = KINDS[name][2](candidate, model, images, settings)
-        if name == "repair":
-            for note in (each for each in result.notes if each not in images.notes):
-                log(note)
-        elif name == "distill":
-            reached = f"{result.before[0]:.4f} to {result.after[0]:.4f} on images it was not fitted to"
-            log(f"distilled at the rate {result.learning_rate}: {reached}")
-        candidate = result.model
-    return candidate
+    for settings in (fit for fit in fits if isinstance(fit, Distill)):
+        begin("distilling")
+        result = distill(realized, model, images, settings)
+        reached = f"{result.before[0]:.4f} to {result.after[0]:.4f} on images it was not fitted to"
+        log(f"distilled at the rate {result.learning_rate}: {reached}")
+        realized = result.model
+    return realized
 
 
 def _name_of(settings: Fit) -> str:
-    return next(name for name, (kind, *_) in KINDS.items() if isinstance(settings, kind))
+    return next(name for name, (kind, _) in KINDS.items() if isinstance(settings, kind))

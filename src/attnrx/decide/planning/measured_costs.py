@@ -23,6 +23,7 @@ from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.hardware import cache_folder, device_name, may_measure
 from attnrx.support.modules import copy_module
+from attnrx.support.optional import installed_versions
 from attnrx.support.progress import Log, track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import read_tensors, write_tensors
@@ -87,7 +88,7 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
         torch.__version__,
         measured_code(),
         kernel_version(),
-        Runtime(settings.conditions, settings.form).versions,
+        {} if settings.form is None else installed_versions(*settings.form.libraries),
     )
     # The layout: models with other patch sizes have the same layers and input shape, and another number of tokens.
     choices = space.axes, str(space.reducer), space.form, space.multiple

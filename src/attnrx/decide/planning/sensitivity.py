@@ -2,10 +2,10 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -30,16 +30,7 @@ from attnrx.vit.models import (
 from attnrx.vit.outputs import OutputKind
 from attnrx.vit.tokens import ALL_LAYERS, TokenPolicy
 
-Output = TypeVar("Output")
 BlockCalls = Sequence[Sequence[ModuleCall]]  # of every block; several where a module calls the model several times
-
-
-def recorded_blocks(model: nn.Module, family: Family, run: Callable[[], Output]) -> tuple[BlockCalls, Output]:
-    """Returns the calls of every block while `run` runs the model once, and what `run` returns."""
-    blocks = blocks_of(model, family)
-    with recording_calls(blocks, lambda call: call) as calls:
-        output = run()
-    return [[call for call in calls if call.module is block] for block in blocks], output
 
 
 @contextmanager
@@ -139,7 +130,7 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     )
     measured = {key: np.zeros((space.depth, len(MEASURES))) for key in probes}
     num_pruned = np.zeros((space.depth, len(counts), len(MEASURES)))
-    layers = measured_layers(space.depth, settings.layer_stride)
+    layers = sorted({*range(0, space.depth, settings.layer_stride), space.depth - 1})
     # Every probe is a model with one level of one axis in all layers, of which single blocks are used.
     probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
     with evaluating([space.model, *probes.values()]):
@@ -164,11 +155,6 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     return by_measure
 
 
-def measured_layers(depth: int, every: int) -> tuple[int, ...]:
-    """Returns every `every`-th layer and the last one."""
-    return tuple(sorted({*range(0, depth, every), depth - 1}))
-
-
 def over_layers(logs: np.ndarray, layers: Sequence[int]) -> np.ndarray:
     """Interpolates logarithms [layer, _] linearly between the measured layers."""
     interpolated = np.empty_like(logs)
@@ -185,7 +171,10 @@ class _BatchProbe:
 
     def take(self, images: Pixels, base: Float[Tensor, "batch classes"]) -> None:
         self.images, self.base = images, base
-        self.calls, _ = recorded_blocks(self.space.model, self.family, lambda: self.space.model(images))
+        blocks = blocks_of(self.space.model, self.family)
+        with recording_calls(blocks, lambda call: call) as calls:
+            self.space.model(images)
+        self.calls: BlockCalls = [[call for call in calls if call.module is block] for block in blocks]
 
     def with_block_of(self, other: nn.Module) -> np.ndarray:
         """Returns the sums over images [layer, measure] with one block at a time replaced by that of another model."""
