@@ -17,13 +17,13 @@ from torch.testing import assert_close
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.planning import AXES, PlanSettings, PredictedQuantity, Target, plan, plan_search
-from attnrx.decide.planning.allocation import Frontier, Step, even_weights, greedy_to_budget
+from attnrx.decide.planning.allocation import Frontier, Step, even_weights
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import cached_cost_table
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
 from attnrx.decide.planning.plan_search import Trial, proposed, varied, weights_of
 from attnrx.decide.planning.plan_settings import EFFORTS
-from attnrx.decide.planning.planner import HOPELESS, Planner, PlansAtCost
+from attnrx.decide.planning.planner import HOPELESS, Planner
 from attnrx.decide.planning.reference_outputs import Answers
 from attnrx.decide.planning.sensitivity import Sensitivities, measure_sensitivities, removed_energies, resumed
 from attnrx.decide.planning.space import RANKS, Choices, Space
@@ -210,13 +210,13 @@ def test_the_budget_is_met_from_any_plan(space: Space, sensitivities: Sensitivit
     cost_table, even = exact_cost_table(space, "macs"), even_weights(3)
     best = Frontier(space, cost_table, sensitivities, even).at(most)
     for start in (Choices.nothing(3), Choices((6, 0, 0), (6, 0, 0), (6, 6, 6), (0, 8, 0)), best.choices):
-        met = greedy_to_budget(space, cost_table, sensitivities, most, even, start)
+        met = Frontier(space, cost_table, sensitivities, even).near(most, start)
         assert met.cost == cost_table.total(met.choices) <= most and met.sensitivity >= best.sensitivity - 1e-3
         for last in (met, best):  # and what was saved too much is given back
             for choices in space.relaxations(last.choices):
                 assert cost_table.total(choices) > most or sensitivities.total(choices, even) >= last.sensitivity
     with pytest.raises(NotSupported, match="no plan near this one"):
-        greedy_to_budget(space, cost_table, sensitivities, 0.01, even, best.choices)
+        Frontier(space, cost_table, sensitivities, even).near(0.01, best.choices)
 
 
 def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, sensitivities: Sensitivities) -> None:
@@ -305,14 +305,13 @@ def test_the_diagnosis_of_another_model_is_refused(diagnosis: Diagnosis, images:
 def test_a_plan_that_is_far_worse_on_one_batch_is_measured_no_further(space: Space, images: ImageSet) -> None:
     settings = PlanSettings(batch_size=5, trial_images=10)
     planner = Planner(PlanMeasurements(space, settings, "macs", images), settings, Target.parse("macs=0.6x"))
-    found, builder = planner.measurements, PlansAtCost(planner, 0.6)
-    knobs = planner.initial_knobs
-    best = builder.tried(knobs, builder.step(knobs))
+    found, knobs = planner.measurements, planner.initial_knobs
+    best = planner.tried(knobs, planner.step(0.6, knobs))
     assert best == found.trial(knobs, best.step, found.trial_answers)
     worst = Choices((5,) * space.depth, (5,) * space.depth, (5,) * space.depth, (0,) * space.depth)
     for choices in (worst, best.step.choices):
         step = Step(choices, 0.5, 1.0)
-        trial = builder.tried(knobs, step, best)
+        trial = planner.tried(knobs, step, best)
         few = found.trial(knobs, step, found.answers.first(1)), found.trial(knobs, best.step, found.answers.first(1))
         ratio = few[0].softened / few[1].softened
         assert (ratio > HOPELESS) == (choices == worst)

@@ -150,10 +150,6 @@ class ExportSubject:
             return "feature"
         return "feature of the embedding" if isinstance(self.outputs, Embeddings) else self.outputs.noun
 
-    @property
-    def prunes_tokens(self) -> bool:
-        return any(isinstance(module, TokenReduction) for module in self.model.modules())
-
     def batches(self, count: int) -> list[Tensor]:
         """Returns batches for calibration and parity: about `count` calibration images, or noise without any.
 
@@ -520,7 +516,8 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     # Each image's largest difference relative to its largest logit, in increasing order.
     shares, order = torch.stack(relative).amax(0).sort()
     limit, images = form.limit(subject.images.dtype), len(shares)
-    allowed = int(MAY_DIFFER * images) if subject.prunes_tokens else 0
+    prunes_tokens = any(isinstance(module, TokenReduction) for module in subject.model.modules())
+    allowed = int(MAY_DIFFER * images) if prunes_tokens else 0
     # No more images are excluded than differ, so that the largest difference is that of all others.
     differing = min(allowed, int((shares > limit).sum()))
     share, largest = float(shares[images - differing - 1]), float(difference[order][: images - differing].max())
@@ -586,9 +583,5 @@ class _Answer(nn.Module):
 
 def bare_subject(model: nn.Module, like: ExportSubject) -> ExportSubject:
     """Returns the subject of a model of no known family, e.g. a reference implementation, with the input of `like`."""
-    converted = (
-        _Answer(copy_module(model), has_several=isinstance(like.outputs, Several))
-        .eval()
-        .to(like.images.device, like.images.dtype)
-    )
-    return replace(like, model=converted, facts={})
+    converted = _Answer(copy_module(model), has_several=isinstance(like.outputs, Several)).eval()
+    return replace(like, model=converted.to(like.images.device, like.images.dtype), facts={})

@@ -60,9 +60,52 @@ class Frontier:
         for choices in self._by_sensitivity(1 - limit / self.nothing):
             cost = self.cost_table.total(choices)
             if cost <= limit:
-                step = Step(choices, cost, self.sensitivities.total(choices, self.weights))
-                return undo_surplus(self.space, self.cost_table, self.sensitivities, limit, self.weights, step)
+                return self._without_surplus(limit, Step(choices, cost, self.divergence(choices)))
         raise _out_of_reach(self.space, self.cost_table.quantity, limit, self.cheapest)
+
+    def near(self, limit: float, start: Choices) -> Step:
+        """Meets a budget greedily from any plan: repeats the move with the largest savings per added divergence, then
+        undoes choices that the budget does not require.
+
+        A move lowers the rank of one axis in one layer, or prunes more patches before a layer (`Space.moves`).
+
+        Raises:
+            NotSupported: The moves reach no plan that is cheap enough.
+        """
+        # The greedy rule of fractional knapsacks. Unlike `at` it depends on the start, which is its purpose: it meets
+        # the budget near a given plan.
+        now = Step(start, self.cost_table.total(start), self.divergence(start))
+        while now.cost > limit:
+            best, gain = None, 0.0
+            for choices in self.space.moves(now.choices):
+                step = Step(choices, self.cost_table.total(choices), self.divergence(choices))
+                saved, added = now.cost - step.cost, step.sensitivity - now.sensitivity  # `added` may be 0 or below
+                if saved > NOTHING and saved / max(added, NOTHING) > gain:
+                    best, gain = step, saved / max(added, NOTHING)
+            if best is None:
+                raise NotSupported(
+                    f"no plan near this one reaches {limit:g} of the original's {self.cost_table.quantity}."
+                )
+            now = best
+        return self._without_surplus(limit, now)
+
+    def _without_surplus(self, limit: float, now: Step) -> Step:
+        """Undoes choices within the budget: repeats the change that keeps more and reduces the divergence most."""
+        # Every round lowers the divergence, so the loop ends. It is needed after rounding, and after greedy moves, the
+        # last of which may save more than was missing.
+        while True:
+            best = now
+            for choices in self.space.relaxations(now.choices):
+                cost = self.cost_table.total(choices)
+                if cost <= limit and (divergence := self.divergence(choices)) < best.sensitivity:
+                    best = Step(choices, cost, divergence)
+            if best is now:
+                return now
+            now = best
+
+    def divergence(self, choices: Choices) -> float:
+        """Returns the predicted divergence of a plan."""
+        return self.sensitivities.total(choices, self.weights)
 
     @property
     def reachable(self) -> float:
@@ -73,7 +116,7 @@ class Frontier:
     def cheapest(self) -> float:
         """The smallest cost of any plan as a share, up to rounding."""
         # The last column that any final state reaches.
-        saved = np.flatnonzero(np.isfinite(self._least.min(0))).max() - MAX_DEFICIT
+        saved = np.flatnonzero(np.isfinite(self._solved[0].min(0))).max() - MAX_DEFICIT
         return self.nothing * (1 - float(saved) / GRID)
 
     @cached_property
@@ -86,10 +129,6 @@ class Frontier:
         """The possible numbers of pruned patches."""
         # Multiples of the step only, to keep the number of states small.
         return np.arange(0, self.space.patches if TOKENS in self.space.axes else 1, self.space.step)
-
-    @property
-    def _least(self) -> np.ndarray:
-        return self._solved[0]
 
     @cached_property
     def _solved(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]]:
@@ -188,7 +227,7 @@ class Frontier:
         # [gone, saved] flattened: the final number of pruned patches is free, so all states with enough savings
         # compete.
         first = MAX_DEFICIT + max(round(saved * GRID) - ROUNDING_SLACK, -MAX_DEFICIT)
-        least = self._least[:, first:]
+        least = self._solved[0][:, first:]
         for index in least.argsort(None, kind="stable"):
             gone, over = divmod(int(index), least.shape[1])
             if not np.isfinite(least[gone, over]):  # sorted: no plan reaches the states that follow
@@ -244,48 +283,3 @@ def _shifted(least: np.ndarray, parts: int) -> np.ndarray:
     shifted = np.full_like(least, np.inf)
     shifted[max(parts, 0) : len(least) + min(parts, 0)] = least[max(-parts, 0) : len(least) - max(parts, 0)]
     return shifted
-
-
-def greedy_to_budget(
-    space: Space, cost_table: CostTable, sensitivities: Sensitivities, limit: float, weights: Weights, start: Choices
-) -> Step:
-    """Meets a budget greedily from any plan: repeats the move with the largest savings per added sensitivity, then
-    undoes choices that the budget does not require.
-
-    A move lowers the rank of one axis in one layer, or prunes more patches before a layer (`Space.moves`).
-
-    Raises:
-        NotSupported: The moves reach no plan that is cheap enough.
-    """
-    # The greedy rule of fractional knapsacks. Unlike `Frontier` it depends on the start, which is its purpose: it meets
-    # the budget near a given plan.
-    now = Step(start, cost_table.total(start), sensitivities.total(start, weights))
-    while now.cost > limit:
-        best, gain = None, 0.0
-        for choices in space.moves(now.choices):
-            cost, sensitivity = cost_table.total(choices), sensitivities.total(choices, weights)
-            saved, added = now.cost - cost, sensitivity - now.sensitivity  # `added` may be 0 or below
-            if saved > NOTHING and saved / max(added, NOTHING) > gain:
-                best, gain = Step(choices, cost, sensitivity), saved / max(added, NOTHING)
-        if best is None:
-            raise NotSupported(f"no plan near this one reaches {limit:g} of the original's {cost_table.quantity}.")
-        now = best
-    return undo_surplus(space, cost_table, sensitivities, limit, weights, now)
-
-
-def undo_surplus(
-    space: Space, cost_table: CostTable, sensitivities: Sensitivities, limit: float, weights: Weights, last: Step
-) -> Step:
-    """Undoes choices within the budget: repeats the change that keeps more and reduces the sensitivity most."""
-    # Every round lowers the sensitivity, so the loop ends. It is needed after rounding, and after greedy moves, the
-    # last of which may save more than was missing.
-    now = last
-    while True:
-        best = now
-        for choices in space.relaxations(now.choices):
-            cost = cost_table.total(choices)
-            if cost <= limit and (sensitivity := sensitivities.total(choices, weights)) < best.sensitivity:
-                best = Step(choices, cost, sensitivity)
-        if best is now:
-            return now
-        now = best

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from attnrx.data import ImageData, ImageSet, require_labels, without_images_of
 from attnrx.data.model_data import images_for
-from attnrx.decide.planning.allocation import Step, greedy_to_budget, require_reachable
+from attnrx.decide.planning.allocation import Frontier, Step, require_reachable
 from attnrx.decide.planning.cost_table import CostTable, prescribed_costs
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
 from attnrx.decide.planning.plan_search import Trial, refine_plan, search_ranges, weights_of
@@ -156,7 +157,7 @@ class Planner:
         """
         if start is not None:
             found, weights = self.measurements, weights_of(self.space, knobs)
-            return greedy_to_budget(self.space, found.cost_table, found.sensitivities, limit, weights, start)
+            return Frontier(self.space, found.cost_table, found.sensitivities, weights).near(limit, start)
         frontier = self.measurements.frontier(knobs)
         # For latency: the reference is the model in its own library, than which attnrx's kernels may be faster.
         if frontier.nothing <= limit:
@@ -242,7 +243,7 @@ class Planner:
     def _adjusted(self, limit: float, last: Trial) -> Trial:
         """Returns the best plan at this cost among those reached from the best trials."""
         # Greedy moves from plans that are measured already: no search, and few plans to measure at the new cost.
-        plans, order = PlansAtCost(self, limit), sorted(self.trials, key=lambda trial: trial.softened)
+        order = sorted(self.trials, key=lambda trial: trial.softened)
         starts = [last.step.choices, *(trial.step.choices for trial in order[: self.settings.finalists])]
         steps: dict[Choices, Step] = {}
         for start in dict.fromkeys(starts):  # without repetitions, in order
@@ -251,18 +252,37 @@ class Planner:
                 steps[step.choices] = step
         if not steps:
             return self._first(limit)
-        return self._best([plans.tried(last.knobs, step) for step in steps.values()])
+        return self._best([self.tried(last.knobs, step) for step in steps.values()])
 
     def _first(self, limit: float) -> Trial:
-        plans = PlansAtCost(self, limit)
-        return plans.tried(self.initial_knobs, plans.step(self.initial_knobs))
+        return self.tried(self.initial_knobs, self.step(limit, self.initial_knobs))
 
     def _searched(self, limit: float) -> Trial:
-        plans = PlansAtCost(self, limit)
         self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
         begin("searching plans")
-        self.trials = refine_plan(self.space, self.settings, plans.step, plans.tried, self._first(limit))
+        build = partial(self.step, limit)
+        self.trials = refine_plan(self.space, self.settings, build, self.tried, self._first(limit))
         return self._best(self.trials)
+
+    def tried(self, knobs: dict[str, float], step: Step, best: Trial | None = None) -> Trial:
+        """Measures a plan: on one batch, and if it is not far worse there than the best known plan, on the images of
+        the trials.
+        """
+        found, about = self.measurements, ""
+        few = found.answers.first(1)  # one batch
+        trial = found.trial(knobs, step, few)
+        least = trial if best is None else found.trial(best.knobs, best.step, few)
+        if best is not None and trial.softened > HOPELESS * least.softened > 0 < least.divergence:
+            # Few images have easier or harder ones among them, as they have for the best plan.
+            factors = best.divergence / least.divergence, best.softened / least.softened
+            trial = replace(trial, divergence=trial.divergence * factors[0], softened=trial.softened * factors[1])
+            about = f", by {len(few)} images"
+        else:
+            trial = found.trial(knobs, step, found.trial_answers)
+        unit = f" {found.answers.kind.unit}".rstrip()
+        cost = f"{100 * step.cost:.1f} % of the {self.target.minimized}"
+        self.log(f"a plan of {cost}: divergence {trial.divergence:.3g}{unit}{about}")
+        return trial
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
         """Returns the trial with the lowest divergence on all images among the finalists on fewer images."""
@@ -383,35 +403,6 @@ class Planner:
             faster=found.known_speed(choices),
             description=described_choices(space, choices),
         )
-
-
-class PlansAtCost:
-    """Builds plans at one cost, and measures them: on one batch, and if it is not far worse
-    there than the best known plan, on the images of the trials.
-    """
-
-    def __init__(self, planner: Planner, limit: float):
-        self.planner, self.limit = planner, limit
-
-    def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
-        return self.planner.step(self.limit, knobs, start)
-
-    def tried(self, knobs: dict[str, float], step: Step, best: Trial | None = None) -> Trial:
-        found, about = self.planner.measurements, ""
-        few = found.answers.first(1)  # one batch
-        trial = found.trial(knobs, step, few)
-        least = trial if best is None else found.trial(best.knobs, best.step, few)
-        if best is not None and trial.softened > HOPELESS * least.softened > 0 < least.divergence:
-            # Few images have easier or harder ones among them, as they have for the best plan.
-            factors = best.divergence / least.divergence, best.softened / least.softened
-            trial = replace(trial, divergence=trial.divergence * factors[0], softened=trial.softened * factors[1])
-            about = f", by {len(few)} images"
-        else:
-            trial = found.trial(knobs, step, found.trial_answers)
-        unit = f" {found.answers.kind.unit}".rstrip()
-        cost = f"{100 * step.cost:.1f} % of the {self.planner.target.minimized}"
-        self.planner.log(f"a plan of {cost}: divergence {trial.divergence:.3g}{unit}{about}")
-        return trial
 
 
 def _divergence(timed: tuple[Trial, float, float]) -> float:
