@@ -111,8 +111,9 @@ def timed_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
         "attnrx.decide.planning.plan_measurements",
     ):
         monkeypatch.setattr(f"{module}.PROCESSES", 1)
-    for module in ("attnrx.decide.planning.plan_measurements", "attnrx.decide.planning.measured_costs"):
-        monkeypatch.setattr(f"{module}.call_in_subprocess_if", lambda function, *given, **_: function(*given))
+    monkeypatch.setattr(
+        "attnrx.decide.planning.plan_measurements.call_in_subprocess_if", lambda function, *given, **_: function(*given)
+    )
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import attnrx as rx
+from attnrx_lab.rules import control_prescriptions, measure_divergence
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 MODULES = {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
@@ -187,7 +188,11 @@ def test_public_functions_state_the_shapes_of_tensors() -> None:
     assert not missing, "\n".join(missing)
 
 
-EXAMPLES = sorted(name for name in rx.HOMES if ">>> " in (getattr(rx, name).__doc__ or ""))
+DOCUMENTED = {
+    **{name: getattr(rx, name) for name in rx.HOMES},
+    **{each.__name__: each for each in (control_prescriptions, measure_divergence)},
+}
+EXAMPLES = sorted(name for name, each in DOCUMENTED.items() if ">>> " in (each.__doc__ or ""))
 SLOW_EXAMPLES = ("elastic", "export", "plan", "repair", "shrink", "train")
 
 
@@ -200,7 +205,7 @@ def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names = {"rx": rx, "timm": pytest.importorskip("timm"), "torch": torch}
-    example = doctest.DocTestParser().get_doctest(getattr(rx, name).__doc__, names, name, None, None)
+    example = doctest.DocTestParser().get_doctest(DOCUMENTED[name].__doc__, names, name, None, None)
     printed = io.StringIO()
     doctest.DocTestRunner().run(example, out=printed.write)
     assert not printed.getvalue(), printed.getvalue()

@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from attnrx.show.checks.controls import resample_draws, spread
 from torch import nn
 
 from attnrx.change.realization import realize
 from attnrx.nouns.evidence import Finding
 from attnrx.nouns.prescription import Prescription
 from attnrx_lab.checks import Controls
+from attnrx_lab.checks.controls import resample_draws, spread
 from support import cases
 from support.comparisons import Setting, weakest_removed
 

@@ -13,6 +13,7 @@ from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.observation import Observation
 from attnrx.vit.spectrum import Spectrum
+from attnrx_lab.perturbation import noise_like
 
 HEADS, DIRECTIONS, TOKENS, HEAD_DIM, WIDTH = 3, 4, 5, 2, 6
 
@@ -113,7 +114,7 @@ def test_a_duplicated_head_is_found_whatever_the_sign_of_its_strengths() -> None
     strength = torch.randn(HEADS, DIRECTIONS)
     seen = permuted(observation(4, strength), [0, 1, 0])
     panel = Panel(suited_diagnostics(()), (spectrum(torch.stack([strength[0], strength[1], -strength[0]])),))
-    panel.observe_pairs(0, seen)
+    panel.observe(0, seen)
     for name in ("spectral_redundancy", "output_similarity"):
         matrix = panel.readings()[0][name]
         torch.testing.assert_close(matrix[0, 2], torch.tensor(1.0))
@@ -149,7 +150,6 @@ def test_batches_of_three_read_as_all_at_once() -> None:
     for size, panel in panels.items():
         for first in range(0, 10, size):
             panel.observe(0, part(whole, slice(first, first + size)))
-        panel.observe_pairs(0, part(whole, slice(0, 4)))
     few, once = (panel.readings()[0] for panel in panels.values())
     assert few.keys() == once.keys()
     for name in few:
@@ -161,8 +161,8 @@ def test_readings_follow_a_permutation_of_the_heads() -> None:
     seen, table = observation(4, strength), spectrum(strength)
     moved = replace(table, query=table.query[order], key=table.key[order], strength=strength[order], heads=tuple(order))
     plain, other = Panel(suited_diagnostics(()), (table,)), Panel(suited_diagnostics(()), (moved,))
-    plain.observe_pairs(0, seen)
-    other.observe_pairs(0, permuted(seen, order))
+    plain.observe(0, seen)
+    other.observe(0, permuted(seen, order))
     for name, reading in plain.readings()[0].items():
         expected = reading[order][:, order] if reading.shape == (HEADS, HEADS) else reading[order]
         torch.testing.assert_close(other.readings()[0][name], expected, rtol=0, atol=1e-14, msg=name)
@@ -172,7 +172,7 @@ def test_every_reading_is_float64_with_the_heads_first() -> None:
     strength = torch.randn(HEADS, DIRECTIONS)
     panel = Panel(suited_diagnostics(()), (spectrum(strength), spectrum(torch.zeros(0, 1))))
     seen = observation(4, strength)
-    panel.observe_pairs(0, replace(seen, query=seen.query.half(), key=seen.key.half(), output=seen.output.half()))
+    panel.observe(0, replace(seen, query=seen.query.half(), key=seen.key.half(), output=seen.output.half()))
     full, empty = panel.readings()
     assert full.keys() == empty.keys()
     for name in full:

@@ -23,8 +23,8 @@ class Panel:
             if not spectrum.heads:  # it computes nothing to observe, and its readings are empty
                 # The observation of one image of one token.
                 rows, maps = torch.zeros(1, 1, 0, spectrum.strength.shape[1]), torch.zeros(1, 0, 1, 1)
-                parts = rows, rows, torch.zeros(0, rows.shape[-1]), spectrum.scale, *[maps] * 4, torch.zeros(0, 1, 1)
-                self.observe(layer, Observation(*parts))
+                factors = rows, rows, rows[0, 0], spectrum.scale
+                self.observe(layer, Observation(*factors, maps, maps, maps, maps, maps[0]))
 
     def observe(self, layer: int, observation: Observation) -> None:
         """Adds the intermediate results of one layer for one batch.

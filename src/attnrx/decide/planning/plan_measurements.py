@@ -119,6 +119,10 @@ class PlanTimer:
             "torch": speed.torch_version,
         }
 
+    def of_file(self, model: nn.Module) -> float:
+        """Returns how much faster the file of a model is than the library's model."""
+        return 1 / self.latency_shares({"file": model}, ROUND_FACTOR * self.settings.whole_rounds)["file"]
+
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
         """Returns the latency of models, or of their files, as shares of that of the library's model, in turns."""
         settings = self.settings
@@ -263,7 +267,7 @@ class PlanMeasurements:
         # Anew in every call: the machine may have been busy.
         model = self.realized(choices)
         if self.settings.to is not None:
-            return 1 / self.timer.latency_shares({"": model}, ROUND_FACTOR * self.timer.settings.whole_rounds)[""]
+            return self.timer.of_file(model)
         self._latencies[choices] = self.timer.of_model(model)
         return self._latencies[choices]["faster"]
 
