@@ -8,7 +8,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class Columns:
     name a boolean column: of the test images only the rows with true are used.
     """
 
-    example: ClassVar[str] = "attnrx.data.Columns(image_column='image')"
+    example = "attnrx.data.Columns(image_column='image')"
 
     image_column: str = "image"
     label_column: str | None = None

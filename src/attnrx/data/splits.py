@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -39,7 +39,7 @@ class Splits(Displayed):
     is how pictures get this size, None where the pixels are given.
     """
 
-    example: ClassVar[str] = "attnrx.load_data('cifar10')"
+    example = "attnrx.load_data('cifar10')"
 
     name: str
     train: ImageSet

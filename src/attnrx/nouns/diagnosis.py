@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -130,7 +130,7 @@ class Diagnosis(Displayed):
     `about` records the model's name, the data (name, images, fingerprint), the seed and each diagnostic's parameters.
     """
 
-    example: ClassVar[str] = "attnrx.diagnose(model, images)"
+    example = "attnrx.diagnose(model, images)"
 
     layers: tuple[LayerDiagnosis, ...]
     fingerprint: str

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from attnrx.support import validation as fields
 from attnrx.support.display import Displayed, Sentence
@@ -183,7 +183,7 @@ class Evidence(Displayed, Tabular):
     first in `summary`, in the summary of `shrink`, on the console, in the report and in the model card.
     """
 
-    example: ClassVar[str] = "attnrx.verify(model, reference, images)"
+    example = "attnrx.verify(model, reference, images)"
 
     findings: tuple[Finding, ...]
     about: Mapping[str, Any]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -326,7 +326,7 @@ class Prescription(Displayed):
     prescribed token policy, or None.
     """
 
-    example: ClassVar[str] = "attnrx.prescribe(diagnosis, rules)"
+    example = "attnrx.prescribe(diagnosis, rules)"
 
     layers: tuple[LayerPrescription, ...]
     rules: Mapping[str, str]

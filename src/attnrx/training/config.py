@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -150,7 +149,7 @@ class TrainingConfig:
         checkpoint_every: Steps between checkpoints; one is written when the run is interrupted, too.
     """
 
-    example: ClassVar[str] = "attnrx.TrainingConfig(epochs=10)"
+    example = "attnrx.TrainingConfig(epochs=10)"
 
     epochs: int = 80
     batch_size: int = 256

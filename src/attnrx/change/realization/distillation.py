@@ -4,7 +4,6 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -31,7 +30,7 @@ class Distill:
     Every learning rate decays to zero by a cosine.
     """
 
-    example: ClassVar[str] = "attnrx.realization.distillation.Distill(epochs=2)"
+    example = "attnrx.realization.distillation.Distill(epochs=2)"
 
     epochs: int = 2
     # The first is better for a model that has lost little, the second for one that has lost much

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,7 +61,7 @@ class Repair:
     learning rate is relative to the root mean square of each tensor, and decays to zero by a cosine.
     """
 
-    example: ClassVar[str] = "attnrx.realization.repair.Repair(steps=300)"
+    example = "attnrx.realization.repair.Repair(steps=300)"
 
     steps: int = 300
     learning_rate: float = 0.015

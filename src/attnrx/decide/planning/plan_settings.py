@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -163,7 +163,7 @@ class PlanSettings:
     progress messages.
     """
 
-    example: ClassVar[str] = "attnrx.planning.PlanSettings.preset('quick')"
+    example = "attnrx.planning.PlanSettings.preset('quick')"
 
     axes: tuple[str, ...] | None = None
     reducer: str | None = None
