@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import attnrx as rx
+from attnrx.change.realization import fits
 from attnrx.change.realization.distillation import Distill
 from attnrx.change.realization.fits import KINDS, fits_record, realize_and_fit, recorded_fits
 from attnrx.change.realization.repair import Repair
@@ -38,7 +39,7 @@ def again(model: torch.nn.Module, prescription: rx.Prescription, how: Any, image
 
 def test_every_setting_of_a_fit_is_recorded_and_read_again(tmp_path: Path) -> None:
     how = {**HOW, **fits_record(*SETTINGS)}
-    for name, (kind, count, _) in KINDS.items():
+    for name, (kind, count) in KINDS.items():
         assert {count, *how["settings"][name]} == {field.name for field in fields(kind)}
     stored = replace(prescribed(), about={"realized": how})
     read = rx.Prescription.load(stored.save(tmp_path / "prescription.json")).about["realized"]
@@ -56,8 +57,8 @@ def test_every_fit_is_repeated_with_its_recorded_settings(monkeypatch: pytest.Mo
         used.append(settings)
         return SimpleNamespace(model=found, before=[0.0], after=[0.0], learning_rate=None, notes=[])
 
-    for name, (kind, count, _) in KINDS.items():
-        monkeypatch.setitem(KINDS, name, (kind, count, fit))
+    for name in KINDS:
+        monkeypatch.setattr(fits, name, fit)
     again(original(), prescribed(), {**HOW, **fits_record(*SETTINGS)}, pixels(CONFIG, 24))
     assert tuple(used) == SETTINGS
 
