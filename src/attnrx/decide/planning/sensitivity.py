@@ -240,11 +240,11 @@ def removed_energies(space: Space, axis: str, level: int) -> list[float]:
     """Returns the sum of the squared strengths that a level of an axis removes from every layer."""
     piece = space.piece(axis, level)
     assert piece is not None
+    if axis == "qk":  # the prescription may not contain the original strengths of pruned directions
+        pairs = zip(space.spectra, piece.layers, strict=True)
+        return [float((each.strength.square() * each.used * ~layer.qk.keep).sum()) for each, layer in pairs]
     removed = [0.0] * space.depth
-    for index, (spectrum, layer) in enumerate(zip(space.spectra, piece.layers, strict=True)):
-        if axis == "qk":  # the prescription may not contain the original strengths of pruned directions
-            removed[index] += float((spectrum.strength.square() * spectrum.used * ~layer.qk.keep).sum())
-            continue
+    for index, layer in enumerate(piece.layers):
         if layer.hidden is not None:
             removed[index] += float(layer.hidden.strength.square()[~layer.hidden.keep].sum())
         for output in layer.outputs.values():
