@@ -24,7 +24,7 @@ from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
 from attnrx.nouns.plan import Plan
 from attnrx.show.checks import Accuracy, Comparison, Fidelity
-from attnrx.show.reports.figures import Chart, Curve, CurvePoint
+from attnrx.show.reports.figures import STYLES, Chart, Curve, CurvePoint
 from attnrx.support.storage import read_json, write_json, write_text
 from attnrx.support.subprocess_runner import run_in_subprocess
 from attnrx.support.tables import markdown_table
@@ -189,16 +189,16 @@ def chart(record: Mapping[str, Any]) -> str:
         methods.setdefault(method, []).append(point)
     order = sorted(methods, key=lambda method: method != "plan")  # ours has the first colour
     curves = tuple(
-        Curve.numbered(index, method, sorted(methods[method], key=lambda point: point.x))
+        Curve(method, tuple(sorted(methods[method], key=lambda point: point.x)), f"style-{index % STYLES}", index)
         for index, method in enumerate(order)
     )
     labels = "times faster than the unchanged model in the same kernels", "change of accuracy, points"
-    drawing = Chart("accuracy against speed", *labels, curves, dodged=False)
+    drawing = Chart("accuracy against speed", *labels, curves)
     colours = "".join(f".style-{index}{{color:{colour}}}" for index, colour in enumerate(COLOURS))
     style = (
         "<style>text{font:11px system-ui,sans-serif;fill:#57606a}.grid{stroke:#8884;stroke-width:.6}"
         ".axis,.tick{stroke:#57606a}.curve{fill:none;stroke:currentColor;stroke-width:1.6}"
-        f".whisker{{fill:none;stroke:currentColor;opacity:.6}}.marker{{fill:currentColor}}{colours}"
+        f".whisker{{fill:none;stroke:currentColor;opacity:.6}}.band{{fill:currentColor;opacity:.16}}.marker{{fill:currentColor}}{colours}"
         "@media(prefers-color-scheme:dark){text{fill:#d0d7de}.grid{stroke:#fff4}.axis,.tick{stroke:#d0d7de}}</style>"
     )
     legend = "".join(

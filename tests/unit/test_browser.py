@@ -12,7 +12,7 @@ from support import report_content
 pytestmark = pytest.mark.browser
 
 OPEN = ["front", "changes", "tokens", "attention"]
-FOLDED = ["prescription", "maps", "spectra", "evidence", "controls", "robustness", "costs", "provenance"]
+FOLDED = ["prescription", "maps", "evidence", "costs", "provenance"]
 
 # Whatever reaches beyond the window without lying in a box that scrolls by itself.
 OVERFLOWING = """() => [...document.querySelectorAll('main *, nav *')].filter(element => {
@@ -130,41 +130,6 @@ def test_contents_and_reasons_open(opened, scheme: str, width: int):
     assert page.evaluate("document.querySelector('#evidence').getBoundingClientRect().top") < 450
 
 
-@pytest.mark.parametrize("width", [420, 1280])
-@pytest.mark.parametrize("scheme", ["light"])
-@pytest.mark.slow
-def test_the_slider_moves_through_the_plans_by_keyboard(opened, scheme: str, width: int):
-    page, heard = opened
-    slider, state = page.locator("#explorer input"), page.locator("#explorer .state")
-    values, dot = page.locator("#explorer dd"), page.locator("#front .cursor").first
-    assert state.inner_text() == "1.06\N{MULTIPLICATION SIGN}, this model: measured plan"
-    chosen, place = values.all_inner_texts(), float(dot.get_attribute("cx"))
-    assert chosen[0] == "1.06\N{MULTIPLICATION SIGN}" and len(chosen) == 6
-    assert page.locator("#explorer [aria-live=polite]").count() == 1
-    slider.focus()
-    for _ in range(20):
-        page.keyboard.press("ArrowLeft")
-    assert "predicted" in state.inner_text() and values.all_inner_texts() != chosen
-    assert "predicted" in slider.get_attribute("aria-valuetext") and float(dot.get_attribute("cx")) < place
-    page.keyboard.press("Home")
-    assert values.all_inner_texts()[:2] == ["1.00\N{MULTIPLICATION SIGN}", "0.0\N{NO-BREAK SPACE}points"]
-    assert state.inner_text() == "original: measured plan"
-    stop = page.locator("#explorer button").nth(1)
-    stop.press("Enter")
-    assert "speed predicted by the cost table" in state.inner_text() and stop.get_attribute("aria-pressed") == "true"
-    assert outlined(page, stop)
-    fits(page, width)
-    assert not [line for line in heard if line.startswith("error")]
-
-
-def outlined(page, element) -> bool:
-    """Whether the focus on an element is visible."""
-    element.focus()
-    page.keyboard.press("Tab")
-    page.keyboard.press("Shift+Tab")
-    return element.evaluate("each => parseFloat(getComputedStyle(each).outlineWidth) > 0")
-
-
 @pytest.mark.parametrize("width", [420, 1280, 1600])
 @pytest.mark.parametrize("scheme", ["dark"])
 @pytest.mark.slow
@@ -224,7 +189,7 @@ def test_the_page_is_complete_without_scripts(browser, report: Path):
     context = browser.new_context(viewport={"width": 1280, "height": 900}, java_script_enabled=False)
     page = context.new_page()
     page.goto(report.as_uri())
-    assert not page.locator("#explorer").is_visible() and not page.locator("#viewer").is_visible()
+    assert not page.locator("#viewer").is_visible()
     assert not page.locator(".with-script").first.is_visible()
     assert page.locator("#tokens .patches figure").count() == 6 and page.locator("#tokens .patches").first.is_visible()
     page.locator("#front summary").click()
@@ -242,5 +207,5 @@ def test_paper_is_light_and_shows_what_is_folded(opened, tmp_path: Path, scheme:
     assert page.evaluate("document.documentElement.scrollWidth") == width
     pdf = page.pdf(format="A4")
     assert pdf.startswith(b"%PDF-")
-    assert not page.locator("#explorer").is_visible() and page.locator("#tokens .patches").first.is_visible()
+    assert page.locator("#tokens .patches").first.is_visible()
     assert 3 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) <= 20

@@ -12,8 +12,8 @@ from PIL import Image
 
 from attnrx.nouns.diagnosis import LayerDiagnosis
 from attnrx.show.reports import ReportContent
-from attnrx.show.reports.drawing import AxisScale, as_uri, colour, log_span, mosaic, overlay, span
-from attnrx.show.reports.figures import LEVELS, Chart, Curve, CurvePoint, HeatMap, IntervalRow, spectrum_bars
+from attnrx.show.reports.drawing import AxisScale, as_uri, colour, mosaic, overlay, span
+from attnrx.show.reports.figures import LEVELS, Chart, Curve, CurvePoint, HeatMap
 from attnrx.show.reports.sections.layers import maps
 from support import report_content
 
@@ -24,9 +24,8 @@ def shapes(svg: str, name: str) -> list[ElementTree.Element]:
     return [element for element in ElementTree.fromstring(svg).iter() if name in element.get("class", "").split()]
 
 
-@pytest.mark.parametrize("logarithmic", [False, True])
-def test_a_scale_maps_its_ends_and_keeps_order(logarithmic):
-    scale = AxisScale(0.01, 5.0, 190, 20, logarithmic)
+def test_a_scale_maps_its_ends_and_keeps_order():
+    scale = AxisScale(0.01, 5.0, 190, 20)
     assert scale(0.01) == pytest.approx(190)
     assert scale(5.0) == pytest.approx(20)
     assert scale(0.1) > scale(1.0)
@@ -39,12 +38,6 @@ def test_ticks_are_inside_and_told_apart(low, high):
     assert all(low - 1e-9 * abs(high) <= tick <= high * (1 + 1e-9) for tick, _ in labels)
     if high > 1e-5:
         assert len({words for _, words in labels}) == len(labels)
-
-
-def test_logarithmic_ticks_are_inside():
-    low, high = log_span([0.0021, 0.031])
-    ticks = AxisScale(low, high, 0, 1, logarithmic=True).ticks()
-    assert ticks == pytest.approx([0.002, 0.005, 0.01, 0.02])
 
 
 def test_equal_values_still_have_a_range():
@@ -72,36 +65,15 @@ def test_a_constant_heat_map_has_a_colour():
     assert HeatMap("flat", [[2.0, 2.0]], 2.0, 2.0).level(2.0) == LEVELS // 2
 
 
-def test_the_cut_is_marked_only_where_the_strongest_stay():
-    strongest = spectrum_bars("head", [0.1, 0.6, 0.3], [False, True, True])
-    assert "2 of 3 directions kept, with 90.0\N{NO-BREAK SPACE}% of the energy." in strongest
-    [cut] = shapes(strongest, "cut")
-    assert float(cut.get("x1", "")) == pytest.approx(200 * 2 / 3, abs=0.01)
-    assert not shapes(spectrum_bars("head", [0.1, 0.6, 0.3], [True, False, True]), "cut")
-    assert not shapes(spectrum_bars("head", [0.5, 0.5], [True, True]), "cut")
-
-
-def test_bars_that_stay_and_go_are_all_drawn():
-    picture = spectrum_bars("head", [0.4, 0.3, 0.2, 0.1], [True, False, True, False])
-    assert shapes(picture, "kept")[0].get("d", "").count("z") == 2
-    assert shapes(picture, "gone")[0].get("d", "").count("z") == 2
-
-
-def test_a_head_without_energy_or_directions_is_drawn():
-    for energies in ([0.0, 0.0], []):
-        ElementTree.fromstring(spectrum_bars("head", energies, [False] * len(energies)))
-
-
 def test_charts_stay_in_their_frame():
     points = tuple(CurvePoint(x, 10.0**-x, 0.5 * 10.0**-x, 2 * 10.0**-x, f"point {x}") for x in range(1, 5))
-    for logarithmic in (False, True):
-        picture = Chart("t", "x", "y", (Curve("a", points, "style-0", 0),), logarithmic).draw()
-        markers = shapes(picture, "marker")
-        assert [marker.findtext("title") for marker in markers] == ["point 1", "point 2", "point 3", "point 4"]
-        for marker in markers:
-            x, y = map(float, marker.get("transform", "")[10:-1].split())
-            assert 46 <= x <= 350
-            assert 26 <= y <= 190
+    picture = Chart("t", "x", "y", (Curve("a", points, "style-0", 0),)).draw()
+    markers = shapes(picture, "marker")
+    assert [marker.findtext("title") for marker in markers] == ["point 1", "point 2", "point 3", "point 4"]
+    for marker in markers:
+        x, y = map(float, marker.get("transform", "")[10:-1].split())
+        assert 46 <= x <= 350
+        assert 26 <= y <= 190
 
 
 def test_a_single_point_and_a_long_curve_are_drawn():
@@ -112,21 +84,11 @@ def test_a_single_point_and_a_long_curve_are_drawn():
     assert len(shapes(picture, "marker")) + len(shapes(picture, "target")) == 80
 
 
-def test_an_interval_row_reaches_from_low_to_high():
-    row = IntervalRow("claim", 0.5, 0.2, 0.9, (0.1, 0.3), limit=0.0)
-    picture = row.draw(span(row.values(), include=(0.0,)))
-    [whisker], [dot] = shapes(picture, "whisker"), shapes(picture, "marker")
-    assert float(whisker.get("x1", "")) < float(dot.get("cx", "")) < float(whisker.get("x2", ""))
-    assert len(shapes(picture, "draw")) == 2
-    assert len(shapes(picture, "cut")) == 1
-
-
 def test_words_cannot_break_out_of_a_picture():
     curve = Curve(NASTY, (CurvePoint(0, 1, tip=NASTY), CurvePoint(1, 2)), "style-0", 0)
     pictures = [
         Chart(NASTY, NASTY, NASTY, (curve,)).draw(),
         HeatMap(NASTY, [[1.0]], 0, 2, write=lambda value: NASTY).draw(),
-        IntervalRow(NASTY, 1.0).draw((0, 2)),
     ]
     for picture in pictures:
         assert "<script" not in picture
@@ -163,21 +125,16 @@ def test_an_overlay_shows_the_map_where_the_image_is_flat():
     assert float(shown[0, 7, 7]) > float(shown[0, 0, 0])
 
 
-def test_whole_numbers_are_labelled_as_such():
-    assert [words for _, words in AxisScale(0.96, 2.04, 0, 100, whole=True).labels(5)] == ["1", "2"]
-
-
 def test_values_that_differ_by_rounding_are_one_value():
     low, high = span([0.0, -1.4e-15])
     assert (low, high) == pytest.approx((-1.0, 1.0))
 
 
-@pytest.mark.parametrize("logarithmic", [False, True])
 @pytest.mark.parametrize("exponent", range(-9, 10, 3))
-def test_labels_of_an_axis_fit_beside_it(exponent: int, logarithmic: bool) -> None:
+def test_labels_of_an_axis_fit_beside_it(exponent: int) -> None:
     """Long labels were cut at the edge of the picture, "0.000002" to ".000002"."""
-    for low, high in ((0.2, 1.7), (1.0, 1.3), (0.2, 4000.0), *([] if logarithmic else [(-1.7, 0.4), (-3.0, 0.0)])):
-        axis = AxisScale(low * 10.0**exponent, high * 10.0**exponent, 190, 26, logarithmic)
+    for low, high in ((0.2, 1.7), (1.0, 1.3), (0.2, 4000.0), (-1.7, 0.4), (-3.0, 0.0)):
+        axis = AxisScale(low * 10.0**exponent, high * 10.0**exponent, 190, 26)
         labels = axis.labels()
         assert labels
         for _, words in labels:

@@ -1,16 +1,15 @@
-"""The front of a plan in a report: read from its file, drawn over speed or cost, and as data of the slider."""
+"""The front of a plan in a report: read from its file, and drawn over speed or cost."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity
 from attnrx.show.reports import ReportContent, render
-from attnrx.show.reports.sections.front import STEPS, front
+from attnrx.show.reports.sections.front import front
 from attnrx.support.errors import CheckpointError
 from support import report_content
 
@@ -29,10 +28,10 @@ def plan(spend: str = "latency", points: tuple[PlanPoint, ...] = POINTS, outputs
     return report_content.plan(prescription, spend, points, outputs)
 
 
-def explorer(content: ReportContent) -> dict[str, Any]:
+def rows(content: ReportContent) -> dict[str, list[str]]:
     section = front(content)
     assert section is not None
-    return section.data["explorer"]
+    return {name: cells for name, cells, _ in section.data["rows"]}
 
 
 def test_a_plan_is_read_as_it_was_saved(tmp_path: Path) -> None:
@@ -55,26 +54,22 @@ def test_a_plan_is_read_as_it_was_saved(tmp_path: Path) -> None:
             Plan.load(path)
 
 
-def test_the_slider_starts_at_the_chosen_plan_and_marks_what_was_measured() -> None:
-    data = explorer(replace(report_content.example(), plan=plan()))
-    assert data["names"] == ["original", f"1.25{TIMES}", f"1.60{TIMES}, this model"]
-    assert data["chosen"] == 2 and data["at"] == [0, round(STEPS * 0.25 / 0.6), STEPS]
-    assert ["predicted" in source for source in data["sources"]] == [False, True, False]
-    speed, change, agreement, divergence, macs = (reading["values"] for reading in data["readings"])
-    assert speed == [1.0, 1.25, 1.6] and change == [0.0, -1.0, None] and agreement == [100.0, 95.0, 90.0]
-    assert divergence == [0.0, 0.02, 0.07] and macs == [100.0, 79.0, None]
-    # The chart of accuracy lacks a plan, so that its dot is not shown; in the other one x grows with the speed.
-    assert [len(places) for places in data["places"]] == [2, 3]
-    x = [place[0] for place in data["places"][1]]
-    assert x == sorted(x) and len(set(x)) == 3
+def test_the_table_marks_the_chosen_plan_and_what_was_predicted() -> None:
+    found = rows(replace(report_content.example(), plan=plan()))
+    assert list(found) == ["original", f"1.25{TIMES}", f"1.60{TIMES}, this model"]
+    texts = [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in cells] for cells in found.values()]
+    assert texts == [
+        [f"1.00{TIMES}", "0.0 points", "100.0 %", "0.000 nats", "100.0 %"],
+        [f"(1.25{TIMES})", "\N{MINUS SIGN}1.0 points", "95.0 %", "0.020 nats", "79.0 %"],
+        [f"1.60{TIMES}", "\N{EN DASH}", "90.0 %", "0.070 nats", "\N{EN DASH}"],
+    ]
 
 
 def test_plans_for_macs_are_shown_over_the_macs() -> None:
     points = (PlanPoint(0.75, 0.01, 0.01, 0.98, macs=0.75), PlanPoint(0.5, 0.05, 0.05, 0.9, macs=0.5))
     page = render(ReportContent("macs", plan=plan("macs", points)))
     assert "Accuracy against cost" in page and "% fewer MACs" in page and "predicted by the cost table" not in page
-    data = explorer(ReportContent("macs", plan=plan("macs", points)))
-    assert data["at"] == [0, STEPS // 2, STEPS] and data["names"][-1] == "50.0 % fewer, this model"
+    assert [*rows(ReportContent("macs", plan=plan("macs", points)))][-1] == "50.0 % fewer, this model"
 
 
 def test_the_verified_and_the_unchanged_model_are_drawn_beside_the_plans() -> None:
@@ -100,7 +95,7 @@ def test_the_text_of_a_plan_cannot_end_the_data() -> None:
     assert page.count("</script>") == 2 and "<b>" not in page
 
 
-def test_the_explorer_names_the_divergence_of_what_the_model_returns() -> None:
+def test_the_table_names_the_divergence_of_what_the_model_returns() -> None:
     points = (PlanPoint(0.8, 0.1, 0.1, 0.9, -0.01),)
     pages = {kind: render(ReportContent("front", plan=plan("macs", points, kind))) for kind in ("logits", "embedding")}
     assert "KL from the original in nats" in pages["logits"] and "Cosine distance" not in pages["logits"]

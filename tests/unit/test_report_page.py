@@ -29,8 +29,8 @@ from support import cases, report_content
 from support.pictures import speckles
 
 EVERYTHING = [
-    "verdict", "front", "changes", "tokens", "attention", "prescription", "maps", "spectra", "evidence",
-    "controls", "robustness", "costs", "provenance",
+    "verdict", "front", "changes", "tokens", "attention", "prescription", "maps", "evidence",
+    "costs", "provenance",
 ]  # fmt: skip
 FOLDED = EVERYTHING[EVERYTHING.index("prescription") :]
 VOID = {"meta", "img", "br", "input"}
@@ -104,10 +104,10 @@ def test_every_section_is_left_out_without_its_data():
     [
         ("prescription", ["changes", "prescription"]),
         ("plan", ["front"]),
-        ("diagnosis", ["maps", "spectra"]),
+        ("diagnosis", ["maps"]),
         ("tokens", ["tokens"]),
         ("attention", ["attention"]),
-        ("evidence", ["evidence", "controls", "robustness", "costs"]),
+        ("evidence", ["evidence", "costs"]),
     ],
 )
 def test_every_part_alone_makes_a_report(part, sections):
@@ -130,7 +130,7 @@ def test_only_the_script_of_the_page_may_run():
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{allowed}'" == policy
-    assert sorted(json.loads(data)) == ["front", "spectra"]
+    assert sorted(json.loads(data)) == ["spectra"]
     assert "<" not in data
 
 
@@ -253,7 +253,7 @@ def test_the_sentence_is_the_same_on_the_page_and_in_a_console():
     page = shown(
         ReportContent("speed", evidence=replace(evidence, findings=(replace(speed, limit=1.5, outcome="holds"),)))
     )
-    row = " ".join(page.words.partition("Robustness")[0].split())
+    row = " ".join(page.words.split())
     assert "speed of a pass" in row and "[1.56, 1.67]" in row
 
 
@@ -275,12 +275,12 @@ def test_only_what_changed_is_shown():
 def test_sections_are_unfolded_where_they_are_the_content():
     assert '<details class="fold" open>' not in whole()
     page = render(ReportContent("evidence", evidence=report_content.evidence()))
-    assert page.count('<details class="fold" open>') == page.count('<details class="fold"') == 4
+    assert page.count('<details class="fold" open>') == page.count('<details class="fold"') == 2
 
 
 def test_evidence_is_a_page_of_its_own():
     page = Page(render(ReportContent("evidence", evidence=report_content.evidence())))
-    assert page.sections == ["verdict", "evidence", "controls", "robustness", "provenance"]
+    assert page.sections == ["verdict", "evidence", "provenance"]
 
 
 def test_the_spectra_of_the_explorer_are_those_of_the_prescription():
@@ -347,7 +347,7 @@ def test_evidence_read_from_a_file_is_enough(tmp_path):
         tmp_path / "report.html", ReportContent("from a file", evidence=Evidence.load(tmp_path / "evidence.json"))
     )
     page = Page(path.read_text(encoding="utf-8"))
-    assert page.sections == ["verdict", "evidence", "controls", "robustness", "provenance"]
+    assert page.sections == ["verdict", "evidence", "provenance"]
     assert page.words.count("[\N{MINUS SIGN}2.0, 0.8]") == 2  # the failed claim, and the table
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["evidence.json", "report.html"]
 
@@ -355,7 +355,7 @@ def test_evidence_read_from_a_file_is_enough(tmp_path):
 def test_evidence_prescription_and_diagnosis_make_a_report(tmp_path):
     path = write_report(tmp_path / "slim.html", evidence=report_content.evidence())
     page = Page(path.read_text(encoding="utf-8"))
-    assert page.sections == ["verdict", "evidence", "controls", "robustness", "provenance"] and "slim" in page.words
+    assert page.sections == ["verdict", "evidence", "provenance"] and "slim" in page.words
     example = report_content.example()
     parts = {"evidence": example.evidence, "prescription": example.prescription, "diagnosis": example.diagnosis}
     both = Page(write_report(tmp_path / "both.html", **parts).read_text(encoding="utf-8"))
@@ -374,19 +374,9 @@ def test_what_could_not_be_measured_is_shown_as_such():
     assert words.count("nan") == 2  # the title, twice; "nan" is no number to a reader
 
 
-def test_single_corruptions_stand_in_their_own_section():
-    page = render(ReportContent("corrupted", evidence=report_content.evidence()))
-    main, corrupted = page.index('id="evidence"'), page.index('id="robustness"')
-    assert (
-        main < page.index("6 findings on corrupted images") < corrupted < page.index("noise of severity 1, candidate")
-    )
-    curves = re.findall(r'<path class="marker style-\d"[^>]*><title>([^<]*)', page[corrupted:])
-    assert len(curves) == 6
-
-
-def test_draws_of_a_control_are_shown_as_advantages_of_the_candidate():
-    words = Page(whole()).words
-    assert "0.00430" in words  # the first draw, 0.0166, minus the candidate's own 0.0123
+def test_single_corruptions_are_in_the_file_alone():
+    words = Page(render(ReportContent("corrupted", evidence=report_content.evidence()))).words
+    assert "6 findings for single corruptions" in words and "noise of severity 1, candidate" not in words
 
 
 def test_a_compressed_model_with_removed_heads_is_reported():

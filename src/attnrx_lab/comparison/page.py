@@ -1,6 +1,8 @@
 """The page of a comparison: methods over their MACs, as curves and a table."""
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from attnrx.show.reports.content import ReportContent, Section
@@ -50,7 +52,7 @@ def comparison(record: MethodComparison) -> Section:
         "accuracy": accuracy,
         "divergence": divergence,
         "divergence_and_unit": f"{divergence}, {kind.unit}" if kind.unit else divergence,
-        "figures": [Figure(chart.draw(), chart.title, "logarithmic" if chart.logarithmic else "") for chart in charts],
+        "figures": [Figure(chart.draw(), chart.title) for chart in charts],
         "legend": [(picture, name) for name, picture in legend.items()],
         "record": record,
         "measured": _settings(record),
@@ -91,11 +93,16 @@ def _chart(
             # After six methods the colours repeat, with other markers.
             curves.append(Curve(name, tuple(drawn), f"style-{index % STYLES}", index + index // STYLES))
     values = [point.y for curve in curves for point in curve.points]
-    # A logarithmic axis needs positive values, and helps only where they differ much.
-    is_logarithmic = (
-        field == "divergence" and bool(values) and min(values) > ZERO and max(values) > MIN_RATIO * min(values)
-    )
-    return Chart(title, "% of the original's MACs", label, tuple(curves), is_logarithmic, level, band=True)
+    # Logarithms exist of positive values, and help only where they differ much.
+    if field == "divergence" and values and min(values) > ZERO and max(values) > MIN_RATIO * min(values):
+        curves = [replace(curve, points=tuple(map(_logarithmic, curve.points))) for curve in curves]
+        label = f"log10 of the {label}"
+    return Chart(title, "% of the original's MACs", label, tuple(curves), level)
+
+
+def _logarithmic(point: CurvePoint) -> CurvePoint:
+    low, high = (None if end is None else math.log10(max(end, point.y / 10)) for end in (point.low, point.high))
+    return replace(point, y=math.log10(point.y), low=low, high=high)
 
 
 def _point(trial: MethodTrial, field: str, unit: str) -> CurvePoint | None:

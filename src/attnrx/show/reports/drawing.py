@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from attnrx.show.reports.numbers import NOTHING, TIMES, Number, fixed, short, superscript
+from attnrx.show.reports.numbers import NOTHING, Number, fixed, short
 from attnrx.support.shapes import Float, Tensor, UInt8
 
 
@@ -51,62 +51,42 @@ def _coordinate(value: Number | str) -> str:
 
 @dataclass(frozen=True)
 class AxisScale:
-    """Maps `low`..`high` to `start`..`stop`, linearly or logarithmically; `high` must exceed `low`."""
+    """Maps `low`..`high` to `start`..`stop` linearly; `high` must exceed `low`."""
 
     low: Number
     high: Number
     start: Number
     stop: Number
-    logarithmic: bool = False
-    whole: bool = False  # integer ticks only, e.g. epochs
 
     def __call__(self, value: Number) -> Number:
-        low, high, transformed = (self._transform(number) for number in (self.low, self.high, value))
-        return self.start + (self.stop - self.start) * (transformed - low) / (high - low)
+        return self.start + (self.stop - self.start) * (value - self.low) / (self.high - self.low)
 
     def ticks(self, count: int = 4) -> list[Number]:
         """Returns about `count` round values within the range."""
-        if not self.logarithmic:
-            return _round_values(self.low, self.high, count, 1.0 if self.whole else 0.0)
-        # Over a few decades the powers of ten alone would be too few ticks.
-        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        factors = (1,) if last - first > 2 else (1, 2, 5)
-        candidates = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
-        inside = [value for value in candidates if self.low * (1 - 1e-9) <= value <= self.high * (1 + 1e-9)]  # rounding
-        return inside if len(inside) > 1 else [self.low, self.high]
+        rough = (self.high - self.low) / max(count, 1)
+        power = 10.0 ** math.floor(math.log10(rough))
+        # Tolerances, because ranges such as 0.1 to 0.7 are not exact in binary.
+        step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [index * step for index in range(first, last + 1)]
 
     @property
     def power(self) -> int:
-        """The power of ten that the labels of a linear axis are in units of: 0 unless they would be too long."""
+        """The power of ten that the labels are in units of: 0 unless they would be too long."""
         largest = max(abs(self.low), abs(self.high))
-        if self.logarithmic or 1e-3 <= largest < 1e5 or largest == 0:
+        if 1e-3 <= largest < 1e5 or largest == 0:
             return 0
         return math.floor(math.log10(largest))
 
     def labels(self, count: int = 4) -> list[tuple[Number, str]]:
-        """Returns the ticks with their labels, in units of `power`; on a linear axis all have the same decimals."""
+        """Returns the ticks with their labels, in units of `power`; all have the same decimals."""
         ticks = self.ticks(count)
-        if self.logarithmic or len(ticks) < 2:
-            return [(tick, _brief(tick)) for tick in ticks]
-        if self.power:
+        if self.power or len(ticks) < 2:
             unit = 10.0**self.power
             return [(tick, short(tick / unit, 3)) for tick in ticks]
         step = ticks[1] - ticks[0]
         decimals = next((digits for digits in range(6) if abs(round(step, digits) - step) < step * 1e-6), 6)
         return [(tick, fixed(tick, decimals)) for tick in ticks]
-
-    def _transform(self, value: Number) -> Number:
-        # Zero and negative values have no logarithm; they are drawn far below the axis.
-        return math.log10(max(value, self.low * 1e-6)) if self.logarithmic else value
-
-
-def _brief(value: Number) -> str:
-    """Formats a tick of any size in the space beside an axis: 0.05, 20,000, or a power of ten."""
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return short(value, 3)
-    mantissa, exponent = f"{value:.1e}".split("e")
-    factor = short(float(mantissa), 2)
-    return f"{'' if factor == '1' else factor + TIMES}10{superscript(int(exponent))}"
 
 
 def span(values: Iterable[Number], *, include: Iterable[Number] = (), room: Number = 0.06) -> tuple[Number, Number]:
@@ -118,22 +98,6 @@ def span(values: Iterable[Number], *, include: Iterable[Number] = (), room: Numb
         return low - margin, high + margin
     margin = (high - low) * room
     return low - margin, high + margin
-
-
-def log_span(values: Iterable[Number]) -> tuple[Number, Number]:
-    """Returns a range for positive values on a logarithmic axis."""
-    positive = [value for value in values if value > 0 and math.isfinite(value)] or [0.1, 1.0]
-    return min(positive) / 1.3, max(positive) * 1.3
-
-
-def _round_values(low: Number, high: Number, count: int, min_step: Number) -> list[Number]:
-    rough = max((high - low) / max(count, 1), min_step)
-    power = 10.0 ** math.floor(math.log10(rough))
-    factors = (1, 2, 5, 10) if min_step else (1, 2, 2.5, 5, 10)  # a step of 2.5 is not an integer
-    # Tolerances, because ranges such as 0.1 to 0.7 are not exact in binary.
-    step = next(factor * power for factor in factors if factor * power >= rough * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [index * step for index in range(first, last + 1)]
 
 
 GAP_WIDTH = 1  # pixels between the maps of a mosaic

@@ -1,18 +1,17 @@
 """Figures: plain values to SVG, independent of diagnoses and prescriptions.
 
-Curves over a common axis, heat maps of heads, spectra, images with pruned patches, and values with intervals. Drawn
+Curves over a common axis, heat maps of heads, and images with pruned patches. Drawn
 here and not by a library: colours follow the page (light and dark), texts are selectable and read by screen readers,
 cells and points are moved through by the script of the page, and a chart has 2 to 13 kB.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
-from attnrx.show.reports.drawing import AxisScale, Drawing, log_span, span
-from attnrx.show.reports.numbers import Number, number, percent
+from attnrx.show.reports.drawing import AxisScale, Drawing, span
+from attnrx.show.reports.numbers import Number, number
 from attnrx.support.shapes import Bool, Int, Tensor
 
 STYLES = 6  # colours of curves, .style-0 to .style-5 in the style sheet
@@ -22,9 +21,6 @@ MOST_MARKERS = 12  # the largest number of markers on a curve
 # In the units of a picture, which the page scales.
 WIDTH, HEIGHT = 360.0, 230.0  # of a chart
 LEFT, RIGHT, TOP, BOTTOM = 54.0, 350.0, 26.0, 190.0  # the ends of its axes
-DODGE = 5.0  # curves with intervals are shifted horizontally by this much, so that whiskers do not overlap
-BARS_WIDTH, BARS_HEIGHT = 200.0, 84.0
-ROW_WIDTH, ROW_HEIGHT, MARGIN = 300.0, 26.0, 14.0
 
 # Markers by position in the legend, so that curves differ without colour; drawn around the origin.
 MARKERS = (
@@ -57,78 +53,48 @@ class Curve:
     style: str
     marker: int | None = None
 
-    @classmethod
-    def numbered(cls, index: int, name: str, points: Iterable[CurvePoint]) -> "Curve":
-        """Returns a curve with the colour and the marker of its place in a chart."""
-        return cls(name, tuple(points), f"style-{index % STYLES}", index)
-
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves that share their axes; `level` draws a horizontal line, and `band` fills the intervals as an area.
-
-    Curves with intervals are shifted by DODGE unless `dodged` is False, for values of x that were measured.
-    """
+    """Curves that share their axes, with their intervals as areas; `level` draws a horizontal line."""
 
     title: str
     x_label: str
     y_label: str
     curves: tuple[Curve, ...]
-    logarithmic: bool = False
     level: Number | None = None
-    band: bool = False
-    dodged: bool = True
 
     @property
     def legend(self) -> tuple[tuple[str, str], ...]:
         """A small picture of every curve's line and marker, with its name."""
         return tuple((_marker_picture(curve), curve.name) for curve in self.curves)
 
-    # A cached property writes into the instance's __dict__, which a frozen dataclass allows.
-    @cached_property
-    def _points(self) -> list[CurvePoint]:
-        return [point for curve in self.curves for point in curve.points]
-
-    def position(self, point: CurvePoint) -> tuple[Number, Number]:
-        """Returns the position of a point in the picture."""
-        # For the script of the page, which moves a mark along the curve.
-        x, y = self._scales(self._points)
-        return x(point.x), y(point.y)
-
     def draw(self) -> str:
-        points = self._points
         ends = (
             f"{curve.name}: from {number(curve.points[0].y)} to {number(curve.points[-1].y)}"
             for curve in self.curves
             if curve.points
         )
         drawing = Drawing(WIDTH, HEIGHT, self.title, f"Over {self.x_label}. {'; '.join(ends)}.")
-        x, y = self._scales(points)
+        x, y = self._scales()
         _draw_axes(drawing, x, y, (self.x_label, self.y_label))
         if self.level is not None:
             drawing.add("line", "zero", x1=LEFT, x2=RIGHT, y1=y(self.level), y2=y(self.level))
-        for curve in self.curves if self.band else ():  # all bands lie below all lines
+        for curve in self.curves:  # all bands lie below all lines
             _draw_band(drawing, curve, x, y)
-        dodge = 0.0 if self.band or not self.dodged or all(point.low is None for point in points) else DODGE
-        # Shifted symmetrically around the true position, in units of the picture.
-        for index, curve in enumerate(self.curves):
-            shift = dodge * (index - (len(self.curves) - 1) / 2)
-            shifted = replace(x, start=x.start + shift, stop=x.stop + shift)
+        for curve in self.curves:
             if len(curve.points) > 1:
-                line = _polyline([(shifted(point.x), y(point.y)) for point in curve.points])
+                line = _polyline([(x(point.x), y(point.y)) for point in curve.points])
                 drawing.add("path", f"curve {curve.style}", d=line)
-            if not self.band:
-                _draw_intervals(drawing, curve, shifted, y)
-            _draw_markers(drawing, curve, shifted, y)
+            _draw_markers(drawing, curve, x, y)
         return drawing.svg()
 
-    def _scales(self, points: list[CurvePoint]) -> tuple[AxisScale, AxisScale]:
+    def _scales(self) -> tuple[AxisScale, AxisScale]:
+        points = [point for curve in self.curves for point in curve.points]
         heights = [value for point in points for value in (point.y, point.low, point.high) if value is not None]
-        extra = () if self.level is None else (self.level,)
-        low, high = log_span(heights) if self.logarithmic else span(heights, include=extra)
+        low, high = span(heights, include=() if self.level is None else (self.level,))
         left, right = span((point.x for point in points), room=0.04)
-        integral = all(point.x == int(point.x) for point in points)
-        return AxisScale(left, right, LEFT, RIGHT, whole=integral), AxisScale(low, high, BOTTOM, TOP, self.logarithmic)
+        return AxisScale(left, right, LEFT, RIGHT), AxisScale(low, high, BOTTOM, TOP)
 
 
 def _marker_picture(curve: Curve) -> str:
@@ -160,22 +126,14 @@ def _draw_band(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> No
     bounded = [
         (point.x, point.low, point.high) for point in curve.points if point.low is not None and point.high is not None
     ]
-    # The band of a single point has no area.
-    if len(bounded) == 1:
-        _draw_intervals(drawing, curve, x, y)
+    if len(bounded) == 1:  # whose band would have no area
+        middle, low, high = (axis(value) for axis, value in zip((x, y, y), bounded[0], strict=True))
+        stroke = f"M{middle - 3:.2f} {low:.2f}h6m-3 0V{high:.2f}m-3 0h6"
+        drawing.add("path", f"whisker {curve.style}", d=stroke)
     if len(bounded) > 1:
         upper = [(x(point_x), y(high)) for point_x, _, high in bounded]
-        # On a logarithmic axis the lower end may be zero or negative.
-        lower = [(x(point_x), y(max(low, y.low))) for point_x, low, _ in reversed(bounded)]
+        lower = [(x(point_x), y(low)) for point_x, low, _ in reversed(bounded)]
         drawing.add("path", f"band {curve.style}", d=_polyline([*upper, *lower]) + "z")
-
-
-def _draw_intervals(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
-    for point in curve.points:
-        if point.low is not None and point.high is not None:
-            middle, low, high = x(point.x), y(point.low), y(point.high)
-            stroke = f"M{middle - 3:.2f} {low:.2f}h6m-3 0V{high:.2f}m-3 0h6"
-            drawing.add("path", f"whisker {curve.style}", d=stroke)
 
 
 def _draw_markers(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
@@ -196,17 +154,12 @@ def _polyline(points: list[tuple[Number, Number]]) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with heading and caption; `note` follows the heading, `legend` pairs pictures with names."""
+    """A picture with heading and caption; `note` follows the heading."""
 
     picture: str
     title: str
     note: str = ""
     caption: str = ""
-    legend: tuple[tuple[str, str], ...] = ()
-
-    @classmethod
-    def from_chart(cls, chart: Chart, *, with_legend: bool = False) -> "Figure":
-        return cls(chart.draw(), chart.title, legend=chart.legend if with_legend else ())
 
 
 @dataclass(frozen=True)
@@ -263,39 +216,6 @@ class HeatMap:
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         # The highest value would begin one more step.
         return min(LEVELS - 1, max(0, int(share * LEVELS)))
-
-
-def spectrum_bars(title: str, energies: Sequence[Number], keep: Sequence[bool]) -> str:
-    """Draws a head's directions by decreasing energy, kept or pruned, the cut, and the cumulative kept energy.
-
-    The energies are shares of the head, in the same arbitrary order as the keep mask. The picture has no text, so it
-    can be stretched to any width.
-    """
-    ranked = sorted(zip(energies, keep, strict=True), key=lambda pair: -pair[0])
-    kept_energy, rank = sum(energy for energy, is_kept in ranked if is_kept), sum(keep)
-    description = f"{rank} of {len(keep)} directions kept, with {percent(kept_energy)} of the energy."
-    drawing = Drawing(BARS_WIDTH, BARS_HEIGHT, title, description)
-    largest = max(energies, default=0.0) or 1.0
-    step = BARS_WIDTH / max(len(ranked), 1)
-    gap = 0.16 * step  # on each side of a bar
-    # One path for all kept bars and one for the others, because an element per bar would multiply the size of the page.
-    bars = {True: "", False: ""}
-    total, line = 0.0, f"M0 {BARS_HEIGHT:.2f}"
-    for index, (energy, is_kept) in enumerate(ranked):
-        height = BARS_HEIGHT * energy / largest
-        if energy > 0:
-            corner = f"M{index * step + gap:.2f} {BARS_HEIGHT:.2f}"
-            bars[is_kept] += f"{corner}v{-height:.2f}h{step - 2 * gap:.2f}v{height:.2f}z"
-        total += energy if is_kept else 0.0
-        line += f"L{(index + 1) * step:.2f} {BARS_HEIGHT * (1 - total):.2f}"
-    for is_kept, path in bars.items():
-        if path:
-            drawing.add("path", "kept" if is_kept else "gone", d=path)
-    # There is a single cut only if the strongest directions are kept.
-    if 0 < rank < len(keep) and all(is_kept for _, is_kept in ranked[:rank]):
-        drawing.add("line", "cut", x1=rank * step, x2=rank * step, y1=0, y2=BARS_HEIGHT)
-    drawing.add("path", "sum", d=line)
-    return drawing.svg()
 
 
 def patch_picture(
@@ -355,48 +275,3 @@ def _outline(parts: list[list[int]]) -> str:
             if column and cells[column - 1] != part:
                 edges += f"M{column} {row}v1"
     return edges
-
-
-@dataclass(frozen=True)
-class IntervalRow:
-    """One row: the value as a dot, its interval as a bar, single draws as faint strokes, a limit as a tall stroke."""
-
-    title: str
-    value: Number
-    low: Number | None = None
-    high: Number | None = None
-    draws: Sequence[Number] = ()
-    limit: Number | None = None
-
-    def values(self) -> list[Number]:
-        """Returns all values that the common axis must include."""
-        return [v for v in (self.value, self.low, self.high, self.limit, *self.draws) if v is not None]
-
-    def draw(self, axis: tuple[Number, Number]) -> str:
-        """Returns the SVG picture on an axis with these ends."""
-        drawing = Drawing(ROW_WIDTH, ROW_HEIGHT, self.title)
-        x = AxisScale(*axis, MARGIN, ROW_WIDTH - MARGIN)
-        middle = ROW_HEIGHT / 2
-        if axis[0] < 0 < axis[1]:
-            drawing.add("line", "zero", x1=x(0), x2=x(0), y1=0, y2=ROW_HEIGHT)
-        drawing.add("line", "grid", x1=MARGIN, x2=ROW_WIDTH - MARGIN, y1=middle, y2=middle)
-        for value in self.draws:
-            drawing.add("line", "draw", number(value), x1=x(value), x2=x(value), y1=middle - 8, y2=middle + 8)
-        if self.limit is not None:
-            tip = f"limit {number(self.limit)}"
-            drawing.add("line", "cut", tip, x1=x(self.limit), x2=x(self.limit), y1=1, y2=ROW_HEIGHT - 1)
-        if self.low is not None and self.high is not None:
-            tip = f"{number(self.low)} to {number(self.high)}"
-            drawing.add("line", "whisker style-0", tip, x1=x(self.low), x2=x(self.high), y1=middle, y2=middle)
-        drawing.add("circle", "marker style-0", number(self.value), cx=x(self.value), cy=middle, r=4.5)
-        return drawing.svg()
-
-
-def axis_picture(axis: tuple[Number, Number], title: str) -> str:
-    drawing = Drawing(ROW_WIDTH, 24, title)
-    x = AxisScale(*axis, MARGIN, ROW_WIDTH - MARGIN)
-    drawing.add("line", "axis", x1=MARGIN, x2=ROW_WIDTH - MARGIN, y1=1, y2=1)
-    for tick, words in x.labels():
-        drawing.add("line", "tick", x1=x(tick), x2=x(tick), y1=1, y2=5)
-        drawing.text(x(tick), 18, words, "label", "middle")
-    return drawing.svg()

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +10,9 @@ from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.numbers import fixed, interval, number, percent, quantity, short, typeset, with_unit
-from attnrx.show.reports.sections.evidence import controls, costs, findings, provenance, robustness
+from attnrx.show.reports.sections.evidence import costs, findings, provenance
 from attnrx.show.reports.sections.front import front
-from attnrx.show.reports.sections.layers import changes, explored_spectra, maps, spectra, treatment
+from attnrx.show.reports.sections.layers import changes, explored_spectra, maps, treatment
 from attnrx.show.reports.sections.samples import attention, outputs, tokens
 from attnrx.show.reports.sections.verdict import verdict
 from attnrx.support.arguments import checked
@@ -31,10 +30,7 @@ SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
     attention,
     treatment,
     maps,
-    spectra,
     findings,
-    controls,
-    robustness,
     costs,
     provenance,
 )
@@ -107,22 +103,20 @@ def render(content: ReportContent) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     for function in (fixed, interval, number, percent, quantity, short, typeset, with_unit):
         environment.globals[function.__name__] = function
     # A section decides by the content whether it is shown.
     built = [section for section in (build(content) for build in SECTIONS) if section is not None]
     sections = [*content.sections, *built]
     script = (TEMPLATES / "script.js").read_text(encoding="utf-8")
-    explorer = {section.name: section.data["explorer"] for section in sections if "explorer" in section.data}
-    explorer["spectra"] = explored_spectra(content)
     return environment.get_template("report.html.j2").render(
         title=content.title,
         style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
         script=script,
         # The content security policy of the page allows the script of this hash and no other.
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        # JSON that cannot end the element in which it is embedded.
-        explorer=json.dumps(explorer, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        data={"spectra": explored_spectra(content)},
         verdict=verdict(content),
         sections=sections,
         # Without an open section the folded ones are the content of the page.

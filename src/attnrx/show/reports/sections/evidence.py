@@ -1,16 +1,12 @@
-"""The evidence: the table of findings, matched controls, accuracy on corrupted images, costs, and the provenance."""
+"""The evidence: the table of findings, costs, and the provenance."""
 
 from collections.abc import Mapping
-from itertools import groupby
-from statistics import fmean
 from typing import Any
 
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.reports.content import ReportContent, Section
-from attnrx.show.reports.drawing import span
-from attnrx.show.reports.figures import Chart, Curve, CurvePoint, Figure, IntervalRow, axis_picture
 from attnrx.show.reports.headline import MeasuredSpeed, Record, cost_records, latency_records
-from attnrx.show.reports.numbers import MISSING, TIMES, described, fixed, interval, known, number, with_unit
+from attnrx.show.reports.numbers import MISSING, TIMES, described, fixed, number, with_unit
 
 NAMES = {
     "query_key": "query and key",
@@ -19,7 +15,6 @@ NAMES = {
     "mlp": "MLP",
 }
 UNITS = ("params", "macs")
-Row = tuple[Finding, list[tuple[str, str]]]
 
 
 def findings(content: ReportContent) -> Section | None:
@@ -27,7 +22,10 @@ def findings(content: ReportContent) -> Section | None:
     if content.evidence is None:
         return None
     shown, elsewhere = by_severity(content.evidence)
-    data = {"groups": _grouped(shown), "elsewhere": len(elsewhere)}
+    groups: dict[str, list[tuple[Finding, list[tuple[str, str]]]]] = {}  # with their described details, by check
+    for finding in shown:
+        groups.setdefault(finding.check.replace("_", " "), []).append((finding, described(finding.details)))
+    data = {"groups": groups, "elsewhere": len(elsewhere)}
     return Section("evidence", "Evidence", data, f"{len(shown)} findings; {content.evidence.summary}")
 
 
@@ -38,69 +36,6 @@ def by_severity(evidence: Evidence) -> tuple[list[Finding], list[Finding]]:
         # False and True are the indices of the two lists.
         separated[{"corruption", "severity"} <= finding.details.keys()].append(finding)
     return separated
-
-
-def _grouped(shown: list[Finding]) -> dict[str, list[Row]]:
-    """Returns the findings and their described details by check."""
-    groups: dict[str, list[Row]] = {}
-    for finding in shown:
-        row = finding, described(finding.details)
-        groups.setdefault(finding.check.replace("_", " "), []).append(row)
-    return groups
-
-
-def controls(content: ReportContent) -> Section | None:
-    """Returns plots of values with intervals, one axis per unit."""
-    comparisons = [finding for finding in content.measured.of("controls") if known(finding.value) is not None]
-    if not comparisons:
-        return None
-    by_unit = sorted(comparisons, key=lambda finding: finding.unit)  # stable: the check's order stays within a unit
-    plots = []
-    for unit, findings_of_unit in groupby(by_unit, key=lambda finding: finding.unit):
-        group = list(findings_of_unit)
-        rows = [
-            IntervalRow(each.claim, each.value, known(each.low), known(each.high), _advantages(each), each.limit)
-            for each in group
-        ]
-        # A common axis, so that the rows can be compared; with 0, where control and candidate are equal.
-        axis = span((value for row in rows for value in row.values()), include=(0.0,), room=0.08)
-        lines = [(finding, row.draw(axis)) for finding, row in zip(group, rows, strict=True)]
-        picture = axis_picture(axis, f"axis in {unit}" if unit else "axis")
-        plots.append({"unit": unit, "rows": lines, "axis": picture})
-    summary = f"{len(comparisons)} comparisons with matched controls"
-    return Section("controls", "Controls", {"plots": plots}, summary)
-
-
-def _advantages(finding: Finding) -> list[float]:
-    """Returns the candidate's advantage over every draw of the control; their mean is the value of the finding."""
-    draws, candidate = finding.details.get("draws"), finding.details.get("candidate")
-    if not isinstance(draws, list | tuple) or not draws or candidate is None:
-        return []
-    over = [draw - candidate for draw in draws]
-    # Lower discrepancy and higher accuracy are better: the sign follows from the value of the finding.
-    same_sign = abs(fmean(over) - finding.value) <= abs(fmean(over) + finding.value)
-    return over if same_sign else [-advantage for advantage in over]
-
-
-def robustness(content: ReportContent) -> Section | None:
-    single_corruptions = by_severity(content.measured)[1]
-    if not single_corruptions:
-        return None
-    by_name: dict[str, list[CurvePoint]] = {}
-    for finding in single_corruptions:
-        points = by_name.setdefault(finding.details["corruption"], [])
-        if known(finding.value) is not None:
-            tip = f"{finding.claim}: {number(finding.value)} {interval(finding.low, finding.high)}".rstrip()
-            severity, low, high = float(finding.details["severity"]), known(finding.low), known(finding.high)
-            points.append(CurvePoint(severity, finding.value, low, high, tip))
-    curves = tuple(
-        Curve.numbered(index, name, sorted(points, key=lambda point: point.x))
-        for index, (name, points) in enumerate(by_name.items())
-        if points
-    )
-    chart = Chart("Change of accuracy on corrupted images", "severity", "accuracy change in points", curves, level=0.0)
-    data = {"figure": Figure.from_chart(chart, with_legend=True), "groups": _grouped(single_corruptions)}
-    return Section("robustness", "Robustness", data, f"Accuracy under {len(curves)} corruptions")
 
 
 def costs(content: ReportContent) -> Section | None:

@@ -1,4 +1,4 @@
-"""The front of the plan: plans between the original and this model over speed or cost, with a slider through them."""
+"""The front of the plan: plans between the original and this model over speed or cost."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +11,6 @@ from attnrx.show.reports.numbers import MISSING, Number, fixed, interval, known,
 from attnrx.vit.costs import speed_text
 from attnrx.vit.outputs import KINDS
 
-STEPS = 200  # positions of the slider
 # No cost saved, no divergence, the same predictions, and all of the MACs, parameters and speed.
 ORIGINAL = PlanPoint(1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0)
 AXES = {"latency": "speed, times the original's", "macs": "% fewer MACs", "params": "% fewer parameters"}
@@ -19,7 +18,7 @@ AXES = {"latency": "speed, times the original's", "macs": "% fewer MACs", "param
 
 @dataclass(frozen=True)
 class Reading:
-    """A quantity of the explorer: the field of a point, its label and unit, decimals, and whether it has a sign."""
+    """A quantity of a plan: the field of a point, its label and unit, decimals, and whether it has a sign."""
 
     field: str
     label: str
@@ -54,7 +53,7 @@ COSTS = (
 
 
 def front(content: ReportContent) -> Section | None:
-    """Returns the charts of accuracy and divergence, the table of the plans, and the data of the slider."""
+    """Returns the charts of accuracy and divergence, and the table of the plans."""
     plan = content.plan
     if plan is None or not plan.front:
         return None
@@ -77,39 +76,13 @@ def front(content: ReportContent) -> Section | None:
     for name, point, is_predicted in zip(names, points, predicted, strict=True):
         cells = [reading.text(point) for reading in readings]
         rows.append((name, [f"({cells[0]})", *cells[1:]] if is_predicted else cells, point.description))
-    # The slider has whole positions, proportional to speed or cost, so plans are as far from each other as on the axis.
-    first, last = _x(plan, points[0]), _x(plan, points[-1])
-    shares = [(_x(plan, point) - first) / (last - first) if last > first else 0.0 for point in points]
-    explorer = {
-        "names": names,
-        "chosen": chosen,
-        "sources": ["measured plan" + ", speed predicted by the cost table" * each for each in predicted],
-        "at": [round(STEPS * share) for share in shares],
-        "readings": [
-            {
-                # Four decimals, because the page shows at most three.
-                "values": [None if (value := reading.value(point)) is None else round(value, 4) for point in points],
-                "unit": reading.unit,
-                "decimals": reading.decimals,
-                "signed": reading.signed,
-            }
-            for reading in readings
-        ],
-        # The position of every plan in each chart, in the units of the picture.
-        "places": [
-            [tuple(round(end, 1) for end in chart.position(point)) for point in chart.curves[0].points]
-            for chart in charts
-        ],
-    }
     data = {
-        "figures": [Figure.from_chart(chart) for chart in charts],
+        "figures": [Figure(chart.draw(), chart.title) for chart in charts],
         "legend": [(picture, name) for name, picture in legend.items()],
         "readings": readings,
         "rows": rows,
         "images": plan.about.get("images"),
         "predicted": any(predicted),
-        "steps": STEPS,
-        "explorer": explorer,
     }
     return Section("front", "Accuracy against " + ("speed" if of_latency else "cost"), data)
 
@@ -145,7 +118,7 @@ def _chart(content: ReportContent, plan: Plan, points: list[PlanPoint], reading:
         name = f"unchanged model in {speed.runtime}"
         unchanged = CurvePoint(speed.by_runtime, 0.0, tip=f"{name}: {speed_text(speed.by_runtime)}")
         curves.append(Curve(name, (unchanged,), "style-2", 2))
-    return Chart(title, AXES.get(plan.minimized, plan.minimized), label, tuple(curves), level=0.0, band=True)
+    return Chart(title, AXES.get(plan.minimized, plan.minimized), label, tuple(curves), level=0.0)
 
 
 def _verified(content: ReportContent, plan: Plan, reading: Reading) -> Iterator[Curve]:

@@ -1,8 +1,7 @@
-"""Layers and heads: what changed, the prescription with its reasons, the readings and the spectra of every head."""
+"""Layers and heads: what changed, the prescription with its reasons, and the readings and spectra of every head."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import LayerPrescription, ScoreDecision
 from attnrx.show.reports.content import ReportContent, Section
-from attnrx.show.reports.figures import LEVELS, Figure, HeatMap, spectrum_bars
+from attnrx.show.reports.figures import LEVELS, Figure, HeatMap
 from attnrx.show.reports.numbers import MISSING, fixed, number, percent, plain, short
 from attnrx.show.reports.ranks import (
     MLP,
@@ -26,7 +25,6 @@ from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.maps import HIDDEN, LINEAR_MAPS
 
 DENSE = 9  # from this many columns on the cells of heat maps are small and show fewer digits
-OPEN_PANELS = 32  # with more panels of spectra only the first layer is unfolded initially
 
 # The maps of a pathway in the keys of spectra; "fc" stands for both maps of the MLP.
 KEYS = {SCORES: "qk", VALUES: "vo", MLP: "fc", UNITS: HIDDEN}
@@ -106,7 +104,7 @@ def changes(content: ReportContent) -> Section | None:
     if not pathways and tokens is None:
         return None
     words = [[[_words(part) for part in layer] for layer in pathway.layers] for pathway in pathways]
-    spectra = _spectra_of(content)
+    spectra = explored_spectra(content)
     facts = [fact for pathway in pathways for fact in _facts(pathway)]
     if tokens is not None:
         stages = len(tokens.policy.layers)
@@ -169,7 +167,7 @@ def maps(content: ReportContent) -> Section | None:
     """Returns effective ranks and selectivity as open figures, and the other readings as folded ones."""
     if content.diagnosis is None:
         return None
-    figures = _reading_figures(content.diagnosis, _spectra_of(content))
+    figures = _reading_figures(content.diagnosis, explored_spectra(content))
     if not figures:
         return None
     names = [name for name in MAIN if name in figures]
@@ -228,89 +226,17 @@ def _reading_figure(name: str, grid: Rows, full_rank: int, spectra: Collection[s
     return Figure(picture, title, f"{short(low, 3)} to {short(high, 3)}{unit}", MEANING.get(name, ""))
 
 
-@dataclass(frozen=True)
-class HeadSpectrum:
-    """The directions of one head or map by decreasing energy (shares of all its energy), and which are kept."""
-
-    title: str
-    energy: tuple[float, ...]
-    keep: tuple[bool, ...]
-
-    @classmethod
-    def sorted(
-        cls,
-        title: str,
-        energy: Float[Tensor, "directions"],
-        keep: Bool[Tensor, "directions"],
-        used: Bool[Tensor, "directions"],
-    ) -> "HeadSpectrum":
-        """Sorts the used directions of one unit."""
-        # The same order for energies and mask; stable, so that equal energies stay in the order of the file.
-        energy, keep = energy[used], keep[used]
-        order = energy.argsort(descending=True, stable=True)
-        # A head without energy has shares of 0 and not NaN.
-        shares = energy[order] / energy.sum().clamp_min(1e-300)
-        return cls(title, tuple(shares.tolist()), tuple(keep[order].tolist()))
-
-    @property
-    def note(self) -> str:
-        kept = sum(energy for energy, keep in zip(self.energy, self.keep, strict=True) if keep)
-        return f"{sum(self.keep)} of {len(self.keep)} · {percent(kept)}"
-
-    def panel(self, head: int) -> Figure:
-        """Returns the picture of a head's spectrum."""
-        return Figure(spectrum_bars(f"Spectrum of head {head}", self.energy, self.keep), f"head {head}", self.note)
-
-
-def spectra(content: ReportContent) -> Section | None:
-    """Returns one panel per head, grouped by layer: the directions by decreasing energy, and the cut if prescribed."""
-    if content.diagnosis is None:
-        return None
-    by_key = _spectra_of(content)
-    layers = [
-        [by_key[f"qk-{index}-{head}"].panel(head) for head in layer.spectrum.heads]
-        for index, layer in enumerate(content.diagnosis.layers)
-    ]
-    is_open = sum(len(layer) for layer in layers) <= OPEN_PANELS
-    cut = any(not all(spectrum.keep) for key, spectrum in by_key.items() if key.startswith("qk"))
-    data = {"layers": layers, "open": len(layers) if is_open else 1, "cut": cut}
-    return Section("spectra", "Spectra", data, f"The directions of {number(sum(map(len, layers)))} heads")
-
-
 def explored_spectra(content: ReportContent) -> dict[str, dict[str, Any]]:
-    """Returns the spectra that the page shows for the heads, as JSON-ready records by their key."""
-    return {
-        key: {
-            "title": spectrum.title,
-            "note": spectrum.note,
-            # Relative to the strongest direction; three digits are a tenth of a pixel.
-            "energy": [float(f"{energy / max(spectrum.energy[0], 1e-300):.3g}") for energy in spectrum.energy],
-            "keep": "".join("1" if keep else "0" for keep in spectrum.keep),
-        }
-        for key, spectrum in _spectra_of(content).items()
-        if spectrum.energy
-    }
-
-
-def _cell_keys(map_key: str, widths: Sequence[int], spectra: Collection[str]) -> list[list[str]]:
-    """Returns the key of every cell of rows of these widths, empty without a spectrum; a map of the MLP is a column."""
-
-    def key(layer: int, column: int) -> str:
-        name = f"{LINEAR_MAPS[column]}-{layer}-0" if map_key == "fc" else f"{map_key}-{layer}-{column}"
-        return name if name in spectra else ""
-
-    return [[key(layer, column) for column in range(width)] for layer, width in enumerate(widths)]
-
-
-def _spectra_of(content: ReportContent) -> dict[str, HeadSpectrum]:
-    """Returns the spectra of the heads and maps by key, "qk-LAYER-HEAD"; the MLP maps have one unit, 0."""
+    """Returns the spectra that the page shows for the heads and maps as JSON-ready records by key, "qk-LAYER-HEAD"; the
+    maps of the MLP have one unit, 0.
+    """
     diagnosis, prescription = content.diagnosis, content.prescription
-    by_key: dict[str, HeadSpectrum] = {}
+    by_key: dict[str, dict[str, Any]] = {}
     # First the diagnosed directions, all of them kept. A prescription then replaces those that it decides on.
     for index, layer in enumerate(() if diagnosis is None else diagnosis.layers):
         spectrum, energies = layer.spectrum, _shown_energies(layer)
         for head, energy, used in zip(spectrum.heads, energies, spectrum.used, strict=True):
-            by_key[f"qk-{index}-{head}"] = HeadSpectrum.sorted(f"Layer {index}, head {head}", energy, used, used)
+            by_key[f"qk-{index}-{head}"] = _spectrum(f"Layer {index}, head {head}", energy, used, used)
     for index, layer in enumerate(() if prescription is None else prescription.layers):
         diagnosed = None if diagnosis is None else diagnosis.layers[index].spectrum
         heads = range(len(layer.heads)) if diagnosed is None else diagnosed.heads
@@ -322,8 +248,36 @@ def _spectra_of(content: ReportContent) -> dict[str, HeadSpectrum]:
             is_linear = name in (*LINEAR_MAPS, HIDDEN)
             for unit, *tensors in zip((0,) if is_linear else heads, energies, keep, used, strict=True):
                 title = f"Layer {index}, {name}" if is_linear else f"Layer {index}, head {unit}"
-                by_key[f"{name}-{index}-{unit}"] = HeadSpectrum.sorted(title, *tensors)
-    return by_key
+                by_key[f"{name}-{index}-{unit}"] = _spectrum(title, *tensors)
+    return {key: spectrum for key, spectrum in by_key.items() if spectrum["energy"]}
+
+
+def _spectrum(
+    title: str, energy: Float[Tensor, "directions"], keep: Bool[Tensor, "directions"], used: Bool[Tensor, "directions"]
+) -> dict[str, Any]:
+    """Returns the used directions of one unit by decreasing energy, and which are kept."""
+    # The same order for energies and mask; stable, so that equal energies stay in the order of the file.
+    energy, keep = energy[used], keep[used]
+    order = energy.argsort(descending=True, stable=True)
+    # A head without energy has shares of 0 and not NaN.
+    energy, keep = energy[order] / energy.sum().clamp_min(1e-300), keep[order]
+    relative = energy / energy[:1].clamp_min(1e-300)  # to the strongest direction
+    return {
+        "title": title,
+        "note": f"{int(keep.sum())} of {len(keep)} · {percent(float(energy[keep].sum()))}",
+        "energy": [float(f"{each:.3g}") for each in relative.tolist()],  # three digits are a tenth of a pixel
+        "keep": "".join("1" if each else "0" for each in keep.tolist()),
+    }
+
+
+def _cell_keys(map_key: str, widths: Sequence[int], spectra: Collection[str]) -> list[list[str]]:
+    """Returns the key of every cell of rows of these widths, empty without a spectrum; a map of the MLP is a column."""
+
+    def key(layer: int, column: int) -> str:
+        name = f"{LINEAR_MAPS[column]}-{layer}-0" if map_key == "fc" else f"{map_key}-{layer}-{column}"
+        return name if name in spectra else ""
+
+    return [[key(layer, column) for column in range(width)] for layer, width in enumerate(widths)]
 
 
 def _shown_energies(layer: LayerDiagnosis) -> Float[Tensor, "heads directions"]:

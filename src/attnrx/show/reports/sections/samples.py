@@ -6,8 +6,8 @@ import torch
 
 from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.drawing import GAP_WIDTH, as_uri, colour, colour_ramp, mosaic, overlay
-from attnrx.show.reports.figures import Chart, Curve, CurvePoint, Figure, patch_picture
-from attnrx.show.reports.numbers import TIMES, number, percent, short
+from attnrx.show.reports.figures import patch_picture
+from attnrx.show.reports.numbers import TIMES, number, short
 from attnrx.show.reports.sampling import AttentionSamples, MapSamples, TokenSamples
 from attnrx.support.shapes import Float, Int, Tensor
 
@@ -99,35 +99,22 @@ def outputs(content: ReportContent) -> Section | None:
 
 
 def tokens(content: ReportContent) -> Section | None:
-    """Returns the policy as a table and a chart, and per image a picture per stage."""
+    """Returns the policy as a table, and per image a picture per stage."""
     samples = content.tokens
     if samples is None:
         return None
-    depth, policy = len(samples.tokens), samples.policy
-    stages = []
+    policy, stages = samples.policy, []
     for layer, keep, left in zip(policy.layers, policy.keep, samples.left.unbind(1), strict=True):
         counts, share = left.sum(-1), float(left.double().mean())
         stages.append((layer, keep, (int(counts.min()), int(counts.max())), share, samples.tokens[layer - 1]))
-    curves = (
-        Curve("no token reduction", _token_points((samples.tokens[0],) * depth), "style-5"),
-        Curve("this model", _token_points(samples.tokens), "style-0", 0),
-    )
-    chart = Chart("Tokens in every layer", "layer", "tokens", curves, level=0)
     data = {
         "reducer": str(policy.reducer),
         "stages": stages,
         "patches": samples.left.shape[2],
-        "chart": Figure.from_chart(chart, with_legend=True),
         "images": [_token_image(samples, index) for index in range(len(samples.images))],
         "merges": samples.groups is not None,
     }
     return Section("tokens", "Tokens", data)
-
-
-def _token_points(counts: tuple[int, ...]) -> tuple[CurvePoint, ...]:
-    return tuple(
-        CurvePoint(layer, count, tip=f"layer {layer}: {count} tokens") for layer, count in enumerate(counts, 1)
-    )
 
 
 def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
@@ -143,7 +130,7 @@ def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
         groups = None if samples.groups is None else samples.groups[index, stage].view(samples.grid)
         fills = None if groups is None or colours is None else _group_fills(groups, colours)
         count = f"{number(int(left.sum()))} of {number(left.numel())} patches left"
-        title = f"{label} before layer {layer}: {count}, {_where(left)}"
+        title = f"{label} before layer {layer}: {count}"
         data = {
             "title": f"before layer {layer}",
             "picture": patch_picture(title, shown, left, groups=groups, fills=fills),
@@ -168,19 +155,3 @@ def _group_fills(groups: Int[Tensor, "rows columns"], colours: Float[Tensor, "3 
             mean = (255 * colours[:, members].mean(1)).round().int().tolist()
             fills[group] = "#" + "".join(f"{channel:02x}" for channel in mean)
     return fills
-
-
-def _where(left: Tensor) -> str:
-    """Describes the position of the kept patches by their share in each half of the image."""
-    share = left.double()
-    rows, columns = share.shape
-    if not float(share.sum()):
-        return "no patch at its original position"
-    # Of an odd number of rows or columns, the middle one belongs to both halves.
-    parts = {
-        "upper half": share[: -(-rows // 2)].mean(),
-        "lower half": share[rows // 2 :].mean(),
-        "left half": share[:, : -(-columns // 2)].mean(),
-        "right half": share[:, columns // 2 :].mean(),
-    }
-    return "; ".join(f"{name} {percent(float(part), 2)}" for name, part in parts.items())

@@ -11,14 +11,6 @@ function element(name, attributes = {}, text = "") {
   return made;
 }
 
-function typeset(value, decimals, signed) {
-  const text = Math.abs(value).toFixed(decimals);
-  const isZero = Number(text) === 0;
-  return (isZero ? "" : value < 0 ? "\u2212" : signed ? "+" : "") + text;
-}
-
-const withUnit = (text, unit) => unit === "x" ? text + "\u00d7" : `${text}\u00a0${unit}`;
-
 // Folded sections open when a link leads to them.
 function openTarget() {
   const target = location.hash && document.getElementById(location.hash.slice(1));
@@ -35,53 +27,6 @@ addEventListener("beforeprint", () => {
   for (const each of document.querySelectorAll("details")) { wereOpen.set(each, each.open); each.open = true; }
 });
 addEventListener("afterprint", () => wereOpen.forEach((open, each) => { each.open = open; }));
-
-// The slider through the plans of the front.
-function exploreFront(root, front) {
-  const slider = root.querySelector("input"), state = root.querySelector(".state");
-  const cells = [...root.querySelectorAll("dd")], stops = root.querySelector(".stops");
-  const charts = [...document.querySelectorAll("#front .picture svg")];
-  const dots = charts.map((chart, index) => {
-    const dot = element("circle", { class: "cursor", r: 6.5 });
-    if (front.places[index].length === front.at.length) chart.append(dot);
-    return dot;
-  });
-  const between = (values, low, share) => {
-    const [first, second] = [values[low], values[Math.min(low + 1, values.length - 1)]];
-    return first === null || second === null ? null : first + share * (second - first);
-  };
-  function show() {
-    const position = Number(slider.value), exact = front.at.indexOf(position);
-    const low = exact >= 0 ? exact : front.at.findLastIndex(at => at < position);
-    const share = exact >= 0 ? 0 : (position - front.at[low]) / (front.at[low + 1] - front.at[low]);
-    const shown = front.readings.map(({ values, unit, decimals, signed }) => {
-      const value = between(values, low, share);
-      return value === null ? "\u2013" : withUnit(typeset(value, decimals, signed), unit);
-    });
-    cells.forEach((cell, index) => { cell.textContent = shown[index]; });
-    state.textContent = exact >= 0 ? `${front.names[exact]}: ${front.sources[exact]}` : "predicted: between two measured plans";
-    state.classList.toggle("predicted", exact < 0);
-    slider.setAttribute("aria-valuetext", `${shown[0]}, ${exact >= 0 ? "measured" : "predicted"}`);
-    [...stops.children].forEach((stop, index) => stop.setAttribute("aria-pressed", String(index === exact)));
-    dots.forEach((dot, index) => {
-      if (!dot.isConnected) return;
-      dot.setAttribute("cx", between(front.places[index].map(place => place[0]), low, share));
-      dot.setAttribute("cy", between(front.places[index].map(place => place[1]), low, share));
-    });
-  }
-  front.names.forEach((name, index) => {
-    const stop = document.createElement("button");
-    stop.type = "button";
-    stop.textContent = name;
-    stop.addEventListener("click", () => { slider.value = front.at[index]; show(); });
-    stops.append(stop);
-  });
-  slider.addEventListener("input", show);
-  slider.value = front.at[front.chosen];
-  root.hidden = false;
-  show();
-}
-if (data.front) exploreFront(document.getElementById("explorer"), data.front);
 
 // The spectrum of a head, beside the cell that the pointer or the focus is on.
 const inspector = document.getElementById("inspector");
