@@ -118,8 +118,8 @@ print(f"{page}: {evidence.summary}")
 # The exit code of `attnrx verify` is 1 if a claim fails, for scripts and CI.
 #
 # ```bash
-# attnrx verify slim --reference timm:vit_tiny_patch16_224 --data path/to/images --most-drop 1 --out evidence.json
+# attnrx verify slim --reference timm:vit_tiny_patch16_224 --data path/to/images --out evidence.json
 # attnrx verify slim --reference timm:vit_tiny_patch16_224 --data path/to/images \
-#     --diagnosis diagnosis.json --controls --out controls.json
+#     --diagnosis diagnosis.json --checks controls --out controls.json
 # attnrx report --evidence evidence.json --out report.html
 # ```

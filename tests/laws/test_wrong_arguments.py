@@ -116,7 +116,7 @@ SETTINGS: Mapping[type, Mapping[str, Any]] = {
     PlanSettings: {},
     Repair: {},
     Target: {"quantity": "macs", "limit": 0.5},
-    **{check: {} for name, check in CHECKS.items() if name not in ("controls", "retrieval")},
+    **{check: {} for name, check in CHECKS.items() if name != "retrieval"},
     **{diagnostic: {} for diagnostic in DIAGNOSTICS.values()},
 }
 

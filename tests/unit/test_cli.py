@@ -43,7 +43,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
             "realize", run, "--prescription", files["rx"], "--norms", "refit", "--data", data, "--out", slim
         ),
     }
-    checks = ("--checks", "accuracy,fidelity,costs", "--controls", "--draws", 2, "--most-drop", 100)
+    checks = ("--checks", "accuracy(most_drop=100),fidelity,costs,controls", "--draws", 2)
     verify = ("verify", slim, "--reference", run, "--data", data, "--diagnosis", files["diagnosis"], *checks)
     verify = (*verify, "--out", slim / "evidence.json")
     steps["verify"] = json.loads(call(*verify, "--json").out)
@@ -134,15 +134,15 @@ def test_methods_are_timed_beside_the_shipped_model(chain: SimpleNamespace) -> N
 
 def test_verify_says_by_its_exit_code_whether_the_claims_hold(chain: SimpleNamespace) -> None:
     # Twelve images cannot show that no accuracy is lost, whatever the candidate; a drop of 100 points is no claim.
-    words = ("verify", chain.slim, "--reference", chain.run, "--data", chain.data, "--checks", "accuracy")
+    words = ("verify", chain.slim, "--reference", chain.run, "--data", chain.data, "--checks")
     path = chain.root / "accuracy.json"
-    assert call(*words, "--out", path, "--most-drop", 100).code == 0
+    assert call(*words, "accuracy(most_drop=100)", "--out", path).code == 0
     other = chain.root / "untrained"
     record("train", "svda:digits", "--data", chain.data, "--out", other, "--epochs", 1, "--batch-size", 8, "--seed", 7)
-    words = ("verify", other, "--reference", chain.run, "--data", chain.data, "--checks", "fidelity,accuracy")
-    undecided = call(*words, "--out", path, "--most-drop", 0)
+    words = ("verify", other, "--reference", chain.run, "--data", chain.data, "--checks")
+    undecided = call(*words, "fidelity,accuracy(most_drop=0)", "--out", path)
     assert undecided.code == 0 and "undecided" in undecided.out and "FAILS" not in undecided.out
-    failed = call(*words[:-1], "fidelity(most_discrepancy=0.001)", "--out", path)
+    failed = call(*words, "fidelity(most_discrepancy=0.001)", "--out", path)
     assert failed.code == 1 and "fails" in failed.out
 
 
@@ -212,7 +212,7 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
         ("realize {run} --prescription {rx} --repair 5 --by mask --data {data} --out x", 2, "--by compress"),
         ("realize {run} --prescription {rx} --out {run}", 2, "would overwrite an input"),
         ("verify {slim} --reference {run} --data {data} --checks acuracy", 2, "accuracy"),
-        ("verify {slim} --reference {run} --data {data} --checks accuracy --controls", 2, "--diagnosis"),
+        ("verify {slim} --reference {run} --data {data} --checks accuracy,controls", 2, "--diagnosis"),
         ("verify {slim} --reference {run} --data {data} --checks robustness(severities=6)", 2, "1 is the mildest"),
         ("verify {slim} --reference {run} --data {data} --checks transfer(per_class=99)", 2, "ask for fewer"),
         ("report --out x.html", 2, "nothing to show"),

@@ -34,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     model = build_model("dense:digits", channels=3, classes=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     run = save_model(root / "run", model.float().eval())
     torch.set_default_dtype(before)
-    onnx = record("export", run, "--out", root / "run.onnx", "--opset", 18)
+    onnx = record("export", run, "--out", root / "run.onnx", "--to", "onnx(opset=18)")
     return SimpleNamespace(root=root, data=data, run=run, file=root / "run.onnx", onnx=onnx)
 
 
@@ -67,7 +67,7 @@ def test_the_script_beside_the_file_classifies_an_image(made: SimpleNamespace) -
 
 @pytest.mark.slow
 def test_a_file_is_verified_like_a_folder(made: SimpleNamespace) -> None:
-    words = ("--reference", made.run, "--data", made.data, "--checks", "accuracy,fidelity", "--most-drop", 100)
+    words = ("--reference", made.run, "--data", made.data, "--checks", "accuracy(most_drop=100),fidelity")
     found = record("verify", made.file, *words, "--out", made.root / "evidence.json")["findings"]
     agreements = [each["value"] for each in found if each["details"].get("quantity") == "agreement"]
     assert agreements == [100]
@@ -133,7 +133,7 @@ def test_all_models_are_timed_in_onnx_runtime(made: SimpleNamespace) -> None:
     ("words", "said"),
     [
         ("export {run} --to onyx --out {root}/x.onnx", "did you mean 'onnx'"),
-        ("export {run} --to program --opset 18 --out {root}/x.pt2", "no ONNX operators"),
+        ("export {run} --opset 18 --out {root}/x.onnx", "use --to 'onnx(opset=18)'"),
         ("export {run} --out {root}/x.bin", "ends in .onnx"),
         ("export {run} --batch many --out {root}/x.onnx", "dynamic"),
         ("export {run} --batch -1 --out {root}/x.onnx", "dynamic"),

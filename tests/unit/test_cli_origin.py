@@ -46,13 +46,13 @@ def verify(made: SimpleNamespace, candidate: Path, *words: object) -> tuple[obje
     return "verify", candidate, "--reference", made.model, "--data", made.data, "--checks", "fidelity", *words
 
 
-def test_a_limit_alone_leaves_the_default_to_what_the_model_allows(made: SimpleNamespace, tmp_path: Path) -> None:
+def test_without_checks_those_run_that_the_model_allows(made: SimpleNamespace, tmp_path: Path) -> None:
     """Embeddings have no calibration, whether or not the accuracy of their neighbours has a limit."""
     timm = pytest.importorskip("timm")
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
     rx.save(rx.load(timm.create_model("vit_tiny_patch16_224", **sizes, num_classes=0)), tmp_path / "model")
     words = ("verify", tmp_path / "model", "--reference", tmp_path / "model", "--data", made.data)
-    reported = record(*words, "--most-drop", 100)
+    reported = record(*words)
     assert {"accuracy", "fidelity"} <= {finding["check"] for finding in reported["findings"]}
     assert any("not checked: calibration" in note for note in reported["about"]["notes"])
 
@@ -95,13 +95,10 @@ def test_a_function_takes_the_folders_that_the_command_takes(made: SimpleNamespa
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("verify {slim} --reference {model} --data {data} --checks fidelity --most-drop 1", "--most-drop belongs to"),
+        ("verify {slim} --reference {model} --data {data} --most-drop 1", "use --checks 'accuracy(most_drop=1)"),
+        ("verify {slim} --reference {model} --data {data} --controls", "use --checks controls"),
         ("verify {slim} --reference {model} --data {data} --checks fidelity --draws 3", "--draws belongs to"),
         ("verify {slim} --reference {model} --data {data} --diagnosis {root}/diagnosis.json", "--diagnosis belongs to"),
-        (
-            "verify {slim} --reference {model} --data {data} --checks accuracy(most_drop=2) --most-drop 1",
-            "set one limit",
-        ),
         ("realize {model} --prescription {rx} --by mask --norms refit --out {root}/x", "no effect"),
         ("plan {model} --target macs=0.9x --data {data} --clock cuda --out {root}/x", "--clock belongs to"),
         ("plan {model} --target macs=0.9x --data {data} --rounds 3 --out {root}/x", "--rounds belongs to"),

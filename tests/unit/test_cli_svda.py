@@ -35,7 +35,7 @@ def test_values_and_mlp_of_an_svda_model_are_prescribed_realized_and_verified(
     assert all(tuple(layer.outputs) == ("vo", "fc1", "fc2") for layer in prescription.layers)
     small = tmp_path / "small"
     record("realize", files.model, "--prescription", tmp_path / "prescription.json", "--out", small)
-    checks = ("--checks", "accuracy,costs", "--most-drop", 100)
+    checks = ("--checks", "accuracy(most_drop=100),costs")
     found = record("verify", small, "--reference", files.model, "--data", files.data, *checks)
     assert {finding["check"] for finding in found["findings"]} == {"accuracy", "costs"}
 

@@ -11,6 +11,12 @@ from typing import Any, NoReturn
 from attnrx.support.errors import AttnrxError, InvalidInput, nearest
 
 PROCESS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # set by torchrun and accelerate
+# Options of earlier versions, and what to use.
+_FORMER = {
+    "--most-drop": "--checks 'accuracy(most_drop=1),...'",
+    "--controls": "--checks controls,...",
+    "--opset": "--to 'onnx(opset=18)'",
+}
 # Files that a command may replace in its output folder.
 _REPLACED = ("config.json", "model.safetensors", "prescription.json", "evidence.json", "training.json", "plan.json")
 
@@ -42,7 +48,10 @@ class Parser(argparse.ArgumentParser):
         # By argparse's message, because no exception of it holds the option.
         unrecognized = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         options = [option for option in self._option_string_actions if option.startswith("--")]
-        hint = f": {nearest(unrecognized[1], options)}" if unrecognized else "."
+        hint = "."
+        if unrecognized:
+            former = _FORMER.get(unrecognized[1])
+            hint = f": use {former}." if former else f": {nearest(unrecognized[1], options)}"
         raise UsageError(f"{message}{hint} See `{self.prog} --help`.")
 
     def parse_args(self, *given: Any, **named: Any) -> Any:

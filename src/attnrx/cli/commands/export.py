@@ -1,12 +1,10 @@
 """attnrx export: writes a model as a file that runs without attnrx, and compares its outputs with the model's."""
 
 from argparse import Namespace
-from dataclasses import fields, replace
 
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import (
-    COUNT,
     THREADS,
     add_arguments,
     add_data,
@@ -39,7 +37,6 @@ def add(parser: Parser) -> None:
     option(parser, "--to", "FORMAT", FORMATS, "onnx")
     add_out(parser, "the file; its facts are written to PATH.json", kind="attnrx exported model")
     add_arguments(parser, "export", "features", "size", batch=batch, precision=("float32", "bfloat16", "float16"))
-    option(parser, "--opset", COUNT, "the version of ONNX's operators, 18 to 23 (20)")
     add_data(parser, "training images for calibration of int8 and for parity (parity: on noise)", required=False)
     option(parser, "--against", "MODEL", "the original: its file of the same format is timed beside this one")
     option(parser, "--threads", THREADS, "CPU threads of that comparison (torch's default)")
@@ -47,7 +44,7 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    form = _format(arguments)
+    form = rx.exporting.parse_format(arguments.to)
     if arguments.against is not None and arguments.features:
         raise InvalidInput("--against compares the logits of two files; omit --features.")
     # A runtime for the CPU is compared with the model on the CPU.
@@ -85,12 +82,3 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     )
     record = {"exported": str(arguments.out), **facts}
     return Outcome(record, (Table(("parity", "value", "limit"), rows), *lines))
-
-
-def _format(arguments: Namespace) -> "rx.exporting.Format":
-    form = rx.exporting.parse_format(arguments.to)
-    if arguments.opset is None:
-        return form
-    if "opset" not in {field.name for field in fields(form)}:  # type: ignore[arg-type]
-        raise InvalidInput(f"--opset {arguments.opset} is for onnx and int8; {form.name} has no ONNX operators.")
-    return replace(form, opset=arguments.opset)  # type: ignore[type-var]

@@ -7,7 +7,6 @@ import attnrx as rx
 from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
 from attnrx.cli.options import (
     DRAWS,
-    POINTS,
     add_backend,
     add_data,
     add_running,
@@ -25,8 +24,8 @@ SUMMARY = "collect evidence of what a candidate costs against its reference"
 EXAMPLE = "attnrx verify runs/cifar10-slim --reference runs/cifar10 --data cifar10 --out evidence.json"
 
 CHECKS = (
-    "names with knobs in brackets: accuracy,robustness(severities=3,corruptions=fog/snow) or transfer(per_class=50); "
-    "promises for a plan (all but controls, promises and transfer)"
+    "names with knobs in brackets: accuracy(most_drop=0.5),robustness(severities=3,corruptions=fog/snow); controls "
+    "compares with rank-matched ones, promises with the plan (all but controls, promises and transfer)"
 )
 
 
@@ -43,9 +42,7 @@ def add(parser: Parser) -> None:
     option(origin, "--diagnosis", "FILE", "needed for controls")
     checks = parser.add_argument_group("checks")
     option(checks, "--checks", "CHECKS", CHECKS)
-    option(checks, "--controls", bool, "also compare with rank-matched controls")
     option(checks, "--draws", DRAWS, "random controls (10)")
-    option(checks, "--most-drop", POINTS, "accuracy the candidate may lose (1.0)")
     add_backend(parser)
     add_split(parser, "test")
     add_running(parser, 256)
@@ -57,7 +54,14 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     from attnrx.vit.attention import backend_of
 
     _, count = process_group.join_process_group()
-    checks, if_possible = _checks(arguments)  # before the models are loaded, so that a typing error is reported at once
+    # Before the models are loaded, so that a typing error is reported at once.
+    checks = None if arguments.checks is None else rx.checks.parse_checks(arguments.checks)
+    for name in ("draws", "diagnosis"):
+        if getattr(arguments, name) is not None and "controls" not in [check.name for check in checks or ()]:
+            raise InvalidInput(f"--{name} belongs to the check controls: add it to --checks, or omit --{name}.")
+    standard = [
+        rx.checks.RequestedCheck(name) for name, check in rx.checks.all_checks().items() if not check.on_request
+    ]
     diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
     prescription = None if arguments.prescription is None else rx.Prescription.load(arguments.prescription)
     backend = None if arguments.backend is None else backend_of(arguments.backend)
@@ -75,7 +79,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         reference,
         images,
         checks,
-        if_possible=if_possible,
+        if_possible=standard if checks is None else (),
         origin=arguments.candidate,
         prescription=prescription,
         diagnosis=diagnosis,
@@ -93,33 +97,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     written = f"evidence: {arguments.out or 'printed only; --out FILE writes it'}"
     shown = (_findings_table(evidence), written, evidence.summary)
     return Outcome(record, shown, code=1 if evidence.failures else 0)
-
-
-def _checks(arguments: Namespace) -> "tuple[list[rx.checks.RequestedCheck] | None, list[rx.checks.RequestedCheck]]":
-    """Returns the checks that were requested, and those that run if the data and the models allow them.
-
-    Raises:
-        InvalidInput: An option of a check that does not run, or that a knob of the check states too.
-    """
-    requested = {} if arguments.checks is None else {one.name: one for one in rx.checks.parse_checks(arguments.checks)}
-    default = (
-        {} if requested else {name: check for name, check in rx.checks.all_checks().items() if not check.on_request}
-    )
-    if arguments.controls:
-        requested.setdefault("controls", rx.checks.RequestedCheck("controls"))
-    needed = {"--most-drop": "accuracy", "--draws": "controls", "--diagnosis": "controls"}
-    for name, check in needed.items():
-        if getattr(arguments, name[2:].replace("-", "_")) is not None and check not in {**requested, **default}:
-            advice = "add --controls" if check == "controls" else f"add {check} to --checks"
-            raise InvalidInput(f"{name} belongs to the check {check}, which is not requested; {advice}, or omit it.")
-    if arguments.most_drop is not None:
-        knobs = dict(requested["accuracy"].knobs) if "accuracy" in requested else {}
-        if "most_drop" in knobs:
-            raise InvalidInput("--most-drop and accuracy(most_drop=...) set one limit; give one of them.")
-        accuracy = rx.checks.RequestedCheck("accuracy", {**knobs, "most_drop": arguments.most_drop})
-        requested = {"accuracy": accuracy} | requested | {"accuracy": accuracy}  # in its place, or first
-    others = [rx.checks.RequestedCheck(name) for name in default if name not in requested]
-    return list(requested.values()) or None, others
 
 
 def _findings_table(evidence: "rx.Evidence") -> Table:
