@@ -14,7 +14,7 @@ import torch
 
 from attnrx.data import DatasetCard, Normalization, register_dataset
 from attnrx.data.digits import DIGIT_SIDE, digit_images, grey_file
-from attnrx.data.images import split_by_hash
+from attnrx.data.images import hold_out
 from attnrx.data.splits import DatasetReader, Opened, StoredImages
 from attnrx.support.errors import UnknownName
 from attnrx.support.preprocessing import ImageGeometry
@@ -76,7 +76,7 @@ def canvases(split: str, seed: int = 0) -> Canvases:
     if split not in PLACEMENTS:
         raise UnknownName("split", split, PLACEMENTS)
     images, labels = digit_images()
-    rows = split_by_hash(labels, range(len(labels)), TEST_SHARE, VALIDATION_SHARE)[split]
+    rows = _rows_by_split(labels)[split]
     # A generator for every split, so that the images of one do not depend on which others were generated before.
     random = np.random.default_rng((seed, list(PLACEMENTS).index(split)))
     digits = torch.arange(len(rows)).repeat(PLACEMENTS[split])
@@ -87,6 +87,15 @@ def canvases(split: str, seed: int = 0) -> Canvases:
     patches[objects] = quarters.numpy()[digits].reshape(-1, PATCH, PATCH)
     pixels = patches.reshape(-1, GRID, GRID, PATCH, PATCH).swapaxes(2, 3).reshape(-1, GRID * PATCH, GRID * PATCH)
     return Canvases(torch.from_numpy(pixels), labels[rows][digits], rows[digits], torch.from_numpy(objects))
+
+
+def _rows_by_split(labels: Tensor) -> dict[str, Tensor]:
+    """Returns the rows of the digits of every split: shares of all digits of every class."""
+    is_test = hold_out(labels, range(len(labels)), TEST_SHARE, seed=0)
+    rest = (~is_test).nonzero().flatten()
+    # The share is one of all images, and these are the images without those of the test.
+    is_validation = hold_out(labels[rest], rest.tolist(), VALIDATION_SHARE / (1 - TEST_SHARE), seed=1)
+    return {"train": rest[~is_validation], "validation": rest[is_validation], "test": is_test.nonzero().flatten()}
 
 
 def _places(count: int, random: np.random.Generator) -> np.ndarray:

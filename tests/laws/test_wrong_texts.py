@@ -12,6 +12,7 @@ import pytest
 
 from attnrx.change.exporting import parse_format
 from attnrx.cli.inputs import parse_losses
+from attnrx.data import Columns
 from attnrx.data.locating import locate
 from attnrx.decide.planning import Target
 from attnrx.decide.rules import parse_rule, parse_rules
@@ -49,7 +50,7 @@ LANGUAGES: Mapping[str, tuple[Callable[[str], Any], bool, tuple[str, ...]]] = {
         False,
         ("task:0.1", "target_rank:16:0.1", "keep_ratio:weight=2", "perturbation_robustness:0.2:layers=3/4"),
     ),
-    "dataset": (lambda text: locate(text, None), False, ("t-{00..09}.tar", "hf:owner/name", "cifar10", "a/*.tar")),
+    "dataset": (lambda text: locate(text, Columns()), False, ("t-{00..09}.tar", "hf:owner/name", "cifar10", "a/*.tar")),
 }  # fmt: skip
 PIECES = (
     "", " ", "-", "--", "+", "=", ":", ",", ";", "(", ")", "()", "((", "@", "/", "&", "|", "%", "x", "0", "-1",

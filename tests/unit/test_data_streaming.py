@@ -128,9 +128,9 @@ def test_parts_are_whole_batches_of_a_pass(processes: int, photographs: Splits) 
     assert all(list(part.batches(4)) == [] for part in parts if not len(part))
 
 
-def test_patterns_of_files(tmp_path: Path) -> None:
+def test_several_files_are_one_dataset(tmp_path: Path) -> None:
     for number in range(4):
         write_parquet(tmp_path / f"part-{number}.parquet", rows(9))
-    assert sum(map(len, (splits := load_data(str(tmp_path / "part-*.parquet"))).train.batches(50))) == len(splits.train)
+    assert sum(map(len, (splits := load_data(tmp_path)).train.batches(50))) == len(splits.train)
     with pytest.raises(DataError, match="is remote"):
         load_data("https://somewhere/train.parquet")

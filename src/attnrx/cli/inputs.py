@@ -38,12 +38,10 @@ def _label_map(path: str) -> dict[str, int]:
     return label_map
 
 
-def _columns(arguments: Namespace) -> "rx.data.Columns | None":
+def _columns(arguments: Namespace) -> "rx.data.Columns":
     # Not every command with data has these options.
-    named = {name: getattr(arguments, name, None) for name in ("image_column", "label_column", "test_column")}
-    named = {name: column for name, column in named.items() if column is not None}
-    # None lets the reader try the columns of the catalogue too.
-    return rx.data.Columns(**named) if named else None
+    names = ("image_column", "label_column", "test_column")
+    return rx.data.Columns(**{name: getattr(arguments, name, None) for name in names})
 
 
 def load_splits(arguments: Namespace, **shape: Any) -> "rx.data.Splits":

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 
-from attnrx.data.images import round_robin, split_by_hash
+from attnrx.data.images import round_robin
 from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages
 from attnrx.support.errors import DataError
 from attnrx.support.shapes import Int, Tensor
 from attnrx.support.validation import require_regular
 
 IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
-SHARE = 0.1  # of the images of an unsplit folder, for each of validation and test
 MAX_FILES = 10_000_000  # files and folders of one class
 SYSTEM = ("/proc", "/sys")  # folders of the kernel, whose files are no data and never end
 
@@ -53,7 +52,7 @@ Listing = list[tuple[Path, str]]
 
 @dataclass(frozen=True)
 class FolderReader(DatasetReader):
-    """`root/train/<class>/*.jpg` and other splits beside it, or `root/<class>/*.jpg`, split by a hash of the names.
+    """`root/train/<class>/*.jpg` and other splits beside it, or `root/<class>/*.jpg`.
 
     Without folders of classes, `root/*.jpg` or `root/train/*.jpg`, the images have no labels.
     """
@@ -75,7 +74,7 @@ class FolderReader(DatasetReader):
         """Lists the files. Classes are the folders that hold images, in alphabetical order.
 
         Raises:
-            DataError: There are no images, too few to divide, or the splits have different classes.
+            DataError: There are no images, or the splits have different classes.
         """
         listings = self._listings()
         classes = {name: {of_file for _, of_file in listing} for name, listing in listings.items()}
@@ -99,14 +98,12 @@ class FolderReader(DatasetReader):
                     f"{min(split_classes - names)!r}, train/ has not; give every class a folder in train/."
                 )
         class_names = tuple(sorted(names))
-        listed = {name: _ordered(listing, class_names) for name, listing in listings.items()}
+        listed = {name or "train": _ordered(listing, class_names) for name, listing in listings.items()}
         notes = ("no folders of classes: the images are used without labels",) if flat else ()
-        if "" in listed:
-            splits = self._split_by_hash(*listed[""], class_names)
-            notes += ("split by the hash of the file names: 80 % train, 10 % validation, 10 % test of each class",)
-        else:
-            splits = {name: _stored(files, labels) for name, (files, labels) in listed.items()}
-        return Opened(splits, () if flat else class_names, notes)
+        splits = {name: _stored(files, labels) for name, (files, labels) in listed.items()}
+        # Relative and with forward slashes, so that the same images are held out on every machine.
+        keys = [file.relative_to(self.root).as_posix() for file in listed.get("train", ((), ()))[0]]
+        return Opened(splits, () if flat else class_names, notes, keys)
 
     def _listings(self) -> dict[str, Listing]:
         """Lists the images of every split; the split "" is a folder without split folders."""
@@ -118,26 +115,6 @@ class FolderReader(DatasetReader):
             return {name: _listed(folder) for name, folder in (splits or {"": self.root}).items()}
         except OSError as error:
             raise DataError(f"{self.root} cannot be listed: {error.strerror or error} ({error.filename}).") from error
-
-    def _split_by_hash(
-        self, files: list[Path], labels: Int[Tensor, "_"], class_names: tuple[str, ...]
-    ) -> dict[str, StoredImages]:
-        """Holds out a tenth of each class for validation and for test, by the hash of the file's name.
-
-        A file keeps its split when others are added, except for a few at the boundary.
-        """
-        counts = labels.bincount()
-        if int(counts.min()) < 3:
-            rarest = int(counts.argmin())
-            where = f"class {class_names[rarest]!r}" if class_names[rarest] else "the folder itself"
-            raise DataError(
-                f"{self.root} has no split folders, and {where} has {int(counts[rarest])} images, too few to share "
-                "between three splits; add some, or make folders train/, validation/ and test/."
-            )
-        # Relative and with forward slashes, so that the splits are the same on every machine.
-        keys = [file.relative_to(self.root).as_posix() for file in files]
-        rows = split_by_hash(labels, keys, SHARE, SHARE)
-        return {name: _stored(files, labels, of_split) for name, of_split in rows.items()}
 
 
 def _listed(folder: Path) -> Listing:
@@ -196,12 +173,10 @@ def _ordered(listing: Listing, class_names: tuple[str, ...]) -> tuple[list[Path]
     return [listing[row][0] for row in order.tolist()], labels[order]
 
 
-def _stored(files: list[Path], labels: Int[Tensor, "_"], rows: Int[Tensor, "_"] | None = None) -> StoredImages:
-    rows = torch.arange(len(files)) if rows is None else rows
-    split_files = [files[row] for row in rows.tolist()]
+def _stored(files: list[Path], labels: Int[Tensor, "_"]) -> StoredImages:
     return StoredImages(
-        labels[rows],
-        rows,
-        lambda at: require_regular(split_files[at], DataError).read_bytes(),
-        lambda at: str(split_files[at]),
+        labels,
+        torch.arange(len(files)),
+        lambda at: require_regular(files[at], DataError).read_bytes(),
+        lambda at: str(files[at]),
     )

@@ -8,7 +8,7 @@ Two laws, which the trainer's exact resume and its several processes stand on:
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,10 @@ from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
 
 UNLABELLED = -1  # no class number, so it cannot equal an answer
 ORDER, AUGMENTATION = 0, 1  # what a generator is for, so that the two never share random numbers
+# Of several keys that an item or columns that a table has, the first in these lists is used. transformers' processors
+# and collators return "pixel_values" and "labels"; "img" and "fine_label" are the columns of CIFAR on the hub.
+IMAGE_KEYS = ("pixel_values", "image", "images", "img", "inputs", "x")
+LABEL_KEYS = ("labels", "label", "targets", "target", "fine_label", "y")
 NO_LABELS = (
     "the data has no labels, and this needs them: give pairs (images, labels), or mappings with a key such as 'label'."
 )
@@ -348,15 +352,3 @@ def hold_out(
     wanted = (sizes * share).round().long().clamp(min=1)
     wanted = torch.where(sizes > 1, torch.minimum(wanted, sizes - 1), 0)
     return rank_within_class(labels, order) < wanted[labels]
-
-
-def split_by_hash(
-    labels: Int[Tensor, "images"], keys: Sequence[str | int], test: float, validation: float
-) -> dict[str, Int[Tensor, "rows"]]:
-    """Returns the rows of train, validation and test: shares of all images of every class, chosen by `hold_out`."""
-    is_test = hold_out(labels, keys, test, seed=0)
-    rest = (~is_test).nonzero().flatten()
-    # The share is one of all images, and these are the images without those of the test.
-    rest_keys = [keys[row] for row in rest.tolist()]
-    is_validation = hold_out(labels[rest], rest_keys, validation / (1 - test), seed=1)
-    return {"train": rest[~is_validation], "validation": rest[is_validation], "test": is_test.nonzero().flatten()}

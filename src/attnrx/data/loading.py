@@ -47,7 +47,7 @@ def load_data(
         geometry: How pictures become pixels, in full.
         validation_share: The share of each class that is held out of train where there is no validation split.
         seed: Decides which images are held out; nothing else is random.
-        columns: The names of the columns of a table.
+        columns: The names of the columns of a table; by default the usual ones.
 
     Raises:
         InvalidInput: An argument is not of its kind.
@@ -59,11 +59,11 @@ def load_data(
         >>> len(splits.train), len(splits.validation), len(splits.test)
         (1295, 143, 359)
     """
-    location = locate(name_or_path, columns)
+    location = locate(name_or_path, columns or Columns())
     card, requested = location.card, location.requested
     opened = by_canonical_name(location.reader.open(), requested)
     labels = {name: stored.labels for name, stored in opened.splits.items()}
-    parts, notes = assign(labels, requested, validation_share, seed)
+    parts, notes = assign(labels, requested, validation_share, seed, opened.keys)
     own_geometry = _geometry_of(opened, card, image_size)
     photos = _are_photos(own_geometry)
     geometry = geometry or own_geometry

@@ -1,8 +1,7 @@
-"""Where a named dataset, a path or a pattern is: the known datasets, and the reader of what is found."""
+"""Where a named dataset or a path is: the known datasets, and the reader of what is found."""
 
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from attnrx.support.plugins import import_plugins
 from attnrx.support.preprocessing import ImageGeometry, Normalization
 
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-COLUMNS = Columns(label_column="label")
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,6 @@ class DatasetCard:
     flip: bool = True
     shift: bool = True
     hub_id: str | None = None
-    columns: Columns = COLUMNS
     folder: str | None = None
     revision: str | None = None
     ignored: tuple[str, ...] = ()
@@ -56,13 +53,11 @@ DATASETS: Mapping[str, DatasetCard] = {
         geometry=ImageGeometry.of_size(32, 3, "fill"),
         normalization=Normalization((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
         hub_id="uoft-cs/cifar10",
-        columns=Columns(image_column="img", label_column="label"),
     ),
     "cifar100": DatasetCard(
         geometry=ImageGeometry.of_size(32, 3, "fill"),
         normalization=Normalization((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
         hub_id="uoft-cs/cifar100",
-        columns=Columns(image_column="img", label_column="fine_label"),
     ),
     "food101": DatasetCard(
         geometry=ImageGeometry.of_size(224, 3, "photo"),
@@ -139,7 +134,7 @@ class DatasetLocation:
     notes: tuple[str, ...] = ()
 
 
-def locate(name_or_path: str | Path, columns: Columns | None) -> DatasetLocation:
+def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
     """Finds the dataset, without opening it.
 
     Raises:
@@ -151,7 +146,7 @@ def locate(name_or_path: str | Path, columns: Columns | None) -> DatasetLocation
     requested = str(name_or_path)
     if requested.startswith(HUB):
         hub_id = requested.removeprefix(HUB)
-        return DatasetLocation(hub_id, requested, HubReader(hub_id, columns or Columns()))
+        return DatasetLocation(hub_id, requested, HubReader(hub_id, columns))
     # A Path names files, also if it is spelt like a dataset.
     catalogue_name = known_as(requested) if isinstance(name_or_path, str) else None
     if catalogue_name is not None:
@@ -161,22 +156,26 @@ def locate(name_or_path: str | Path, columns: Columns | None) -> DatasetLocation
             f"{requested} is remote, and files are read from local paths: download it, or give {HUB}owner/name for a "
             "hub dataset, or a DataLoader over it."
         )
-    files = _matching(requested)
-    if not files:
+    try:
+        path = Path(requested).expanduser()
+        exists = path.exists()
+    # RuntimeError: ~name of an unknown user; OSError: a name that is too long; ValueError: a null byte
+    except (RuntimeError, OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{requested[:200]!r} is no name of files ({reason}).") from error
+    if not exists:
         raise _nothing_found(name_or_path)
-    # Of a single file or folder this is its own path.
-    root = Path(os.path.commonpath(files))
-    name = root.name if root.is_dir() else root.stem
+    name = path.name if path.is_dir() else path.stem
     catalogue_name = known_as(name.lower())
     card = known_datasets()[catalogue_name] if catalogue_name else None
     # A file of a known name is assumed to hold that dataset; the note lists the assumption.
     notes = (
         (f"size and normalization are those of {catalogue_name}, by the name of the file",) if catalogue_name else ()
     )
-    return DatasetLocation(name, requested, _reader(files, root, columns, card), card, notes)
+    return DatasetLocation(name, requested, _reader(path, columns), card, notes)
 
 
-def _locate_known(name: str, columns: Columns | None) -> DatasetLocation:
+def _locate_known(name: str, columns: Columns) -> DatasetLocation:
     card = known_datasets()[name]
     if card.reader is not None:
         return DatasetLocation(name, name, card.reader(), card)
@@ -186,41 +185,18 @@ def _locate_known(name: str, columns: Columns | None) -> DatasetLocation:
         raise DataError(f"ATTNRX_DATA={folder!r} is not a folder; correct the environment variable, or unset it.")
     copy = local_copy(name, Path(folder).expanduser()) if folder else None
     if copy is not None:
-        return DatasetLocation(name, name, _reader([copy], copy, columns, card), card, (f"read from {copy}",))
-    reader = HubReader(card.hub_id, columns or card.columns, card.folder, card.revision, card.ignored)
+        return DatasetLocation(name, name, _reader(copy, columns), card, (f"read from {copy}",))
+    reader = HubReader(card.hub_id, columns, card.folder, card.revision, card.ignored)
     return DatasetLocation(name, name, reader, card)
-
-
-def _matching(requested: str) -> list[Path]:
-    """Returns the files of a path or pattern."""
-    try:
-        path = Path(requested).expanduser()
-        # Existing names are taken literally, also with brackets in them; only others are patterns.
-        return [path] if path.exists() else sorted(_globbed(path))
-    # RuntimeError: ~name of an unknown user; OSError: a name that is too long; ValueError: a null byte
-    except (RuntimeError, OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{requested[:200]!r} is no name of files ({reason}).") from error
-
-
-def _globbed(path: Path) -> Iterator[Path]:
-    """Yields the files that a pattern matches; none for a path without wildcards."""
-    first_wildcard = next((i for i, part in enumerate(path.parts) if re.search(r"[*?\[]", part)), None)
-    if first_wildcard is not None:
-        # Path.glob takes relative patterns only, so it starts at the last folder without a wildcard.
-        pattern = str(Path(*path.parts[first_wildcard:]))
-        try:
-            yield from Path(*path.parts[:first_wildcard]).glob(pattern)
-        except ValueError as error:  # e.g. ** beside other characters
-            raise DataError(f"{path} is no pattern of files: {error}.") from error
 
 
 def _nothing_found(requested: str | Path) -> DataError:
     path = Path(requested)
-    if isinstance(requested, Path) or path.name != requested or path.suffix or re.search(r"[*?\[]", requested):
+    if isinstance(requested, Path) or path.name != requested or path.suffix or {*"*?["} & {*requested}:
         return DataError(
-            f"there is nothing at {requested} (looked from {Path.cwd()}); give an existing parquet file, image folder "
-            f"or pattern of files, {HUB}owner/name for a hub dataset, or one of {', '.join(known_datasets())}."
+            f"there is nothing at {requested} (looked from {Path.cwd()}); give a parquet file, or a folder of parquet "
+            f"files or images (not a pattern), {HUB}owner/name for a hub dataset, or one of "
+            f"{', '.join(known_datasets())}."
         )
     return DataError(
         f"unknown dataset {requested!r}: {nearest(requested, known_datasets())} Or give the path of a parquet file, an "
@@ -228,14 +204,11 @@ def _nothing_found(requested: str | Path) -> DataError:
     )
 
 
-def _reader(files: Sequence[Path], root: Path, columns: Columns | None, card: DatasetCard | None) -> DatasetReader:
-    """Returns the reader of some files, or of the one folder `root`: its parquet files or images."""
-    if len(files) == 1 and root.is_dir():
-        files = sorted([*root.glob("*.parquet"), *root.glob("*/*.parquet")])
-        if not files:
-            return FolderReader(root)
-    if any(file.suffix.lower() != ".parquet" for file in files):
-        raise DataError(f"{root} is neither parquet (.parquet) nor a folder of images; give a dataset that reads it.")
-    # A local copy may have the columns of the hub dataset that it was made from.
-    candidates = (columns,) if columns else (Columns(), *((card.columns,) if card else ()))
-    return ParquetReader(root, tuple(files), candidates)
+def _reader(path: Path, columns: Columns) -> DatasetReader:
+    """Returns the reader of a parquet file, or of a folder: of its parquet files or images."""
+    files = [path] if path.is_file() else sorted([*path.glob("*.parquet"), *path.glob("*/*.parquet")])
+    if not files and path.is_dir():
+        return FolderReader(path)
+    if any(file.suffix.lower() != ".parquet" for file in files or [path]):
+        raise DataError(f"{path} is neither parquet (.parquet) nor a folder of images; give a dataset that reads it.")
+    return ParquetReader(path, tuple(files or [path]), columns)

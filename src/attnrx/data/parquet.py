@@ -1,7 +1,7 @@
 """Tables of encoded images: parquet files, read with pyarrow, and hub datasets, read with the `datasets` library."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from attnrx.data.files import group_by_split
+from attnrx.data.images import IMAGE_KEYS, LABEL_KEYS
 from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages, numbered_classes
-from attnrx.support.arguments import TEXT, optional, require_fields
+from attnrx.support.arguments import require_fields
 from attnrx.support.atomic_writes import write_atomically
 from attnrx.support.errors import CheckpointError, DataError, nearest
 from attnrx.support.hardware import cache_folder
@@ -27,7 +28,6 @@ from attnrx.support.validation import require_regular
 if TYPE_CHECKING:
     import pyarrow as pa
 
-LABEL = "label"
 FEATURES = b"huggingface"  # the key of the schema under which `datasets` stores the kinds of the columns, as JSON
 
 
@@ -35,30 +35,36 @@ FEATURES = b"huggingface"  # the key of the schema under which `datasets` stores
 class Columns:
     """The names of the columns that hold the image, its label and, in a file of several splits, the split.
 
-    Without a `label_column` it is "label" where a table has it, and else the images have no labels. `test_column` may
-    name a boolean column: of the test images only the rows with true are used.
+    By default image and label are in the first column of IMAGE_KEYS and of LABEL_KEYS (`data.images`) that a table has;
+    without such a label column the images have no labels. `test_column` may name a boolean column: of the test images
+    only the rows with true are used.
     """
 
     example = "attnrx.data.Columns(image_column='image')"
 
-    image_column: str = "image"
+    image_column: str | None = None
     label_column: str | None = None
     split_column: str = "split"
     test_column: str | None = None
 
     def __post_init__(self):
-        require_fields(
-            self, image_column=TEXT, label_column=optional(TEXT), split_column=TEXT, test_column=optional(TEXT)
-        )
+        require_fields(self)
 
-    def fits(self, names: Collection[str], *, labelled: bool) -> bool:
-        """Whether a table of these columns has the image and, with `labelled`, the label."""
-        label = self.label_column or (LABEL if labelled else None)
-        return self.image_column in names and (label is None or label in names)
+    def in_table(self, names: Sequence[str], source: str) -> "Columns":
+        """Returns the columns that a table of these names has.
 
-    def for_table(self, names: Collection[str]) -> "Columns":
-        """Returns the columns for a table of these names: one without labels has no label column."""
-        return replace(self, label_column=LABEL) if self.label_column is None and LABEL in names else self
+        Raises:
+            DataError: It lacks the image, or a column that was named.
+        """
+        image = self.image_column or next((key for key in IMAGE_KEYS if key in names), "image")
+        label = self.label_column or next((key for key in LABEL_KEYS if key in names), None)
+        for kind, wanted in (("image", image), ("label", label)):
+            if wanted is not None and wanted not in names:
+                raise DataError(
+                    f"{source} has no {kind} column {wanted!r} (it has {', '.join(names)}): {nearest(wanted, names)} "
+                    f'Give --{kind}-column NAME, in Python columns=Columns({kind}_column="NAME").'
+                )
+        return replace(self, image_column=image, label_column=label)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +133,7 @@ class ParquetReader(DatasetReader):
 
     root: Path
     files: tuple[Path, ...]
-    candidates: tuple[Columns, ...]  # the first whose image and label are there is used
+    columns: Columns
 
     def require_readable(self) -> None:
         """Checks that every file is whole and has the columns.
@@ -165,28 +171,19 @@ class ParquetReader(DatasetReader):
         return _opened(tables, columns, str(self.root), name_row)
 
     def _columns(self) -> Columns:
-        """Returns the first candidate that fits; checks that every file has its columns and numbers the same classes.
+        """Returns the columns of the first file; checks that every file has them and numbers the same classes.
 
         The class names of a table are those of its first file, so another order would mislabel images.
         """
         schemas = {file: _read_schema(file) for file in self.files}
         first, classes = schemas[self.files[0]]
-        # One with labels before one without: the columns of the catalogue may name the label otherwise.
-        fitting = (
-            candidate.for_table(first)
-            for labelled in (True, False)
-            for candidate in self.candidates
-            if candidate.fits(first, labelled=labelled)
-        )
-        columns = next(fitting, self.candidates[0])
+        columns = self.columns.in_table(first, str(self.files[0]))
         for file, (names, file_classes) in schemas.items():
-            _check_columns(names, columns, str(file))
-            if columns.label_column is None:
-                continue
-            if file_classes.get(columns.label_column) != classes.get(columns.label_column):
+            label = columns.in_table(names, str(file)).label_column
+            if label is not None and file_classes.get(label) != classes.get(label):
                 raise DataError(
                     f"label mismatch between {self.files[0]} and {file}: their schemas name different classes for "
-                    f"{columns.label_column!r}; write both with the same list of classes."
+                    f"{label!r}; write both with the same list of classes."
                 )
         return columns
 
@@ -259,9 +256,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _opened(tables: Mapping[str, Table], columns: Columns, source: str, name_row: Callable[[str, int], str]) -> Opened:
-    columns = columns.for_table({name for table in tables.values() for name in table.columns})
     for table in tables.values():
-        _check_columns(table.columns, columns, source)
+        columns = columns.in_table(table.columns, source)
     if columns.label_column is not None:
         read = {name: _labels(table, columns.label_column, source) for name, table in tables.items()}
         labels, class_names = _unify_labels(read, source)
@@ -311,15 +307,6 @@ def _stored(
     return StoredImages(labels[rows], rows, content, where)
 
 
-def _check_columns(found: list[str], columns: Columns, source: str) -> None:
-    for kind, wanted in (("image", columns.image_column), ("label", columns.label_column)):
-        if wanted is not None and wanted not in found:
-            raise DataError(
-                f"{source} has no {kind} column {wanted!r} (it has {', '.join(found)}): {nearest(wanted, found)} "
-                f'Give --{kind}-column NAME, in Python columns=Columns({kind}_column="NAME").'
-            )
-
-
 def _rows_by_split(table: Table, name: str, columns: Columns, source: str) -> dict[str, Int[Tensor, "rows"]]:
     """Returns the rows of every split of a table: the table's own split, or those of its split column."""
     split_of_row = np.full(len(table), name or "train", dtype=object)
@@ -345,6 +332,7 @@ def _encoded_images(table: Table, columns: Columns, source: str) -> "pa.ChunkedA
     """Returns the column of encoded images; they are decoded in threads, see `LoadedImages`."""
     import pyarrow.types as kinds
 
+    assert columns.image_column is not None
     column = table.column(columns.image_column)
     kind: Any = column.type
     is_bytes = kinds.is_binary(kind) or kinds.is_large_binary(kind)

@@ -1,7 +1,7 @@
 """Train, validation and test from the stored splits that a dataset has."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -184,12 +184,14 @@ class StoredImages:
 class Opened:
     """An opened dataset: stored images by split, class names, and notes about decisions made on opening.
 
-    Without class names the images have no labels; those that are stored are zeros.
+    Without class names the images have no labels; those that are stored are zeros. `keys` name the training images, by
+    which some are held out; without keys their rows do.
     """
 
     splits: Mapping[str, StoredImages]
     class_names: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    keys: Sequence[str] = ()
 
 
 class DatasetReader(ABC):
@@ -248,17 +250,17 @@ def by_canonical_name(opened: Opened, source: str) -> Opened:
             "rename one."
         )
     check_labels({name: records.labels for name, records in splits.items()}, opened.class_names, source)
-    return Opened(splits, opened.class_names, tuple(notes))
+    return replace(opened, splits=splits, notes=tuple(notes))
 
 
 def assign(
-    labels: Mapping[str, Int[Tensor, "_"]], source: str, share: float, seed: int
+    labels: Mapping[str, Int[Tensor, "_"]], source: str, share: float, seed: int, keys: Sequence[str] = ()
 ) -> tuple[dict[str, tuple[str, Int[Tensor, "_"]]], tuple[str, ...]]:
     """Assigns every image to train, validation or test: returns the stored split and the rows of each, and notes.
 
     Without a test split the validation images are the test; a split that is still missing is held out of train, the
     same share of each class: validation by `share` and `seed`, a missing test always by one seed, so that it never
-    moves. Without a train split nothing is held out.
+    moves. Images are held out by a hash of their `keys`, else of their rows. Without a train split nothing is held out.
 
     Raises:
         DataError: No class of train has two images, so that none can be held out.
@@ -274,7 +276,8 @@ def assign(
         if split in parts or "train" not in parts:
             continue
         rows = parts["train"][1]
-        marked = hold_out(labels["train"][rows], rows.tolist(), wanted, by)
+        named = [keys[row] for row in rows.tolist()] if keys else rows.tolist()
+        marked = hold_out(labels["train"][rows], named, wanted, by)
         if not marked.any():
             raise DataError(
                 f"{source} has no {split} split, and no class of train has two images to hold one out; add images."

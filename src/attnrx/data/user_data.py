@@ -34,6 +34,8 @@ from attnrx.data.fixed_images import (
     seeded_draws,
 )
 from attnrx.data.images import (
+    IMAGE_KEYS,
+    LABEL_KEYS,
     UNLABELLED,
     Batch,
     ImageSet,
@@ -49,10 +51,6 @@ from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.preprocessing import Normalization
 from attnrx.support.shapes import Float, Int, Tensor
 
-# Of several keys that an item has, the first in these lists is used. transformers' processors and collators return
-# "pixel_values" and "labels"; "img" and "fine_label" are the columns of CIFAR on the hub.
-IMAGE_KEYS = ("pixel_values", "image", "images", "img", "inputs", "x")
-LABEL_KEYS = ("labels", "label", "targets", "target", "fine_label", "y")
 MASK_KEYS = ("mask", "masks", "annotation")  # of TARGETS
 # Outputs without decisions are compared without labels; a metric gets the labels of any shape, as TARGETS.
 UNREAD, TARGETS = ("regression", "map", "several"), "targets"

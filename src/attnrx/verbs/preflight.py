@@ -43,6 +43,6 @@ def preflight(
         if not os.access(existing, os.W_OK | os.X_OK):
             raise CheckpointError(f"{folder} cannot be written: no permission for {existing}; choose another one.")
     if isinstance(data, str | Path):
-        reader = locate(data, columns).reader
+        reader = locate(data, columns or Columns()).reader
         if isinstance(reader, DatasetReader):
             reader.require_readable()

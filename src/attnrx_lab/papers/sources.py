@@ -71,8 +71,6 @@ class DatasetExperiment(Experiment):
         """Loads the data at the size of a model."""
         _, size, _ = family_of(model).input_shape(model)
         columns = Columns(label_column=self.label_column, test_column=self.test_column)
-        # None lets the reader try the columns of the catalogue too.
-        columns = None if columns == Columns() else columns
         return load_data(self.dataset, image_size=size, seed=seed, columns=columns)
 
 

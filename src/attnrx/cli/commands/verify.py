@@ -59,9 +59,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     for name in ("draws", "diagnosis"):
         if getattr(arguments, name) is not None and "controls" not in [check.name for check in checks or ()]:
             raise InvalidInput(f"--{name} belongs to the check controls: add it to --checks, or omit --{name}.")
-    standard = [
-        rx.checks.RequestedCheck(name) for name, check in rx.checks.all_checks().items() if not check.on_request
-    ]
+    standard = ",".join(name for name, check in rx.checks.all_checks().items() if not check.on_request)
     diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
     prescription = None if arguments.prescription is None else rx.Prescription.load(arguments.prescription)
     backend = None if arguments.backend is None else backend_of(arguments.backend)
