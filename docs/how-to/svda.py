@@ -50,6 +50,19 @@ run = rx.train(model, splits, config, "runs/svda", reporter=rx.training.Reporter
 print(f"test accuracy: {100 * run.record['accuracy']['test']:.1f} %")
 
 # %% [markdown]
+# What the settings of the strengths do, on the digits (two layers of four heads with 16 directions, 600 steps of 64,
+# learning rate 2e-3, one seed), mean over the heads; the retained rank is the number of directions with 90 % of the
+# energy:
+#
+# | setting | mean strength | effective rank | retained rank | selectivity | test accuracy |
+# |---|---|---|---|---|---|
+# | none (strengths start at 1) | 1.15 | 15.9 | 14.5 | 0.006 | 76.6 % |
+# | `strength_init=4` | 4.13 | 16.0 | 15.0 | 0.068 | 85.5 % |
+# | `strength_init=16` | 16.05 | 16.0 | 15.0 | 0.375 | 92.8 % |
+# | `strength_decay=1` | 0.67 | 15.8 | 14.2 | 0.002 | 78.0 % |
+# | `strength_decay=10` | 0.02 | 8.8 | 8.5 | 0.000 | 76.0 % |
+# | `strength_learning_rate=10` | 2.03 | 12.3 | 10.9 | 0.028 | 80.8 % |
+#
 # The run can be stopped at any step: the same call continues it, bit for bit on a CPU. On a GPU the backward pass of
 # fused attention is deterministic only after `torch.use_deterministic_algorithms(True)`.
 #

@@ -181,12 +181,3 @@ def test_a_teacher_is_asked_once_a_step(tmp_path: Path) -> None:
     (answer,) = given.memory.values()
     FeatureDistillation(folder)(given)
     assert list(given.memory.values()) == [answer]
-
-
-def test_mixed_labels_share_the_task() -> None:
-    vit, inputs = model(CONFIGS["svda"]), images(CONFIGS["svda"], 3)
-    labels, partners = torch.tensor([0, 1, 2]), torch.tensor([2, 1, 0])
-    soft = torch.nn.functional.one_hot(labels, 3) * 0.3 + torch.nn.functional.one_hot(partners, 3) * 0.7
-    given = replace(context(vit, inputs, labels), partners=partners, share=0.3)
-    expected = torch.nn.functional.cross_entropy(given.logits, soft.to(given.logits), label_smoothing=0.1)
-    torch.testing.assert_close(Task(0.1)(given), expected, rtol=1e-12, atol=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnrx.support.errors import TrainingInterrupted
-from attnrx.training import Mixing, TrainingRun, checkpoints
+from attnrx.training import TrainingRun, checkpoints
 from support.tiny_runs import At, run, same
 
 SCRIPT = Path(__file__).parents[1] / "support" / "tiny_runs.py"
@@ -47,7 +47,7 @@ def test_a_resumed_run_does_not_begin_again(tmp_path: Path) -> None:
 OTHER_KNOBS: list[dict] = [
     {"ema": None},
     {"precision": "bf16"},
-    {"mixing": Mixing(), "accumulate": 2, "layer_decay": 0.5, "frozen": ("patches", "layers.0.mlp")},
+    {"accumulate": 2, "layer_decay": 0.5, "frozen": ("patches", "layers.0.mlp")},
 ]
 
 

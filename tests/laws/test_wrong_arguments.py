@@ -19,7 +19,6 @@ from attnrx.decide.diagnostics import DIAGNOSTICS
 from attnrx.decide.planning import PlanSettings, Target
 from attnrx.show.checks import CHECKS
 from attnrx.support.errors import AttnrxError, InvalidInput, UserCodeError
-from attnrx.training import Mixing
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from support.time_limits import time_limit
 from support.wrong_arguments import Case, of_class, of_function
@@ -112,7 +111,6 @@ SETTINGS: Mapping[type, Mapping[str, Any]] = {
     Conditions: {},
     Distill: {},
     LatencyProtocol: {},
-    Mixing: {},
     PlanSettings: {},
     Repair: {},
     Target: {"quantity": "macs", "limit": 0.5},

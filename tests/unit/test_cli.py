@@ -183,7 +183,7 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
     out = chain.root / "taught"
     words = ("--data", chain.data, "--out", out, "--epochs", 2, "--batch-size", 8, "--accumulate", 2, "--seed", 1)
     taught = ("--teacher", chain.run, "--no-task", "--losses", "distillation:weight=1", "feature_distillation:last=1")
-    more = ("--frozen", "patches", "--layer-decay", 0.9, "--mixup", 0.8, "--ema", 0.9)
+    more = ("--frozen", "patches", "--layer-decay", 0.9, "--ema", 0.9)
     made = record("train", chain.slim, *words, *taught, *more, "--learning-rate", 1e-4, "--min-learning-rate", 1e-6)
     assert made["steps"] > 0
     identity = json.loads((out / "training.json").read_text())["identity"]

@@ -23,14 +23,12 @@ from attnrx.support.errors import AttnrxError, CheckpointError
 from attnrx.support.storage import (
     SEAL,
     read_json,
-    read_json_lines,
     read_tensors,
     read_tensors_of,
     sealed,
     write_json,
     write_with_tensors,
 )
-from attnrx.training.checkpoints import History
 from attnrx_lab.comparison.record import Difference, MethodComparison, MethodTrial
 from support import tiny_runs
 from support.comparisons import pixels
@@ -88,7 +86,6 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "elastic/elastic.json": lambda path: rx.load(path.parent, macs=0.9),
     "model/config.json": lambda path: rx.load(path.parent),
     "model.onnx.json": lambda path: load_exported(path.with_name("model.onnx")),
-    "history.jsonl": lambda path: History(path.parent).restore(2, write=False),
     "run/training.json": lambda path: tiny_runs.run(path.parent),
     "stopped/checkpoints/step-00000004/state.json": lambda path: tiny_runs.run(path.parents[2], RESUMED),
 }
@@ -143,7 +140,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_runs.run(root / "run")
     with pytest.raises(SystemExit):
         tiny_runs.run(root / "stopped", tiny_runs.At(5, lambda: sys.exit()))
-    (root / "history.jsonl").write_text('{"epoch": 1, "loss": 0.5, "layers": [{"a": [1]}]}\n' * 2)
     return root
 
 
@@ -171,7 +167,7 @@ def test_an_edited_file_is_read_or_refused(kind: str, quick: bool, files: Path) 
                 raise AssertionError(f"{kind}: {edit} (number {number}): {error!r}") from error
     finally:
         path.write_text(before)
-    assert refused or kind == "history.jsonl", "no edit was found"
+    assert refused, "no edit was found"
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "any.json"])
@@ -220,10 +216,3 @@ def test_tensors_of_unusual_types_are_refused(dtype: torch.dtype, tmp_path: Path
     save_file({"a": torch.zeros(2, dtype=torch.float32), "b": torch.zeros(2).to(dtype)}, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match=r"a\.safetensors: the tensor 'b' is"):
         read_tensors(tmp_path / "a.safetensors")
-
-
-@pytest.mark.parametrize("line", ["3", "[]", "{", '"a"', "[" * 100_000, "null"])
-def test_a_damaged_line_is_refused(line: str, tmp_path: Path) -> None:
-    (tmp_path / "history.jsonl").write_text('{"a": 1}\n' + line + "\n")
-    with pytest.raises(CheckpointError, match=r"history\.jsonl"):
-        read_json_lines(tmp_path / "history.jsonl")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnrx.support.errors import NotSupported
-from attnrx.training import Mixing, preparation
+from attnrx.training import preparation
 from attnrx.training import step as recorded_step
 from attnrx.training.losses import TargetRank, Task
 from attnrx.training.trainer import TrainingRun
@@ -60,7 +60,6 @@ def test_a_step_that_cannot_be_recorded_is_run(
     ("settings", "problem"),
     [
         ({**ORDINARY}, "on a CPU;"),
-        ({**ORDINARY, "mixing": Mixing()}, "with mixing"),
         ({**ORDINARY, "accumulate": 2}, "with accumulate"),
         ({"ema": 0.9, "losses": (Task(),)}, "with ema"),
         ({"ema": None, "losses": (Task(), TargetRank(2.0))}, "with losses other than Task"),

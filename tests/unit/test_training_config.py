@@ -5,20 +5,20 @@ import pytest
 from attnrx.data import Augmentation
 from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput
-from attnrx.training import Mixing, TrainingConfig
+from attnrx.training import TrainingConfig
 from attnrx.training.losses import LOSSES, Distillation, TargetRank, Task
 
 CONFIGS = (
     TrainingConfig(),
     TrainingConfig(epochs=1, losses=(Task(0.0), TargetRank(8.0), Distillation("teacher")), ema=0.999, compile=True),
-    TrainingConfig(mixing=Mixing(cutmix=0.0), frozen=("a", "b.*"), layer_decay=0.7, accumulate=4),
+    TrainingConfig(frozen=("a", "b.*"), layer_decay=0.7, accumulate=4),
     TrainingConfig(augmentation=Augmentation(padding=2, flip=False), gradient_clip=None, strength_init=2.0),
 )
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_config_survives_a_dictionary(config: TrainingConfig) -> None:
-    assert from_dict(to_dict(config), (TrainingConfig, Augmentation, Mixing, *LOSSES)) == config
+    assert from_dict(to_dict(config), (TrainingConfig, Augmentation, *LOSSES)) == config
 
 
 @pytest.mark.parametrize(

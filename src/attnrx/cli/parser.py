@@ -16,6 +16,7 @@ _FORMER = {
     "--most-drop": "--checks 'accuracy(most_drop=1),...'",
     "--controls": "--checks controls,...",
     "--opset": "--to 'onnx(opset=18)'",
+    **dict.fromkeys(("--mixup", "--cutmix"), "--losses distillation, which takes no mixed labels"),
 }
 # Files that a command may replace in its output folder.
 _REPLACED = ("config.json", "model.safetensors", "prescription.json", "evidence.json", "training.json", "plan.json")

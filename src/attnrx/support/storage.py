@@ -64,52 +64,23 @@ def read_json(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
     Raises:
         CheckpointError: The file is missing, no regular file, larger than `max_bytes`, nested too deep or no JSON.
     """
-    path = _require_small(path, max_bytes)
+    path = require_regular(path)
+    size = path.stat().st_size
+    if size > max_bytes:  # before reading, so that a wrong file cannot exhaust the memory
+        raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {max_bytes:,}.")
     try:
-        return _parsed(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text)
+        # Halves of a character outside the basic plane: text that can be neither printed nor saved again.
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+        if nesting(value) > DEEPEST_JSON:
+            raise ValueError(f"it nests {nesting(value)} deep; JSON files nest at most {DEEPEST_JSON} deep")
+        return value
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 4,300 digits
         raise CheckpointError(
             f"{path} is not readable JSON ({error}); it was truncated or edited. Make it again."
         ) from error
-
-
-def _require_small(path: Path | str, max_bytes: int) -> Path:
-    # Before reading, so that a wrong file cannot exhaust the memory.
-    path = require_regular(path)
-    size = path.stat().st_size
-    if size > max_bytes:
-        raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {max_bytes:,}.")
-    return path
-
-
-def _parsed(text: str) -> Any:
-    value = json.loads(text)
-    # Halves of a character outside the basic plane: text that can be neither printed nor saved again.
-    if _SURROGATE.search(text):
-        json.dumps(value, ensure_ascii=False).encode()
-    if nesting(value) > DEEPEST_JSON:
-        raise ValueError(f"it nests {nesting(value)} deep; JSON files nest at most {DEEPEST_JSON} deep")
-    return value
-
-
-def read_json_lines(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> list[dict[str, Any]]:
-    """Reads a file with one JSON object per line.
-
-    Raises:
-        CheckpointError: As of `read_json`; the message names the line.
-    """
-    path, records = _require_small(path, max_bytes), []
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = _parsed(line)
-            if not isinstance(record, dict):
-                raise ValueError("it is no JSON object")
-            records.append(record)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}, line {len(records) + 1}, cannot be read ({error}); it was truncated or edited. Make it again."
-        ) from error
-    return records
 
 
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:

@@ -1,6 +1,5 @@
-"""The stored state of a run: its checkpoints, its settings and versions, and the history of its epochs."""
+"""The stored state of a run: its checkpoints, its settings and versions."""
 
-import json
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
@@ -19,14 +18,12 @@ from attnrx.support.storage import (
     check_schema,
     file_sha256,
     read_json,
-    read_json_lines,
     read_tensors,
     require_finite_tensors,
     write_json,
     write_tensors,
-    write_text,
 )
-from attnrx.support.validation import Integer, Number, Record, Text, validated
+from attnrx.support.validation import JSON_OBJECT, Integer, Items, Number, Record, Text, validated
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import TeacherSource
 from attnrx.training.optimization import load_optimizer_, optimizer_tensors
@@ -41,7 +38,10 @@ if TYPE_CHECKING:
 KIND, SCHEMA = "attnrx training state", 1
 # The settings are compared with those of the run, field by field (`require_same_run`).
 IDENTITY = Record({"weights": Text()}, open=True)
-STATE = Record({"identity": IDENTITY, "step": Integer(0, 2**40), "seconds": Number(0.0), "sha256": Text()}, open=True)
+HISTORY = {"history": Items(JSON_OBJECT)}  # one record per epoch; checkpoints of earlier versions have none
+STATE = Record(
+    {"identity": IDENTITY, "step": Integer(0, 2**40), "seconds": Number(0.0), "sha256": Text()}, HISTORY, open=True
+)
 NUM_KEPT = 2  # one more than needed to resume, in case the last one is damaged
 
 
@@ -220,33 +220,3 @@ def training_provenance(accelerator: "Accelerator") -> dict[str, Any]:
         "processes": accelerator.num_processes,
         "threads": torch.get_num_threads(),
     }
-
-
-class History:
-    """`history.jsonl`: line n is epoch n, also after interruptions and repeated epochs."""
-
-    def __init__(self, folder: Path):
-        self.path = folder / "history.jsonl"
-        self.records: list[dict[str, Any]] = []
-
-    def restore(self, epochs: int, write: bool = True) -> None:
-        """Reads the first `epochs` records and discards later ones, whose steps will be repeated.
-
-        Raises:
-            CheckpointError: The file is damaged, or has fewer records.
-        """
-        try:
-            self.records = read_json_lines(self.path)[:epochs] if self.path.exists() else []
-        except CheckpointError as error:
-            raise CheckpointError(f"{error} Or delete the run's folder and train again.") from error
-        if len(self.records) < epochs:
-            raise CheckpointError(
-                f"{self.path} has {len(self.records)} epochs and the checkpoint {epochs}: lines were removed. "
-                "Put the file back, or delete the run's folder and train again."
-            )
-        if write:
-            self.write()
-
-    def write(self) -> None:
-        # Whole and atomically, although only a line is new: an appended line can be cut by a crash.
-        write_text(self.path, "".join(json.dumps(record) + "\n" for record in self.records))

@@ -1,12 +1,8 @@
-"""All settings of a training run, and the mixing of images that one of them turns on."""
+"""All settings of a training run."""
 
-import math
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-
-from attnrx.data import Augmentation, Batch
+from attnrx.data import Augmentation
 from attnrx.support.arguments import (
     COUNT,
     FLAG,
@@ -23,68 +19,10 @@ from attnrx.support.arguments import (
     require_fields,
 )
 from attnrx.support.errors import InvalidInput
-from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.training.losses import Loss, Task
 
 PRECISIONS = ("bf16", "fp32")
 PARALLEL = ("ddp", "fsdp")
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """A batch after mixing: image i has its own label with weight `share`, and its partner's with the rest."""
-
-    images: Float[Tensor, "batch channels height width"]
-    partners: Int[Tensor, "batch"] | None
-    share: float
-
-
-@dataclass(frozen=True)
-class Mixing:
-    """The parameters of the Beta(a, a) distribution of the mixing share, 0 to disable a method.
-
-    mixup (Zhang et al., 2018, arXiv 1710.09412) blends whole images, CutMix (Yun et al., 2019, arXiv 1905.04899) pastes
-    a rectangle; if both are enabled, one is chosen for each batch with equal probability. `chance` is the share of
-    batches that are mixed. One share is drawn per batch, the same in every process; partners are the images of the same
-    process in reverse order.
-    """
-
-    mixup: float = 0.8
-    cutmix: float = 1.0
-    chance: float = 1.0
-
-    def __post_init__(self):
-        require_fields(self, mixup=NOT_NEGATIVE, cutmix=NOT_NEGATIVE, chance=SHARE)
-        if not self.mixup + self.cutmix > 0:
-            raise InvalidInput(f"{self}: give mixup and cutmix of 0 or more, at least one above 0; or omit mixing.")
-
-    def apply(self, batch: Batch, seed: int) -> Mixed:
-        draw = np.random.default_rng(seed)
-        # Everything is drawn whether it is used or not, so that one knob does not change the numbers of another.
-        mix, choose_cutmix = draw.random() < self.chance, draw.random() < (0.5 if self.mixup else 1.0)
-        centre = draw.random(2)
-        if not mix:
-            return Mixed(batch.images, None, 1.0)
-        paste = bool(self.cutmix) and choose_cutmix
-        strength = self.cutmix if paste else self.mixup
-        share = float(draw.beta(strength, strength))
-        others, partners = batch.images.flip(0), batch.labels.flip(0)
-        if not paste:
-            return Mixed(torch.lerp(others, batch.images, share), partners, share)
-        # Both sides are scaled by the root, so that the area of the rectangle is 1 - share.
-        rows, columns = (_window(side, share, at) for side, at in zip(batch.images.shape[2:], centre, strict=True))
-        images = batch.images.clone()
-        images[:, :, rows, columns] = others[:, :, rows, columns]
-        height, width = batch.images.shape[2:]
-        area = (rows.stop - rows.start) * (columns.stop - columns.start)
-        # By the area that was pasted, because a rectangle at the border is clipped.
-        return Mixed(images, partners, 1 - area / (height * width))
-
-
-def _window(side: int, share: float, at: float) -> slice:
-    """Returns the extent, along one side, of a rectangle of relative area 1 - share around a random centre, clipped."""
-    half, centre = round(side * math.sqrt(1 - share)) // 2, int(at * side)
-    return slice(max(0, centre - half), min(side, centre + half))
 
 
 @dataclass(frozen=True)
@@ -98,20 +36,8 @@ class TrainingConfig:
     The learning rate rises linearly over the warm-up and falls along a cosine, step by step. Weight decay applies to
     matrices only: not to biases, norms or strengths.
 
-    The strengths of SVDA on the digits (two layers of four heads with 16 directions, 600 steps of 64, learning rate
-    2e-3, one seed), mean over the heads:
-
-        knob                          mean |strength|  effective rank  retained rank  selectivity  test accuracy
-        none (strengths start at 1)              1.15            15.9           14.5        0.006         76.6 %
-        strength_init=4                          4.13            16.0           15.0        0.068         85.5 %
-        strength_init=16                        16.05            16.0           15.0        0.375         92.8 %
-        strength_decay=1                         0.67            15.8           14.2        0.002         78.0 %
-        strength_decay=10                        0.02             8.8            8.5        0.000         76.0 %
-        strength_learning_rate=10                2.03            12.3           10.9        0.028         80.8 %
-
     A large initial strength enables selective heads (it bounds the scores) but keeps the spectrum flat; decay moves
-    heads towards uniform attention; a larger strength learning rate spreads the spectrum. Retained rank: directions
-    that hold 90 % of the energy.
+    heads towards uniform attention; a larger strength learning rate spreads the spectrum (docs/how-to/svda.md).
 
     With "ddp" every process has a copy of the model; with "fsdp" a shard of weights, gradients, optimizer state and
     running mean, and it gathers the weights for every step. The results are equal up to rounding, and a run may be
@@ -129,7 +55,6 @@ class TrainingConfig:
         gradient_clip: Largest norm of a gradient; None for no limit.
         losses: The terms of the objective.
         augmentation: None for the dataset's own; `Augmentation(padding=0, flip=False)` disables it.
-        mixing: Mixup and CutMix (off).
         frozen: Patterns of parameters that are not trained, with * for any text, e.g. 'source.patch_embed' or
             '*.mlp.*'.
         layer_decay: Factor on the learning rate for every block between a parameter and the logits.
@@ -142,7 +67,7 @@ class TrainingConfig:
         precision: Of the forward pass.
         compile: Train through torch.compile.
         cuda_graph: Record a step as a CUDA graph and replay it, for small models, whose kernels take longer to launch
-            than to run. For the loss `Task` alone, in one process, without mixing, ema or tokens.
+            than to run. For the loss `Task` alone, in one process, without ema or tokens.
         parallel: For several processes (accelerate launch, torchrun): a replica per process, or sharded.
         ema: Decay of a running mean of the weights, which is then validated and saved instead of the last ones (off).
         seed: Weights, order, augmentation and noise.
@@ -162,7 +87,6 @@ class TrainingConfig:
     gradient_clip: float | None = 1.0
     losses: tuple[Loss, ...] = (Task(label_smoothing=0.1),)
     augmentation: Augmentation | None = None
-    mixing: Mixing | None = None
     frozen: tuple[str, ...] = ()
     layer_decay: float = 1.0
     predictor_learning_rate: float = 10.0
@@ -189,7 +113,6 @@ class TrainingConfig:
             **dict.fromkeys(("gradient_clip", "strength_init"), optional(POSITIVE)),
             losses=each(instance("a loss", Loss), "losses, e.g. (attnrx.training.losses.Task(),)", least=1),
             augmentation=optional(instance("an Augmentation, e.g. attnrx.data.Augmentation()", Augmentation)),
-            mixing=optional(instance("a Mixing, e.g. attnrx.training.Mixing()", Mixing)),
             frozen=each(TEXT, "patterns of parameters, e.g. ('source.patch_embed',)"),
             layer_decay=SHARE,
             **dict.fromkeys(("compile", "cuda_graph"), FLAG),

@@ -32,12 +32,11 @@ class LossContext:
     """The inputs of a loss at one training step.
 
     `model` is the bare module; a loss that runs it again does so through `model.forward`, which is never compiled.
-    `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs to this step alone. For mixed
-    images, an image has its own label with weight `share` and its `partners` label with the rest. `features` are the
-    block outputs of the model, if a loss needs them; they have fewer tokens after a stage that removes some. `run` has
-    the statistics of the model's tokens in the forward pass of this step (`models.recording_tokens`), where it has a
-    policy. `progress` is the completed share of the training. `memory` is shared by the losses of this step. `teachers`
-    are the models that losses compare with, if they are loaded already.
+    `logits` are in float32 or better. `shard` is (process, processes), and `seed` belongs to this step alone.
+    `features` are the block outputs of the model, if a loss needs them; they have fewer tokens after a stage that
+    removes some. `run` has the statistics of the model's tokens in the forward pass of this step
+    (`models.recording_tokens`), where it has a policy. `progress` is the completed share of the training. `memory` is
+    shared by the losses of this step. `teachers` are the models that losses compare with, if they are loaded already.
     """
 
     model: nn.Module
@@ -46,8 +45,6 @@ class LossContext:
     logits: Float[Tensor, "batch classes"]
     seed: int
     shard: tuple[int, int] = (0, 1)
-    partners: Int[Tensor, "batch"] | None = None
-    share: float = 1.0
     features: Sequence[Float[Tensor, "batch _ features"]] = ()
     run: TokenRun | None = None
     progress: float = 1.0
@@ -119,12 +116,7 @@ class Task(Loss):
     weight: float = 1.0
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        loss = F.cross_entropy(context.logits, context.labels, label_smoothing=self.label_smoothing)
-        if context.partners is None:
-            return loss
-        # Cross-entropy is linear in the target, so this is the loss of the mixed label.
-        partner_loss = F.cross_entropy(context.logits, context.partners, label_smoothing=self.label_smoothing)
-        return context.share * loss + (1 - context.share) * partner_loss
+        return F.cross_entropy(context.logits, context.labels, label_smoothing=self.label_smoothing)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,20 +80,13 @@ class Guarded(Reporter):
     """Forwards all events to a user's reporter; what it raises becomes a UserCodeError with its name and method."""
 
     def __init__(self, reporter: Reporter):
-        self._reporter = reporter
+        for event in ("started", "stepped", "epoch_ended", "ended"):
+            setattr(self, event, _guarded(reporter, event))
 
-    def started(self, outline: Outline) -> None:
-        self._forward("started", outline)
 
-    def stepped(self, step: int, loss: float) -> None:
-        self._forward("stepped", step, loss)
+def _guarded(reporter: Reporter, event: str) -> Callable[..., None]:
+    def call(*arguments: Any) -> None:
+        with user_code(f"{event} of the reporter {type(reporter).__name__}"):
+            getattr(reporter, event)(*arguments)
 
-    def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        self._forward("epoch_ended", record)
-
-    def ended(self) -> None:
-        self._forward("ended")
-
-    def _forward(self, method: str, *arguments: Any) -> None:
-        with user_code(f"{method} of the reporter {type(self._reporter).__name__}"):
-            getattr(self._reporter, method)(*arguments)
+    return call

@@ -12,8 +12,8 @@ from torch import nn
 
 from attnrx.data import Batch
 from attnrx.support.errors import NotSupported
-from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.training.config import Mixed, TrainingConfig
+from attnrx.support.shapes import Float, ImageBatch, Int, Tensor
+from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import LossContext, Task, TeacherSource
 from attnrx.training.optimization import Schedule, WeightMean, set_learning_rate
 from attnrx.training.sharding import full_tensor, reshard_, without_gradient_sync
@@ -35,7 +35,6 @@ def require_recordable(model: torch.nn.Module, config: TrainingConfig, accelerat
         "with several processes": accelerator.num_processes > 1,
         "with accumulate": config.accumulate > 1,
         "with losses other than Task": any(not isinstance(loss, Task) for loss in config.losses),
-        "with mixing": config.mixing is not None,
         "with ema": config.ema is not None,
         "with a token policy": reduction_of(model) is not None,
     }
@@ -106,7 +105,7 @@ class RecordedStep:
         self._batch = static
 
 
-EPOCH, STEP, NOISE, MIXING = 0, 1, 2, 3  # the purpose is part of a seed, so that no two purposes share random numbers
+EPOCH, STEP, NOISE = 0, 1, 2  # the purpose is part of a seed, so that no two purposes share random numbers
 
 
 def derived_seed(*parts: int) -> int:
@@ -201,17 +200,13 @@ class Learner:
 
     def _run_(self, batch: Batch, step: int, number: int | Tensor) -> None:
         """Runs everything of a step that is on the device; `number` is the step for the record, possibly a tensor."""
-        config = self.config
-        mixed = Mixed(batch.images, None, 1.0)
-        if config.mixing is not None:
-            mixed = config.mixing.apply(batch, derived_seed(config.seed, MIXING, step))
         values, correct = [], []
         for start in range(0, len(batch), self.micro_size):
             labels = batch.labels[start : start + self.micro_size]
             # Gradients of all processes are averaged once per step, with the last micro-batch.
             last = start + len(labels) == len(batch)
             with nullcontext() if last else without_gradient_sync(self.wrapped, self.accelerator):
-                terms, num_correct = self._forward_backward_(mixed, labels, start, step)
+                terms, num_correct = self._forward_backward_(batch.images, labels, start, step)
             # A mean over the images, because the last micro-batch can be smaller.
             values.append(terms * (len(labels) / len(batch)))
             correct.append(num_correct)
@@ -227,7 +222,7 @@ class Learner:
             reduction.temperature = first * (last / first) ** (step / max(1, self.schedule.steps - 1))
 
     def _forward_backward_(
-        self, mixed: Mixed, labels: Int[Tensor, "labels"], start: int, step: int
+        self, images: ImageBatch, labels: Int[Tensor, "labels"], start: int, step: int
     ) -> tuple[Float[Tensor, "terms"], Tensor]:
         """Runs the micro-batch that begins at image `start` forward and backward; returns every term, their weighted
         sum, and the number of correct labels.
@@ -236,9 +231,8 @@ class Learner:
         if self.features is not None:
             self.features.clear()
         config, (process, processes) = self.config, self.shard
-        part = slice(start, start + len(labels))
         number = start // self.micro_size
-        images = mixed.images[part].to(self.dtype)
+        images = images[start : start + len(labels)].to(self.dtype)
         with self.autocast():
             with recording_tokens(self.model) as runs:
                 logits = self.wrapped(images)
@@ -250,8 +244,6 @@ class Learner:
                 logits,
                 seed=derived_seed(config.seed, NOISE, step),
                 shard=(process * config.accumulate + number, processes * config.accumulate),
-                partners=None if mixed.partners is None else mixed.partners[part],
-                share=mixed.share,
                 features=tuple(self.features or ()),
                 run=runs[-1] if runs else None,
                 progress=step / self.schedule.steps,

@@ -1,6 +1,7 @@
 """The training loop: epochs of steps, with history, checkpoints and exact resume."""
 
 import copy
+import json
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -12,17 +13,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from attnrx.data import Splits
+from attnrx.data import ImageSet, Splits
 from attnrx.data.model_data import splits_for
 from attnrx.support.arguments import checked
 from attnrx.support.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
 from attnrx.support.shapes import Tensor
-from attnrx.support.storage import check_schema, fingerprint, read_json, write_json
+from attnrx.support.storage import check_schema, fingerprint, read_json, write_json, write_text
 from attnrx.support.validation import Record, validated
 from attnrx.training.checkpoints import (
+    HISTORY,
     IDENTITY,
     Checkpoints,
-    History,
     identity,
     load_state_,
     load_tensors_,
@@ -31,7 +32,6 @@ from attnrx.training.checkpoints import (
     training_provenance,
 )
 from attnrx.training.config import TrainingConfig
-from attnrx.training.evaluation import evaluate
 from attnrx.training.losses import load_teachers
 from attnrx.training.preparation import (
     adapt_data,
@@ -43,7 +43,7 @@ from attnrx.training.preparation import (
     with_labels,
 )
 from attnrx.training.reporters import Console, Guarded, Outline, Reporter
-from attnrx.training.sharding import gather_tensors
+from attnrx.training.sharding import gather_tensors, gathered_weights
 from attnrx.training.step import EPOCH, Learner, derived_seed
 from attnrx.vit.models import family_of, load_model, recording_blocks, require_model_folder, save_model
 
@@ -134,14 +134,36 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
         return None
     record = read_json(path)
     check_schema(record, KIND, SCHEMA, path)
-    validated(record, Record({"identity": IDENTITY}, open=True), path)
+    validated(record, Record({"identity": IDENTITY}, HISTORY, open=True), path)
     trained = load_model(folder).state_dict()
     require_same_run(record["identity"], requested, folder, fingerprint(trained))
     # Into the caller's model, which a run that trains changes in place too.
     model.load_state_dict(trained)
-    history = History(folder)
-    history.restore(requested["config"]["epochs"], write=False)
-    return TrainingRun(model.eval(), tuple(history.records), folder, record)
+    return TrainingRun(model.eval(), tuple(record.get("history", ())), folder, record)
+
+
+@torch.no_grad()
+def evaluate(learner: Learner, images: ImageSet | None) -> tuple[float, float] | tuple[None, None]:
+    """Returns the accuracy and the cross-entropy on all images, which the processes share, possibly unequally.
+
+    Both are None without images, for a split without labels.
+    """
+    if images is None:
+        return None, None
+    accelerator, model = learner.accelerator, learner.model
+    sums = torch.zeros(3, dtype=torch.float64, device=accelerator.device)
+    model.eval()
+    with gathered_weights(model):
+        for batch in images.batches(learner.config.batch_size, device=accelerator.device, shard=learner.shard):
+            with learner.autocast():
+                logits = model(batch.images.to(learner.dtype))
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            loss = nn.functional.cross_entropy(logits, batch.labels, reduction="sum")
+            num_correct = (logits.argmax(-1) == batch.labels).sum()
+            # Sums, not means, because the last batch of a process may be smaller, or missing.
+            sums += torch.stack([num_correct, loss, torch.tensor(len(batch)).to(loss)])
+    correct, loss, count = learner.summed(sums).tolist()
+    return correct / count, loss / count
 
 
 class _Run:
@@ -155,7 +177,7 @@ class _Run:
         self.learner, self.splits, self.folder, self.requested = learner, splits, folder, requested
         self.reporter, self.steps_per_epoch = reporter, learner.schedule.steps_per_epoch
         self.config, self.accelerator = learner.config, learner.accelerator
-        self.checkpoints, self.history = Checkpoints(folder), History(folder)
+        self.checkpoints, self.history = Checkpoints(folder), list[dict[str, Any]]()
         classes = num_logits(learner.target)  # never sharded
         self.validation, self.test = (with_labels(images, classes) for images in (splits.validation, splits.test))
         # A learner counts the right answers of a step in any case, also where there is nothing to compare with.
@@ -176,8 +198,14 @@ class _Run:
         # Of the first step, also in the checkpoints to come.
         self.requested = {**self.requested, "weights": record["identity"]["weights"]}
         load_state_(self.learner, tensors)
-        self.step, self.seconds = record["step"], record["seconds"]
-        self.history.restore(self.step // self.steps_per_epoch, write=self.accelerator.is_main_process)
+        self.step, self.seconds, self.history = record["step"], record["seconds"], record.get("history", [])
+        self._write_history()
+
+    def _write_history(self) -> None:
+        """Writes `history.jsonl`: line n is epoch n, also after interruptions and repeated epochs."""
+        if self.accelerator.is_main_process:
+            # Whole and atomically, although only a line is new: an appended line can be cut by a crash.
+            write_text(self.folder / "history.jsonl", "".join(json.dumps(each) + "\n" for each in self.history))
 
     def complete(self, interruption: Event) -> TrainingRun:
         self.reporter.started(Outline(self.config.epochs, self.steps_per_epoch, self.step))
@@ -278,10 +306,9 @@ class _Run:
             "seconds": seconds,
             "images_per_second": steps * self.config.batch_size / seconds,
         }
-        self.history.records.append(record)
-        if self.accelerator.is_main_process:
-            self.history.write()
-            self.reporter.epoch_ended(record)
+        self.history.append(record)
+        self._write_history()
+        self.reporter.epoch_ended(record)
         if self.step % self.config.checkpoint_every == 0 or self.step == learner.schedule.steps:
             self._save()
 
@@ -291,7 +318,8 @@ class _Run:
         tensors = state_tensors(self.learner, self.learner.summed(self.learner.meter.sums))
         if self.accelerator.is_main_process:
             seconds = self.seconds + time.perf_counter() - self.began
-            self.checkpoints.write(self.step, tensors, {"identity": self.requested, "seconds": seconds})
+            record = {"identity": self.requested, "seconds": seconds, "history": self.history}
+            self.checkpoints.write(self.step, tensors, record)
         # Otherwise another process could end, or resume, before the files are there.
         self.accelerator.wait_for_everyone()
         return self.checkpoints.path(self.step)
@@ -303,10 +331,10 @@ class _Run:
             learner.mean.swap_()
         test, _ = evaluate(learner, self.test)
         # Without labels all are None, and so is the best one.
-        best = max(self.history.records, key=lambda record: record["validation_accuracy"] or 0.0)
+        best = max(self.history, key=lambda record: record["validation_accuracy"] or 0.0)
         accuracy = {
             "test": test,
-            "validation": self.history.records[-1]["validation_accuracy"],
+            "validation": self.history[-1]["validation_accuracy"],
             "best_validation": best["validation_accuracy"],
             "best_epoch": None if self.validation is None else best["epoch"],
         }
@@ -315,6 +343,7 @@ class _Run:
             "kind": KIND,
             "schema": SCHEMA,
             "identity": self.requested,
+            "history": self.history,
             "accuracy": accuracy,
             "steps": self.step,
             "seconds": seconds,
@@ -330,4 +359,4 @@ class _Run:
             notes = {"trained_on": self.splits.name, "accuracy": accuracy}
             save_model(self.folder, model, notes, lambda new: write_json(new / "training.json", record))
         self.accelerator.wait_for_everyone()
-        return TrainingRun(model.eval().requires_grad_(True), tuple(self.history.records), self.folder, record)
+        return TrainingRun(model.eval().requires_grad_(True), tuple(self.history), self.folder, record)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import attnrx as rx
 from attnrx.cli.inputs import load_splits, parse_losses, splits_argument
 from attnrx.cli.options import (
-    NOT_NEGATIVE,
     POLICY,
     Number,
     add_arguments,
@@ -60,8 +59,6 @@ def add(parser: Parser) -> None:
     option(knobs, "--teacher", "MODEL", "the teacher of distillation losses: a folder or timm:NAME")
     option(knobs, "--teacher-weights", "FILE", "the weights of a teacher timm:NAME, in a local file")
     option(knobs, "--frozen", "NAME", "frozen parameters, e.g. 'source.patch_embed'", nargs="+")
-    option(knobs, "--mixup", NOT_NEGATIVE, "mixup with lambda from Beta(A, A) (off)")
-    option(knobs, "--cutmix", NOT_NEGATIVE, "CutMix with lambda from Beta(A, A) (off)")
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
@@ -99,8 +96,6 @@ def _chosen(arguments: Namespace) -> dict[str, Any]:
         chosen["losses"] = parse_losses(arguments.losses or (), shared, not arguments.no_task)
     if arguments.frozen:
         chosen["frozen"] = tuple(arguments.frozen)
-    if arguments.mixup is not None or arguments.cutmix is not None:
-        chosen["mixing"] = rx.training.Mixing(mixup=arguments.mixup or 0.0, cutmix=arguments.cutmix or 0.0)
     return chosen
 
 
