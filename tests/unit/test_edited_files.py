@@ -148,13 +148,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_edited_file_is_read_or_refused(kind: str, quick: bool, files: Path) -> None:
     path = files / kind
     before = path.read_text()
-    record = json.loads(before.splitlines()[0] if kind.endswith("l") else before)
+    record = json.loads(before)
     refused = 0
     try:
         for number in range(SAMPLE) if quick else range(SAMPLE, EDITS):
             changed, edit = edited(record, number)
             text = json.dumps(sealed_again(changed) if kind == "model/config.json" else changed)
-            path.write_text(f"{text}\n{text}\n" if kind.endswith("l") else text)
+            path.write_text(text)
             try:
                 KINDS[kind](path)
             except AttnrxError as error:

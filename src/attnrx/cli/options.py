@@ -141,7 +141,6 @@ DRAWS = TRIALS = Number(int, lambda kinds: kinds.whole(1, 1_000_000))
 ROUNDS = Number(int, lambda kinds: kinds.whole(2, 100_000))  # one round has no spread, and so no interval
 STEPS = Number(int, lambda kinds: kinds.whole(0, 10**6), "STEPS")
 NUMBER = Number(float, metavar="X")
-NOT_NEGATIVE = Number(float, lambda kinds: kinds.number(0.0, 1e6, above=False), "A")
 SHARE = Number(float, lambda kinds: kinds.SHARE, "SHARE")
 SHARES = Number(float, lambda kinds: kinds.each(kinds.SHARE, "shares above 0, at most 1, e.g. 0.8,0.6"), "S,S", True)
 POINTS = Number(float, lambda kinds: kinds.number(0.0, 100.0, above=False), "POINTS", unit="pt")

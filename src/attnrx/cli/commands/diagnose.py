@@ -3,16 +3,8 @@
 from argparse import Namespace
 
 import attnrx as rx
+from attnrx.cli import options
 from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
-from attnrx.cli.options import (
-    add_arguments,
-    add_data,
-    add_model,
-    add_out,
-    add_running,
-    add_split,
-    given_arguments,
-)
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
@@ -32,19 +24,19 @@ SHOWN = (
 
 
 def add(parser: Parser) -> None:
-    add_model(parser)
-    add_data(parser, "the images to run the model on")
-    add_out(parser, "the diagnosis: a JSON file, and its tensors in a second file", kind="attnrx diagnosis")
-    add_split(parser, "validation")
-    add_running(parser, 64)
-    add_arguments(parser, "diagnose", "moments")
+    options.add_model(parser)
+    options.add_data(parser, "the images to run the model on")
+    options.add_out(parser, "the diagnosis: a JSON file, and its tensors in a second file", kind="attnrx diagnosis")
+    options.add_split(parser, "validation")
+    options.add_running(parser, 64)
+    options.add_arguments(parser, "diagnose", "moments")
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     images = chosen_images(splits_argument(model, arguments), arguments)
     log(f"diagnosing {arguments.model} on {len(images):,} images")
-    diagnosis = rx.diagnose(model, images, **given_arguments(arguments, "moments", "batch_size", "seed"))
+    diagnosis = rx.diagnose(model, images, **options.given_arguments(arguments, "moments", "batch_size", "seed"))
     path = diagnosis.save(arguments.out)
     record = {
         "diagnosis": str(path),

@@ -3,16 +3,8 @@
 from argparse import Namespace
 
 import attnrx as rx
+from attnrx.cli import options
 from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import (
-    EFFORTS,
-    add_arguments,
-    add_data,
-    add_device,
-    add_model,
-    add_out,
-    given_arguments,
-)
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
@@ -24,13 +16,13 @@ SETTINGS = ("batch", "threads", "seed")
 
 
 def add(parser: Parser) -> None:
-    add_model(parser, "the model to make smaller")
-    add_data(parser, "the images to plan and to verify on")
+    options.add_model(parser, "the model to make smaller")
+    options.add_data(parser, "the images to plan and to verify on")
     budgets = parser.add_mutually_exclusive_group(required=True)
-    add_arguments(budgets, "elastic", faster="TIMES", macs="SHARES", params="SHARES")
-    add_out(parser, "the folder of the sizes; load PATH@macs=0.55 or PATH@faster=1.4", folder=True)
-    add_arguments(parser, "elastic", *SETTINGS, effort=EFFORTS)
-    add_device(parser)
+    options.add_arguments(budgets, "elastic", faster="TIMES", macs="SHARES", params="SHARES")
+    options.add_out(parser, "the folder of the sizes; load PATH@macs=0.55 or PATH@faster=1.4", folder=True)
+    options.add_arguments(parser, "elastic", *SETTINGS, effort=options.EFFORTS)
+    options.add_device(parser)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
@@ -39,6 +31,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     preflight(folder=arguments.out, report=True)
     log(f"loading {arguments.model} and {arguments.data}")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    settings = given_arguments(arguments, "faster", "macs", "params", *SETTINGS, "effort")
+    settings = options.given_arguments(arguments, "faster", "macs", "params", *SETTINGS, "effort")
     sizes = rx.elastic(model, splits_argument(model, arguments), arguments.out, **settings, log=log)
     return Outcome(sizes.to_record(), (*map(str, sizes.sizes), f"sizes: {sizes.folder}"))

@@ -3,18 +3,8 @@
 from argparse import Namespace
 
 import attnrx as rx
+from attnrx.cli import options
 from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import (
-    THREADS,
-    add_arguments,
-    add_data,
-    add_device,
-    add_model,
-    add_out,
-    batch,
-    given_arguments,
-    option,
-)
 from attnrx.cli.outcome import Outcome, Table
 from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
@@ -33,14 +23,18 @@ FORMATS = (
 
 
 def add(parser: Parser) -> None:
-    add_model(parser)
-    option(parser, "--to", "FORMAT", FORMATS, "onnx")
-    add_out(parser, "the file; its facts are written to PATH.json", kind="attnrx exported model")
-    add_arguments(parser, "export", "features", "size", batch=batch, precision=("float32", "bfloat16", "float16"))
-    add_data(parser, "training images for calibration of int8 and for parity (parity: on noise)", required=False)
-    option(parser, "--against", "MODEL", "the original: its file of the same format is timed beside this one")
-    option(parser, "--threads", THREADS, "CPU threads of that comparison (torch's default)")
-    add_device(parser)
+    options.add_model(parser)
+    options.option(parser, "--to", "FORMAT", FORMATS, "onnx")
+    options.add_out(parser, "the file; its facts are written to PATH.json", kind="attnrx exported model")
+    options.add_arguments(
+        parser, "export", "features", "size", batch=options.batch, precision=("float32", "bfloat16", "float16")
+    )
+    options.add_data(
+        parser, "training images for calibration of int8 and for parity (parity: on noise)", required=False
+    )
+    options.option(parser, "--against", "MODEL", "the original: its file of the same format is timed beside this one")
+    options.option(parser, "--threads", options.THREADS, "CPU threads of that comparison (torch's default)")
+    options.add_device(parser)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
@@ -55,8 +49,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     # The file has class names, so that it can be used without the data.
     names = () if splits is None else rx.exporting.fitting_names(model, splits.class_names)
     log(f"writing {arguments.model} as {form.name}, and comparing its outputs with the model's")
-    options = given_arguments(arguments, "batch", "precision", "features", "size")
-    exported = rx.export(model, arguments.out, form, **options, calibration=calibration, class_names=names)
+    settings = options.given_arguments(arguments, "batch", "precision", "features", "size")
+    exported = rx.export(model, arguments.out, form, **settings, calibration=calibration, class_names=names)
     # The dictionary of the file: the comparison below adds the speeds to it.
     facts, speeds = exported.facts, ()
     if arguments.against is not None:

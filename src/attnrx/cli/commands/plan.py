@@ -6,19 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attnrx as rx
+from attnrx.cli import options
 from attnrx.cli.inputs import default_device, model_argument, require_clock, splits_argument
-from attnrx.cli.options import (
-    BATCH,
-    COUNT,
-    ROUNDS,
-    THREADS,
-    TRIALS,
-    add_data,
-    add_model,
-    add_out,
-    add_running,
-    option,
-)
 from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
@@ -33,28 +22,30 @@ EXAMPLE = "attnrx plan timm:vit_tiny_patch16_224 --target latency=0.6x --data im
 
 
 def add(parser: Parser) -> None:
-    add_model(parser, "the model to plan for")
+    options.add_model(parser, "the model to plan for")
     targets = "latency=0.6x, macs=0.5x or params=0.7x of the original's, or max-drop=1pt of its top-1 accuracy"
-    option(parser, "--target", "TARGET", targets, required=True)
-    option(parser, "--spend", ("latency", "macs", "params"), "the cost that max-drop minimizes (macs)")
-    add_data(parser, "the images: training images for the plan, validation images for its predictions")
-    add_out(parser, "the folder of plan.json and prescription.json", folder=True)
+    options.option(parser, "--target", "TARGET", targets, required=True)
+    options.option(parser, "--spend", ("latency", "macs", "params"), "the cost that max-drop minimizes (macs)")
+    options.add_data(parser, "the images: training images for the plan, validation images for its predictions")
+    options.add_out(parser, "the folder of plan.json and prescription.json", folder=True)
     space = parser.add_argument_group("search space")
-    option(space, "--axes", "AXIS,AXIS", "qk, vo, mlp (fc1 and fc2) and tokens (all)")
-    option(space, "--reducer", "REDUCER", "the token reducer, untrained (ward, by relevance if there is a class token)")
+    options.option(space, "--axes", "AXIS,AXIS", "qk, vo, mlp (fc1 and fc2) and tokens (all)")
+    options.option(
+        space, "--reducer", "REDUCER", "the token reducer, untrained (ward, by relevance if there is a class token)"
+    )
     search = parser.add_argument_group("search")
-    option(search, "--diagnosis", "FILE", "of this model (made on the first 96 training images)")
-    option(search, "--effort", ("quick", "normal", "thorough"), "how much is measured", "normal")
-    option(search, "--images", COUNT, "training images for the plan (192, 512 or 1024, by effort)")
-    option(search, "--other-images", COUNT, "validation images for its predictions", 256)
-    option(search, "--trials", TRIALS, "plans to realize and measure (10, 32 or 48, by effort)")
+    options.option(search, "--diagnosis", "FILE", "of this model (made on the first 96 training images)")
+    options.option(search, "--effort", ("quick", "normal", "thorough"), "how much is measured", "normal")
+    options.option(search, "--images", options.COUNT, "training images for the plan (192, 512 or 1024, by effort)")
+    options.option(search, "--other-images", options.COUNT, "validation images for its predictions", 256)
+    options.option(search, "--trials", options.TRIALS, "plans to realize and measure (10, 32 or 48, by effort)")
     timing = parser.add_argument_group("measured latency, for targets of latency only")
-    option(timing, "--batch", BATCH, "batch size (32)")
-    option(timing, "--threads", THREADS, "CPU threads (torch's default)")
-    option(timing, "--precision", ("float32", "bfloat16", "float16"), "(float32)")
-    option(timing, "--clock", ("wall", "cpu", "cuda"), "cpu: CPU time, for a busy machine")
-    option(timing, "--rounds", ROUNDS, "rounds in which every block is timed (5, 5 or 7, by effort)")
-    add_running(parser, 32)
+    options.option(timing, "--batch", options.BATCH, "batch size (32)")
+    options.option(timing, "--threads", options.THREADS, "CPU threads (torch's default)")
+    options.option(timing, "--precision", ("float32", "bfloat16", "float16"), "(float32)")
+    options.option(timing, "--clock", ("wall", "cpu", "cuda"), "cpu: CPU time, for a busy machine")
+    options.option(timing, "--rounds", options.ROUNDS, "rounds in which every block is timed (5, 5 or 7, by effort)")
+    options.add_running(parser, 32)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:

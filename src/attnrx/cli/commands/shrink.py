@@ -4,18 +4,8 @@ from argparse import Namespace
 from pathlib import Path
 
 import attnrx as rx
+from attnrx.cli import options
 from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import (
-    EFFORTS,
-    POINTS,
-    add_arguments,
-    add_data,
-    add_device,
-    add_model,
-    add_out,
-    given_arguments,
-    option,
-)
 from attnrx.cli.outcome import Outcome, Table, significant
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
@@ -31,14 +21,16 @@ SETTINGS = ("batch", "threads", "seed")
 
 
 def add(parser: Parser) -> None:
-    add_model(parser, "the model to make smaller")
-    add_data(parser, "the images to plan and to verify on")
+    options.add_model(parser, "the model to make smaller")
+    options.add_data(parser, "the images to plan and to verify on")
     target = parser.add_mutually_exclusive_group(required=True)
-    add_arguments(target, "shrink", faster="TIMES", macs="SHARE", params="SHARE", max_drop=POINTS)
-    add_out(parser, "the folder of the model, its evidence, report, card and model.onnx", "runs/shrunk", folder=True)
-    add_arguments(parser, "shrink", *SETTINGS, effort=EFFORTS, to="FORMAT")
-    option(parser, "--no-onnx", bool, "write no model.onnx")
-    add_device(parser)
+    options.add_arguments(target, "shrink", faster="TIMES", macs="SHARE", params="SHARE", max_drop=options.POINTS)
+    options.add_out(
+        parser, "the folder of the model, its evidence, report, card and model.onnx", "runs/shrunk", folder=True
+    )
+    options.add_arguments(parser, "shrink", *SETTINGS, effort=options.EFFORTS, to="FORMAT")
+    options.option(parser, "--no-onnx", bool, "write no model.onnx")
+    options.add_device(parser)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
@@ -50,7 +42,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     log(f"loading {arguments.model} and {arguments.data}")
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments)
-    settings = given_arguments(arguments, *TARGETS, *SETTINGS, "effort", "to")
+    settings = options.given_arguments(arguments, *TARGETS, *SETTINGS, "effort", "to")
     shrunk = rx.shrink(model, splits, **settings, folder=arguments.out, log=log)
     log(shrunk.summary())
     log("writing the folder and model.onnx, and timing it" if onnx else "writing the folder")
@@ -58,7 +50,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         "to": arguments.to,
         "original": model,
         "data": splits,
-        **given_arguments(arguments, "batch", "threads"),
+        **options.given_arguments(arguments, "batch", "threads"),
     }
     folder = shrunk.save(arguments.out, onnx, **exporting)
     name = None if arguments.to is None else rx.exporting.parse_format(arguments.to).name

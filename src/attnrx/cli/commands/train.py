@@ -6,18 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
+from attnrx.cli import options
 from attnrx.cli.inputs import load_splits, parse_losses, splits_argument
-from attnrx.cli.options import (
-    POLICY,
-    Number,
-    add_arguments,
-    add_data,
-    add_model,
-    add_out,
-    given_arguments,
-    option,
-    parameters,
-)
 from attnrx.cli.outcome import Outcome, Table, as_percent
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
@@ -39,26 +29,26 @@ LOSSES = "terms added to the task, e.g. target_rank:16:0.1 perturbation_robustne
 
 def plain_fields() -> tuple[str, ...]:
     """Returns the fields of TrainingConfig that are one number or a flag."""
-    fields = {name: field.value for name, field in parameters("TrainingConfig").items()}
+    fields = {name: field.value for name, field in options.parameters("TrainingConfig").items()}
     return tuple(
-        name for name, kind in fields.items() if kind is bool or (isinstance(kind, Number) and not kind.several)
+        name for name, kind in fields.items() if kind is bool or (isinstance(kind, options.Number) and not kind.several)
     )
 
 
 def add(parser: Parser) -> None:
-    add_model(parser)
-    add_data(parser, "the training data")
-    add_out(parser, "the folder of the run: model, history, training.json, checkpoints", folder=True)
-    tokens = f"train with token pruning or merging: {POLICY}; predictors are initialized from --seed"
-    option(parser, "--tokens", "POLICY", tokens)
+    options.add_model(parser)
+    options.add_data(parser, "the training data")
+    options.add_out(parser, "the folder of the run: model, history, training.json, checkpoints", folder=True)
+    tokens = f"train with token pruning or merging: {options.POLICY}; predictors are initialized from --seed"
+    options.option(parser, "--tokens", "POLICY", tokens)
     parser.add_argument("--resume", action=BooleanOptionalAction, default=True, help="resume the run in --out")
     knobs = parser.add_argument_group("training")
-    add_arguments(knobs, "TrainingConfig", *plain_fields(), precision=PRECISIONS, parallel=PARALLEL)
-    option(knobs, "--losses", "LOSS", LOSSES, nargs="+")
-    option(knobs, "--no-task", bool, "train without the task loss: labels are not read")
-    option(knobs, "--teacher", "MODEL", "the teacher of distillation losses: a folder or timm:NAME")
-    option(knobs, "--teacher-weights", "FILE", "the weights of a teacher timm:NAME, in a local file")
-    option(knobs, "--frozen", "NAME", "frozen parameters, e.g. 'source.patch_embed'", nargs="+")
+    options.add_arguments(knobs, "TrainingConfig", *plain_fields(), precision=PRECISIONS, parallel=PARALLEL)
+    options.option(knobs, "--losses", "LOSS", LOSSES, nargs="+")
+    options.option(knobs, "--no-task", bool, "train without the task loss: labels are not read")
+    options.option(knobs, "--teacher", "MODEL", "the teacher of distillation losses: a folder or timm:NAME")
+    options.option(knobs, "--teacher-weights", "FILE", "the weights of a teacher timm:NAME, in a local file")
+    options.option(knobs, "--frozen", "NAME", "frozen parameters, e.g. 'source.patch_embed'", nargs="+")
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
@@ -88,7 +78,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
 def _chosen(arguments: Namespace) -> dict[str, Any]:
     """Returns the given arguments of TrainingConfig; the others keep their defaults."""
-    chosen = given_arguments(arguments, *plain_fields(), "precision", "parallel")
+    chosen = options.given_arguments(arguments, *plain_fields(), "precision", "parallel")
     teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
     shared = {knob: value for knob, value in teaching.items() if value is not None}
     # Otherwise the default losses are those of TrainingConfig, with label smoothing.

@@ -4,17 +4,8 @@ import json
 from argparse import Namespace
 
 import attnrx as rx
+from attnrx.cli import options
 from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
-from attnrx.cli.options import (
-    DRAWS,
-    add_backend,
-    add_data,
-    add_running,
-    add_split,
-    add_trust,
-    given_arguments,
-    option,
-)
 from attnrx.cli.outcome import Outcome, Table, significant
 from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
@@ -31,21 +22,21 @@ CHECKS = (
 
 def add(parser: Parser) -> None:
     parser.add_argument("candidate", help="the folder of a realized model, or a file that was exported")
-    option(parser, "--reference", "MODEL", "the model it was made from", required=True)
-    option(parser, "--weights", "FILE", "the weights of a reference timm:NAME, in a local file")
-    add_trust(parser)
-    add_data(parser, "the images to compare both models on")
-    option(parser, "--out", "FILE", "the evidence, one JSON file (printed only)")
+    options.option(parser, "--reference", "MODEL", "the model it was made from", required=True)
+    options.option(parser, "--weights", "FILE", "the weights of a reference timm:NAME, in a local file")
+    options.add_trust(parser)
+    options.add_data(parser, "the images to compare both models on")
+    options.option(parser, "--out", "FILE", "the evidence, one JSON file (printed only)")
     parser.kind = "attnrx evidence"
     origin = parser.add_argument_group("origin of the candidate")
-    option(origin, "--prescription", "FILE", "(the one in the candidate's folder)")
-    option(origin, "--diagnosis", "FILE", "needed for controls")
+    options.option(origin, "--prescription", "FILE", "(the one in the candidate's folder)")
+    options.option(origin, "--diagnosis", "FILE", "needed for controls")
     checks = parser.add_argument_group("checks")
-    option(checks, "--checks", "CHECKS", CHECKS)
-    option(checks, "--draws", DRAWS, "random controls (10)")
-    add_backend(parser)
-    add_split(parser, "test")
-    add_running(parser, 256)
+    options.option(checks, "--checks", "CHECKS", CHECKS)
+    options.option(checks, "--draws", options.DRAWS, "random controls (10)")
+    options.add_backend(parser)
+    options.add_split(parser, "test")
+    options.add_running(parser, 256)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
@@ -82,7 +73,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         prescription=prescription,
         diagnosis=diagnosis,
         splits=splits,
-        **given_arguments(arguments, "draws", "seed", "batch_size"),
+        **options.given_arguments(arguments, "draws", "seed", "batch_size"),
         together=count > 1,
     )
     if arguments.out is not None:
