@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import attnrx as rx
 from attnrx.support.storage import read_json
 from attnrx.training import TrainingRun
 from attnrx.training.checkpoints import Checkpoints
 from attnrx.vit.models import family_of, load_model, reduction_of
-from support.shared_runs import compressed, fine_tuned, start, verified
+from support.shared_runs import compressed, fine_tuned, start
 from support.tiny_runs import run, weights
 
 pytestmark = pytest.mark.slow
@@ -25,7 +24,7 @@ TRAINED = tuple(f"{made}-{parallel}" for made in ALONE for parallel in ("ddp", "
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes made, one case after the other: starting them takes longer than all they do."""
     folder = tmp_path_factory.mktemp("two")
-    both = start(folder, (*TRAINED, "verified", "killed"))
+    both = start(folder, (*TRAINED, "killed"))
     first, second = (process.wait(timeout=300) for process in both)
     assert first == -signal.SIGKILL, "the last case kills the first process"
     assert second != 0, "the other one cannot go on alone"
@@ -82,13 +81,3 @@ def test_one_process_goes_on_where_two_with_parts_were_killed(two: Path, one: di
     resumed = run(folder)
     assert resumed.record["processes"] == 1
     same_to_rounding(folder, one["fresh"])
-
-
-def test_evidence_of_two_processes_is_that_of_one(two: Path, tmp_path: Path) -> None:
-    """Bit for bit: each answers whole batches of the pass that one would make."""
-    verified(tmp_path)
-    alone = rx.Evidence.load(tmp_path / "evidence-0.json")
-    assert len(alone.findings) > 20
-    for process in range(2):
-        fused_qkv = rx.Evidence.load(two / "verified" / f"evidence-{process}.json")
-        assert fused_qkv == alone

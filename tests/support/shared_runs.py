@@ -21,13 +21,9 @@ from torch import nn
 import attnrx as rx
 from attnrx.change.realization import realize
 from attnrx.decide.diagnostics import Moments
-from attnrx.show.checks import Accuracy, Calibration, Costs, Fidelity, Latency
-from attnrx.support import process_group
 from attnrx.training import TrainingRun, train
 from attnrx.training.losses import Task
 from attnrx.training.optimization import strengths_of
-from attnrx.vit.costs import LatencyProtocol
-from attnrx_lab.checks import Bounds, Robustness
 from support.tiny_runs import At, config, model, run, splits
 
 # The knobs beside which two processes are compared with one: everything on that reads or changes weights.
@@ -64,33 +60,11 @@ def killed(folder: Path) -> None:
     run(folder, At(4, lambda: os.kill(os.getpid(), signal.SIGKILL)), parallel="fsdp")
 
 
-def verified(folder: Path, **context: Any) -> rx.Evidence:
-    """Evidence by everything that answers images; latency is no law."""
-    corruptions = ("contrast", "brightness", "gaussian_noise")
-    checks = (Accuracy(), Fidelity(), Calibration(), Robustness(corruptions, (1, 3)), Bounds(), Costs())
-    masked = realize(strong(), prescription(), by="mask")
-    context |= {"masked": masked, "prescription": prescription(), "batch_size": 4}
-    evidence = rx.verify(compressed(), strong(), splits().train, checks, **context)
-    evidence.save(folder / f"evidence-{process_group.rank_and_size()[0]}.json")
-    return evidence
-
-
-def verified_together(folder: Path) -> None:
-    """One process times the models while the other waits; both give all findings."""
-    assert process_group.join_process_group() == (int(os.environ["RANK"]), 2)
-    evidence = verified(folder, together=True)
-    latency = Latency(batch=2, protocol=LatencyProtocol(rounds=2, warmup=1))
-    timed = rx.verify(compressed(), strong(), splits().test, [latency], together=True)
-    both = process_group.all_gather((evidence.findings, timed.findings))
-    assert both[0] == both[1]
-
-
 CASES: dict[str, Callable[[Path], Any]] = {
     "fresh-ddp": run,
     "fresh-fsdp": lambda folder: run(folder, parallel="fsdp"),
     "compressed-ddp": fine_tuned,
     "compressed-fsdp": lambda folder: fine_tuned(folder, parallel="fsdp"),
-    "verified": verified_together,
     "killed": killed,
 }
 

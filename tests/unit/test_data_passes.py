@@ -87,13 +87,6 @@ def test_processes_together_see_what_one_sees(images: LoadedImages, seed: int | 
     assert all(len(share[0]) == 8 // processes for share in shares)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 9])
-def test_parts_are_whole_batches_of_a_pass(images: LoadedImages, processes: int) -> None:
-    parts = [images.part(process, processes, 8) for process in range(processes)]
-    assert same([batch for part in parts if len(part) for batch in part.batches(8)], list(images.batches(8)))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 16
-
-
 def test_what_cannot_be_meant_is_refused(images: LoadedImages) -> None:
     with pytest.raises(InvalidInput, match="multiple of their number"):
         images.batches(9, shard=(0, 2))

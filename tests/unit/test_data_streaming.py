@@ -119,15 +119,6 @@ def test_another_scale_is_the_same_image(photographs: Splits) -> None:
     assert torch.allclose(photographs.normalization.invert(before), half.normalization.invert(after), atol=1e-6)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 9])
-def test_parts_are_whole_batches_of_a_pass(processes: int, photographs: Splits) -> None:
-    images = photographs.train
-    parts = [images.part(process, processes, 4) for process in range(processes)]
-    batches = [batch for part in parts if len(part) for batch in part.batches(4)]
-    assert equal(batches, list(images.batches(4)))
-    assert all(list(part.batches(4)) == [] for part in parts if not len(part))
-
-
 def test_several_files_are_one_dataset(tmp_path: Path) -> None:
     for number in range(4):
         write_parquet(tmp_path / f"part-{number}.parquet", rows(9))

@@ -111,7 +111,6 @@ def predict(
     *,
     device: torch.device | str | None = None,
     task: str = "comparing predictions",
-    concatenate: Callable[[list[Tensor]], Tensor] = torch.cat,
 ) -> Predictions:
     """Runs all models on each batch of the images, which are so read once and paired whatever their order is.
 
@@ -121,7 +120,6 @@ def predict(
         batch_size: Images at once.
         device: The device of the models; None for that of the first.
         task: What the progress shows.
-        concatenate: Joins the outputs of the batches, where several processes have a part of the images each.
 
     Returns:
         The outputs of all models, on the CPU.
@@ -131,14 +129,12 @@ def predict(
     parts: dict[str, list[Tensor]] = {role: [] for role in models}
     labels: list[Tensor] = []
     with evaluating(models.values()):
-        # Of a few images, a process of several may have none.
-        batches = images.batches(batch_size, device=device) if len(images) else ()
-        for batch in track(batches, task, -(-len(images) // batch_size)):
+        for batch in track(images.batches(batch_size, device=device), task, -(-len(images) // batch_size)):
             labels.append(batch.labels.cpu())
             for role, model in models.items():
                 parts[role].append(stored(outputs_of(model, batch.images)))
-    outputs = {role: concatenate(rows) for role, rows in parts.items()}
-    return Predictions(outputs, concatenate(labels), output_kind_of(first))
+    outputs = {role: torch.cat(rows) for role, rows in parts.items()}
+    return Predictions(outputs, torch.cat(labels), output_kind_of(first))
 
 
 def mean_divergences(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> list[float]:

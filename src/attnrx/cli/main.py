@@ -52,9 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Here and not at exit, because only writing the buffer shows that the reader has closed the pipe.
         sys.stdout.flush()
         if "torch" in sys.modules:
-            from attnrx.support import process_group  # imports torch, which takes seconds
+            from torch import distributed
 
-            process_group.leave_process_group()
+            # A process of a launcher that exits inside its group can abort in gloo's threads.
+            if distributed.is_available() and distributed.is_initialized():
+                distributed.destroy_process_group()
         return code
     except BrokenPipeError:
         # The reader closed the pipe, e.g. `| head`. Without this Python prints another error at exit.

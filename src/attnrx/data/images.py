@@ -177,14 +177,6 @@ class ImageSet(ABC):
         """
 
     @abstractmethod
-    def part(self, process: int, processes: int, batch_size: int) -> "ImageSet":
-        """Returns the images that one of several processes looks at: all parts, one after the other, are the set.
-
-        Where it can be, a part is whole batches of an ordered pass over the set, so that what a model answers does not
-        depend on the number of processes. A part may be empty, and then has no batches.
-        """
-
-    @abstractmethod
     def renormalized(self, normalization: Normalization) -> "ImageSet":
         """Returns the same images on another scale, for a model that was trained with other statistics."""
 
@@ -244,9 +236,6 @@ class WrappedImages(ImageSet):
     def take(self, count: int) -> ImageSet:
         return replace(self, source=self.source.take(count))
 
-    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        return replace(self, source=self.source.part(process, processes, batch_size))
-
     def renormalized(self, normalization: Normalization) -> ImageSet:
         return replace(self, source=self.source.renormalized(normalization))
 
@@ -284,12 +273,6 @@ class RowImages(ImageSet):
         # Both orders are fixed, so that a run can be repeated; the evenly spread rows stay in storage order.
         spread = torch.arange(count) * len(self) // count if labels is None else round_robin(labels[self.rows])[:count]
         return replace(self, rows=self.rows[spread])
-
-    def part(self, process: int, processes: int, batch_size: int) -> ImageSet:
-        # Whole batches, about as many for each process.
-        batches = -(-len(self) // batch_size)
-        first, last = (batches * number // processes * batch_size for number in (process, process + 1))
-        return replace(self, rows=self.rows[first:last])
 
 
 def digest(name: str, labels: Int[Tensor, "images *labels"], samples: Iterable[bytes]) -> str:

@@ -83,7 +83,7 @@ class MissingImages(ImageSet):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise DataError(self._reason)
 
-    __len__ = take = part = _pass = _refuse
+    __len__ = take = _pass = _refuse
 
     @property
     def fingerprint(self) -> str:

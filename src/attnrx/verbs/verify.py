@@ -144,7 +144,6 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     seed: int = 0,
     batch_size: int = 256,
     device: torch.device | str | None = None,
-    together: bool = False,
     divergence: Divergence | None = None,
     metric: Metric | None = None,
 ) -> Evidence:
@@ -171,7 +170,6 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         seed: Seeds every random draw.
         batch_size: Images per forward pass.
         device: The device of the models, by default the reference's.
-        together: All processes of a launcher make this call, and each evaluates a part of the images.
         divergence: Your measure of how far outputs are from the original's, `divergence(original, smaller)`: one number
             per image, 0 for equal outputs. Both are outputs of some images as the model returns them.
         metric: Your measure of the outputs, `metric(outputs, (images, labels))`: one number per image, e.g. its
@@ -213,7 +211,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         limited = [f"the outputs are large: {most:,} of {len(images):,} images are used"]
         images = images.take(most)
     inputs = {"prescription": found.prescription, "diagnosis": diagnosis, "seed": seed, "batch_size": batch_size}
-    comparison = Comparison(candidate, reference, images, masked, device=device, together=together, **inputs)
+    comparison = Comparison(candidate, reference, images, masked, device=device, **inputs)
     candidate_fingerprint, reference_fingerprint = model_fingerprint(candidate), model_fingerprint(reference)
     # Its rules are recorded in the evidence.
     if found.prescription is not None:

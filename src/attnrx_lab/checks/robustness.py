@@ -13,7 +13,6 @@ from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.statistics import mcnemar, mean_change, paired_change, proportion
-from attnrx.support import process_group
 from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx.support.shapes import Int, Tensor
 from attnrx.vit.models import evaluating, family_of
@@ -139,13 +138,9 @@ class Robustness(Check):
 
 
 def _predicted(models: Mapping[str, nn.Module], ways: Sequence[Way], comparison: Comparison) -> Iterator[Classes]:
-    """Returns the predictions for each corruption and severity; several processes share the corruptions."""
-    process, count = comparison.rank_and_size
-    own = [_predict(models, way, comparison) for way in ways[process::count]]
-    parts = process_group.all_gather(own) if comparison.together else [own]
-    # Process p has the numbers p, p + count, ...: back into the order of `ways`.
-    for number in range(len(ways)):
-        yield parts[number % count][number // count]
+    """Yields the predictions for each corruption and severity."""
+    for way in ways:
+        yield _predict(models, way, comparison)
 
 
 def _predict(models: Mapping[str, nn.Module], way: Way, comparison: Comparison) -> Classes:

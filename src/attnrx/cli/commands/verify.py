@@ -40,11 +40,8 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    # These import torch, which --help should not.
-    from attnrx.support import process_group
-    from attnrx.vit.attention import backend_of
+    from attnrx.vit.attention import backend_of  # imports torch, which --help should not
 
-    _, count = process_group.join_process_group()
     # Before the models are loaded, so that a typing error is reported at once.
     checks = None if arguments.checks is None else rx.checks.parse_checks(arguments.checks)
     for name in ("draws", "diagnosis"):
@@ -74,11 +71,9 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         diagnosis=diagnosis,
         splits=splits,
         **options.given_arguments(arguments, "draws", "seed", "batch_size"),
-        together=count > 1,
     )
     if arguments.out is not None:
-        # One process writes; the others wait for it.
-        process_group.from_first(lambda: evidence.save(arguments.out))
+        evidence.save(arguments.out)
     for note in (*evidence.about["notes"], *evidence.warnings):
         log(f"warning: {note}")
     # By way of JSON text, which has null for NaN.

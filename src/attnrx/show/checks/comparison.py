@@ -12,8 +12,7 @@ from attnrx.data.fixed_images import start_hint
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Estimate
 from attnrx.nouns.prescription import Prescription
-from attnrx.support import process_group
-from attnrx.support.arguments import BATCH, DEVICE, FLAG, MODEL, SEED, instance, optional, require_fields
+from attnrx.support.arguments import BATCH, DEVICE, MODEL, SEED, instance, optional, require_fields
 from attnrx.support.errors import DataError, InvalidInput, NonFiniteOutputs
 from attnrx.support.shapes import Int, Tensor
 from attnrx.vit.outputs import Logits, Multilabel, OutputKind, output_kind_of
@@ -27,8 +26,7 @@ class Comparison:
     candidate was made from; each is needed by some findings only. For a candidate that is an exported file `verify`
     sets `runtime`, the name of its runtime and precision, and `unchanged`, a file of the reference in both, with which
     a speed is divided into what the runtime gave and what the compression gave. The models are on `device`; `seed`
-    seeds all random draws of the checks. With `together` all processes of a launcher make the same comparison, each
-    evaluates a part of the images, and the predictions are gathered.
+    seeds all random draws of the checks.
     """
 
     candidate: nn.Module
@@ -42,7 +40,6 @@ class Comparison:
     seed: int = 0
     batch_size: int = 256
     device: torch.device | str = "cpu"
-    together: bool = False
     _cache: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)  # outputs and labels
 
     def __post_init__(self):
@@ -57,7 +54,6 @@ class Comparison:
             seed=SEED,
             batch_size=BATCH,
             device=DEVICE,
-            together=FLAG,
         )
 
     @property
@@ -107,11 +103,6 @@ class Comparison:
             raise InvalidInput(f"the check {check} needs probabilities of classes; this model returns {kind.returns}.")
         return kind
 
-    @property
-    def rank_and_size(self) -> tuple[int, int]:
-        """The rank and the number of the processes that share the comparison; (0, 1) without `together`."""
-        return process_group.rank_and_size() if self.together else (0, 1)
-
     def taking(self, images: int | None) -> "Comparison":
         """Returns the comparison on the first images only; unchanged for None or more images than there are."""
         if images is None or images >= len(self.data):
@@ -133,19 +124,11 @@ def predict_valid(models: Mapping[str, nn.Module], comparison: Comparison) -> Pr
 
 
 def _predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predictions:
-    """Runs models on the part of the images of this process, and gathers the outputs of all processes."""
-    predictions = predict(
-        models,
-        comparison.data.part(*comparison.rank_and_size, comparison.batch_size),
-        comparison.batch_size,
-        device=comparison.device,
-        concatenate=process_group.gather_rows if comparison.together else torch.cat,
-    )
+    predictions = predict(models, comparison.data, comparison.batch_size, device=comparison.device)
     return replace(predictions, kind=comparison.kind)
 
 
 def _require_valid(predictions: Predictions, data: ImageSet) -> None:
-    # After the exchange, so that all processes raise, and none waits for one that has stopped.
     kind, labels = predictions.kind, predictions.labels
     for role, outputs in predictions.outputs.items():
         bad = int((~outputs.isfinite().all(-1)).sum())

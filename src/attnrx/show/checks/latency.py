@@ -9,7 +9,6 @@ from torch import nn
 from attnrx.nouns.evidence import Estimate, Finding
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
-from attnrx.support import process_group
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import begin
 from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latency, compare_memory
@@ -109,13 +108,7 @@ class Latency(Check):
             )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        """Times both models, then measures their memory; with several processes only rank 0 measures."""
-        # Several processes that time at once would disturb each other.
-        if not comparison.together:
-            return self._measured(comparison)
-        return process_group.from_first(lambda: self._measured(comparison))
-
-    def _measured(self, comparison: Comparison) -> tuple[Finding, ...]:
+        """Times both models, then measures their memory."""
         # Latency depends on the number of images only: they are repeated if there are fewer.
         available = min(self.batch, len(comparison.data))
         first = next(iter(comparison.data.batches(available, device=comparison.device))).images

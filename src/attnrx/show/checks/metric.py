@@ -26,8 +26,8 @@ class Metric(Check):
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         judgement, predictions, seed = current_judgement(), comparison.predictions, comparison.seed
-        if judgement.metric is None or comparison.together:
-            raise InvalidInput("the check metric needs the function: attnrx.verify(..., metric=...), in one process.")
+        if judgement.metric is None:
+            raise InvalidInput("the check metric needs the function: attnrx.verify(..., metric=...).")
         values: dict[str, list[Tensor]] = {"reference": [], "candidate": []}
         start = 0
         for batch in comparison.data.batches(comparison.batch_size, device=torch.device("cpu")):
