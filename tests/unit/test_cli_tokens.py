@@ -209,7 +209,7 @@ def test_a_plan_is_realized_and_its_promises_are_verified(made: SimpleNamespace)
     file = folder / "prescription.json"
     page = made.root / "planned.html"
     record("report", "--plan", folder / "plan.json", "--prescription", file, "--out", page)
-    assert 'id="explorer"' in page.read_text() and "Accuracy against cost" in page.read_text()
+    assert 'id="front"' in page.read_text() and "Accuracy against cost" in page.read_text()
     realized = record("realize", made.run, "--prescription", file, "--out", slim)
     assert realized["macs_down_percent"] == pytest.approx(100 * (1 - reported["price"]), abs=0.1)
     words = ("verify", slim, "--reference", made.run, "--data", made.data, "--checks", "promises")

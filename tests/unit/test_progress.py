@@ -7,7 +7,7 @@ import time
 import pytest
 
 from attnrx.support import progress
-from attnrx.support.progress import begin, passed_on, phases, track
+from attnrx.support.progress import begin, phases, track
 
 SHARES = {"reading": 1.0, "measuring": 2.0, "writing": 1.0}
 
@@ -125,22 +125,3 @@ def test_repeated_phases_are_counted_for_every_result(clock: Clock) -> None:
     assert [line.partition(";")[0] for line in lines] == [
         "[1 of 5] reading", "[2 of 5] measuring", "[3 of 5] writing", "[4 of 5] measuring", "[5 of 5] writing"
     ]  # fmt: skip
-
-
-def test_a_loop_of_another_process_is_the_progress_of_the_phase(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(progress.SETTING, "passed on")
-    for _ in track(range(4), "blocks"):
-        for _ in track(range(2), "latency"):
-            clock.now += 6.0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 12 and not passed_on("cost table of an earlier plan")
-    monkeypatch.setenv(progress.SETTING, "1")
-    with phases(SHARES, [].append):
-        begin("measuring")
-        for line in lines:
-            clock.now += 20.0
-            assert passed_on(line)
-    shown = [int(percent) for percent in re.findall(r"measuring, (\d+) %", capsys.readouterr().err)]
-    assert shown == sorted(shown) and shown[-1] == 100

@@ -23,8 +23,6 @@ MAIN_LOOPS = {
     "searching plans": "searching plans",
     "realizing and repairing": "repairing blocks",
 }
-# Starts the lines by which another process passes on how far it is (`subprocess_runner`).
-PASSED_ON = "\0progress "
 # The share of a call after which the time that is left is estimated.
 KNOWN = 0.1
 
@@ -142,7 +140,6 @@ class Phases:
 
 
 _current: ContextVar[Phases | None] = ContextVar("phases", default=None)
-_depth: ContextVar[int] = ContextVar("depth", default=0)  # of loops in a process that passes on its progress
 
 
 @contextmanager
@@ -173,20 +170,6 @@ def begin(name: str) -> None:
         current.begin(name)
 
 
-def passed_on(line: str) -> bool:
-    """Takes a line of another process that states how far its loop is; returns whether it was one."""
-    if not line.startswith(PASSED_ON):
-        return False
-    current = _current.get()
-    done, total, what = line.removeprefix(PASSED_ON).split(" ", 2)
-    if current is None or current.position < 0:
-        if int(done):
-            _write(f"{what}: {done}" + (f" of {total}" if int(total) else ""))
-    else:
-        current.advance(current.done if current.depth or not int(total) else int(done) / int(total))
-    return True
-
-
 def duration(seconds: float) -> str:
     """Returns a duration in seconds, or in minutes from two minutes on."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
@@ -200,13 +183,9 @@ def track(items: Iterable[Item], what: str, total: int | None = None) -> Generat
     """
     # A generator has no length; without one no remaining time can be given.
     total = len(items) if total is None and isinstance(items, Sized) else total
-    current, setting = _current.get(), os.environ.get(SETTING, "1")
+    current = _current.get()
     if current is not None and current.position >= 0:
         yield from _in_phase(items, what, current, total)
-    elif setting == "0":
-        yield from items
-    elif setting == "passed on":
-        yield from _passing_on(items, what, total)
     else:
         loop = _Loop(what, total)
         with ticking(loop):
@@ -236,20 +215,6 @@ def _in_phase(items: Iterable[Item], what: str, current: Phases, total: int | No
     finally:
         current.depth -= 1
         current.loop = around
-
-
-def _passing_on(items: Iterable[Item], what: str, total: int | None) -> Generator[Item]:
-    """Passes on how far the outermost loop is; a loop inside it only that it runs."""
-    shown, depth = time.monotonic(), _depth.get()
-    token = _depth.set(depth + 1)
-    try:
-        for done, item in enumerate(items, 1):
-            yield item
-            if time.monotonic() - shown >= EVERY:
-                shown = time.monotonic()
-                print(f"{PASSED_ON}{0 if depth else done} {0 if depth else total or 0} {what}", flush=True)  # noqa: T201
-    finally:
-        _depth.reset(token)
 
 
 class _Loop:

@@ -17,7 +17,6 @@ import torch
 
 from attnrx.support.child_processes import POSIX, start_python
 from attnrx.support.errors import AttnrxError, NotSupported
-from attnrx.support.progress import SETTING, passed_on
 
 Value = TypeVar("Value")
 
@@ -61,14 +60,12 @@ class Subprocess:
 
     def __init__(self, keeps_memory: bool = True):
         imports = [name for name in sys.modules if name.partition(".")[0] in LIBRARIES]
-        shows = os.environ.get(SETTING, "1") != "0"
-        variables = (KEEPS_MEMORY if keeps_memory else {}) | ({SETTING: "passed on"} if shows else {})
-        self.process = start_python(__name__, imports, variables)
+        self.process = start_python(__name__, imports, KEEPS_MEMORY if keeps_memory else {})
 
     def call(self, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print) -> Value:
         """Calls a module-level function with the number of threads of this process, and returns its value.
 
-        `on_line` is called with every line that the function prints.
+        `on_line` is called with every line that the function prints; its progress goes to stderr.
 
         Raises:
             NotSupported: An argument cannot be pickled, or the function raised an error of attnrx, with its message.
@@ -90,8 +87,7 @@ class Subprocess:
             for line in self.process.stdout:
                 if line.rstrip("\n") == _DONE:
                     break
-                if not passed_on(line.rstrip("\n")):
-                    on_line(line.rstrip("\n"))
+                on_line(line.rstrip("\n"))
             returned = Path(folder) / _RETURNED
             if not returned.exists():
                 raise ProcessEnded(function.__name__, self.process.wait())

@@ -6,7 +6,7 @@ from argparse import Namespace
 import attnrx as rx
 from attnrx.cli import options
 from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
-from attnrx.cli.outcome import Outcome, Table, significant
+from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
@@ -79,21 +79,4 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     # By way of JSON text, which has null for NaN.
     record = {"evidence": arguments.out, **json.loads(rx.serialization.json_text(evidence.to_record()))}
     written = f"evidence: {arguments.out or 'printed only; --out FILE writes it'}"
-    shown = (_findings_table(evidence), written, evidence.summary)
-    return Outcome(record, shown, code=1 if evidence.failures else 0)
-
-
-def _findings_table(evidence: "rx.Evidence") -> Table:
-    """Returns the findings, claims first."""
-    reported = [finding for finding in evidence.findings if not finding.is_claim]
-    rows = tuple(
-        (
-            finding.claim,
-            significant(finding.value, finding.unit),
-            "" if finding.low is None or finding.high is None else f"[{finding.low:.4g}, {finding.high:.4g}]",
-            "" if finding.limit is None else significant(finding.limit, finding.unit),
-            finding.outcome_text if finding.is_claim else "",
-        )
-        for finding in (*evidence.claims, *reported)
-    )
-    return Table(("finding", "value", "95 % interval", "limit", ""), rows)
+    return Outcome(record, (str(evidence), written), code=1 if evidence.failures else 0)
