@@ -24,7 +24,7 @@ from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
 from attnrx.nouns.plan import Plan
 from attnrx.show.checks import Accuracy, Comparison, Fidelity
-from attnrx.show.reports.figures import STYLES, Chart, Curve, CurvePoint
+from attnrx.show.reports.figures import Chart, Curve, CurvePoint
 from attnrx.support.storage import read_json, write_json, write_text
 from attnrx.support.subprocess_runner import run_in_subprocess
 from attnrx.support.tables import markdown_table
@@ -189,7 +189,7 @@ def chart(record: Mapping[str, Any]) -> str:
         methods.setdefault(method, []).append(point)
     order = sorted(methods, key=lambda method: method != "plan")  # ours has the first colour
     curves = tuple(
-        Curve(method, tuple(sorted(methods[method], key=lambda point: point.x)), f"style-{index % STYLES}", index)
+        Curve(method, tuple(sorted(methods[method], key=lambda point: point.x)), index)
         for index, method in enumerate(order)
     )
     labels = "times faster than the unchanged model in the same kernels", "change of accuracy, points"

@@ -1,7 +1,5 @@
 """Hostile names of classes, methods and models are plain text in every format that is written."""
 
-import csv
-import io
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -13,7 +11,6 @@ from attnrx.nouns.evidence import Estimate, Evidence, Finding
 from attnrx.show.reports import ReportContent, model_card, render
 from attnrx.support.tables import (
     aligned_table,
-    csv_text,
     markdown,
     markdown_code,
     markdown_table,
@@ -64,25 +61,6 @@ def comparison(name: str) -> MethodComparison:
     number = Estimate(-2.0, -3.0, -1.0)
     trial = MethodTrial(name, 0.5, 10, 10, 1.0, 0.6, number, number, number, number, 9, 0.1)
     return MethodComparison((trial,), number, {"methods": [{"name": name}], "data": name})
-
-
-def test_no_cell_of_a_csv_file_is_a_formula(name: str) -> None:
-    tables = [
-        evidence(name).to_csv(),
-        comparison(name).to_csv(),
-        csv_text([name, "value"], [[name, None]]),
-    ]
-    for text in tables:
-        text.encode()
-        heading, *rows = csv.reader(io.StringIO(text, newline=""))
-        assert rows and {len(row) for row in rows} == {len(heading)}
-        for cell in (*heading, *(cell for row in rows for cell in row)):
-            number = re.fullmatch(r"-?[\d.e-]+", cell)
-            assert number or (cell.lstrip()[:1] not in {*"=+-@", "\uff1d"} and cell[:1] not in {*"\t\r\n"})
-
-
-def test_numbers_of_a_csv_file_stay_numbers() -> None:
-    assert csv_text(["a"], [[-0.5], ["-0.5"], ["+1e-3"], [None], [3]]) == 'a\n-0.5\n-0.5\n+1e-3\n""\n3\n'
 
 
 LINKS = ("href", "src")

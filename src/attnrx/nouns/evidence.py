@@ -10,7 +10,7 @@ from attnrx.support import validation as fields
 from attnrx.support.display import Displayed, Sentence
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.support.storage import read_record, write_json
-from attnrx.support.tables import Cell, Tabular, aligned_table
+from attnrx.support.tables import Cell, aligned_table
 from attnrx.support.validation import Invalid, below, shown
 
 KIND, SCHEMA = "attnrx evidence", 2
@@ -174,10 +174,10 @@ class Estimate:
 
 
 @dataclass(frozen=True, repr=False)
-class Evidence(Displayed, Tabular):
+class Evidence(Displayed):
     """All findings about one candidate; `about` records the models, the data, the settings and the versions.
 
-    Printed, it is a table of the findings; `to_csv` and `to_rows` return it in other forms.
+    Printed, it is a table of the findings; `to_rows` returns them as records.
 
     Of the texts in `about`, "notes" are remarks, and "warnings" are those without which the numbers mislead: they come
     first in `summary`, in the summary of `shrink`, on the console, in the report and in the model card.

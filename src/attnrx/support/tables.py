@@ -1,43 +1,17 @@
-"""Tables as text, one function per format: CSV without formulas, and Markdown whose cells are plain text.
+"""Tables as text: aligned for consoles, and Markdown whose cells are plain text.
 
 Names of classes, methods and models come from data sets and files of other people, so every cell is escaped here.
 """
 
-import csv
-import io
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 Cell = str | int | float | bool | None
 
-# A spreadsheet takes a cell that begins with one of these for a formula, the full-width signs too.
-FORMULA = re.compile(r"\s*[=+\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n]")
-NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 # What begins code, emphasis, a tag, a cell, mathematics or a character reference, and a bracket that ends the text of a
 # link; other brackets, as those of intervals, mark nothing.
 MARKDOWN = re.compile(r"([\\`*_<>|~$&]|\](?=[(\[:]))")
-
-
-def csv_text(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    """Returns a CSV table with a heading; a text that a spreadsheet would run as a formula begins with an apostrophe.
-
-    Numbers stay numbers, also negative ones and those that are given as text.
-    """
-    lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow([_neutral(name) for name in columns])
-    writer.writerows([[_neutral(cell) for cell in row] for row in rows])
-    return lines.getvalue()
-
-
-def _neutral(cell: Cell) -> Cell:
-    if not isinstance(cell, str):
-        return cell
-    cell = _utf8(cell).replace("\0", "\\0")
-    # A carriage return that is not quoted ends a row for some readers, and Python's writer does not quote it.
-    cell = cell.replace("\r\n", "\n").replace("\r", "\n")
-    return f"'{cell}" if FORMULA.match(cell) and not NUMBER.fullmatch(cell) else cell
 
 
 def _utf8(text: str) -> str:
@@ -94,20 +68,3 @@ def _plain(cell: Any) -> str:
 
 def _short(cell: Any) -> str:
     return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
-
-
-class Tabular:
-    """What has rows: records with the same names, which become tables of every format."""
-
-    def to_rows(self) -> list[dict[str, Cell]]:
-        """Returns one record per row."""
-        raise NotImplementedError
-
-    def _table(self) -> tuple[list[str], list[list[Cell]]]:
-        rows = self.to_rows()
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        return columns, [[row.get(name) for name in columns] for row in rows]
-
-    def to_csv(self) -> str:
-        """Returns the rows as CSV; no cell is a formula."""
-        return csv_text(*self._table())

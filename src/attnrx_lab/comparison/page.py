@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from attnrx.show.reports.content import ReportContent, Section
-from attnrx.show.reports.figures import STYLES, Chart, Curve, CurvePoint, Figure
+from attnrx.show.reports.figures import Chart, Curve, CurvePoint, Figure
 from attnrx.show.reports.numbers import interval, known, number, percent, plain, quantity, short, with_unit
 from attnrx.show.reports.page import write_report
 from attnrx_lab.comparison.record import MethodComparison, MethodTrial
@@ -90,8 +90,7 @@ def _chart(
         points = [_point(trial, field, unit) for trial in record.trials if trial.method == name]
         drawn = sorted((point for point in points if point is not None), key=lambda point: point.x)
         if drawn:
-            # After six methods the colours repeat, with other markers.
-            curves.append(Curve(name, tuple(drawn), f"style-{index % STYLES}", index + index // STYLES))
+            curves.append(Curve(name, tuple(drawn), index))
     values = [point.y for curve in curves for point in curve.points]
     # Logarithms exist of positive values, and help only where they differ much.
     if field == "divergence" and values and min(values) > ZERO and max(values) > MIN_RATIO * min(values):

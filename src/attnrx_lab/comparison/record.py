@@ -10,7 +10,7 @@ from attnrx.nouns.evidence import Estimate
 from attnrx.support import validation as fields
 from attnrx.support.errors import CheckpointError
 from attnrx.support.storage import read_record, write_json
-from attnrx.support.tables import Cell, Tabular, markdown_table
+from attnrx.support.tables import Cell, markdown_table
 from attnrx.vit.outputs import KINDS, OutputKind
 
 KIND, SCHEMA = "attnrx comparison", 2
@@ -151,7 +151,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class MethodComparison(Tabular):
+class MethodComparison:
     """All trials on one model, with the accuracy of the original in % and the measurement settings.
 
     `differences` are those between every two methods at one budget; a method without {share} has no budget, and is

@@ -16,7 +16,6 @@ from attnrx.support.shapes import Bool, Int, Tensor
 
 STYLES = 6  # colours of curves, .style-0 to .style-5 in the style sheet
 LEVELS = 9  # steps of the sequential colour scale, .level-0 to .level-8 in the style sheet
-MOST_MARKERS = 12  # the largest number of markers on a curve
 
 # In the units of a picture, which the page scales.
 WIDTH, HEIGHT = 360.0, 230.0  # of a chart
@@ -46,12 +45,21 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Curve:
-    """Points in order of x; `style` is the CSS class of the colour, `marker` an index into MARKERS or None."""
+    """Points in order of x, with the colour and the marker of the place `index` in the legend."""
 
     name: str
     points: tuple[CurvePoint, ...]
-    style: str
-    marker: int | None = None
+    index: int
+
+    @property
+    def style(self) -> str:
+        """The CSS class of the colour."""
+        return f"style-{self.index % STYLES}"
+
+    @property
+    def marker(self) -> str:
+        """The path of the marker; after STYLES curves the colours repeat, with other markers."""
+        return MARKERS[(self.index + self.index // STYLES) % len(MARKERS)]
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,9 @@ class Chart:
             if len(curve.points) > 1:
                 line = _polyline([(x(point.x), y(point.y)) for point in curve.points])
                 drawing.add("path", f"curve {curve.style}", d=line)
-            _draw_markers(drawing, curve, x, y)
+            for point in curve.points:
+                position = f"translate({x(point.x):.2f} {y(point.y):.2f})"
+                drawing.add("path", f"marker {curve.style}", point.tip, d=curve.marker, transform=position)
         return drawing.svg()
 
     def _scales(self) -> tuple[AxisScale, AxisScale]:
@@ -100,9 +110,7 @@ class Chart:
 def _marker_picture(curve: Curve) -> str:
     drawing = Drawing(26, 12, curve.name)
     drawing.add("path", f"curve {curve.style}", d="M1 6H25")
-    if curve.marker is not None:
-        shape = MARKERS[curve.marker % len(MARKERS)]
-        drawing.add("path", f"marker {curve.style}", d=shape, transform="translate(13 6)")
+    drawing.add("path", f"marker {curve.style}", d=curve.marker, transform="translate(13 6)")
     return drawing.svg()
 
 
@@ -134,18 +142,6 @@ def _draw_band(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> No
         upper = [(x(point_x), y(high)) for point_x, _, high in bounded]
         lower = [(x(point_x), y(low)) for point_x, low, _ in reversed(bounded)]
         drawing.add("path", f"band {curve.style}", d=_polyline([*upper, *lower]) + "z")
-
-
-def _draw_markers(drawing: Drawing, curve: Curve, x: AxisScale, y: AxisScale) -> None:
-    every = math.ceil(len(curve.points) / MOST_MARKERS)  # counted from the last point, which always has a marker
-    for index, point in enumerate(curve.points):
-        position = f"translate({x(point.x):.2f} {y(point.y):.2f})"
-        if curve.marker is not None and (len(curve.points) - 1 - index) % every == 0:
-            shape = MARKERS[curve.marker % len(MARKERS)]
-            drawing.add("path", f"marker {curve.style}", point.tip, d=shape, transform=position)
-        elif point.tip:
-            # Invisible, so that a point without a marker has a tooltip too.
-            drawing.add("circle", "target", point.tip, r=5, transform=position)
 
 
 def _polyline(points: list[tuple[Number, Number]]) -> str:

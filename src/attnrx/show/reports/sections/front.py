@@ -111,13 +111,13 @@ def _chart(content: ReportContent, plan: Plan, points: list[PlanPoint], reading:
         for point in points
         if (value := reading.value(point)) is not None
     )
-    curves = [Curve("plans, on the images of the plan", drawn, "style-0", 0), *_verified(content, plan, reading)]
+    curves = [Curve("plans, on the images of the plan", drawn, 0), *_verified(content, plan, reading)]
     speed = next(iter(speeds(content.measured)), None)
     if plan.minimized == "latency" and speed is not None and speed.by_runtime is not None:
         # The unchanged model at the speed that its runtime gives, beside which the others have to be read.
         name = f"unchanged model in {speed.runtime}"
         unchanged = CurvePoint(speed.by_runtime, 0.0, tip=f"{name}: {speed_text(speed.by_runtime)}")
-        curves.append(Curve(name, (unchanged,), "style-2", 2))
+        curves.append(Curve(name, (unchanged,), 2))
     return Chart(title, AXES.get(plan.minimized, plan.minimized), label, tuple(curves), level=0.0)
 
 
@@ -134,4 +134,4 @@ def _verified(content: ReportContent, plan: Plan, reading: Reading) -> Iterator[
     low, high = known(finding.low), known(finding.high)
     words = f"{quantity(finding.value, reading.unit, low, high, signed=reading.signed)} {interval(low, high)}"
     point = CurvePoint(x, finding.value, low, high, f"this model, verified: {words}")
-    yield Curve("this model, on the test images", (point,), "style-1", 3)
+    yield Curve("this model, on the test images", (point,), 1)
