@@ -59,17 +59,6 @@ class FolderReader(DatasetReader):
 
     root: Path
 
-    def require_readable(self) -> None:
-        """Checks that the folder can be listed.
-
-        Raises:
-            DataError: The folder belongs to the operating system, cannot be listed, has too many files, or a name in it
-                is not UTF-8; or a file is no regular one.
-        """
-        for listing in self._listings().values():
-            for file, _ in listing:
-                require_regular(file, DataError)
-
     def open(self) -> Opened:
         """Lists the files. Classes are the folders that hold images, in alphabetical order.
 

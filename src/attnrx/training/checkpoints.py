@@ -3,7 +3,6 @@
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from attnrx.data import Splits
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import CheckpointError
+from attnrx.support.optional import installed_versions
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import (
     check_schema,
@@ -212,10 +212,7 @@ def training_provenance(accelerator: "Accelerator") -> dict[str, Any]:
     """Returns the versions, the device and the number of processes and threads of a run."""
     device = accelerator.device
     return {
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("attnrx", "torch", "accelerate")},
-        },
+        "versions": {"python": platform.python_version(), **installed_versions("attnrx", "torch", "accelerate")},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type,
         "processes": accelerator.num_processes,
         "threads": torch.get_num_threads(),

@@ -8,7 +8,6 @@ from typing import Any
 from attnrx.change.exporting import Format
 from attnrx.data import Columns
 from attnrx.data.locating import locate
-from attnrx.data.splits import DatasetReader
 from attnrx.support.errors import CheckpointError
 from attnrx.support.optional import require_installed
 
@@ -43,6 +42,4 @@ def preflight(
         if not os.access(existing, os.W_OK | os.X_OK):
             raise CheckpointError(f"{folder} cannot be written: no permission for {existing}; choose another one.")
     if isinstance(data, str | Path):
-        reader = locate(data, columns or Columns()).reader
-        if isinstance(reader, DatasetReader):
-            reader.require_readable()
+        locate(data, columns or Columns()).reader.require_readable()

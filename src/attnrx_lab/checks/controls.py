@@ -15,7 +15,7 @@ from attnrx.data import Splits
 from attnrx.nouns.evidence import Finding
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks.check import Check
-from attnrx.show.checks.comparison import Comparison, predict_valid
+from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.fidelity import discrepancy, squared_distances
 from attnrx.show.checks.statistics import estimate, resampled_means
 from attnrx.support.errors import InvalidInput
@@ -72,9 +72,8 @@ class Controls(Check):
         for kind, draws in self.prescriptions.items():
             models = [candidate]
             for prescription in draws:
-                # Not cached: a model per draw would stay in memory.
-                control = predict_valid({kind: self.realize(prescription)}, comparison)
-                models.append(tallied(control, kind, predictions))
+                control = comparison.of(self.realize(prescription)).predictions
+                models.append(tallied(control, "candidate", predictions))
             findings += self._against(kind, dict(draws[0].rules), torch.stack(models, dim=1), comparison.seed)
         return tuple(findings)
 

@@ -1,6 +1,5 @@
 """The input of every check: candidate, reference, data, and their cached predictions."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -78,7 +77,8 @@ class Comparison:
             if model not in self._cache:
                 roles.setdefault(model, role)  # the first role, by which errors name the model
         if roles:
-            computed = _predict({role: model for model, role in roles.items()}, self)
+            models = {role: model for model, role in roles.items()}
+            computed = predict(models, self.data, self.batch_size, device=self.device)
             # Cached as they are: several checks meet a model that returns NaN, which runs once.
             self._cache.update({model: (computed.outputs[role], computed.labels) for model, role in roles.items()})
         outputs, kind = {role: self._cache[model][0] for role, model in self.models.items()}, self.kind
@@ -103,29 +103,15 @@ class Comparison:
             raise InvalidInput(f"the check {check} needs probabilities of classes; this model returns {kind.returns}.")
         return kind
 
+    def of(self, candidate: nn.Module) -> "Comparison":
+        """Returns the comparison of another candidate, whose outputs are not kept beside those of these models."""
+        return replace(self, candidate=candidate, masked=None, _cache=dict(self._cache))
+
     def taking(self, images: int | None) -> "Comparison":
         """Returns the comparison on the first images only; unchanged for None or more images than there are."""
         if images is None or images >= len(self.data):
             return self
         return replace(self, data=self.data.take(images), _cache={})  # the cached outputs are of other images
-
-
-def predict_valid(models: Mapping[str, nn.Module], comparison: Comparison) -> Predictions:
-    """Runs models on the images of a comparison, e.g. those of controls, which are not cached.
-
-    Raises:
-        NonFiniteOutputs: The candidate returns NaN or infinity.
-        InvalidInput: Another model does.
-        DataError: The labels are not those of the outputs.
-    """
-    predictions = _predict(models, comparison)
-    _require_valid(predictions, comparison.data)
-    return predictions
-
-
-def _predict(models: Mapping[str, nn.Module], comparison: Comparison) -> Predictions:
-    predictions = predict(models, comparison.data, comparison.batch_size, device=comparison.device)
-    return replace(predictions, kind=comparison.kind)
 
 
 def _require_valid(predictions: Predictions, data: ImageSet) -> None:
