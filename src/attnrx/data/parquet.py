@@ -256,8 +256,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _opened(tables: Mapping[str, Table], columns: Columns, source: str, name_row: Callable[[str, int], str]) -> Opened:
+    columns = columns.in_table([*dict.fromkeys(name for table in tables.values() for name in table.columns)], source)
     for table in tables.values():
-        columns = columns.in_table(table.columns, source)
+        columns.in_table(table.columns, source)
     if columns.label_column is not None:
         read = {name: _labels(table, columns.label_column, source) for name, table in tables.items()}
         labels, class_names = _unify_labels(read, source)

@@ -158,10 +158,10 @@ def evaluate(learner: Learner, images: ImageSet | None) -> tuple[float, float] |
             with learner.autocast():
                 logits = model(batch.images.to(learner.dtype))
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            loss = nn.functional.cross_entropy(logits, batch.labels, reduction="sum")
+            losses = nn.functional.cross_entropy(logits, batch.labels, reduction="sum")
             num_correct = (logits.argmax(-1) == batch.labels).sum()
             # Sums, not means, because the last batch of a process may be smaller, or missing.
-            sums += torch.stack([num_correct, loss, torch.tensor(len(batch)).to(loss)])
+            sums += torch.stack([num_correct, losses, torch.tensor(len(batch)).to(losses)])
     correct, loss, count = learner.summed(sums).tolist()
     return correct / count, loss / count
 
