@@ -462,7 +462,6 @@ LINES = (
     "export {model} --to program --out {out}.onnx", "export {model} --to int8 --out {out}.onnx",
     "export {model} --to onnx --opset 18 --out {out}.onnx",
     "export /nowhere --out {out}.onnx", "export {pipe} --out {out}.onnx",
-    "train svda:digits --data {data} --out {out} --batch-size 3 --accumulate 2",
     "train {model} --data {data} --out {out} --epochs 0",
     "train {model} --data {data} --out {out} --learning-rate -1",
     "train {model} --data {data} --out {out} --learning-rate 0",

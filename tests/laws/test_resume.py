@@ -47,7 +47,7 @@ def test_a_resumed_run_does_not_begin_again(tmp_path: Path) -> None:
 OTHER_KNOBS: list[dict] = [
     {"ema": None},
     {"precision": "bf16"},
-    {"accumulate": 2, "layer_decay": 0.5, "frozen": ("patches", "layers.0.mlp")},
+    {"frozen": ("patches", "layers.0.mlp")},
 ]
 
 

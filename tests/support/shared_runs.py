@@ -27,7 +27,7 @@ from attnrx.training.optimization import strengths_of
 from support.tiny_runs import At, config, model, run, splits
 
 # The knobs beside which two processes are compared with one: everything on that reads or changes weights.
-COMPRESSED: dict[str, Any] = {"losses": (Task(0.1),), "accumulate": 2, "frozen": ("patches",), "strength_decay": 0.0}
+COMPRESSED: dict[str, Any] = {"losses": (Task(0.1),), "frozen": ("patches",), "strength_decay": 0.0}
 
 
 @cache

@@ -181,9 +181,9 @@ def test_a_finished_run_is_read_back_and_another_one_refused(chain: SimpleNamesp
 
 def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespace) -> None:
     out = chain.root / "taught"
-    words = ("--data", chain.data, "--out", out, "--epochs", 2, "--batch-size", 8, "--accumulate", 2, "--seed", 1)
+    words = ("--data", chain.data, "--out", out, "--epochs", 2, "--batch-size", 8, "--seed", 1)
     taught = ("--teacher", chain.run, "--no-task", "--losses", "distillation:weight=1", "feature_distillation:last=1")
-    more = ("--frozen", "patches", "--layer-decay", 0.9, "--ema", 0.9)
+    more = ("--frozen", "patches", "--ema", 0.9)
     made = record("train", chain.slim, *words, *taught, *more, "--learning-rate", 1e-4, "--min-learning-rate", 1e-6)
     assert made["steps"] > 0
     identity = json.loads((out / "training.json").read_text())["identity"]
@@ -224,7 +224,7 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
         ("train {slim} --data {data} --out x --no-task --losses distillation", 2, "needs teacher"),
         ("train {slim} --data {data} --out x --batch-size 8 --frozen nothing", 2, "names no parameter"),
         ("train {slim} --data {data} --out x --batch-size 8 --nonnegative-fusion", 2, "shared_rank"),
-        ("train {slim} --data {data} --out x --accumulate 3", 2, "must divide"),
+        ("train {slim} --data {data} --out x --accumulate 3", 2, "use a smaller --batch-size"),
         ("reproduce svda/tabel1", 2, "svda/table1"),
         ("reproduce svda/table1 --seeds 42;43", 2, "commas"),
         ("reproduce svda/table1 --only cifar11", 2, "cifar10"),

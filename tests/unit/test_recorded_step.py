@@ -60,7 +60,6 @@ def test_a_step_that_cannot_be_recorded_is_run(
     ("settings", "problem"),
     [
         ({**ORDINARY}, "on a CPU;"),
-        ({**ORDINARY, "accumulate": 2}, "with accumulate"),
         ({"ema": 0.9, "losses": (Task(),)}, "with ema"),
         ({"ema": None, "losses": (Task(), TargetRank(2.0))}, "with losses other than Task"),
     ],

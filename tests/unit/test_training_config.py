@@ -11,7 +11,7 @@ from attnrx.training.losses import LOSSES, Distillation, TargetRank, Task
 CONFIGS = (
     TrainingConfig(),
     TrainingConfig(epochs=1, losses=(Task(0.0), TargetRank(8.0), Distillation("teacher")), ema=0.999, compile=True),
-    TrainingConfig(frozen=("a", "b.*"), layer_decay=0.7, accumulate=4),
+    TrainingConfig(frozen=("a", "b.*")),
     TrainingConfig(augmentation=Augmentation(padding=2, flip=False), gradient_clip=None, strength_init=2.0),
 )
 
@@ -38,12 +38,8 @@ def test_a_config_survives_a_dictionary(config: TrainingConfig) -> None:
         ("precision", "fp8"),
         ("ema", 1.0),
         ("seed", -1),
-        ("accumulate", 0),
-        ("accumulate", 3),
         ("min_learning_rate", 0.1),
         ("warmup_learning_rate", -1e-9),
-        ("layer_decay", 0.0),
-        ("layer_decay", 1.1),
         ("checkpoint_every", 0),
         ("weight_decay", float("inf")),
         ("strength_learning_rate", float("inf")),

@@ -119,22 +119,6 @@ def test_the_rate_begins_and_ends_where_it_is_told() -> None:
     assert rates[20:] == sorted(rates[20:], reverse=True)
 
 
-def test_the_rate_falls_from_block_to_block_towards_the_image() -> None:
-    vit = model(CONFIGS["dense"])
-    depth = len(vit.config.attention)
-    optimizer = build_optimizer(vit, TrainingConfig(layer_decay=0.5))
-    set_learning_rate(optimizer, 1.0)
-    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
-    assert sorted(rates) == sorted(id(parameter) for parameter in vit.parameters())
-    for name, parameter in vit.named_parameters():
-        head, _, rest = name.partition(".")
-        place = 1 + int(rest.partition(".")[0]) if head == "layers" else depth + 1 if head in AFTER else 0
-        assert rates[id(parameter)] == 0.5 ** (depth + 1 - place), name
-
-
-AFTER = ("norm", "classifier")
-
-
 def test_frozen_parameters_stay_and_the_rest_moves(tmp_path: Path) -> None:
     before = dict(model_of_runs().named_parameters())
     made = run(tmp_path, frozen=("patches", "layers.0.*"), ema=None)

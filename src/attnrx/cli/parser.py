@@ -16,6 +16,8 @@ _FORMER = {
     "--most-drop": "--checks 'accuracy(most_drop=1),...'",
     "--controls": "--checks controls,...",
     "--opset": "--to 'onnx(opset=18)'",
+    "--accumulate": "a smaller --batch-size with a smaller --learning-rate",
+    "--layer-decay": "timm's param_groups_layer_decay in a loop of your own",
     **dict.fromkeys(("--mixup", "--cutmix"), "--losses distillation, which takes no mixed labels"),
 }
 # Files that a command may replace in its output folder.

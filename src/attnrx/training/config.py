@@ -10,7 +10,6 @@ from attnrx.support.arguments import (
     POSITIVE,
     RATE,
     SEED,
-    SHARE,
     TEXT,
     each,
     instance,
@@ -46,7 +45,6 @@ class TrainingConfig:
     Attributes:
         epochs: Passes over the training images.
         batch_size: Images per step, over all processes (256, on the command line less for small datasets).
-        accumulate: Gradient accumulation steps, for less memory and the same result.
         learning_rate: Peak learning rate of warm-up and cosine decay.
         min_learning_rate: Final learning rate of the cosine decay.
         warmup_learning_rate: Initial learning rate of the warm-up.
@@ -57,7 +55,6 @@ class TrainingConfig:
         augmentation: None for the dataset's own; `Augmentation(padding=0, flip=False)` disables it.
         frozen: Patterns of parameters that are not trained, with * for any text, e.g. 'source.patch_embed' or
             '*.mlp.*'.
-        layer_decay: Factor on the learning rate for every block between a parameter and the logits.
         predictor_learning_rate: Factor on the learning rate of token predictors.
         temperatures: The sampling temperature of learned token reducers at the first step and at the last; it changes
             by the same factor every step.
@@ -78,7 +75,6 @@ class TrainingConfig:
 
     epochs: int = 80
     batch_size: int = 256
-    accumulate: int = 1
     learning_rate: float = 1e-3
     min_learning_rate: float = 0.0
     warmup_learning_rate: float = 0.0
@@ -88,7 +84,6 @@ class TrainingConfig:
     losses: tuple[Loss, ...] = (Task(label_smoothing=0.1),)
     augmentation: Augmentation | None = None
     frozen: tuple[str, ...] = ()
-    layer_decay: float = 1.0
     predictor_learning_rate: float = 10.0
     temperatures: tuple[float, float] = (1.0, 1.0)
     strength_init: float | None = None
@@ -105,7 +100,7 @@ class TrainingConfig:
     def __post_init__(self):
         require_fields(
             self,
-            **dict.fromkeys(("epochs", "batch_size", "accumulate", "checkpoint_every"), COUNT),
+            **dict.fromkeys(("epochs", "batch_size", "checkpoint_every"), COUNT),
             learning_rate=POSITIVE,
             **dict.fromkeys(("weight_decay", "strength_decay", "strength_learning_rate"), NOT_NEGATIVE),
             **dict.fromkeys(("min_learning_rate", "warmup_learning_rate", "predictor_learning_rate"), NOT_NEGATIVE),
@@ -114,7 +109,6 @@ class TrainingConfig:
             losses=each(instance("a loss", Loss), "losses, e.g. (attnrx.training.losses.Task(),)", least=1),
             augmentation=optional(instance("an Augmentation, e.g. attnrx.data.Augmentation()", Augmentation)),
             frozen=each(TEXT, "patterns of parameters, e.g. ('source.patch_embed',)"),
-            layer_decay=SHARE,
             **dict.fromkeys(("compile", "cuda_graph"), FLAG),
             temperatures=each(POSITIVE, "two positive numbers, at the first step and at the last", 2, 2),
             precision=one_of(*PRECISIONS),
@@ -124,9 +118,6 @@ class TrainingConfig:
         )
         for name in ("min_learning_rate", "warmup_learning_rate"):
             self._require(name, 0 <= getattr(self, name) <= self.learning_rate, "lies between 0 and learning_rate")
-        self._require(
-            "accumulate", self.batch_size % max(1, self.accumulate) == 0, f"must divide batch_size={self.batch_size}"
-        )
         warmup = self.warmup_epochs
         self._require("warmup_epochs", warmup is None or 0 <= warmup < self.epochs, "must be less than epochs, or None")
         names = [loss.name for loss in self.losses]

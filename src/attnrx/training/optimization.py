@@ -14,7 +14,7 @@ from attnrx.support.shapes import Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.sharding import copy_whole_, local_shard, shard_like
 from attnrx.vit.attention.forms import SvdaForm
-from attnrx.vit.models import family_of, parameter_blocks
+from attnrx.vit.models import family_of
 
 PREDICTORS = "tokens."  # parameter prefix of the predictors of a token policy
 
@@ -64,32 +64,21 @@ class Schedule:
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """Returns AdamW with groups for matrices (with weight decay), biases and norms (without), and strengths.
-
-    With layer decay every block has its own groups.
-    """
+    """Returns AdamW with groups for matrices (with weight decay), biases and norms (without), and strengths."""
     strengths = {id(strength) for strength in strengths_of(model)}  # by identity: tensors compare elementwise
-    # Without it one group per kind suffices, and the optimizer needs fewer kernels.
-    block_indices = parameter_blocks(model, family_of(model)) if config.layer_decay != 1 else {}
-    groups: dict[tuple[str, int], list[Tensor]] = {}
+    groups: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             kind = "strengths" if id(parameter) in strengths else "matrices" if parameter.ndim > 1 else "vectors"
             kind = f"predictor {kind}" if name.startswith(PREDICTORS) else kind
-            groups.setdefault((kind, block_indices.get(name, 0)), []).append(parameter)
+            groups.setdefault(kind, []).append(parameter)
     decay = {"matrices": config.weight_decay, "predictor matrices": config.weight_decay}
     decay["strengths"] = config.strength_decay
     factor = {"strengths": config.strength_learning_rate}
     factor |= dict.fromkeys(("predictor matrices", "predictor vectors"), config.predictor_learning_rate)
-    # Counted from the logits: the last block has the full rate.
-    last = max(block_indices.values(), default=0)
     parameter_groups = [
-        {
-            "params": parameters,
-            "weight_decay": decay.get(kind, 0.0),
-            "factor": config.layer_decay ** (last - block) * factor.get(kind, 1.0),
-        }
-        for (kind, block), parameters in groups.items()
+        {"params": parameters, "weight_decay": decay.get(kind, 0.0), "factor": factor.get(kind, 1.0)}
+        for kind, parameters in groups.items()
     ]
     # fused: a few kernels for all
     optimizer = torch.optim.AdamW(parameter_groups, lr=config.learning_rate, fused=True, capturable=config.cuda_graph)

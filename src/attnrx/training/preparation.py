@@ -172,7 +172,7 @@ def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
 
     Raises:
         NotSupported: The processes were launched for another parallel mode.
-        InvalidInput: The batch size is no multiple of the micro-batches of all processes.
+        InvalidInput: The batch size is no multiple of the number of processes.
     """
     # A layer whose heads have no directions has unused empty parameters; DDP requires a flag for unused parameters.
     unused = any(not parameter.numel() for parameter in model.parameters())
@@ -185,10 +185,10 @@ def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
             f"the processes were launched for {accelerator.distributed_type.value}; launch plain data parallel "
             'processes, and set parallel="fsdp" (--parallel fsdp) for sharded weights.'
         )
-    if config.batch_size % (config.accumulate * accelerator.num_processes):
+    if config.batch_size % accelerator.num_processes:
         raise InvalidInput(
-            f"batch_size={config.batch_size} cannot be split into accumulate={config.accumulate} micro-batches in each "
-            f"of {accelerator.num_processes} processes; give a multiple of their product."
+            f"batch_size={config.batch_size} cannot be divided between {accelerator.num_processes} processes; give a "
+            "multiple of their number."
         )
     return accelerator
 

@@ -7,8 +7,8 @@ weights, gradients, optimizer state and running mean. Accelerate supports FSDP o
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -57,20 +57,6 @@ def gathered_weights(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         reshard_(model)
-
-
-def without_gradient_sync(model: Any, accelerator: "Accelerator") -> AbstractContextManager[None]:
-    """Disables gradient synchronization for a micro-batch; the last one of a step synchronizes."""
-    return _no_sync(model) if isinstance(model, FSDPModule) else accelerator.no_sync(model)
-
-
-@contextmanager
-def _no_sync(model: FSDPModule) -> Iterator[None]:
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
 
 
 def local_shard(tensor: Tensor) -> Tensor:

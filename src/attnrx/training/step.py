@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,11 @@ from torch import nn
 
 from attnrx.data import Batch
 from attnrx.support.errors import NotSupported
-from attnrx.support.shapes import Float, ImageBatch, Int, Tensor
+from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import LossContext, Task, TeacherSource
 from attnrx.training.optimization import Schedule, WeightMean, set_learning_rate
-from attnrx.training.sharding import full_tensor, reshard_, without_gradient_sync
+from attnrx.training.sharding import full_tensor, reshard_
 from attnrx.vit.models import recording_tokens, reduction_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ def require_recordable(model: torch.nn.Module, config: TrainingConfig, accelerat
     problems = {
         "on a CPU": accelerator.device.type != "cuda",
         "with several processes": accelerator.num_processes > 1,
-        "with accumulate": config.accumulate > 1,
         "with losses other than Task": any(not isinstance(loss, Task) for loss in config.losses),
         "with ema": config.ema is not None,
         "with a token policy": reduction_of(model) is not None,
@@ -170,11 +169,6 @@ class Learner:
         return self.accelerator.process_index, self.accelerator.num_processes
 
     @property
-    def micro_size(self) -> int:
-        """The images of a micro-batch of this process."""
-        return self.config.batch_size // (self.shard[1] * self.config.accumulate)
-
-    @property
     def dtype(self) -> torch.dtype:
         return next(self.model.parameters()).dtype
 
@@ -188,7 +182,7 @@ class Learner:
         return total
 
     def step_(self, batch: Batch, step: int) -> None:
-        """Runs one step with this process's share of the batch, in micro-batches."""
+        """Runs one step with this process's share of the batch."""
         # Of dropout and sampled tokens: other numbers in every process, since each has other images.
         torch.manual_seed(derived_seed(self.config.seed, STEP, step, self.shard[0]))
         set_learning_rate(self.optimizer, self.schedule.rate(step))
@@ -200,19 +194,9 @@ class Learner:
 
     def _run_(self, batch: Batch, step: int, number: int | Tensor) -> None:
         """Runs everything of a step that is on the device; `number` is the step for the record, possibly a tensor."""
-        values, correct = [], []
-        for start in range(0, len(batch), self.micro_size):
-            labels = batch.labels[start : start + self.micro_size]
-            # Gradients of all processes are averaged once per step, with the last micro-batch.
-            last = start + len(labels) == len(batch)
-            with nullcontext() if last else without_gradient_sync(self.wrapped, self.accelerator):
-                terms, num_correct = self._forward_backward_(batch.images, labels, start, step)
-            # A mean over the images, because the last micro-batch can be smaller.
-            values.append(terms * (len(labels) / len(batch)))
-            correct.append(num_correct)
+        terms, num_correct = self._forward_backward_(batch, step)
         reshard_(self.model)  # the optimizer works on the shards
-        norm = self._update_(step)
-        self._record_(number, [*torch.stack(values).sum(0), norm], torch.stack(correct).sum(), len(batch))
+        self._record_(number, [*terms, self._update_(step)], num_correct, len(batch))
 
     def _set_sampling(self, step: int) -> None:
         reduction = reduction_of(self.model)
@@ -221,18 +205,12 @@ class Learner:
             # steps - 1, so that the last step has the last temperature
             reduction.temperature = first * (last / first) ** (step / max(1, self.schedule.steps - 1))
 
-    def _forward_backward_(
-        self, images: ImageBatch, labels: Int[Tensor, "labels"], start: int, step: int
-    ) -> tuple[Float[Tensor, "terms"], Tensor]:
-        """Runs the micro-batch that begins at image `start` forward and backward; returns every term, their weighted
-        sum, and the number of correct labels.
-        """
+    def _forward_backward_(self, batch: Batch, step: int) -> tuple[Float[Tensor, "terms"], Tensor]:
+        """Runs a batch forward and backward; returns every term, their weighted sum, and how many labels are correct."""
         # The blocks append to it in every forward pass.
         if self.features is not None:
             self.features.clear()
-        config, (process, processes) = self.config, self.shard
-        number = start // self.micro_size
-        images = images[start : start + len(labels)].to(self.dtype)
+        config, images, labels = self.config, batch.images.to(self.dtype), batch.labels
         with self.autocast():
             with recording_tokens(self.model) as runs:
                 logits = self.wrapped(images)
@@ -243,7 +221,7 @@ class Learner:
                 labels,
                 logits,
                 seed=derived_seed(config.seed, NOISE, step),
-                shard=(process * config.accumulate + number, processes * config.accumulate),
+                shard=self.shard,
                 features=tuple(self.features or ()),
                 run=runs[-1] if runs else None,
                 progress=step / self.schedule.steps,
@@ -252,7 +230,7 @@ class Learner:
             terms = [loss(context) for loss in config.losses]
         total = torch.stack([loss.weight * term for loss, term in zip(config.losses, terms, strict=True)]).sum()
         # A batch may lack images that could not be decoded: with this factor N processes still equal one.
-        self.accelerator.backward(total * (len(labels) * processes / config.batch_size))
+        self.accelerator.backward(total * (len(labels) * self.shard[1] / config.batch_size))
         num_correct = (logits.detach().argmax(-1) == labels).sum()
         return torch.stack([*(term.detach() for term in terms), total.detach()]), num_correct
 

@@ -58,8 +58,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     model, splits = _model_and_data(arguments, config.seed, log)
     if arguments.batch_size is None and len(splits.train) < config.batch_size:
         # At least four steps per epoch if there are enough images.
-        size = max(1, len(splits.train) // 4 // config.accumulate) * config.accumulate
-        config = replace(config, batch_size=size)
+        config = replace(config, batch_size=max(1, len(splits.train) // 4))
         log(f"{splits.name} has {len(splits.train)} training images: a batch is {config.batch_size} of them")
     if policy is not None:
         # Before training, because predictors are trained with the model.

@@ -190,20 +190,3 @@ def block_names(model: nn.Module, family: Family) -> tuple[str, ...]:
 def blocks_of(model: nn.Module, family: Family) -> tuple[nn.Module, ...]:
     """Returns the blocks of the model, in order."""
     return tuple(model.get_submodule(name) for name in block_names(model, family))
-
-
-def parameter_blocks(model: nn.Module, family: Family) -> dict[str, int]:
-    """Returns the block index of every parameter, in the order of the forward pass.
-
-    0 stands for parameters before the blocks (patches, position embeddings, tokens), 1 to L for the blocks, L + 1 for
-    parameters after them.
-    """
-    blocks = block_names(model, family)
-    # Outside the blocks only the order of registration distinguishes the parts before them from those after them.
-    indices: dict[str, int] = {}
-    last_block = 0
-    for name, _ in model.named_parameters():
-        index = next((number for number, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), None)
-        last_block = max(last_block, index or 0)
-        indices[name] = index or (0 if not last_block else len(blocks) + 1)
-    return indices

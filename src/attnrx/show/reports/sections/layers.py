@@ -112,7 +112,6 @@ def changes(content: ReportContent) -> Section | None:
     data = {
         "facts": facts,
         "figures": [_rank_figure(pathway, texts, spectra) for pathway, texts in zip(pathways, words, strict=True)],
-        "tables": list(zip(pathways, words, strict=True)),
         "steps": range(LEVELS),
         "dense": any(len(pathway.columns) >= DENSE for pathway in pathways),
         "inspects": any(key.startswith(KEYS[pathway.name]) for key in spectra for pathway in pathways),
