@@ -206,7 +206,7 @@ class Learner:
             reduction.temperature = first * (last / first) ** (step / max(1, self.schedule.steps - 1))
 
     def _forward_backward_(self, batch: Batch, step: int) -> tuple[Float[Tensor, "terms"], Tensor]:
-        """Runs a batch forward and backward; returns every term, their weighted sum, and how many labels are correct."""
+        """Runs a batch forward and backward; returns the terms, their weighted sum, and how many labels are correct."""
         # The blocks append to it in every forward pass.
         if self.features is not None:
             self.features.clear()
@@ -229,8 +229,7 @@ class Learner:
             )
             terms = [loss(context) for loss in config.losses]
         total = torch.stack([loss.weight * term for loss, term in zip(config.losses, terms, strict=True)]).sum()
-        # A batch may lack images that could not be decoded: with this factor N processes still equal one.
-        self.accelerator.backward(total * (len(labels) * self.shard[1] / config.batch_size))
+        self.accelerator.backward(total)
         num_correct = (logits.detach().argmax(-1) == labels).sum()
         return torch.stack([*(term.detach() for term in terms), total.detach()]), num_correct
 
