@@ -94,4 +94,4 @@ def test_the_picture_holds_every_number_in_its_colour() -> None:
     assert cells[-1].get("class") == "cell level-8"
     texts = [element.text for element in drawn.iter("text") if "value" in element.get("class", "")]
     assert texts == [str(rank) for row in ranks for rank in row]
-    assert len(re.findall(r'<td class="right">\d+ of 60</td>', render(content))) == 144
+    assert len(re.findall(r"<title>layer \d+, head \d+: \d+ of 60</title>", render(content))) == 144
