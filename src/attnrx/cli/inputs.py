@@ -40,8 +40,8 @@ def _label_map(path: str) -> dict[str, int]:
 
 def _columns(arguments: Namespace) -> "rx.data.Columns":
     # Not every command with data has these options.
-    names = ("image_column", "label_column", "test_column")
-    return rx.data.Columns(**{name: getattr(arguments, name, None) for name in names})
+    image, label, test = (getattr(arguments, f"{name}_column", None) for name in ("image", "label", "test"))
+    return rx.data.Columns(image_column=image, label_column=label, test_column=test)
 
 
 def load_splits(arguments: Namespace, **shape: Any) -> "rx.data.Splits":

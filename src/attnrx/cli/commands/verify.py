@@ -79,4 +79,4 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     # By way of JSON text, which has null for NaN.
     record = {"evidence": arguments.out, **json.loads(rx.serialization.json_text(evidence.to_record()))}
     written = f"evidence: {arguments.out or 'printed only; --out FILE writes it'}"
-    return Outcome(record, (str(evidence), written), code=1 if evidence.failures else 0)
+    return Outcome(record, (str(evidence), written, evidence.summary), code=1 if evidence.failures else 0)
