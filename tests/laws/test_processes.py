@@ -42,10 +42,6 @@ def same_to_rounding(folder: Path, alone: TrainingRun) -> None:
         for name in ("loss", "accuracy", "validation_accuracy", "validation_loss", "gradient_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-9), name
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-9)
-        for layer, other in zip(ours["layers"], theirs["layers"], strict=True):
-            assert layer.keys() == other.keys()
-            for name, heads in layer.items():
-                assert heads == pytest.approx(other[name], rel=1e-7, abs=1e-11), name
 
 
 @pytest.mark.parametrize("case", TRAINED)

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,7 +155,7 @@ def test_stopped_and_resumed_is_never_stopped(reducer, tmp_path: Path) -> None:
         raise Crash
 
     losses = (Task(), KeepRatio()) if reducer.learned else (Task(),)
-    knobs = {"temperatures": (2.0, 0.5)}
+    knobs: dict[str, Any] = {"temperatures": (2.0, 0.5)}
     with pytest.raises(Crash):
         run(tmp_path / "stopped", reducer, *losses, reporter=At(3, crash), **knobs)
     assert same(

@@ -223,7 +223,6 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
         ("train {slim} --data {data} --out x --teacher {run}", 2, "none of the losses"),
         ("train {slim} --data {data} --out x --no-task --losses distillation", 2, "needs teacher"),
         ("train {slim} --data {data} --out x --batch-size 8 --frozen nothing", 2, "names no parameter"),
-        ("train {slim} --data {data} --out x --batch-size 8 --nonnegative-fusion", 2, "shared_rank"),
         ("train {slim} --data {data} --out x --accumulate 3", 2, "use a smaller --batch-size"),
         ("reproduce svda/tabel1", 2, "svda/table1"),
         ("reproduce svda/table1 --seeds 42;43", 2, "commas"),

@@ -276,7 +276,7 @@ def assign(
         if split in parts or "train" not in parts:
             continue
         rows = parts["train"][1]
-        named: list[str | int] = [keys[row] if keys else row for row in rows.tolist()]
+        named: list[str | int] = [keys[row] if keys else row for row in map(int, rows.tolist())]
         marked = hold_out(labels["train"][rows], named, wanted, by)
         if not marked.any():
             raise DataError(
