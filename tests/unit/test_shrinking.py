@@ -107,7 +107,7 @@ def test_a_model_is_made_smaller_and_its_folder_loads(first, tmp_path: Path) -> 
     assert {"model.safetensors", "README.md", "report.html", "evidence.json"} <= {one.name for one in folder.iterdir()}
     page = (folder / "report.html").read_text()
     sections = re.findall(r'<section id="([^"]*)"', page)
-    assert sections[:2] == ["verdict", "front"] and {"changes", "maps", "spectra", "evidence"} <= set(sections)
+    assert sections[:2] == ["verdict", "front"] and {"changes", "maps", "evidence"} <= set(sections)
     assert ("tokens" in sections) == (prescription.tokens is not None)
     assert found.summary() == summary_of(evidence) and "fewer MACs" in page.partition("</p>")[2]
     assert model_fingerprint(rx.load(folder)) == model_fingerprint(slim)
