@@ -68,10 +68,10 @@ def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
 class ModelParts:
     """Where the parts of a library's model are, how many tokens it has besides the patches, and how it pools them.
 
-    Paths are those of modules in the model: `blocks` the list of blocks, `patches` the convolution of the patch
-    embedding (or the linear map of patches that come ready), `norm` the norm after the last block, `heads` the
-    classifiers with the norms before them, `classifiers` the classifiers alone, `pooled_norms` the norms that run on
-    one pooled token instead of all tokens; paths that a model lacks are skipped.
+    Paths are those of modules in the model: `blocks` the list of blocks or each of them, `patches` the convolution of
+    the patch embedding (or the linear map of patches that come ready), `norm` the norm after the last block, "" for
+    none, `heads` the classifiers with the norms before them, `classifiers` the classifiers alone, `pooled_norms` the
+    norms that run on one pooled token instead of all tokens; paths that a model lacks are skipped.
 
     In a block are `attention`, `norm_before` (the norm before the attention, None if there is none), the modules `mlp`
     that form its MLP, and its two linear maps `maps`. The MLP is compressed if the class of the first of its modules is
@@ -84,7 +84,7 @@ class ModelParts:
     classifiers run on `head_tokens` tokens.
     """
 
-    blocks: str
+    blocks: str | tuple[str, ...]
     attention: str
     patches: str
     norm: str
@@ -130,11 +130,10 @@ class AdoptedFamily(Family):
         """Returns whether the model comes from this library, so that `adopt` accepts or refuses it; imports nothing."""
         return type(model).__module__.split(".")[0] == self.library
 
-    @abstractmethod
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields every reason why the model cannot be adopted, without reading its weights."""
+        return iter(())
 
-    @abstractmethod
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Returns how the model was created and its input format; values in `stated` have precedence.
 
@@ -142,6 +141,7 @@ class AdoptedFamily(Family):
             NotSupported: The model does not state how it was created, or in values that cannot be saved.
             InvalidInput: A stated shape or normalization does not fit the model.
         """
+        raise NotSupported(f"{model_name(model)} has no reader.")
 
     def origin_inside(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Returns the origin of a model inside a user's own module, which creates it.
@@ -151,14 +151,15 @@ class AdoptedFamily(Family):
         """
         return self._stated(model, stated)
 
-    @abstractmethod
     def create(self, origin: Origin) -> nn.Module:
         """Creates the model with its own library, without pretrained weights.
 
         Raises:
             UnknownName: The library has no such model.
             InvalidInput: The arguments are not those of a model.
+            NotSupported: The model is of no library.
         """
+        raise NotSupported(f"{origin.architecture} is created by the code of its user.")
 
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
         """Returns the `architecture` and the `arguments` with which `created` creates a model of any class of the
@@ -180,9 +181,9 @@ class AdoptedFamily(Family):
     def restore_buffers_(self, source: nn.Module) -> None:
         """Computes the buffers that are not saved with the weights, on the CPU, in a model on the meta device."""
 
-    @abstractmethod
     def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
         """Returns attnrx attention with the weights of an attention module of `source`."""
+        raise NotImplementedError
 
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention, rotations: RotationCache) -> Adapter:
         """Returns the module that replaces an attention module of `source` and calls `attention`."""
@@ -198,11 +199,15 @@ class AdoptedFamily(Family):
 
     def blocks(self, source: nn.Module) -> tuple[nn.Module, ...]:
         """Returns the transformer blocks."""
-        return tuple(source.get_submodule(self.parts(source).blocks).children())
+        paths = self.parts(source).blocks
+        if isinstance(paths, str):
+            return tuple(source.get_submodule(paths).children())
+        return tuple(map(source.get_submodule, paths))
 
     def last_norm(self, source: nn.Module) -> nn.Module:
         """Returns the norm after the last block; an identity where a model has none."""
-        return dict(source.named_modules()).get(self.parts(source).norm, nn.Identity())
+        norm = self.parts(source).norm
+        return dict(source.named_modules()).get(norm, nn.Identity()) if norm else nn.Identity()
 
     def adopt(
         self,
@@ -266,7 +271,6 @@ class AdoptedFamily(Family):
             created.set_submodule(path, build_part(part))
         return created
 
-    @abstractmethod
     def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
         """Returns the library's model of this name with weights from seed 0, or none on the meta device.
 
@@ -276,8 +280,9 @@ class AdoptedFamily(Family):
             UnknownName: The library has no model of this name.
             InvalidInput: The library takes no such arguments.
             CheckpointError: The weights or the configuration cannot be read or downloaded.
-            NotSupported: The library is not installed.
+            NotSupported: The library is not installed, or the models are of no library.
         """
+        raise NotSupported(f"models of the family {self.name} have no names: {name!r:.80}.")
 
     def has(self, name: str) -> bool:
         """Returns whether the library has a model of this name."""

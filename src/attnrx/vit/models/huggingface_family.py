@@ -35,7 +35,7 @@ from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.huggingface_inputs import ImageInput, OrderedImageInput, PatchInput
 from attnrx.vit.models.huggingface_readers import READERS, VISION_PARTS, reader_of, unread_settings
 from attnrx.vit.models.token_reduction import reduction_of
-from attnrx.vit.models.unsupported_features import Refusal, changed_linears, features, without_reader
+from attnrx.vit.models.unsupported_features import Refusal, unread_attention, without_reader
 
 
 def is_transformers_folder(folder: Path | str) -> bool:
@@ -301,7 +301,6 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields unsupported classes of models or attention, and unsupported features."""
-        yield from features(model)
         name = type(model).__name__
         if name not in READERS or not self.adopts(model):
             yield Refusal(without_reader(model), f"Of transformers, attnrx adopts {', '.join(READERS)}.")
@@ -314,9 +313,8 @@ class HuggingFaceFamily(AdoptedFamily):
             attention: Any = getattr(block, reader.attention)
             if type(attention).__name__ != f"{reader.word}Attention":
                 yield Refusal(f"the attention {type(attention).__name__} has no reader")
-                continue
-            yield from changed_linears(attention, reader.projections)
-            yield from _dropouts(attention)
+            else:
+                yield from unread_attention(attention, reader.projections)
 
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Reads the configuration, and the image processor of the folder or hub id that the model was loaded from.
@@ -522,18 +520,6 @@ _without_mask.by_image = True  # type: ignore[attr-defined]
 
 def _no_rotation(embedding: Tensor) -> tuple[Tensor, Tensor]:
     raise NotImplementedError("a layer without rotary positions has no rotation")
-
-
-def _dropouts(attention: nn.Module) -> Iterator[Refusal]:
-    """Yields a refusal for dropout inside attention, whose rate is an attribute or that of a module."""
-    parts: list[Any] = list(attention.modules())
-    rates = [getattr(part, name, 0.0) for part in parts for name in ("attention_dropout", "dropout", "dropout_prob")]
-    rates += [part.p for part in parts if isinstance(part, nn.Dropout)]
-    if any(isinstance(rate, float) and rate for rate in rates):
-        config = next(part.config for part in parts if hasattr(part, "config"))
-        names = "attention_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob"
-        zeros = [f"{name}=0.0" for name in names if getattr(config, name, 0)]
-        yield Refusal(f"dropout inside attention (load it with {', '.join(zeros)})")
 
 
 def _class_of(config: Any) -> Any:

@@ -70,9 +70,6 @@ class ModuleFamily(ReaderFamily):
     def reader(self, source: nn.Module) -> Reader:
         return _blueprint(source).reader
 
-    def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        raise NotSupported("a module of your own has no name: build it, and call attnrx.load(model, reader=...).")
-
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         blueprint = _blueprint(model)
         reader = blueprint.reader

@@ -2,22 +2,21 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from attnrx.support.arguments import COUNT, NATURAL, TEXT, each, either, number, optional, require_fields
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import random_images
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.models.adopted import Adapter, Adopted, RotationCache, attention_from_projections
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls
-from attnrx.vit.models.unsupported_features import Refusal, changed_linears, features
+from attnrx.vit.models.units import Pair, unmixed
+from attnrx.vit.models.unsupported_features import Refusal, unread_attention
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,6 @@ class ReaderFamily(AdoptedFamily):
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields paths that the model lacks, and attention that is not read."""
-        yield from features(model)
         reader, named = self.reader(model), dict(model.named_modules())
         lacking = [path for path in reader.required() if path not in named]
         if lacking:
@@ -135,9 +133,8 @@ class ReaderFamily(AdoptedFamily):
             missing = [path for path in (reader.attention, *norms, reader.mlp, *maps) if path not in inside]
             if missing:
                 yield Refusal(f"block {index} ({type(block).__name__}) has no module {', '.join(missing)}")
-                continue
-            yield from _unread(inside[reader.attention], reader)
-            yield from changed_linears(block, maps)
+            else:
+                yield from _unread(inside[reader.attention], reader)
 
     def adopt(self, model: nn.Module, *args: Any, **stated: Any) -> Adopted:
         adopted = super().adopt(model, *args, **stated)
@@ -152,44 +149,24 @@ class ReaderFamily(AdoptedFamily):
                 f"{adopted.origin.architecture} cannot be adopted: its blocks receive {counts[0]} tokens, and "
                 f"prefix_tokens={prefix} with {patches} patches are {prefix + patches}."
             )
-        if self.has_plain_units(adopted):
-            self._require_separate_units(adopted, adopted)
+        self.prove_units(adopted)
         return adopted
 
-    def _require_separate_units(self, adopted: Adopted, run: nn.Module) -> None:
-        """Raises NotSupported unless every hidden unit of an MLP depends on one row of its first map only."""
-        # Of two images. In every MLP the second image gets the first one's outputs of the first map, with every other
-        # unit changed: in the input of the second map the other units must be equal, whatever the blocks before
-        # computed. A gate, a softmax or maps in the other order are found so.
-        reader, separate = self.reader(adopted.source), [False] * len(self.mlp(adopted))
-
-        def change(first: nn.Module, args: object, output: Tensor) -> Tensor:
-            # In halves, because an MLP may join the images and their tokens to one axis.
-            base = output.chunk(2)[0]
-            changed = base.clone()
-            changed[..., ::2] += 1 + 4 * base.abs().max()
-            return torch.cat([base, changed])
-
-        def compare(index: int, units: int, second: nn.Module, args: tuple[Tensor, ...]) -> None:
-            base, changed = args[0].chunk(2)
-            difference = (changed - base).abs()
-            of_changed, of_others = difference[..., ::2].amax(), difference[..., 1::2].amax()
-            is_separate = bool(of_changed > 0) and bool(of_others <= 1e-3 * of_changed)
-            separate[index] = args[0].shape[-1] == units and is_separate
-
-        image = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
-        with evaluating((run,)), ExitStack() as hooks:
-            for index, (first, second) in enumerate(self.mlp(adopted)):
-                linear: Any = first
-                hooks.enter_context(linear.register_forward_hook(change))
-                hooks.enter_context(second.register_forward_pre_hook(partial(compare, index, linear.out_features)))
-            run(image.expand(2, -1, -1, -1))
-        if not all(separate):
-            raise NotSupported(
-                f"{adopted.origin.architecture} cannot be adopted: in block {separate.index(False)} more than an "
-                f"activation is between the maps {reader.maps} of the MLP, or their order is another one. State "
-                "maps=None in the reader for an MLP of another kind (e.g. with a gate), which is then not compressed."
-            )
+    def prove_units(self, adopted: Adopted) -> None:
+        source = adopted.source
+        paths = {part: path for path, part in source.named_modules()}
+        maps = self.mlp(adopted) if self.has_plain_units(adopted) else ()
+        pairs = [Pair(paths[first], paths[second], (), "") for first, second in maps]
+        with evaluating((source,)):
+            separate = unmixed(source, pairs, random_images(source, adopted.origin.input_shape, 1))
+        for index, pair in enumerate(pairs):
+            if pair not in separate:
+                raise NotSupported(
+                    f"{adopted.origin.architecture} cannot be adopted: in block {index} more than an activation is "
+                    f"between the maps {self.parts(source).maps} of the MLP, or their order is another one. State "
+                    "maps=None in the reader for an MLP of another kind (e.g. with a gate), which is then not "
+                    "compressed."
+                )
 
     def parts(self, source: nn.Module) -> ModelParts:
         reader = self.reader(source)
@@ -263,18 +240,8 @@ def _unread(attention: nn.Module, reader: Reader) -> Iterator[Refusal]:
         # `in_proj_weight` is absent where keys or values have other widths; the other options append keys of no token.
         if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
             yield Refusal("an nn.MultiheadAttention with other widths of keys and values, or with added keys")
-        if attention.dropout:
-            yield Refusal("dropout inside attention (create it with dropout=0)")
+        yield from unread_attention(attention, ())
         return
-    inside = dict(attention.named_modules())
-    missing = [name for name in reader.projections if name not in inside]
-    if missing:
-        yield Refusal(
-            f"the attention {kind} has no module {', '.join(missing)}", "State its projections in the reader."
-        )
-        return
-    yield from changed_linears(attention, reader.projections)
+    yield from unread_attention(attention, reader.projections, "State its projections in the reader.")
     if isinstance(reader.heads, str) and not hasattr(attention, reader.heads):
         yield Refusal(f"the attention {kind} has no attribute {reader.heads}", "State heads=NUMBER in the reader.")
-    if any(isinstance(part, nn.Dropout) and part.p for part in attention.modules()):
-        yield Refusal("dropout inside attention (create it without)")

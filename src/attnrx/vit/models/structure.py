@@ -118,10 +118,7 @@ class StructureFamily(ReaderFamily):
         return "attnrx_structure" in vars(model)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        return iter(())
-
-    def require_supported(self, model: nn.Module) -> None:
-        """Refuses nothing: the structure was found, and the outputs are compared."""
+        return iter(())  # the structure was found, and the outputs are compared
 
     def found(self, model: nn.Module) -> tuple[nn.Module, str] | None:
         """Returns a copy of a module in which the structure of a Vision Transformer was found, with the path of that;
@@ -174,22 +171,16 @@ class StructureFamily(ReaderFamily):
         found = _structure(source)
         classes = SINGLE_MAPS
         if found.mlp:
-            classes = tuple({type(block.get_submodule(found.mlp)).__name__ for block in self.blocks(source)})
+            mlps = (source.get_submodule(f"{block}.{found.mlp}") for block in found.blocks)
+            classes = tuple({type(mlp).__name__ for mlp in mlps})
         return ModelParts(
-            blocks="", attention=found.attention, patches=found.patches, norm=found.norm,
+            blocks=found.blocks, attention=found.attention, patches=found.patches, norm=found.norm,
             mlp_classes=classes if len(found.maps) == 2 else (), heads=(), classifiers=(),
             norm_before=found.norm_before, mlp=(found.mlp,) if found.mlp else found.maps,
             maps=(found.maps[0], found.maps[1]) if len(found.maps) == 2 else ("", ""),
             prefix_tokens=found.prefix_tokens, has_class_token=found.prefix_tokens > 0,
             pooling="class" if found.prefix_tokens else "mean",
         )  # fmt: skip
-
-    def blocks(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        return tuple(source.get_submodule(path) for path in _structure(source).blocks)
-
-    def last_norm(self, source: nn.Module) -> nn.Module:
-        norm = _structure(source).norm
-        return source.get_submodule(norm) if norm else nn.Identity()
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
         found = _structure(source)
@@ -200,12 +191,6 @@ class StructureFamily(ReaderFamily):
     def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         found = _structure(model)
         return Origin(type(model).__name__, {}, found.shape, found.mean, found.std)
-
-    def create(self, origin: Origin) -> nn.Module:
-        raise NotSupported(f"{origin.architecture} is created by the code of its user.")
-
-    def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        raise NotSupported("a model of a user's class has no name.")
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         return {**super().describe(model), "structure": to_dict(_structure(self._adopted(model).source))}
@@ -218,10 +203,6 @@ class StructureFamily(ReaderFamily):
         except Exception:  # the code of a module raises errors of any type
             return super()._resized(adopted, height, width)
         return adopted.origin
-
-    def prove_units(self, adopted: Adopted) -> None:
-        if self.mlp(adopted):
-            self._require_separate_units(adopted, adopted.source)
 
 
 def _structure(source: nn.Module) -> Structure:

@@ -39,8 +39,8 @@ from attnrx.vit.models.unsupported_features import (
     ATTENTION_FEATURES,
     NOT_PLAIN,
     Refusal,
-    changed_linears,
     features,
+    unread_attention,
     without_reader,
 )
 
@@ -538,14 +538,7 @@ def _unread(attention: nn.Module) -> Iterator[Refusal]:
     if unread and not refused_features:  # `features` refuses these by name already
         yield Refusal(f"the attention {name} has parts that are not read ({', '.join(unread)})", NOT_PLAIN)
     is_fused = getattr(attention, "qkv", None) is not None
-    projections = ("qkv", "proj") if is_fused else ("q_proj", "k_proj", "v_proj", "proj")
-    if not all(isinstance(getattr(attention, part, None), nn.Module) for part in projections):
-        yield Refusal(f"the attention {name} has no projections {', '.join(projections)}")
-        return
-    yield from changed_linears(attention, projections)
-    drops = (getattr(attention, part, None) for part in ("attn_drop", "proj_drop"))
-    if any(isinstance(drop, nn.Dropout) and drop.p for drop in drops):
-        yield Refusal("dropout inside attention (create it with attn_drop_rate=0 and proj_drop_rate=0)")
+    yield from unread_attention(attention, ("qkv", "proj") if is_fused else ("q_proj", "k_proj", "v_proj", "proj"))
 
 
 def _timm(module: str) -> ModuleType:

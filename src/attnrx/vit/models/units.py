@@ -8,7 +8,7 @@ is between them, with weights per unit.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnrx.support.arguments import described_error
 from attnrx.support.dataclass_records import from_dict, to_dict
@@ -39,8 +37,8 @@ from attnrx.vit.models.family import LayerShapes, num_outputs
 from attnrx.vit.models.library_costs import mlp_costs, num_params
 from attnrx.vit.models.mlp import halve_, hidden_units, keep_units_of_
 from attnrx.vit.models.module_inputs import called, inputs_of
-from attnrx.vit.models.observation_hooks import evaluating, replacing_forward
-from attnrx.vit.models.unsupported_features import Refusal, model_name
+from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls, replacing_forward
+from attnrx.vit.models.unsupported_features import model_name
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 
@@ -112,26 +110,8 @@ class UnitsFamily(AdoptedFamily):
     def adopts(self, model: nn.Module) -> bool:
         return True
 
-    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        return iter(())
-
     def parts(self, source: nn.Module) -> ModelParts:
-        return ModelParts("", "", "", "", (), (), (), pooling="parts that are not read")
-
-    def require_supported(self, model: nn.Module) -> None:
-        """Reads no class, and refuses none: `_install_` finds MLPs or raises NotSupported."""
-
-    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        raise NotSupported(f"{model_name(model)} has no reader.")
-
-    def create(self, origin: Origin) -> nn.Module:
-        raise NotSupported(f"{origin.architecture} has no reader.")
-
-    def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        raise NotSupported("a model without a reader has no name.")
-
-    def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
-        raise NotSupported(f"the attention of {model_name(source)} has no reader.")
+        return ModelParts((), "", "", "", (), (), (), pooling="parts that are not read")
 
     def origin_inside(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Returns the input format: the first stated or common size that the module runs at.
@@ -174,15 +154,6 @@ class UnitsFamily(AdoptedFamily):
                 f"{type(error).__name__}: {described_error(error)}"
             ) from error
         adopted.origin = replace(adopted.origin, input_shape=shape)
-
-    def blocks(self, source: nn.Module) -> tuple[nn.Module, ...]:
-        return ()
-
-    def last_norm(self, source: nn.Module) -> nn.Module:
-        return nn.Identity()
-
-    def _converted_attention(self, source: nn.Module) -> list[Attention]:
-        return []
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
         """Makes the maps of all pairs linear maps; finds the pairs where they are not known."""
@@ -247,8 +218,8 @@ class UnitsFamily(AdoptedFamily):
     def specs(self, model: nn.Module) -> tuple[AttentionSpec, ...]:
         """Returns the shapes of attention that is not read: it has no heads, and costs nothing."""
         return tuple(
-            AttentionSpec("dense", second.out_features, 1, (), (), 1.0, 1, biases=())
-            for _, second in self._maps_of(model)
+            AttentionSpec("dense", second.out_features, 1, (), (), 1.0, 1, biases=())  # type: ignore[arg-type]
+            for _, second in self.mlp(model)
         )
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
@@ -257,14 +228,10 @@ class UnitsFamily(AdoptedFamily):
     def mlp_paths(self, model: nn.Module) -> tuple[str, ...]:
         return tuple(f"source.{pair.block}".rstrip(".") for pair in self._units(model).pairs)
 
-    def _maps_of(self, model: nn.Module) -> Iterator[tuple[Any, Any]]:
-        found = self._units(model)
-        for pair in found.pairs:
-            first, second = (found.source.get_submodule(path) for path in (pair.first, pair.second))
-            yield tuple(part.linear if isinstance(part, Convolution) else part for part in (first, second))  # type: ignore[misc]
-
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        return tuple(self._maps_of(model))
+        found = self._units(model)
+        maps = [[found.source.get_submodule(path) for path in (pair.first, pair.second)] for pair in found.pairs]
+        return tuple(tuple(getattr(part, "linear", part) for part in pair) for pair in maps)  # type: ignore[misc]
 
     def has_plain_units(self, model: nn.Module) -> bool:
         return True
@@ -311,9 +278,6 @@ class UnitsFamily(AdoptedFamily):
         self._shape_mlps_(adopted, description)
         return adopted
 
-    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
-        return self._units(model).origin.input_shape
-
     def token_layout(self, model: nn.Module) -> TokenLayout:
         raise NotSupported(self._unread(model, "tokens cannot be pruned or merged, and attention maps are not shown"))
 
@@ -324,18 +288,12 @@ class UnitsFamily(AdoptedFamily):
         name = self._units(model).origin.architecture
         return f"the attention of {name} has no reader, so {what}: prescribe hidden=..., e.g. hidden=total_rank:0.5."
 
-    def pooled_norm(self, model: nn.Module) -> nn.Module:
-        return nn.Identity()
-
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
         found = self._units(model)
         head = found.source.get_submodule(found.head) if found.head else nn.Identity()
         return (head,) if num_outputs(head) else ()
 
     def positions(self, adopted: Adopted) -> int:
-        return 1
-
-    def num_tokens(self, model: nn.Module) -> int:
         return 1  # every MLP has positions of its own
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
@@ -355,9 +313,7 @@ class UnitsFamily(AdoptedFamily):
         return ModelCosts(outside, tuple(layers), PartCosts(), 0)
 
     def _units(self, model: nn.Module) -> UnitsModel:
-        if not isinstance(model, UnitsModel):
-            raise InvalidInput(f"{model_name(model)} has no adopted MLPs; call attnrx.load(model) first.")
-        return model
+        return self._adopted(model)  # type: ignore[return-value]
 
 
 def _shapes(model: nn.Module, stated: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
@@ -452,32 +408,9 @@ def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
 
-class _Uses(TorchFunctionMode):
-    """Counts the operations that take a tensor and return one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Any = WeakTensorKeyDictionary()
-
-    def of(self, tensor: Tensor) -> list[int]:
-        """Returns the count of a tensor, in a list that later uses change."""
-        return self.counts.setdefault(tensor, [0])
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        returned = output[0] if isinstance(output, tuple) and output else output  # a shape is a tuple of numbers
-        if isinstance(returned, Tensor):
-            for value in args:
-                # A dropout returns its input itself in evaluation.
-                if isinstance(value, Tensor) and value is not returned and not isinstance(value, nn.Parameter):
-                    self.of(value)[0] += 1
-        return output
-
-
-def _traced(model: nn.Module, images: Tensor) -> tuple[list[str], dict[str, _Call], set[str], set[str], Any]:
+def _traced(model: nn.Module, images: Tensor) -> tuple[list[str], dict[str, _Call], set[str], Any]:
     """Runs the model; returns its parts without parts in the order of their calls, the calls of its maps, the parts
-    whose input other operations take too, as that of a residual branch, those whose first argument is a tensor and that
-    are called once, and the output.
+    whose first argument is a tensor and that are called once, and the output.
     """
     order: list[str] = []
     calls: dict[str, _Call] = {}
@@ -490,8 +423,6 @@ def _traced(model: nn.Module, images: Tensor) -> tuple[list[str], dict[str, _Cal
         numbers[path] = numbers.get(path, 0) + (1 if takes_tensor else 2)
         if isinstance(part, _BatchNorm) or not list(part.children()):
             order.append(path)
-            if (tensor := _first_tensor(args, kwargs)) is not None:
-                inputs.append((path, uses.of(tensor)))
 
     def leave(path: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         around.pop()
@@ -499,19 +430,16 @@ def _traced(model: nn.Module, images: Tensor) -> tuple[list[str], dict[str, _Cal
             count = 1 + (calls[path].count if path in calls else 0)
             calls[path] = _Call(count, tuple(around), _first_tensor(args, kwargs).shape, output.shape, output)
 
-    uses = _Uses()
-    inputs: list[tuple[str, list[int]]] = []
-    with evaluating((model,)), ExitStack() as hooks, uses:
+    with evaluating((model,)), ExitStack() as hooks:
         for path, part in model.named_modules():
             hooks.enter_context(part.register_forward_pre_hook(partial(enter, path), with_kwargs=True))
             hooks.enter_context(part.register_forward_hook(partial(leave, path), with_kwargs=True))
         output = called(model, images)
-    shared = {path for path, count in inputs if count[0] > 1}
-    return order, calls, shared, {path for path, number in numbers.items() if number == 1}, output
+    return order, calls, {path for path, number in numbers.items() if number == 1}, output
 
 
 def _candidates(
-    model: nn.Module, order: Sequence[str], calls: Mapping[str, _Call], shared: set[str], blocks: set[str], around: bool
+    model: nn.Module, order: Sequence[str], calls: Mapping[str, _Call], blocks: set[str], around: bool
 ) -> Iterator[Pair]:
     """Yields two maps after one another where the second has as many inputs as the first has outputs, and no other
     part with weights is between them than such with weights per unit.
@@ -528,18 +456,10 @@ def _candidates(
         for path in order[start + 1 :]:
             part = named[path]
             if path in calls:
-                shapes = (
-                    _positions(named[first], calls[first].outputs),
-                    _positions(part, calls[path].inputs),
-                )
+                shapes = _positions(named[first], calls[first].outputs), _positions(part, calls[path].inputs)
                 common = [one for one, other in zip(calls[first].around, calls[path].around) if one == other]  # noqa: B905
                 block = next((one for one in reversed(common) if one in blocks), None)
-                fits = (
-                    path not in shared
-                    and (around or _is_second(part))
-                    and _sides(part)[0] == units
-                    and shapes[0] == shapes[1]
-                )
+                fits = (around or _is_second(part)) and _sides(part)[0] == units and shapes[0] == shapes[1]
                 if calls[path].count == 1 and fits and block is not None:
                     gates.add(gate)
                     yield Pair(first, path, tuple(between), block)
@@ -550,7 +470,7 @@ def _candidates(
                 gate = path
                 between.append(path)
                 continue
-            if _is_per_unit(part, units) and path not in shared:
+            if _is_per_unit(part, units):
                 between.append(path)
             elif any(True for _ in part.parameters()):
                 break
@@ -585,7 +505,7 @@ def separate_pairs(
 
 def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dict[Pair, int], str]:
     """Returns the pairs with the MACs of both maps, and the path of the map that makes the output."""
-    order, calls, shared, blocks, output = _traced(model, images)
+    order, calls, blocks, output = _traced(model, images)
     order = [path for path in order if around is None or not path.startswith(f"{around}.")]
     named = dict(model.named_modules())
     head = ""
@@ -594,7 +514,7 @@ def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dic
         (tensor,) = outputs.values()
         made = [path for path, call in calls.items() if call.returned.data_ptr() == tensor.data_ptr()]
         head = made[-1] if made and calls[made[-1]].outputs.numel() == tensor.numel() else ""
-    pairs = list(_candidates(model, order, calls, shared, blocks, around is not None))
+    pairs = list(_candidates(model, order, calls, blocks, around is not None))
     if around is None:
         pairs = [pair for pair in pairs if pair.second != head]
     work = {pair: _work(calls, named, pair) for pair in pairs}
@@ -608,7 +528,7 @@ def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dic
                 or any(isinstance(named[path], _BatchNorm) for path in pair.between)
             ]
         else:
-            pairs = _unmixed(model, pairs, images)
+            pairs = unmixed(model, pairs, images)
         # Around a Vision Transformer a map may be the second of one pair and the first of the next one.
         tried = [pairs] if around is None else [[pair] for pair in pairs]
         return {pair: work[pair] for some in tried for pair in _cuttable(model, some, images)}, head
@@ -618,7 +538,7 @@ def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn
     """Replaces linear maps of twice as many outputs as the next map has inputs by their halves, in place, except
     `others`; returns these maps by their paths.
     """
-    order, calls, shared, _, _ = _traced(model, images)
+    order, calls, _, _ = _traced(model, images)
     named = dict(model.named_modules())
     maps = [path for path in order if path in calls]
     return {
@@ -626,7 +546,6 @@ def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn
         for path, after in pairwise(maps)
         if not {path, after} & others
         and {type(named[path]), type(named[after])} <= {nn.Linear, NativeLinear}
-        and after not in shared
         and calls[path].count == calls[after].count == 1
         and calls[path].outputs[:-1] == calls[after].inputs[:-1]
         and _sides(named[path])[1] == 2 * _sides(named[after])[0]
@@ -639,7 +558,7 @@ def _work(calls: Mapping[str, _Call], named: Mapping[str, nn.Module], pair: Pair
     return _positions(named[pair.first], calls[pair.first].outputs) * sum(weight.numel() for weight in weights)
 
 
-def _unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
+def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
     """Returns the pairs of which every entry is computed from itself; with a convolution between, every unit."""
     separate = [False] * len(pairs)
     masks: dict[int, Tensor] = {}
@@ -681,21 +600,6 @@ def _unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pa
     return [pair for pair, is_separate in zip(pairs, separate, strict=True) if is_separate]
 
 
-@contextmanager
-def _recording_maps(model: nn.Module, pairs: Iterable[Pair], found: dict[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Records, by the path of the second map, the half of its inputs that `_half` keeps, and its outputs."""
-
-    def keep(path: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        inputs = _units_last(part, _first_tensor(args, kwargs))
-        found[path] = inputs[..., _half(inputs.shape[-1], inputs.device)], output
-
-    with ExitStack() as hooks:
-        for pair in pairs:
-            part = model.get_submodule(pair.second)
-            hooks.enter_context(part.register_forward_hook(partial(keep, pair.second), with_kwargs=True))
-        yield
-
-
 def _half(units: int, device: torch.device) -> Tensor:
     """Returns about half of the units, drawn from a seed, in order."""
     drawn = torch.randperm(units, generator=torch.Generator().manual_seed(units), device="cpu")
@@ -704,10 +608,15 @@ def _half(units: int, device: torch.device) -> Tensor:
 
 def _cuttable(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
     """Returns the pairs that compute the same with half of their units, as far as the kept units are concerned."""
-    recorded: dict[str, tuple[Tensor, Tensor]] = {}
-    with _recording_maps(model, pairs, recorded):
+
+    def keep(call: ModuleCall) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+        inputs = _units_last(call.module, call.tokens)
+        return call.module, (inputs[..., _half(inputs.shape[-1], inputs.device)], call.output)
+
+    # By the second map: the half of its inputs that is kept, and its outputs.
+    with recording_calls((model.get_submodule(pair.second) for pair in pairs), keep) as calls:
         expected = tensors_of(called(model, images))
-    cut = partial(_cut, model, images=images, recorded=recorded, expected=expected)
+    cut = partial(_cut, model, images=images, recorded=dict(calls), expected=expected)
     accepted: set[Pair] = set()
     left = list(pairs)
     while left:
@@ -729,7 +638,7 @@ def _cut(
     model: nn.Module,
     pairs: Sequence[Pair],
     images: Tensor,
-    recorded: Mapping[str, tuple[Tensor, Tensor]],
+    recorded: Mapping[nn.Module, tuple[Tensor, Tensor]],
     expected: Mapping[str, Tensor],
 ) -> list[Pair] | None:
     """Runs the model with half of the units of these pairs; returns those that pass, None if the model does not.
@@ -745,8 +654,8 @@ def _cut(
         return kept.movedim(-1, 1) if isinstance(part, CONVOLUTIONS) else kept
 
     def given(pair: Pair, *args: Any, **kwargs: Any) -> Tensor:
-        inputs, output = recorded[pair.second]
-        found = _units_last(model.get_submodule(pair.second), _first_tensor(args, kwargs))
+        second = model.get_submodule(pair.second)
+        (inputs, output), found = recorded[second], _units_last(second, _first_tensor(args, kwargs))
         if found.shape == inputs.shape and (found.is_meta or _are_close(inputs, found)):
             passed.append(pair)
         return output
