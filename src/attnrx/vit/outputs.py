@@ -22,6 +22,9 @@ from attnrx.vit.models.whole import Whole
 # Images among which the nearest neighbours of an embedding are sought. A neighbour is harder to keep among more images,
 # so that the number is fixed: results on different numbers of images can be compared.
 GROUP = 64
+Rows = Float[Tensor, "images features"]
+PerImage = Float[Tensor, "images"]
+Decisions = Int[Tensor, "images *labels"]
 
 
 class OutputKind(ABC):
@@ -48,38 +51,28 @@ class OutputKind(ABC):
     """A note that is added to the evidence of such models."""
 
     @abstractmethod
-    def divergence(
-        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
-    ) -> Float[Tensor, "images"]:
+    def divergence(self, base: Rows, other: Rows) -> PerImage:
         """Returns the divergence of `other` from `base` per image."""
 
     @abstractmethod
-    def softened(
-        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
-    ) -> Float[Tensor, "images"]:
+    def softened(self, base: Rows, other: Rows) -> PerImage:
         """Returns a divergence per image that varies less between images; plans are searched by it."""
 
     @abstractmethod
-    def decisions(self, outputs: Float[Tensor, "images features"]) -> Int[Tensor, "images *labels"]:
+    def decisions(self, outputs: Rows) -> Decisions:
         """Returns the decision per image: a number, or one number per label."""
 
-    def labels(
-        self, decisions: Int[Tensor, "images *labels"], labels: Int[Tensor, "images *labels"]
-    ) -> Int[Tensor, "images *labels"]:
+    def labels(self, decisions: Decisions, labels: Decisions) -> Decisions:
         """Returns the label that follows from each decision, given the true labels of all images."""
         return decisions
 
-    def agreement(
-        self, decisions: Int[Tensor, "images *labels"], others: Int[Tensor, "images *labels"]
-    ) -> Float[Tensor, "images"]:
+    def agreement(self, decisions: Decisions, others: Decisions) -> PerImage:
         """Returns the share of equal decisions per image."""
         return (
             (decisions == others).double().flatten(1).mean(1) if decisions.ndim > 1 else (decisions == others).double()
         )
 
-    def correct(
-        self, decisions: Int[Tensor, "images *labels"], labels: Int[Tensor, "images *labels"]
-    ) -> Bool[Tensor, "images"]:
+    def correct(self, decisions: Decisions, labels: Decisions) -> Bool[Tensor, "images"]:
         """Returns whether the label that follows from the decision is the true one; of several labels, all of them."""
         hits = self.labels(decisions, labels) == labels
         return hits.flatten(1).all(1) if hits.ndim > 1 else hits
@@ -107,17 +100,13 @@ class Logits(OutputKind):
         """Returns one logit per class, whose softmax are the predicted probabilities."""
         return outputs
 
-    def divergence(
-        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
-    ) -> Float[Tensor, "images"]:
+    def divergence(self, base: Rows, other: Rows) -> PerImage:
         return divergence(self.class_logits(base), self.class_logits(other))
 
-    def softened(
-        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
-    ) -> Float[Tensor, "images"]:
+    def softened(self, base: Rows, other: Rows) -> PerImage:
         return softened_divergence(self.class_logits(base), self.class_logits(other))
 
-    def decisions(self, outputs: Float[Tensor, "images features"]) -> Int[Tensor, "images"]:
+    def decisions(self, outputs: Rows) -> Decisions:
         return self.class_logits(outputs).argmax(-1)
 
     def drawn(self, outputs: Float[Tensor, "batch features"], generator: torch.Generator) -> Float[Tensor, ""]:
@@ -159,9 +148,7 @@ class Multilabel(OutputKind):
     distance, decision, accuracy = "KL divergence", "label", "exact-match accuracy"
     columns, returns = ("exact match", "KL"), "one logit per label, each with a sigmoid"
 
-    def divergence(
-        self, base: Float[Tensor, "images labels"], other: Float[Tensor, "images labels"]
-    ) -> Float[Tensor, "images"]:
+    def divergence(self, base: Rows, other: Rows) -> PerImage:
         base, other = base.double(), other.double()
         total = torch.zeros(len(base), dtype=torch.float64, device=base.device)
         for sign in (1, -1):  # the label is present, or absent
@@ -169,12 +156,10 @@ class Multilabel(OutputKind):
             total = total + (before.exp() * (before - after)).sum(-1)
         return total
 
-    def softened(
-        self, base: Float[Tensor, "images labels"], other: Float[Tensor, "images labels"]
-    ) -> Float[Tensor, "images"]:
+    def softened(self, base: Rows, other: Rows) -> PerImage:
         return (base.double() - other.double()).square().sum(-1) / 8
 
-    def decisions(self, outputs: Float[Tensor, "images labels"]) -> Int[Tensor, "images labels"]:
+    def decisions(self, outputs: Rows) -> Decisions:
         return (outputs > 0).long()
 
     def drawn(self, outputs: Float[Tensor, "batch labels"], generator: torch.Generator) -> Float[Tensor, ""]:
@@ -194,18 +179,14 @@ class Regression(OutputKind):
     columns, returns = ("", "squared error"), "numbers of a regression"
     has_decisions = False
 
-    def divergence(
-        self, base: Float[Tensor, "images numbers"], other: Float[Tensor, "images numbers"]
-    ) -> Float[Tensor, "images"]:
+    def divergence(self, base: Rows, other: Rows) -> PerImage:
         base, other = base.double(), other.double()
         return ((base - other).square() / self._scale(base)).mean(-1)
 
-    def softened(
-        self, base: Float[Tensor, "images numbers"], other: Float[Tensor, "images numbers"]
-    ) -> Float[Tensor, "images"]:
+    def softened(self, base: Rows, other: Rows) -> PerImage:
         return self.divergence(base, other)
 
-    def decisions(self, outputs: Float[Tensor, "images numbers"]) -> Int[Tensor, "images"]:
+    def decisions(self, outputs: Rows) -> Decisions:
         """Has no value.
 
         Raises:
@@ -217,7 +198,7 @@ class Regression(OutputKind):
         noise = torch.randn(outputs.shape, generator=generator).to(outputs.device, outputs.dtype)
         return (noise * outputs / self._scale(outputs.detach().double()).sqrt().to(outputs.dtype)).sum()
 
-    def _scale(self, base: Float[Tensor, "images numbers"]) -> Float[Tensor, "numbers"]:
+    def _scale(self, base: Rows) -> Float[Tensor, "numbers"]:
         variance, square = base.var(0, correction=0), base.square().mean(0)
         # Equal outputs, or those of one image, have no variance.
         return torch.where(variance > 1e-12 * square, variance, torch.where(square > 0, square, 1.0))
@@ -243,9 +224,7 @@ class Map(Regression):
         """`sizes` are the numbers per image of every tensor, in their order in a row; () for one tensor."""
         self.sizes = sizes
 
-    def divergence(
-        self, base: Float[Tensor, "images numbers"], other: Float[Tensor, "images numbers"]
-    ) -> Float[Tensor, "images"]:
+    def divergence(self, base: Rows, other: Rows) -> PerImage:
         pairs = zip(self._tensors(base), self._tensors(other), strict=True)
         return torch.stack([super(Map, self).divergence(*pair) for pair in pairs]).mean(0)
 
@@ -254,10 +233,10 @@ class Map(Regression):
         drawn = [super(Map, self).drawn(part, generator) / part.shape[1] ** 0.5 for part in self._tensors(outputs)]
         return torch.stack(drawn).sum()
 
-    def _tensors(self, outputs: Float[Tensor, "images numbers"]) -> tuple[Tensor, ...]:
+    def _tensors(self, outputs: Rows) -> tuple[Tensor, ...]:
         return outputs.split(self.sizes or (outputs.shape[1],), dim=1)
 
-    def _scale(self, base: Float[Tensor, "images numbers"]) -> Float[Tensor, "numbers"]:
+    def _scale(self, base: Rows) -> Float[Tensor, "numbers"]:
         return super()._scale(base.flatten()[:, None]).expand(base.shape[1])
 
 
@@ -283,22 +262,18 @@ class Embeddings(OutputKind):
     accuracy, columns = "1-nearest-neighbour accuracy", ("1-NN", "cosine distance")
     returns = "embeddings"
 
-    def divergence(
-        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
-    ) -> Float[Tensor, "images"]:
+    def divergence(self, base: Rows, other: Rows) -> PerImage:
         return 1 - torch.cosine_similarity(base.double(), other.double(), dim=-1)
 
-    def softened(
-        self, base: Float[Tensor, "images features"], other: Float[Tensor, "images features"]
-    ) -> Float[Tensor, "images"]:
+    def softened(self, base: Rows, other: Rows) -> PerImage:
         """Returns half of the squared distance of the embeddings, relative to the mean squared norm of the base."""
         base, other = base.double(), other.double()
         return (base - other).square().sum(-1) / (2 * base.square().sum(-1).mean())
 
-    def decisions(self, outputs: Float[Tensor, "images features"]) -> Int[Tensor, "images"]:
+    def decisions(self, outputs: Rows) -> Decisions:
         return nearest_neighbours(outputs, 1)[:, 0]
 
-    def labels(self, decisions: Int[Tensor, "images"], labels: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
+    def labels(self, decisions: Decisions, labels: Decisions) -> Decisions:
         return labels[decisions]
 
     def drawn(self, outputs: Float[Tensor, "batch features"], generator: torch.Generator) -> Float[Tensor, ""]:
@@ -307,7 +282,7 @@ class Embeddings(OutputKind):
         return (nn.functional.normalize(outputs, dim=-1) * direction).sum()
 
 
-def nearest_neighbours(outputs: Float[Tensor, "images features"], k: int) -> Int[Tensor, "images k"]:
+def nearest_neighbours(outputs: Rows, k: int) -> Int[Tensor, "images k"]:
     """Returns the `k` nearest neighbours of every image by cosine similarity, among `GROUP` consecutive images.
 
     In a last group of fewer images, neighbours are repeated.
@@ -332,9 +307,9 @@ KINDS: dict[str, OutputKind] = {
 P = ParamSpec("P")
 R = TypeVar("R")
 # One number per image: of the outputs of the original and of the smaller model, as the model returns them.
-Divergence = Callable[[Any, Any], Float[Tensor, "images"]]
+Divergence = Callable[[Any, Any], PerImage]
 # One number per image: of the outputs of a model, and of a pair of the images and their labels.
-Metric = Callable[[Any, tuple[Tensor, Tensor]], Float[Tensor, "images"]]
+Metric = Callable[[Any, tuple[Tensor, Tensor]], PerImage]
 MOST_NUMBERS = 2**26  # of the outputs of a model that are compared, 256 MiB in float32 and several times that in sums
 CHUNK = 64  # images of one call of such a function
 SHIFT = 0.1  # of the outputs, in standard deviations, from which the curvature of a divergence is taken
@@ -351,7 +326,7 @@ class Judgement:
     metric: Metric | None = None
     templates: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
 
-    def outputs(self, model: nn.Module, rows: Float[Tensor, "images numbers"]) -> Any:
+    def outputs(self, model: nn.Module, rows: Rows) -> Any:
         """Returns outputs that are stored in rows as the model returns them."""
         template = self.template(model)
         return rows if isinstance(template, Tensor) and template.ndim == 2 else from_rows(rows, template)
@@ -365,7 +340,7 @@ class Judgement:
                 self.templates[shape] = mapped(lambda tensor: tensor.cpu(), model(image))
         return self.templates[shape]
 
-    def measured(self, model: nn.Module, rows: Float[Tensor, "images numbers"], others: Any, what: str) -> Tensor:
+    def measured(self, model: nn.Module, rows: Rows, others: Any, what: str) -> Tensor:
         """Returns the numbers of a function per image: "divergence" with other rows, "metric" with images and labels.
 
         Raises:
@@ -507,17 +482,13 @@ def state_outputs_(model: nn.Module, outputs: str) -> None:
     setattr(model, STATED_OUTPUTS, STATEMENTS[outputs])
 
 
-def divergence(
-    base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
-) -> Float[Tensor, "images"]:
+def divergence(base: Rows, other: Rows) -> PerImage:
     """Returns the Kullback-Leibler divergence KL(base || other) of the predicted probabilities per image, in nats."""
     log_base, log_other = base.double().log_softmax(-1), other.double().log_softmax(-1)
     return (log_base.exp() * (log_base - log_other)).sum(-1)
 
 
-def softened_divergence(
-    base: Float[Tensor, "images classes"], other: Float[Tensor, "images classes"]
-) -> Float[Tensor, "images"]:
+def softened_divergence(base: Rows, other: Rows) -> PerImage:
     """Returns the limit of T^2 KL(base || other) per image for softmax temperature T to infinity.
 
     It is half the variance over the classes of the difference of the logits. All classes contribute, so that it varies
