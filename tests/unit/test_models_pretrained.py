@@ -342,7 +342,7 @@ def test_saved_layers_are_classes_of_the_libraries_only() -> None:
     for text in ("os:system", "torch.nn:functional", "torch.nn:Parameter", "timm.layers:nothing", "sys:exit"):
         changed = {**origin.arguments, "act_layer": {"layer class": text, "keywords": {}}}
         with pytest.raises(InvalidInput, match="no class of layers"):
-            TIMM.create(replace(origin, arguments=changed))
+            TIMM.create(origin.architecture, changed)
     assert TIMM.adopt(of_timm(VIT, act_layer="relu"))
 
 

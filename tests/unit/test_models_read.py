@@ -90,7 +90,7 @@ def test_a_folder_names_a_class_and_runs_nothing(tmp_path: Path) -> None:
     origin = adopted_once("own")[2].origin
     for name in ("os:system", "builtins:exec", "torch:nn", "support.pretrained:shaken"):
         with pytest.raises(NotSupported, match="has not been imported"):
-            MODULE.create(replace(origin, architecture=name))
+            MODULE.create(name, origin.arguments)
 
 
 def test_arguments_create_the_class_again() -> None:

@@ -99,7 +99,7 @@ def _as_timm(model: nn.Module) -> nn.Module:
         raise NotSupported(refusal)
     if not all(attention.spec.is_plain for attention in family.attention(model)):
         raise NotSupported(f"{refusal} Its attention has plain dot products; this one has rotations, biases or norms.")
-    timm_model = family.create(model.origin)
+    timm_model = family.create(model.origin.architecture, model.origin.arguments)
     # In an adopted model the attention of attnrx has replaced timm's, which has queries, keys and values in one map.
     state: dict[str, Tensor] = {
         name: tensor for name, tensor in model.source.state_dict().items() if ".attn.attention." not in name

@@ -3,7 +3,7 @@
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 from attnrx.support.arguments import described_error
 from attnrx.support.dataclass_records import fields_of, from_dict, of_fields, to_dict
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
+from attnrx.support.hub import local_copies_if_unreachable
 from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.vit.attention import Attention
@@ -62,6 +63,31 @@ def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
             f"{described_error(error)}. A part was replaced or removed after the model was created, or has weights of "
             "another shape. Undo the change, or state the parts in a reader (attnrx.Reader)."
         ) from error
+
+
+@contextmanager
+def creating(library: str, name: str, arguments: Mapping[str, Any], pretrained: bool) -> Iterator[None]:
+    """Creates a model of a library inside the context, with weights from seed 0 or downloaded ones.
+
+    Raises:
+        CheckpointError: The weights cannot be downloaded.
+        InvalidInput: The library takes no such arguments.
+    """
+    with (
+        local_copies_if_unreachable() if pretrained else nullcontext("") as unreachable,
+        torch.random.fork_rng(devices=[]),  # libraries draw weights from the global generator
+    ):
+        torch.manual_seed(0)
+        try:
+            yield
+        except Exception as error:  # errors of several packages and types
+            if pretrained:
+                raise CheckpointError(
+                    f"{library} could not load the weights of {name} "
+                    f"({unreachable or f'{type(error).__name__}: {error}'}). Give a file with weights=..., or "
+                    "pretrained=False for fresh weights."
+                ) from error
+            raise InvalidInput(f"{library} cannot create {name} with {dict(arguments)}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -151,25 +177,21 @@ class AdoptedFamily(Family):
         """
         return self._stated(model, stated)
 
-    def create(self, origin: Origin) -> nn.Module:
-        """Creates the model with its own library, without pretrained weights.
+    def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
+        """Creates a model of the library, read or not, without pretrained weights; `origin` or `creation` states how.
 
         Raises:
             UnknownName: The library has no such model.
             InvalidInput: The arguments are not those of a model.
             NotSupported: The model is of no library.
         """
-        raise NotSupported(f"{origin.architecture} is created by the code of its user.")
+        raise NotSupported(f"{architecture} is created by the code of its user.")
 
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
-        """Returns the `architecture` and the `arguments` with which `created` creates a model of any class of the
+        """Returns the `architecture` and the `arguments` with which `create` creates a model of any class of the
         library, as far as the model states them; else None.
         """
         return None
-
-    def created(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-        """Creates a model of any class of the library, also of one that is not read; by default by its name."""
-        return self.initialized(architecture, **arguments)
 
     def recognize_(self, module: nn.Module, path: str, description: Mapping[str, Any]) -> nn.Module:
         """Returns a module of a user's, which contains a model of this family at `path`, as it was adopted."""
@@ -263,7 +285,7 @@ class AdoptedFamily(Family):
 
     def _created(self, origin: Origin) -> nn.Module:
         """Creates the model with its own library, and replaces the parts that were replaced in it."""
-        created = self.create(origin)
+        created = self.create(origin.architecture, origin.arguments)
         blocks = self.parts(created).blocks
         for path, part in origin.replaced.items():
             if path not in dict(created.named_modules()) or f"{path}.".startswith(f"{blocks}."):

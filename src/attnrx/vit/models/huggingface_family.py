@@ -352,17 +352,6 @@ class HuggingFaceFamily(AdoptedFamily):
     def library_model(self, model: nn.Module) -> nn.Module:
         return LibraryAnswer(super().library_model(model), self.input_shape(model))
 
-    def create(self, origin: Origin) -> nn.Module:
-        """Creates the class from its configuration.
-
-        Raises:
-            UnknownName: No reader has this class.
-        """
-        if origin.architecture not in READERS:
-            raise UnknownName("class of transformers", origin.architecture, READERS)
-        kind = _transformers(origin.architecture)
-        return kind(kind.config_class.from_dict(dict(origin.arguments)))
-
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
         """Returns the class and the configuration of a model of any class of transformers."""
         config: Any = getattr(model, "config", None)
@@ -372,7 +361,7 @@ class HuggingFaceFamily(AdoptedFamily):
             return None
         return {"architecture": type(model).__name__, "arguments": _settings(config)}
 
-    def created(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
+    def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         """Creates any class of transformers from its configuration.
 
         Raises:

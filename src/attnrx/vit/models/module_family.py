@@ -81,29 +81,29 @@ class ModuleFamily(ReaderFamily):
         shape = image_shape(stated.get("input_shape") or reader.input_shape)
         return Origin(blueprint.name, {"reader": described}, shape, reader.mean, reader.std)
 
-    def create(self, origin: Origin) -> nn.Module:
+    def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         """Creates the class from its arguments, or calls the factory.
 
         Raises:
             NotSupported: The class has not been imported, and there is no factory.
             UserCodeError: The factory raised an exception.
         """
-        reader: Reader = from_dict(origin.arguments["reader"], (Reader,), "reader")
-        factory, arguments = self.factory or imported_class(origin.architecture), dict(reader.arguments)
+        reader: Reader = from_dict(arguments["reader"], (Reader,), "reader")
+        factory, own = self.factory or imported_class(architecture), dict(reader.arguments)
         if factory is None:
             raise NotSupported(
-                f"the class {origin.architecture} of this model has not been imported: import it first, or give a "
+                f"the class {architecture} of this model has not been imported: import it first, or give a "
                 "function that creates it, attnrx.load(folder, factory=...)."
             )
-        model = created_by(factory, origin.architecture, arguments)
+        model = created_by(factory, architecture, own)
         unsaved = unsaved_buffers(model, meta=True)
         if unsaved:  # the module itself computes their values: it is created once more, on the CPU
             with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-                computed = factory(**arguments)
+                computed = factory(**own)
             for path, buffers in unsaved.items():
                 for name in buffers:
                     model.get_submodule(path)._buffers[name] = computed.get_submodule(path)._buffers[name]
-        return _with_blueprint(model, Blueprint(reader, factory, origin.architecture))
+        return _with_blueprint(model, Blueprint(reader, factory, architecture))
 
     def library_model(self, model: nn.Module) -> nn.Module:
         adopted = self._adopted(model)

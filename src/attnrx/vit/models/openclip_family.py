@@ -142,11 +142,11 @@ class OpenClipFamily(ReaderFamily):
         filter_ = settings.get("interpolation", "bicubic")
         return ImageGeometry(tuple(size), channels, resize, tuple(size), filter_, fill=fill)  # type: ignore[arg-type]
 
-    def create(self, origin: Origin) -> nn.Module:
-        if origin.architecture != "VisionTransformer":
-            raise UnknownName("class of open_clip", origin.architecture, ("VisionTransformer",))
+    def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
+        if architecture != "VisionTransformer":
+            return self.initialized(architecture, **arguments)
         # A saved model has names of classes; only those listed here are looked up in the library.
-        towers, arguments = _open_clip(".transformer"), dict(origin.arguments)
+        towers, arguments = _open_clip(".transformer"), dict(arguments)
         for field, names in (("act_layer", ACTIVATIONS), ("norm_layer", NORMS)):
             name = arguments[field]
             if name not in names:

@@ -5,7 +5,6 @@ import importlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -14,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.support.hub import local_copies_if_unreachable
+from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.optional import installed_versions, required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
@@ -32,7 +30,7 @@ from attnrx.vit.models.adopted import (
     attention_from_projections,
     image_shape,
 )
-from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, unsaved_buffers
+from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, creating, unsaved_buffers
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.unsupported_features import (
@@ -244,10 +242,14 @@ class TimmFamily(AdoptedFamily):
         return importlib.import_module(type(model).__module__).checkpoint_filter_fn(state, model)
 
     def has(self, name: str) -> bool:
-        return bool(_timm("models").is_model(name.partition(".")[0]))
+        return bool(_timm("models").is_model(name.partition(".")[0]))  # without the tag of pretrained weights
 
     def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        return _create(name, arguments, pretrained)
+        models = _timm("models")
+        if ":" not in name and not self.has(name):
+            raise UnknownName("timm model", name, models.list_models())
+        with creating("timm", name, arguments, pretrained):
+            return models.create_model(name, pretrained=pretrained, **arguments)
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
         """Returns what timm's evaluation transform does (`timm.data.create_transform`)."""
@@ -318,9 +320,6 @@ class TimmFamily(AdoptedFamily):
         except NotSupported:
             return None
 
-    def created(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-        return self.create(Origin(architecture, arguments, (1, 1, 1), (0.5,), (0.5,)))
-
     def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
         source, origin = adopted.source, adopted.origin
         if getattr(source, "dynamic_img_size", False):  # timm resamples in every forward pass
@@ -353,7 +352,7 @@ class TimmFamily(AdoptedFamily):
         info = None if subset is None else data.ImageNetInfo(subset)
         return () if info is None else tuple(info.index_to_description(index) for index in range(info.num_classes()))
 
-    def create(self, origin: Origin) -> nn.Module:
+    def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         """Calls timm's entrypoint with model arguments only.
 
         Raises:
@@ -362,13 +361,13 @@ class TimmFamily(AdoptedFamily):
             CheckpointError: The weights cannot be loaded.
         """
         # A config.json may come from anywhere: loading it must not read other files or connect to a hub.
-        forbidden = sorted(FACTORY_ARGUMENTS & origin.arguments.keys())
-        if ":" in origin.architecture or forbidden:
+        forbidden = sorted(FACTORY_ARGUMENTS & arguments.keys())
+        if ":" in architecture or forbidden:
             raise InvalidInput(
-                f"timm:{origin.architecture} with {', '.join(forbidden) or 'the address of a hub'}: a saved model may "
+                f"timm:{architecture} with {', '.join(forbidden) or 'the address of a hub'}: a saved model may "
                 "have only a timm name and arguments of the model."
             )
-        return _create(origin.architecture, {key: _layer(value) for key, value in origin.arguments.items()})
+        return self.initialized(architecture, **{key: _layer(value) for key, value in arguments.items()})
 
     def restore_buffers_(self, source: nn.Module) -> None:
         # Tables of rotary embeddings and indices of biases: timm recomputes them by a method of the module. It runs on
@@ -549,23 +548,3 @@ def _timm(module: str) -> ModuleType:
             f"models of timm need timm 1.0.31 or newer, and {found} is installed: pip install -U 'attnrx[timm]'."
         )
     return imported
-
-
-def _create(name: str, arguments: Mapping[str, Any], pretrained: bool = False) -> nn.Module:
-    timm = _timm("models")
-    architecture = name.partition(".")[0]  # without the tag of pretrained weights
-    if ":" not in name and not timm.is_model(architecture):
-        raise UnknownName("timm model", name, timm.list_models())
-    with local_copies_if_unreachable() if pretrained else nullcontext("") as unreachable:
-        try:
-            with torch.random.fork_rng(devices=[]):  # timm draws weights from the global generator
-                torch.manual_seed(0)
-                return timm.create_model(name, pretrained=pretrained, **arguments)
-        except Exception as error:  # timm raises AssertionError, and its downloads errors of several packages
-            if pretrained:
-                reason = unreachable or f"{type(error).__name__}: {error}"
-                raise CheckpointError(
-                    f"timm could not load the weights of {name} ({reason}). Give a file with weights=..., or "
-                    "pretrained=False for fresh weights."
-                ) from error
-            raise InvalidInput(f"timm cannot create {name} with {dict(arguments)}: {error}") from error

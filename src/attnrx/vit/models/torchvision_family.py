@@ -5,14 +5,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.support.hub import local_copies_if_unreachable
+from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
+from attnrx.vit.models.adopted_family import creating
 from attnrx.vit.models.reader import Reader, ReaderFamily
 from attnrx.vit.models.unsupported_features import Refusal, without_reader
 
@@ -53,20 +52,10 @@ class TorchvisionFamily(ReaderFamily):
 
     def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
         models = _torchvision("models")
-        names = models.list_models(module=models)
-        if name not in names:
-            raise UnknownName("torchvision model", name, names)
-        with local_copies_if_unreachable() as unreachable, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # torchvision draws weights from the global generator
-            try:
-                return models.get_model(name, weights="DEFAULT" if pretrained else None, **arguments)
-            except Exception as error:  # downloads raise errors of several packages, wrong arguments of several types
-                if pretrained:
-                    raise CheckpointError(
-                        f"torchvision could not load the weights of {name} ({unreachable or error}). Give a file with "
-                        "weights=..., or pretrained=False for fresh weights."
-                    ) from error
-                raise InvalidInput(f"torchvision cannot create {name} with {arguments}: {error}") from error
+        if not self.has(name):
+            raise UnknownName("torchvision model", name, models.list_models(module=models))
+        with creating("torchvision", name, arguments, pretrained):
+            return models.get_model(name, weights="DEFAULT" if pretrained else None, **arguments)
 
     def input_format(self, name: str) -> dict[str, Any]:
         transform = _torchvision("models").get_model_weights(name).DEFAULT.transforms()
@@ -121,10 +110,10 @@ class TorchvisionFamily(ReaderFamily):
         arguments = {**adopted.origin.arguments, "image_size": height}
         return replace(adopted.origin, arguments=arguments, preprocessing=settings)
 
-    def create(self, origin: Origin) -> nn.Module:
-        if origin.architecture != "VisionTransformer":
-            raise UnknownName("class of torchvision", origin.architecture, ("VisionTransformer",))
-        return _torchvision("models").VisionTransformer(**origin.arguments)
+    def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
+        if architecture == "VisionTransformer":
+            return _torchvision("models").VisionTransformer(**arguments)
+        return self.initialized(architecture, **arguments)
 
 
 def _torchvision(module: str) -> Any:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.arguments import described, described_error
 from attnrx.support.dataclass_records import fields_of, of_fields
-from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module, random_images, rounding_limit
 from attnrx.support.shapes import Bool, Tensor
 from attnrx.support.trees import rows_of, tensors_of
@@ -250,7 +250,14 @@ def _of_trunk(name: str) -> Any:
     return method
 
 
-class WholeFamily(Family):
+OF_TRUNK = (
+    "attention", "specs", "set_attention_", "mlp", "set_mlp_", "mlps", "has_plain_units", "keep_units_", "geometry",
+    "patch_features", "patch_embedding", "pooled_norm", "num_tokens",
+)  # fmt: skip
+_TrunkMethods: Any = type("_TrunkMethods", (), {name: _of_trunk(name) for name in OF_TRUNK})
+
+
+class WholeFamily(_TrunkMethods, Family):
     """Users' own modules that contain one Vision Transformer of a library, or are one with parts of their own.
 
     Everything about attention, MLPs and tokens is that of the library's family. A saved model holds the name of the
@@ -304,30 +311,14 @@ class WholeFamily(Family):
         """
         return self.adopt(model, "", self.units, plain, named)
 
-    def _with_creation(self, whole: Whole, plain: nn.Module, named: Mapping[str, Any] | None) -> Whole:
-        """Returns the module with how a library creates it, if one does."""
+    def _creation(self, plain: nn.Module) -> Mapping[str, Any] | None:
+        """Returns how a library creates a module, as far as the module states it."""
         library = next((each for each in self.libraries.values() if each.adopts(plain)), None)
         stated = None if library is None else library.creation(plain)
-        creation = named or (stated and {"library": library.name, **stated})  # type: ignore[union-attr]
-        if self.factory is None and creation and self._creates(creation, plain, whole):
-            whole.around = replace(whole.around, creation=creation)
-        return whole
-
-    def _creates(self, creation: Mapping[str, Any], model: nn.Module, whole: Whole) -> bool:
-        """Whether a library creates the module so, up to its weights."""
-        try:
-            with torch.device("cpu"), torch.random.fork_rng(devices=[]), evaluating((model,)):
-                created = self._by_library(creation).to(next(model.parameters())).eval()
-                vars(created).update({ATTRIBUTE: vars(model)[ATTRIBUTE]} if ATTRIBUTE in vars(model) else {})
-                created.load_state_dict(model.state_dict())
-                images = random_images(whole, whole.input_shape)
-                pair = [_of_images(each, whole, self._family(whole.around.family)) for each in (model, created)]
-                return not _differing(*(tensors_of(each(images)) for each in pair))
-        except (AttnrxError, AttributeError, RuntimeError):  # it was changed after it was created
-            return False
+        return stated and {"library": library.name, **stated}  # type: ignore[union-attr]
 
     def _by_library(self, creation: Mapping[str, Any]) -> nn.Module:
-        return self.libraries[creation["library"]].created(creation["architecture"], creation["arguments"])
+        return self.libraries[creation["library"]].create(creation["architecture"], creation["arguments"])
 
     def adopt(
         self,
@@ -383,10 +374,15 @@ class WholeFamily(Family):
         family.prove_units(trunk)
         require_own_weights(whole, model, whole.input_shape)
         inputs = vars(plain).get(ATTRIBUTE) if around.call == "forward" else None
+        creation = (named or self._creation(plain)) if self.factory is None else None
+        if creation and not _is_created(partial(self._by_library, creation), plain, original, images, tensors):
+            creation = None
         whole.around = replace(
             around,
             inputs=() if inputs is None else tuple(map(astuple, inputs.fields)),
-            by_class=self.factory is None and _is_created_by_class(original, images, tensors),
+            by_class=self.factory is None
+            and _is_created(lambda: _creator(original.around)(), model, original, images, tensors),
+            creation=creation,
             sizes=_sizes(tensors),
             outputs=_kind_of(family, whole, tensors),
             macs=_outer_macs(replaced, whole, family) if path or family.name == self.structure.name else 0,
@@ -397,7 +393,7 @@ class WholeFamily(Family):
             whole.around = replace(whole.around, read_blocks=(*whole.around.read_blocks, every[-1]))
         if images.shape[1:] != whole.input_shape:
             whole.around = replace(whole.around, sizes=_sizes(_outputs_at_size(whole)))
-        return self._with_creation(whole, plain, named)
+        return whole
 
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
         whole, trunk, family = self._of(model)
@@ -487,20 +483,6 @@ class WholeFamily(Family):
                 raise
             # All patches are restored where they are read, so that the pooling is that of the module itself.
             return TokenLayout(parts.prefix_tokens, family.positions(trunk), parts.has_class_token, "class")
-
-    attention = _of_trunk("attention")
-    specs = _of_trunk("specs")
-    set_attention_ = _of_trunk("set_attention_")
-    mlp = _of_trunk("mlp")
-    set_mlp_ = _of_trunk("set_mlp_")
-    mlps = _of_trunk("mlps")
-    has_plain_units = _of_trunk("has_plain_units")
-    keep_units_ = _of_trunk("keep_units_")
-    geometry = _of_trunk("geometry")
-    patch_features = _of_trunk("patch_features")
-    patch_embedding = _of_trunk("patch_embedding")
-    pooled_norm = _of_trunk("pooled_norm")
-    num_tokens = _of_trunk("num_tokens")
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
         return self._of(model)[0].input_shape
@@ -618,16 +600,18 @@ def _creator(around: Surroundings) -> Factory:
     return target
 
 
-def _is_created_by_class(original: _OfImages, images: Tensor, expected: Mapping[str, Tensor]) -> bool:
-    """Whether the class without arguments creates the module, up to its weights."""
+def _is_created(
+    create: Factory, module: nn.Module, original: _OfImages, images: Tensor, expected: Mapping[str, Tensor]
+) -> bool:
+    """Whether a function creates the module, up to its weights, with which it has the expected outputs."""
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            created = _creator(original.around)().to(images)
-            vars(created).update({ATTRIBUTE: own} if (own := vars(original.module).get(ATTRIBUTE)) else {})
-        created.load_state_dict(original.module.state_dict())
+            created = create().to(images)
+            vars(created).update({ATTRIBUTE: own} if (own := vars(module).get(ATTRIBUTE)) else {})
+        created.load_state_dict(module.state_dict())
         # The text of a module shows what its outputs in evaluation do not, as rates of dropout.
-        if repr(created) != repr(original.module) or original.around.call == "trunk":
-            return repr(created) == repr(original.module)
+        if repr(created) != repr(module) or original.around.call == "trunk":
+            return repr(created) == repr(module)
         with evaluating((created,)):
             return not _differing(expected, tensors_of(_answer(created, original.around, original.trunk, images)))
     except Exception:  # the code of a module raises errors of any type
