@@ -152,7 +152,7 @@ def outcome_of_trunk(family: AdoptedFamily, model: nn.Module) -> Outcome:
     kind = type(model).__name__
     try:
         family.require_supported(model)
-        adopted = family.model_type(model, family.origin_inside(model, {}))
+        adopted = family.model_type(model, family.origin_inside(model))
         family._install_(adopted, family._converted_attention(model))
     except AttnrxError as error:
         return Outcome(kind, (), reason_of(error))
@@ -178,7 +178,7 @@ def by_structure(make: Callable[[], nn.Module]) -> tuple[tuple[str, ...], str]:
     with torch.device("meta"):
         model = make().eval()
         try:
-            pairs, _ = separate_pairs(model, UnitsFamily().origin_inside(model, {}).input_shape)
+            pairs, _ = separate_pairs(model, UnitsFamily().origin_inside(model).input_shape)
         except Exception as error:  # the code of a library raises errors of any type
             return (), reason_of(error) if isinstance(error, AttnrxError) else f"{type(error).__name__}: {error}"
     return (("hidden",), "") if pairs else ((), "it has no MLP whose units are separate")

@@ -21,7 +21,7 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.maps import LINEAR_MAPS
-from attnrx.vit.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache
+from attnrx.vit.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache, image_shape
 from attnrx.vit.models.adoption_proof import difference_in_structure, require_equal_logits
 from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.family import (
@@ -160,22 +160,22 @@ class AdoptedFamily(Family):
         """Yields every reason why the model cannot be adopted, without reading its weights."""
         return iter(())
 
-    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Returns how the model was created and its input format; values in `stated` have precedence.
+    def origin(self, model: nn.Module) -> Origin:
+        """Returns how the model was created and its input format.
 
         Raises:
             NotSupported: The model does not state how it was created, or in values that cannot be saved.
-            InvalidInput: A stated shape or normalization does not fit the model.
+            InvalidInput: The normalization does not fit the model.
         """
         raise NotSupported(f"{model_name(model)} has no reader.")
 
-    def origin_inside(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Returns the origin of a model inside a user's own module, which creates it.
+    def origin_inside(self, model: nn.Module) -> Origin:
+        """Returns the origin of a model inside a user's own module, which creates it."""
+        return self._stated(model, {})
 
-        Raises:
-            InvalidInput: A stated shape or normalization does not fit the model.
-        """
-        return self._stated(model, stated)
+    def takes(self, model: nn.Module, shape: tuple[int, int, int]) -> bool:
+        """Returns whether a model takes images of another shape than it was created for."""
+        return False
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         """Creates a model of the library, read or not, without pretrained weights; `origin` or `creation` states how.
@@ -624,7 +624,7 @@ class AdoptedFamily(Family):
 
     def fit_created_(self, source: nn.Module, origin: Origin) -> None:
         """Makes a model that a user's module created take images of the size of `origin`."""
-        self.resize_created_(source, self.origin_inside(source, {}), origin.input_shape[1:])
+        self.resize_created_(source, self.origin_inside(source), origin.input_shape[1:])
 
     def resize_created_(self, source: nn.Module, origin: Origin, size: tuple[int, int]) -> None:
         """Resizes the position embeddings of the library's own model, which a user's module created at another size."""
@@ -740,7 +740,16 @@ class AdoptedFamily(Family):
         return self.parts(source).head_tokens * sum(classifier_macs(head, tokens) for head in self._heads(source))
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        origin = self.origin(model, stated)
+        """Returns the origin of a model, in which the values in `stated` have precedence."""
+        origin = self.origin(model)
+        given = {name: value for name, value in stated.items() if value is not None}
+        shape = given["input_shape"] = image_shape(given.get("input_shape", origin.input_shape))
+        if shape != origin.input_shape and not self.takes(model, shape):
+            raise InvalidInput(
+                f"{origin.architecture} takes images of {origin.input_shape}, not of {shape}: create it for those, "
+                "e.g. with img_size=... of timm."
+            )
+        origin = replace(origin, **given)
         height, width = origin.input_shape[1:]
         convolution = model.get_submodule(self.parts(model).patches)
         # A library's model may leave a border unread; a shape that a user states may not.

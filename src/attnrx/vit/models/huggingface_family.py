@@ -316,28 +316,24 @@ class HuggingFaceFamily(AdoptedFamily):
             else:
                 yield from unread_attention(attention, reader.projections)
 
-    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Reads the configuration, and the image processor of the folder or hub id that the model was loaded from.
+    def origin(self, model: nn.Module) -> Origin:
+        """Reads the configuration; mean and std are 0.5, as in ViTImageProcessor."""
+        reader = reader_of(model)
+        shape = image_shape(reader.input.shape(reader.body_of(model).config))
+        half = (0.5,) * shape[0]
+        return Origin(type(model).__name__, _settings(model.config), shape, half, half)
 
-        Without one, and unless stated, mean and std are 0.5, as in ViTImageProcessor.
+    def takes(self, model: nn.Module, shape: tuple[int, int, int]) -> bool:
+        return interpolates(model) and shape[0] == self.origin(model).input_shape[0]
 
-        Raises:
-            InvalidInput: The model takes images of another shape than stated.
-        """
-        name, config = type(model).__name__, model.config
-        arguments = _settings(config)
-        reader, source = reader_of(model), getattr(config, "_name_or_path", "")
-        model_shape = image_shape(reader.input.shape(reader.body_of(model).config))
+    def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+        # The image processor of the folder or hub id that the model was loaded from.
+        reader, source = reader_of(model), getattr(model.config, "_name_or_path", "")
         if source and not stated.get("preprocessing"):
             saved = _processor(source, reader.takes_any_size, local_files_only=True)
-            if len(saved.get("mean", ())) == model_shape[0]:
+            if len(saved.get("mean", ())) == reader.input.shape(reader.body_of(model).config)[0]:
                 stated = saved | {field: value for field, value in stated.items() if value is not None}
-        shape = image_shape(stated.get("input_shape") or model_shape)
-        if shape != model_shape and not (interpolates(model) and shape[0] == model_shape[0]):
-            raise InvalidInput(f"{name} takes images of {model_shape}, not of {shape}.")
-        half = (0.5,) * model_shape[0]
-        mean, std = (tuple(stated.get(field) or half) for field in ("mean", "std"))
-        return Origin(name, arguments, shape, mean, std, stated.get("preprocessing") or {})
+        return super()._stated(model, stated)
 
     def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
         source, origin = adopted.source, adopted.origin

@@ -70,7 +70,7 @@ class ModuleFamily(ReaderFamily):
     def reader(self, source: nn.Module) -> Reader:
         return _blueprint(source).reader
 
-    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+    def origin(self, model: nn.Module) -> Origin:
         blueprint = _blueprint(model)
         reader = blueprint.reader
         # A round trip: it fails for what JSON cannot hold, and turns tuples into lists, as loading will.
@@ -78,8 +78,7 @@ class ModuleFamily(ReaderFamily):
             described = json.loads(json.dumps(to_dict(reader)))
         except (TypeError, InvalidInput) as error:
             raise NotSupported(f"the arguments of {blueprint.name} cannot be saved as JSON ({error}).") from error
-        shape = image_shape(stated.get("input_shape") or reader.input_shape)
-        return Origin(blueprint.name, {"reader": described}, shape, reader.mean, reader.std)
+        return Origin(blueprint.name, {"reader": described}, image_shape(reader.input_shape), reader.mean, reader.std)
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         """Creates the class from its arguments, or calls the factory.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.errors import UnknownName
 from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
@@ -97,12 +97,8 @@ class OpenClipFamily(ReaderFamily):
             yield Refusal(f"the activation {kinds[0]} or the norm {kinds[1]} of another library")
         yield from super().refusals(model)
 
-    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Reads the arguments of the class from the model; mean and std are those of CLIP, unless stated.
-
-        Raises:
-            InvalidInput: The tower takes images of another shape than stated.
-        """
+    def origin(self, model: nn.Module) -> Origin:
+        """Reads the arguments of the class from the model; mean and std are those of CLIP, unless it states others."""
         tower: Any = model
         block = tower.transformer.resblocks[0]
         # LayerScale is an identity where it is absent; its initial value is not stored, and is replaced by the weights.
@@ -122,15 +118,11 @@ class OpenClipFamily(ReaderFamily):
             "act_layer": type(block.mlp.gelu).__name__,
             "norm_layer": type(tower.ln_post).__name__,
         }
-        model_shape = self.reader(model).input_shape
-        shape = image_shape(stated.get("input_shape") or model_shape)
-        if shape != model_shape:
-            raise InvalidInput(f"this tower takes images of {model_shape}, not of {shape}.")
         # open_clip.create_model stores it on the tower.
         found = getattr(tower, "preprocess_cfg", None) or {}
-        mean, std = (tuple(stated.get(name) or found.get(name) or own) for name, own in (("mean", MEAN), ("std", STD)))
+        mean, std = (tuple(found.get(name) or own) for name, own in (("mean", MEAN), ("std", STD)))
         settings = {name: found[name] for name in ("interpolation", "resize_mode", "fill_color") if name in found}
-        return Origin("VisionTransformer", arguments, shape, mean, std, settings)
+        return Origin("VisionTransformer", arguments, image_shape((3, *tower.image_size)), mean, std, settings)
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
         """Returns what open_clip's transform for inference does."""

@@ -188,7 +188,7 @@ class StructureFamily(ReaderFamily):
             return super().num_patches(source, input_shape)
         return found.num_patches * input_shape[1] * input_shape[2] // (found.shape[1] * found.shape[2])
 
-    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+    def origin(self, model: nn.Module) -> Origin:
         found = _structure(model)
         return Origin(type(model).__name__, {}, found.shape, found.mean, found.std)
 
@@ -349,7 +349,7 @@ def _observed(
 ) -> Structure | None:
     """Runs the module with random images, and returns its structure as the calls show it; None where they do not."""
     try:
-        origin = UnitsFamily().origin_inside(model, {})
+        origin = UnitsFamily().origin_inside(model)
     except NotSupported:
         return None
     images = random_images(model, origin.input_shape, 3)

@@ -279,12 +279,12 @@ class TimmFamily(AdoptedFamily):
             else:
                 yield from _unread(attention)
 
-    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+    def origin(self, model: nn.Module) -> Origin:
         """Reads the entrypoint and its arguments, which timm stores on every model that it creates.
 
         Raises:
             NotSupported: The model was not made by `timm.create_model`, or with an argument that cannot be saved.
-            InvalidInput: The model was created for images of another shape than stated.
+            InvalidInput: The statistics of its images are those of other channels.
         """
         facts: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
         if "architecture" not in facts:
@@ -293,23 +293,19 @@ class TimmFamily(AdoptedFamily):
                 "timm.create_model, which stores its arguments on the model, and load the weights into that."
             )
         name, arguments = facts["architecture"], _arguments(model)
-        # Read from the patch embedding: `img_size` of timm.create_model may differ from the pretrained configuration.
-        embedding: Any = model.patch_embed
-        native_shape = image_shape((embedding.proj.in_channels, *embedding.img_size))
-        shape = image_shape(stated.get("input_shape") or native_shape)
-        if shape != native_shape and not getattr(model, "dynamic_img_size", False):
-            raise InvalidInput(f"{name} was created for images of {native_shape}: create it with img_size={shape[1:]}.")
-        mean, std = (tuple(stated.get(field) or facts[field]) for field in ("mean", "std"))
-        own = tuple(facts["mean"])
-        if mean == own and len(own) != shape[0]:  # timm keeps the statistics of the pretrained images
+        shape, mean, std = _shape(model), tuple(facts["mean"]), tuple(facts["std"])
+        if len(mean) != shape[0]:  # timm keeps the statistics of the pretrained images
             raise InvalidInput(
-                f"{name} was created for images of {shape[0]} channels, and its pretrained_cfg has mean={own}: state "
+                f"{name} was created for images of {shape[0]} channels, and its pretrained_cfg has mean={mean}: state "
                 f"the statistics of your images before loading it, e.g. model.pretrained_cfg.update(mean="
                 f"{(0.5,) * shape[0]}, std={(0.5,) * shape[0]})."
             )
         data = _timm("data").resolve_data_config(pretrained_cfg=facts)
         settings = {field: data[field] for field in ("crop_pct", "crop_mode", "interpolation")}
         return Origin(name, arguments, shape, mean, std, settings)
+
+    def takes(self, model: nn.Module, shape: tuple[int, int, int]) -> bool:
+        return bool(getattr(model, "dynamic_img_size", False))
 
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
         facts = getattr(model, "pretrained_cfg", None) or {}
@@ -329,20 +325,19 @@ class TimmFamily(AdoptedFamily):
         source.set_input_size(img_size=(height, width))  # type: ignore[operator]
         return replace(origin, arguments={**origin.arguments, "img_size": [height, width]})
 
-    def origin_inside(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+    def origin_inside(self, model: nn.Module) -> Origin:
         """Returns the origin of a model inside a user's own module; one that was made by its constructor, or from
         values that cannot be saved, has no arguments.
         """
         _timm("models")  # raises for a version that is too old
         try:
-            return super().origin_inside(model, stated)
+            return super().origin_inside(model)
         except NotSupported:
-            embedding: Any = model.patch_embed
-            shape = image_shape((embedding.proj.in_channels, *embedding.img_size))
-            facts: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+            shape, facts = _shape(model), getattr(model, "pretrained_cfg", None) or {}
             half = (0.5,) * shape[0]
-            mean, std = (tuple(stated.get(field) or facts.get(field) or half) for field in ("mean", "std"))
-            return Origin(type(model).__name__, {}, image_shape(stated.get("input_shape") or shape), mean, std)
+            return Origin(
+                type(model).__name__, {}, shape, *(tuple(facts.get(name) or half) for name in ("mean", "std"))
+            )
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the names of the ImageNet classes if timm finds, by their number, that the model has them."""
@@ -509,6 +504,11 @@ def _layer(value: Any) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise InvalidInput(f"{LAYER} {value[LAYER]!r:.80} is no class of layers of {' or '.join(LAYER_MODULES)}.")
     return partial(kind, **value["keywords"]) if value["keywords"] else kind
+
+
+def _shape(model: Any) -> tuple[int, int, int]:
+    # Of the patch embedding: `img_size` of timm.create_model may differ from the pretrained configuration.
+    return image_shape((model.patch_embed.proj.in_channels, *model.patch_embed.img_size))
 
 
 def _layout(attention: nn.Module) -> str:

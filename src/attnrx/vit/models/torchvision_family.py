@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.support.errors import NotSupported, UnknownName
 from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
@@ -80,20 +80,12 @@ class TorchvisionFamily(ReaderFamily):
             return
         yield from super().refusals(model)
 
-    def origin(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
-        """Reads the arguments of the class from the model; mean and std are those of ImageNet, unless stated.
-
-        Raises:
-            InvalidInput: The model takes images of another shape than stated.
-        """
+    def origin(self, model: nn.Module) -> Origin:
+        """Reads the arguments of the class from the model; mean and std are those of ImageNet."""
         reader, stored = self.reader(model), {name: getattr(model, name) for name in ARGUMENTS}
         blocks: Any = self.blocks(model)
         arguments = {**stored, "num_layers": len(blocks), "num_heads": blocks[0].num_heads, "attention_dropout": 0.0}
-        shape = image_shape(stated.get("input_shape") or reader.input_shape)
-        if shape != reader.input_shape:
-            raise InvalidInput(f"this VisionTransformer takes images of {reader.input_shape}, not of {shape}.")
-        mean, std = stated.get("mean") or MEAN, stated.get("std") or STD
-        return Origin("VisionTransformer", arguments, shape, mean, std, stated.get("preprocessing") or {})
+        return Origin("VisionTransformer", arguments, image_shape(reader.input_shape), MEAN, STD)
 
     def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
         source: Any = adopted.source

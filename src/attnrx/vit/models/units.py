@@ -31,7 +31,7 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.costs.flop_counting import frozen
 from attnrx.vit.kernels.native_products import NativeLinear, native_
-from attnrx.vit.models.adopted import Adopted, Origin, image_shape
+from attnrx.vit.models.adopted import Adopted, Origin
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
 from attnrx.vit.models.family import LayerShapes, num_outputs
 from attnrx.vit.models.library_costs import mlp_costs, num_params
@@ -113,14 +113,14 @@ class UnitsFamily(AdoptedFamily):
     def parts(self, source: nn.Module) -> ModelParts:
         return ModelParts((), "", "", "", (), (), (), pooling="parts that are not read")
 
-    def origin_inside(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
+    def origin_inside(self, model: nn.Module) -> Origin:
         """Returns the input format: the first stated or common size that the module runs at.
 
         Raises:
             NotSupported: It runs at none of them.
         """
         failures = []
-        for shape in _shapes(model, stated):
+        for shape in _shapes(model):
             try:
                 with evaluating((model,)):
                     called(model, random_images(model, shape, 1))
@@ -129,10 +129,9 @@ class UnitsFamily(AdoptedFamily):
                 continue
             facts = getattr(model, "pretrained_cfg", None) or {}
             half = (0.5,) * shape[0]
-            mean, std = (tuple(stated.get(name) or facts.get(name) or half) for name in ("mean", "std"))
-            if len(mean) != shape[0]:
-                mean, std = half, half
-            return Origin(type(model).__name__, {}, shape, mean, std, stated.get("preprocessing") or {})
+            mean, std = (tuple(facts.get(name) or half) for name in ("mean", "std"))
+            fits = len(mean) == shape[0]
+            return Origin(type(model).__name__, {}, shape, mean if fits else half, std if fits else half)
         raise NotSupported(
             f"{model_name(model)} has no reader, and cannot be called with images of any common size, which is needed "
             f"to find its MLPs: {failures[0] if failures else 'it has no convolution'}."
@@ -316,11 +315,10 @@ class UnitsFamily(AdoptedFamily):
         return self._adopted(model)  # type: ignore[return-value]
 
 
-def _shapes(model: nn.Module, stated: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
+def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
     """Yields the shapes of images that a module may take: those that it states first."""
-    inputs = inputs_of(model)
-    if shape := stated.get("input_shape") or (inputs and inputs.shape):
-        yield image_shape(shape)
+    if inputs := inputs_of(model):
+        yield inputs.shape
         return
     parts = list(model.modules())
     convolution = next((part for part in parts if isinstance(part, nn.Conv2d)), None)

@@ -345,7 +345,7 @@ class WholeFamily(_TrunkMethods, Family):
         source = module.get_submodule(path)
         with reading_parts(source, "its parts"):
             family.require_supported(source)
-            origin = family.origin_inside(source, {})
+            origin = family.origin_inside(source)
             trunk = family.model_type(source, origin)
             trunk.training = model.training
             shape = _Shape(module)
