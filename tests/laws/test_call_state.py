@@ -24,7 +24,7 @@ from attnrx.change.realization.distillation import Distill
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.kernels.cached_weights import CachedWeights
 from attnrx.vit.models import recording_tokens
-from attnrx.vit.models.call_state import CallState
+from attnrx.vit.models.token_reduction import CallState
 from attnrx.vit.tokens import TokenPolicy
 from support.cases import REDUCTIONS
 from support.pretrained import adopted_once, inputs

@@ -12,11 +12,9 @@ from attnrx.data import LoadedImages, Normalization, from_tensors
 from attnrx.vit.models import family_of
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily
-from attnrx.vit.models.module_family import ModuleFamily
-from attnrx.vit.models.openclip_family import OpenClipFamily
-from attnrx.vit.models.reader import Reader
+from attnrx.vit.models.reader import ModuleFamily, Reader
 from attnrx.vit.models.timm_family import TimmFamily
-from attnrx.vit.models.torchvision_family import TorchvisionFamily
+from attnrx.vit.models.tower_families import OpenClipFamily, TorchvisionFamily
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")

@@ -17,7 +17,7 @@ from attnrx.decide.planning.reference_outputs import Answers
 from attnrx.support.errors import InvalidInput
 from attnrx.verbs.shrink import ShrinkRun
 from attnrx.vit.models import family_of
-from attnrx.vit.models.decoder_units import Cut
+from attnrx.vit.models.units import Cut
 
 SIZE, WIDTH, CHANNELS = 32, 32, 16
 

@@ -25,7 +25,7 @@ from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.checkpoint import load_weights, save_weights
 from attnrx.vit.models.huggingface_readers import READERS, reader_of
 from attnrx.vit.models.mlp import LowRankLinear
-from attnrx.vit.models.module_family import ModuleFamily
+from attnrx.vit.models.reader import ModuleFamily
 from attnrx.vit.models.token_hooks import attach_tokens_
 from attnrx.vit.tokens import parse_policy
 from attnrx_lab.costs import layer_norm_features, outer_norm_features

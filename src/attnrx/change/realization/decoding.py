@@ -24,8 +24,7 @@ from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.trees import rows_of
 from attnrx.vit.models import evaluating, family_of
-from attnrx.vit.models.decoder_units import input_weight, set_input_weight_
-from attnrx.vit.models.units import Pair
+from attnrx.vit.models.units import Pair, input_weight, set_input_weight_
 from attnrx.vit.models.whole import Whole
 from attnrx.vit.outputs import Map, output_kind_of
 

@@ -16,11 +16,10 @@ from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention, Positions
 from attnrx.vit.kernels.cached_weights import CachedWeights
-from attnrx.vit.models.call_state import CallState
 from attnrx.vit.models.chunked_forward import chunked_forward, is_watched, require_images
 from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.token_hooks import forward_pass
-from attnrx.vit.models.token_reduction import reduction_of
+from attnrx.vit.models.token_reduction import CallState, reduction_of
 from attnrx.vit.spec import BIASES, INNER_NORMS, AttentionSpec
 
 # The projections in attnrx attention, in the order of BIASES.

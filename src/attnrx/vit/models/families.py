@@ -23,13 +23,11 @@ from attnrx.vit.models.checkpoint import (
 from attnrx.vit.models.family import Family, require_ordinary_tensors
 from attnrx.vit.models.foreign_code import merged, without_wrapper
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
-from attnrx.vit.models.module_family import Factory, ModuleFamily
 from attnrx.vit.models.module_inputs import ModuleInputs, taking
-from attnrx.vit.models.openclip_family import OpenClipFamily
-from attnrx.vit.models.reader import Reader
+from attnrx.vit.models.reader import Factory, ModuleFamily, Reader
 from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.timm_family import TimmFamily
-from attnrx.vit.models.torchvision_family import TorchvisionFamily
+from attnrx.vit.models.tower_families import OpenClipFamily, TorchvisionFamily
 from attnrx.vit.models.transformer import AttnrxFamily, initialize_
 from attnrx.vit.models.unsupported_features import model_name
 from attnrx.vit.models.vit import ViTFamily

@@ -32,8 +32,15 @@ from attnrx.vit.models.adopted import (
 )
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, unsaved_buffers
 from attnrx.vit.models.family import num_outputs
-from attnrx.vit.models.huggingface_inputs import ImageInput, OrderedImageInput, PatchInput
-from attnrx.vit.models.huggingface_readers import READERS, VISION_PARTS, reader_of, unread_settings
+from attnrx.vit.models.huggingface_readers import (
+    READERS,
+    VISION_PARTS,
+    ImageInput,
+    OrderedImageInput,
+    PatchInput,
+    reader_of,
+    unread_settings,
+)
 from attnrx.vit.models.token_reduction import reduction_of
 from attnrx.vit.models.unsupported_features import Refusal, unread_attention, without_reader
 

@@ -24,7 +24,6 @@ from attnrx.vit.costs.flop_counting import frozen
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
 from attnrx.vit.models.chunked_forward import chunked_forward
-from attnrx.vit.models.decoder_units import Cut, keep_units_around_
 from attnrx.vit.models.family import Family, LayerShapes, require_ordinary_weights, require_weights
 from attnrx.vit.models.foreign_code import (
     merged,
@@ -33,12 +32,12 @@ from attnrx.vit.models.foreign_code import (
     require_uncompiled,
 )
 from attnrx.vit.models.library_costs import num_params
-from attnrx.vit.models.module_family import created_by, imported_class
 from attnrx.vit.models.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
 from attnrx.vit.models.observation_hooks import evaluating
+from attnrx.vit.models.reader import created_by, imported_class
 from attnrx.vit.models.structure import StructureFamily
 from attnrx.vit.models.substitute import Substitute, remove_capturing_
-from attnrx.vit.models.units import Pair, UnitsFamily, separate_pairs
+from attnrx.vit.models.units import Cut, Pair, UnitsFamily, keep_units_around_, separate_pairs
 from attnrx.vit.models.unsupported_features import model_name
 from attnrx.vit.tokens import TokenLayout
 
