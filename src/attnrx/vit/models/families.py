@@ -298,43 +298,35 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None, inputs: Any = N
             "model.get_submodule('module')."
         )
     require_ordinary_tensors(model)
-    whole = WholeFamily(LIBRARIES, factory)
-    if inputs is not None:
-        with taking(model, ModuleInputs.of(inputs)):
-            return _adopt_with_inputs(model, whole)
-    plain = merged(model)
-    model = without_wrapper(model)
-    for library in LIBRARIES.values():
-        if not library.adopts(plain):
-            continue
-        if any(library.refusals(plain)) and (trunks := whole.trunks_of(plain)):
-            return whole.adopt_largest(model, trunks, plain)
-        if any(refusal.is_of_class for refusal in library.refusals(plain)):
-            return _adopt_units(whole, model, partial(library.adopt, model, plain=plain), plain=plain)
-        try:
-            return library.adopt(model, plain=plain)
-        except NotSupported as error:
-            # A model that its library cannot create again, e.g. one with a part of the user's own.
-            try:
-                return whole.adopt(model, "", library, plain)
-            except AttnrxError:
-                raise error from None
-    _require_no_supported_part(model)
-    trunks = whole.trunks_of(plain)
-    if not trunks:
-        structured = whole.structure.found(plain)
+    with taking(model, None if inputs is None else ModuleInputs.of(inputs)):
+        return _adopt(model, WholeFamily(LIBRARIES, factory), inputs is None)
+
+
+def _adopt(model: nn.Module, whole: WholeFamily, takes_images: bool) -> nn.Module:
+    """Adopts a model of a library, the largest Vision Transformer in a module, a structure that is found, or MLPs."""
+    plain, model = merged(model), without_wrapper(model)
+    library = next((each for each in LIBRARIES.values() if takes_images and each.adopts(plain)), None)
+    refusals = () if library is None else tuple(library.refusals(plain))
+    if library is None and takes_images:
+        _require_no_supported_part(model)
+    if (library is None or refusals) and (trunks := whole.trunks_of(plain)):
+        return whole.adopt_largest(model, trunks, plain)
+    if library is None:
+        structured = whole.structure.found(plain) if takes_images else None
         if structured is not None:
             with suppress(NotSupported):  # its attention is not what its parts are named like: its MLPs are read
                 return whole.adopt(model, structured[1], whole.structure, structured[0])
-        return _adopt_units(whole, model, lambda: family_of(plain), plain=plain)
-    return whole.adopt_largest(model, trunks, plain)
-
-
-def _adopt_with_inputs(model: nn.Module, whole: WholeFamily) -> nn.Module:
-    """Adopts a module of other inputs than images, with the largest Vision Transformer in it or by its MLPs."""
-    plain = merged(model)
-    trunks = whole.trunks_of(plain)
-    return whole.adopt_largest(model, trunks, plain) if trunks else whole.adopt_units(model, plain=plain)
+        return _adopt_units(whole, model, lambda: takes_images and family_of(plain), plain=plain)
+    if any(refusal.is_of_class for refusal in refusals):
+        return _adopt_units(whole, model, partial(library.adopt, model, plain=plain), plain=plain)
+    try:
+        return library.adopt(model, plain=plain)
+    except NotSupported as error:
+        # A model that its library cannot create again, e.g. one with a part of the user's own.
+        try:
+            return whole.adopt(model, "", library, plain)
+        except AttnrxError:
+            raise error from None
 
 
 def _adopt_units(

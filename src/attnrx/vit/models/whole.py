@@ -215,16 +215,7 @@ class Whole(Substitute):
         path = self.around.path
         if not path or self.around.call != "forward":
             return ()
-        pairs, _ = separate_pairs(self, self.input_shape, f"module.{path}")
-        return tuple(
-            replace(
-                pair,
-                first=pair.first.removeprefix("module."),
-                second=pair.second.removeprefix("module."),
-                between=tuple(one.removeprefix("module.") for one in pair.between),
-            )
-            for pair in pairs
-        )
+        return separate_pairs(self.module, self.input_shape, path)[0]
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
