@@ -17,6 +17,7 @@ from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenB
 from attnrx.vit.attention import Attention, Positions
 from attnrx.vit.kernels.cached_weights import CachedWeights
 from attnrx.vit.models.chunked_forward import chunked_forward, is_watched, require_images
+from attnrx.vit.models.mlp import Pair
 from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.token_hooks import forward_pass
 from attnrx.vit.models.token_reduction import CallState, reduction_of
@@ -131,6 +132,8 @@ class Adopted(Substitute):
     """A model of another library, `source`, with attnrx attention in every layer; returns its logits."""
 
     original_name = "source"
+    pairs: tuple[Pair, ...] = ()
+    """The maps of the MLPs, by their paths in `source`; () where a block has an MLP of another kind."""
 
     def __init__(self, source: nn.Module, origin: Origin):
         super().__init__()

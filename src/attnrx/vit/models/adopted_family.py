@@ -38,7 +38,7 @@ from attnrx.vit.models.foreign_code import (
     require_uncompiled,
 )
 from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
-from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, halve_, hidden_units, keep_units_of_, rank_of
+from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, Pair, halve_, hidden_units, keep_units_of_, rank_of
 from attnrx.vit.models.replaced_parts import LAYERS, build_part, replaced_parts
 from attnrx.vit.models.token_hooks import resize_tokens_
 from attnrx.vit.models.token_reduction import reduction_of
@@ -221,10 +221,14 @@ class AdoptedFamily(Family):
 
     def blocks(self, source: nn.Module) -> tuple[nn.Module, ...]:
         """Returns the transformer blocks."""
+        return tuple(map(source.get_submodule, self.block_paths(source)))
+
+    def block_paths(self, source: nn.Module) -> tuple[str, ...]:
+        """Returns the paths of the transformer blocks."""
         paths = self.parts(source).blocks
-        if isinstance(paths, str):
-            return tuple(source.get_submodule(paths).children())
-        return tuple(map(source.get_submodule, paths))
+        if not isinstance(paths, str):
+            return paths
+        return tuple(f"{paths}.{name}" for name, _ in source.get_submodule(paths).named_children())
 
     def last_norm(self, source: nn.Module) -> nn.Module:
         """Returns the norm after the last block; an identity where a model has none."""
@@ -408,7 +412,7 @@ class AdoptedFamily(Family):
                     new_attention.inner_norms[name] = self.inner_norm(module, name)
             adapter = self.adapter(source, module, new_attention, rotations)
             block.set_submodule(parts.attention, adapter.train(module.training))
-            for path in self._gate(source):
+            for path in parts.gated.get(type(block.get_submodule(parts.mlp[0])).__name__, ())[1:2]:
                 whole, _, half = path.rpartition(".")
                 if half == "second" and isinstance(block.get_submodule(whole), nn.Linear):
                     halve_(block, whole)
@@ -421,6 +425,7 @@ class AdoptedFamily(Family):
                     native_(part)
             _fuse_mlp_(block, parts)
             self.fuse_block_(block)
+        vars(adopted)["pairs"] = self._found_pairs(source)
         if blocks and parts.pooling == "class":  # every other pooling uses the patches of the last block
             adopted.last = LastLayer(
                 blocks[-1], parts.attention, parts.norm_before, self.last_norm(source), parts.prefix_tokens
@@ -462,9 +467,10 @@ class AdoptedFamily(Family):
         adapter.attention = attention.train(adapter.attention.training)
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        source = self._adopted(model).source
-        maps = zip(self.blocks(source), self._maps(source), strict=False)  # no maps where a block has another MLP
-        return tuple((block.get_submodule(first), block.get_submodule(second)) for block, (first, second) in maps)
+        adopted = self._adopted(model)
+        maps = [[adopted.source.get_submodule(path) for path in (pair.first, pair.second)] for pair in adopted.pairs]
+        # The linear map of a `units.Convolution`.
+        return tuple(tuple(getattr(part, "linear", part) for part in pair) for pair in maps)  # type: ignore[misc]
 
     def mlps(self, model: nn.Module) -> tuple[FusedMLP, ...]:
         source = self._adopted(model).source
@@ -473,15 +479,16 @@ class AdoptedFamily(Family):
         return fused if len(fused) == len(found) else ()
 
     def has_plain_units(self, model: nn.Module) -> bool:
-        source = self._adopted(model).source
-        for block, pair in zip(self.blocks(source), self.mlp(model), strict=False):
+        adopted = self._adopted(model)
+        for block, pair in zip(self.blocks(adopted.source), adopted.pairs, strict=False):
             # By id, because tensors are compared elementwise.
-            linears = (*pair, *(block.get_submodule(gate) for gate in self._gate(source)))
+            linears = map(adopted.source.get_submodule, (pair.first, pair.second, *pair.between))
             maps = {id(parameter) for linear in linears for parameter in linear.parameters()}
-            inside = (tensor for name in self.parts(source).mlp for tensor in block.get_submodule(name).parameters())
+            names = self.parts(adopted.source).mlp
+            inside = (tensor for name in names for tensor in block.get_submodule(name).parameters())
             if any(id(parameter) not in maps for parameter in inside):  # a norm over all units
                 return False
-        return bool(self.mlp(model))
+        return bool(adopted.pairs)
 
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
         """Replaces one of the two linear maps of one layer's MLP in place.
@@ -489,39 +496,36 @@ class AdoptedFamily(Family):
         Raises:
             NotSupported: The model has no MLPs of two linear maps.
         """
-        source = self._adopted(model).source
-        maps = self._maps(source)
-        if not maps:
-            raise NotSupported(f"{self._adopted(model).origin.architecture} has no MLPs of two linear maps.")
-        block, name = self.blocks(source)[layer], maps[layer][which]
-        block.set_submodule(name, linear.train(block.get_submodule(name).training))
+        adopted = self._adopted(model)
+        if not adopted.pairs:
+            raise NotSupported(f"{adopted.origin.architecture} has no MLPs of two linear maps.")
+        path = (adopted.pairs[layer].first, adopted.pairs[layer].second)[which]
+        if hasattr(adopted.source.get_submodule(path), "linear"):
+            path = f"{path}.linear"
+        adopted.source.set_submodule(path, linear.train(adopted.source.get_submodule(path).training))
 
-    def _maps(self, source: nn.Module) -> tuple[tuple[str, str], ...]:
-        """Returns the paths, in every block, of the two maps of its MLP; () where a block has another kind."""
-        parts = self.parts(source)
-        if gated := self._gated(source):
-            return ((gated[0], gated[2]),) * len(self.blocks(source))
-        fused = f"{parts.mlp[0]}.{LINEAR_MAPS[0]}", f"{parts.mlp[0]}.{LINEAR_MAPS[1]}"
-        mlps = [block.get_submodule(parts.mlp[0]) for block in self.blocks(source)]
-        if not all(isinstance(mlp, FusedMLP) or type(mlp).__name__ in parts.mlp_classes for mlp in mlps):
-            return ()
-        return tuple(fused if isinstance(mlp, FusedMLP) else parts.maps for mlp in mlps)
-
-    def _gated(self, source: nn.Module) -> tuple[str, str, str] | tuple[()]:
-        """Returns the paths of values, gate and output in every block, () where not all MLPs are gated ones."""
-        parts = self.parts(source)
-        kinds = {type(block.get_submodule(parts.mlp[0])).__name__ for block in self.blocks(source)}
-        return parts.gated.get(kinds.pop(), ()) if len(kinds) == 1 else ()
-
-    def _gate(self, source: nn.Module) -> tuple[str, ...]:
-        return self._gated(source)[1:2]
+    def _found_pairs(self, source: nn.Module) -> tuple[Pair, ...]:
+        """Returns the maps of the MLP of every block, () where a block has another kind."""
+        parts, pairs = self.parts(source), []
+        for path in self.block_paths(source):
+            mlp = source.get_submodule(f"{path}.{parts.mlp[0]}")
+            kind, maps = type(mlp).__name__, parts.maps
+            if isinstance(mlp, FusedMLP):
+                maps = tuple(f"{parts.mlp[0]}.{name}" for name in LINEAR_MAPS)
+            elif kind in parts.gated:
+                maps = parts.gated[kind]
+            elif kind not in parts.mlp_classes:
+                return ()
+            first, *between, second = (f"{path}.{name}" for name in maps)
+            pairs.append(Pair(first, second, tuple(between), path))
+        return tuple(pairs)
 
     def keep_units_(self, model: nn.Module, layer: int, keep: Bool[Tensor, "units"]) -> None:
-        source = self._adopted(model).source
-        for gate in self._gate(source):
+        adopted = self._adopted(model)
+        for path in adopted.pairs[layer].between:
             if not bool(keep.any()):
-                raise NotSupported("no unit of a gated MLP would be left; keep one or more.")
-            keep_units_of_(self.blocks(source)[layer].get_submodule(gate), keep)
+                raise NotSupported(f"no unit of the MLP {adopted.pairs[layer].block} would be left; keep one or more.")
+            keep_units_of_(adopted.source.get_submodule(path), keep)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Returns how the model was created, the spec of every layer's attention, and the ranks of its MLP."""
@@ -708,14 +712,16 @@ class AdoptedFamily(Family):
         before = num_params(source) - classifier - sum(num_params(block) for block in blocks)
         mlps = [[block.get_submodule(name) for name in parts.mlp] for block in blocks]
         # Where MLPs are of another kind, nothing in them changes.
-        changes = list(zip(maps, shapes.mlp_ranks, shapes.hidden, strict=True)) or [((), (), 0)] * len(blocks)
+        gates = [next(map(source.get_submodule, pair.between), None) for pair in adopted.pairs]
+        changes = list(zip(maps, shapes.mlp_ranks, shapes.hidden, gates, strict=True))
+        changes = changes or [((), (), 0, None)] * len(blocks)
         return ModelCosts(
             patches=PartCosts(before, positions * source.get_submodule(parts.patches).weight.numel()),  # type: ignore[operator, union-attr]
             layers=tuple(
                 replace(
                     # The formulas of an MLP and of norms are those of attnrx models; a library's may have others.
                     layer_costs(spec, num_tokens, 0),
-                    mlp=mlp_costs(mlp, num_tokens, *change, *map(block.get_submodule, self._gate(source))),
+                    mlp=mlp_costs(mlp, num_tokens, *change),
                     layer_norms=PartCosts(
                         num_params(block) - sum(map(num_params, mlp)) - projection_params(layer_attention)
                     ),

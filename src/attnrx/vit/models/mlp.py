@@ -1,6 +1,7 @@
 """The MLP of a block: its linear maps, whole, factored or in halves, and its call of the C++ kernel."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,23 @@ from torch import nn
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.kernels.native_products import NativeLinear, native_maps, runs_natively
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two maps between which every unit is computed from itself alone.
+
+    `first` and `second` are their paths, `between` those of the depthwise convolutions, batch norms and gates between
+    them, and `block` that of the smallest part that is called around both. `positions` are the places per image that
+    the maps run at, `unit_macs` the MACs per image of one unit between them.
+    """
+
+    first: str
+    second: str
+    between: tuple[str, ...]
+    block: str
+    positions: int = 0
+    unit_macs: int = 0
 
 
 class LowRankLinear(nn.Module):

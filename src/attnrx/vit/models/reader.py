@@ -31,7 +31,7 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.models.adopted import Adapter, Adopted, Origin, RotationCache, attention_from_projections, image_shape
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, unsaved_buffers
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls
-from attnrx.vit.models.units import Pair, unmixed
+from attnrx.vit.models.units import unmixed
 from attnrx.vit.models.unsupported_features import Refusal, unread_attention
 
 
@@ -169,10 +169,7 @@ class ReaderFamily(AdoptedFamily):
         return adopted
 
     def prove_units(self, adopted: Adopted) -> None:
-        source = adopted.source
-        paths = {part: path for path, part in source.named_modules()}
-        maps = self.mlp(adopted) if self.has_plain_units(adopted) else ()
-        pairs = [Pair(paths[first], paths[second], (), "") for first, second in maps]
+        source, pairs = adopted.source, adopted.pairs if self.has_plain_units(adopted) else ()
         with evaluating((source,)):
             separate = unmixed(source, pairs, random_images(source, adopted.origin.input_shape, 1))
         for index, pair in enumerate(pairs):

@@ -35,7 +35,7 @@ from attnrx.vit.models.adopted import Adopted, Origin
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
 from attnrx.vit.models.family import LayerShapes, num_outputs
 from attnrx.vit.models.library_costs import mlp_costs, num_params
-from attnrx.vit.models.mlp import halve_, hidden_units, keep_units_of_
+from attnrx.vit.models.mlp import Pair, halve_, hidden_units, keep_units_of_
 from attnrx.vit.models.module_inputs import called, inputs_of
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls, replacing_forward
 from attnrx.vit.models.unsupported_features import model_name
@@ -47,23 +47,6 @@ SIDES = (224, 256, 384, 512, 1024, 192, 128, 96, 64, 32)
 # Pairs of fewer MACs than this share of the largest one's are left out: heads of pooled features, biases of positions.
 LEAST_SHARE = 0.01
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two maps between which every unit is computed from itself alone.
-
-    `first` and `second` are their paths, `between` those of the depthwise convolutions, batch norms and gates between
-    them, and `block` that of the smallest part that is called around both. `positions` are the places per image that
-    the maps run at, `unit_macs` the MACs per image of one unit between them.
-    """
-
-    first: str
-    second: str
-    between: tuple[str, ...]
-    block: str
-    positions: int = 0
-    unit_macs: int = 0
 
 
 class Convolution(nn.Module):
@@ -92,7 +75,6 @@ class Convolution(nn.Module):
 class UnitsModel(Adopted):
     """A module of any class, `source`, of which the hidden units of MLPs are read and nothing else."""
 
-    pairs: tuple[Pair, ...] = ()
     outer_macs = 0
     head = ""
 
@@ -227,28 +209,8 @@ class UnitsFamily(AdoptedFamily):
     def mlp_paths(self, model: nn.Module) -> tuple[str, ...]:
         return tuple(f"source.{pair.block}".rstrip(".") for pair in self._units(model).pairs)
 
-    def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        found = self._units(model)
-        maps = [[found.source.get_submodule(path) for path in (pair.first, pair.second)] for pair in found.pairs]
-        return tuple(tuple(getattr(part, "linear", part) for part in pair) for pair in maps)  # type: ignore[misc]
-
     def has_plain_units(self, model: nn.Module) -> bool:
         return True
-
-    def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
-        found = self._units(model)
-        pair = found.pairs[layer]
-        path = (pair.first, pair.second)[which]
-        if isinstance(found.source.get_submodule(path), Convolution):
-            path = f"{path}.linear"
-        found.source.set_submodule(path, linear.train(found.source.get_submodule(path).training))
-
-    def keep_units_(self, model: nn.Module, layer: int, keep: Bool[Tensor, "units"]) -> None:
-        found = self._units(model)
-        for path in found.pairs[layer].between:
-            if not bool(keep.any()):
-                raise NotSupported(f"no unit of the MLP {found.pairs[layer].block} would be left; keep one or more.")
-            keep_units_of_(found.source.get_submodule(path), keep)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         found = self._units(model)
