@@ -1,7 +1,7 @@
 """Modules of torch: deep copies also where Python cannot copy an attribute, and whether operations are recorded."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Tensor
 
 Module = TypeVar("Module", bound=nn.Module)
+Value = TypeVar("Value")
 
 
 class _DetachedCopies(TorchFunctionMode):
@@ -66,6 +67,17 @@ def is_traced() -> bool:
 def is_recorded() -> bool:
     """Whether operations that run now are recorded: for gradients, or in a graph."""
     return torch.is_grad_enabled() or is_traced()
+
+
+def outermost(model: nn.Module, found: Callable[[nn.Module], Value | None]) -> Iterator[tuple[str, Value]]:
+    """Yields the paths of the parts of which `found` returns something, and that; of nested parts the outermost."""
+    outer: list[str] = []
+    for path, part in model.named_modules():
+        if not any(path.startswith(f"{above}.") or not above for above in outer):
+            value = found(part)
+            if value is not None:
+                outer.append(path)
+                yield path, value
 
 
 def random_images(model: nn.Module, shape: Sequence[int], count: int = 2) -> Float[Tensor, "count *shape"]:

@@ -472,12 +472,6 @@ class AdoptedFamily(Family):
         # The linear map of a `units.Convolution`.
         return tuple(tuple(getattr(part, "linear", part) for part in pair) for pair in maps)  # type: ignore[misc]
 
-    def mlps(self, model: nn.Module) -> tuple[FusedMLP, ...]:
-        source = self._adopted(model).source
-        found = [block.get_submodule(self.parts(source).mlp[0]) for block in self.blocks(source)]
-        fused = tuple(mlp for mlp in found if isinstance(mlp, FusedMLP))
-        return fused if len(fused) == len(found) else ()
-
     def has_plain_units(self, model: nn.Module) -> bool:
         adopted = self._adopted(model)
         for block, pair in zip(self.blocks(adopted.source), adopted.pairs, strict=False):

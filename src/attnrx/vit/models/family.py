@@ -15,7 +15,7 @@ from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.support.storage import fingerprint, require_finite_tensors
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, TokenCosts, token_costs
-from attnrx.vit.models.mlp import FusedMLP, hidden_units, rank_of
+from attnrx.vit.models.mlp import hidden_units, rank_of
 from attnrx.vit.models.token_reduction import reduction_of, require_all_tokens
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenLayout, TokenPolicy
@@ -77,10 +77,6 @@ class Family(ABC):
     def set_mlp_(self, model: nn.Module, layer: int, which: int, linear: nn.Module) -> None:
         """Replaces the first (0) or second (1) map of one layer's MLP, and updates the description."""
 
-    def mlps(self, model: nn.Module) -> tuple[FusedMLP, ...]:
-        """Returns the MLP of every layer as one module; () where they are not two maps with an activation between."""
-        return ()
-
     @abstractmethod
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Returns a JSON-ready description from which `build` creates the same model, without its weights."""
@@ -121,7 +117,7 @@ class Family(ABC):
         return None
 
     def inputs(self, model: nn.Module) -> Any:
-        """Returns how inputs of the model's own library become images of attnrx (`huggingface_inputs.ImageInput`); None
+        """Returns how inputs of the model's own library become images of attnrx (`huggingface_readers.ImageInput`); None
         where they are images of channels, height and width.
         """
         return None

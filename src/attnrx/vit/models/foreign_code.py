@@ -17,7 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from attnrx.support.errors import NotSupported
-from attnrx.support.modules import copy_module, random_images, rounding_limit
+from attnrx.support.modules import copy_module, outermost, random_images, rounding_limit
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models.observation_hooks import evaluating
 
@@ -106,13 +106,8 @@ def merged(model: nn.Module) -> nn.Module:
         for part in list(holder.modules()):
             if parametrize.is_parametrized(part):
                 _remove_parametrizations_(part)
-            for hook in list(part._forward_pre_hooks.values()):
-                if isinstance(hook, prune.BasePruningMethod):
-                    prune.remove(part, hook._tensor_name)
-                elif isinstance(hook, WeightNorm):
-                    remove_weight_norm(part, hook.name)
-                elif isinstance(hook, SpectralNorm):
-                    remove_spectral_norm(part, hook.name)
+            for name, remove in list(_computed_by_hooks(part)):
+                remove(part, name)
         for path, base in list(_with_adapters(holder)):
             holder.set_submodule(path, _as_linear(holder.get_submodule(path), base))
     return holder[0].train(model.training) if type(holder[0]) is not type(model) else holder[0]
@@ -120,14 +115,13 @@ def merged(model: nn.Module) -> nn.Module:
 
 def _peft_parts(model: nn.Module) -> list[str]:
     """Returns the paths of the outermost models of PEFT, and of its parts that hold two versions of a module."""
-    found: list[str] = []
-    for path, part in model.named_modules():
+
+    def of_peft(part: nn.Module) -> set[str] | None:
         # By name, because importing PEFT takes seconds.
-        of_peft = {base.__name__ for base in type(part).__mro__ if base.__module__.startswith("peft.")}
-        is_inside = any(path.startswith(f"{outer}.") or not outer for outer in found)
-        if not is_inside and of_peft & {"PeftModel", "PeftMixedModel", "BaseTuner", "AuxiliaryTrainingWrapper"}:
-            found.append(path)
-    return found
+        names = {base.__name__ for base in type(part).__mro__ if base.__module__.startswith("peft.")}
+        return names & {"PeftModel", "PeftMixedModel", "BaseTuner", "AuxiliaryTrainingWrapper"} or None
+
+    return [path for path, _ in outermost(model, of_peft)]
 
 
 def without_wrapper(model: Any) -> nn.Module:
@@ -152,23 +146,20 @@ def _without_peft(part: Any) -> nn.Module:
 
 
 def _with_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yields the paths of the parts that compute a linear map by more weights than those of one, and the linear map in
+    """Returns the paths of the parts that compute a linear map by more weights than those of one, and the linear map in
     each that has the same shape.
     """
     # A class that computes something else once is not called again: blocks repeat.
     others: set[type] = set()
-    found: list[str] = []
-    for path, part in model.named_modules():
-        if type(part) in others or any(path.startswith(f"{outer}.") for outer in found):
-            continue
-        base = _base_of(part)
-        if base is None:
-            continue
-        if _is_linear(part, base):
-            found.append(path)
-            yield path, base
-        else:
+
+    def adapted(part: nn.Module) -> nn.Linear | None:
+        base = None if type(part) in others else _base_of(part)
+        if base is not None and not _is_linear(part, base):
             others.add(type(part))
+            return None
+        return base
+
+    return outermost(model, adapted)
 
 
 def _base_of(part: nn.Module) -> nn.Linear | None:
@@ -233,17 +224,20 @@ def _remove_parametrizations_(part: nn.Module) -> None:
         part.register_parameter(name, nn.Parameter(weight.detach().clone(), is_trained))
 
 
+def _computed_by_hooks(part: nn.Module) -> Iterator[tuple[str, Callable[[nn.Module, str], object]]]:
+    """Yields the weights that hooks compute, and what removes such a hook."""
+    for hook in part._forward_pre_hooks.values():
+        if isinstance(hook, prune.BasePruningMethod):
+            yield hook._tensor_name, prune.remove
+        elif isinstance(hook, WeightNorm | SpectralNorm):
+            yield hook.name, remove_weight_norm if isinstance(hook, WeightNorm) else remove_spectral_norm
+
+
 def reparametrized(model: nn.Module) -> Iterator[str]:
     """Yields the names of the weights that are computed from other tensors at every use."""
     for path, part in model.named_modules():
-        names = []
-        if parametrize.is_parametrized(part):
-            names += list(part.parametrizations)  # type: ignore[arg-type]
-        for hook in part._forward_pre_hooks.values():
-            if isinstance(hook, prune.BasePruningMethod):
-                names.append(hook._tensor_name)
-            elif isinstance(hook, WeightNorm | SpectralNorm):
-                names.append(hook.name)
+        names = list(part.parametrizations) if parametrize.is_parametrized(part) else []  # type: ignore[arg-type]
+        names += [name for name, _ in _computed_by_hooks(part)]
         yield from (f"{path}.{name}".lstrip(".") for name in names)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.modules import copy_module, random_images
+from attnrx.support.modules import copy_module, outermost, random_images
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.models.adopted import Adopted, Origin
 from attnrx.vit.models.adopted_family import ModelParts
@@ -264,12 +264,7 @@ def _group_of(model: nn.Module) -> tuple[tuple[str, ...], str, tuple[str, ...]] 
     projections; None where there are none.
     """
     groups: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
-    found: list[str] = []
-    for path, part in model.named_modules():
-        projections = None if any(path.startswith(f"{outer}.") for outer in found) else _projections(part)
-        if projections is None:
-            continue
-        found.append(path)
+    for path, projections in outermost(model, _projections):
         block = _block_around(model, path)
         if block is not None:
             pattern = re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", block)

@@ -282,9 +282,6 @@ class AttnrxFamily(Family, Generic[Config]):
             hidden_units=() if set(units) == {config.hidden} else tuple(units),
         )
 
-    def mlps(self, model: nn.Module) -> tuple[FusedMLP, ...]:
-        return tuple(layer.mlp for layer in self._transformer(model).layers)  # type: ignore[misc]
-
     def describe(self, model: nn.Module) -> dict[str, Any]:
         return to_dict(self._transformer(model).config)
 

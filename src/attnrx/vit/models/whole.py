@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnrx.support.arguments import described, described_error
 from attnrx.support.dataclass_records import fields_of, of_fields
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.modules import copy_module, random_images, rounding_limit
+from attnrx.support.modules import copy_module, outermost, random_images, rounding_limit
 from attnrx.support.shapes import Bool, Tensor
 from attnrx.support.trees import rows_of, tensors_of
 from attnrx.vit.costs import ModelCosts, PartCosts
@@ -241,7 +241,7 @@ def _of_trunk(name: str) -> Any:
 
 
 OF_TRUNK = (
-    "attention", "specs", "set_attention_", "mlp", "set_mlp_", "mlps", "has_plain_units", "keep_units_", "geometry",
+    "attention", "specs", "set_attention_", "mlp", "set_mlp_", "has_plain_units", "keep_units_", "geometry",
     "patch_features", "patch_embedding", "pooled_norm", "num_tokens",
 )  # fmt: skip
 _TrunkMethods: Any = type("_TrunkMethods", (), {name: _of_trunk(name) for name in OF_TRUNK})
@@ -265,15 +265,12 @@ class WholeFamily(_TrunkMethods, Family):
 
     def trunks_of(self, model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
         """Returns the paths and the families of the Vision Transformers in a module, the largest first."""
-        found: dict[str, AdoptedFamily] = {}
-        for path, part in model.named_modules():
-            if any(path.startswith(f"{outer}.") or not outer for outer in found):
-                continue
-            for family in self.libraries.values():
-                if _is_of(part, family) and not any(family.refusals(part)):
-                    found[path] = family
-                    break
-        return sorted(found.items(), key=lambda each: -num_params(model.get_submodule(each[0])))
+
+        def family_of(part: nn.Module) -> AdoptedFamily | None:
+            families = (family for family in self.libraries.values() if _is_of(part, family))
+            return next((family for family in families if not any(family.refusals(part))), None)
+
+        return sorted(outermost(model, family_of), key=lambda each: -num_params(model.get_submodule(each[0])))
 
     def adopt_largest(self, model: nn.Module, trunks: Sequence[tuple[str, AdoptedFamily]], plain: nn.Module) -> Whole:
         """Adopts the first of the Vision Transformers in a module that it calls once; its others stay as they are.
