@@ -117,7 +117,7 @@ class Family(ABC):
         return None
 
     def inputs(self, model: nn.Module) -> Any:
-        """Returns how inputs of the model's own library become images of attnrx (`huggingface_readers.ImageInput`); None
+        """Returns how inputs of the model's own library become images (`huggingface_readers.ImageInput`); None
         where they are images of channels, height and width.
         """
         return None
