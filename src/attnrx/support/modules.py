@@ -80,6 +80,14 @@ def outermost(model: nn.Module, found: Callable[[nn.Module], Value | None]) -> I
                 yield path, value
 
 
+def containing(paths: Sequence[str]) -> Iterator[str]:
+    """Yields the paths of the modules that contain all of these parts, from the smallest to the model itself, ""."""
+    pieces = [path.split(".") for path in paths]
+    for count in range(min(map(len, pieces)) - 1, -1, -1):
+        if len({tuple(each[:count]) for each in pieces}) == 1:
+            yield ".".join(pieces[0][:count])
+
+
 def random_images(model: nn.Module, shape: Sequence[int], count: int = 2) -> Float[Tensor, "count *shape"]:
     """Returns the same normal images of a shape in every call, in the dtype and on the device of the parameters.
 

@@ -8,10 +8,8 @@ for granted: a copy that returns something else is refused, as for every model.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,11 +17,11 @@ from torch import nn
 
 from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.modules import copy_module, outermost, random_images
+from attnrx.support.modules import containing, copy_module, outermost, random_images
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.models.adopted import Adopted, Origin
 from attnrx.vit.models.adopted_family import ModelParts
-from attnrx.vit.models.observation_hooks import evaluating
+from attnrx.vit.models.observation_hooks import evaluating, recording_calls
 from attnrx.vit.models.reader import Reader, ReaderFamily
 from attnrx.vit.models.units import UnitsFamily
 from attnrx.vit.models.unsupported_features import Refusal, model_name
@@ -134,7 +132,7 @@ class StructureFamily(ReaderFamily):
             structure = _observed(holder[0], blocks, attention, projections)
         if structure is None:
             return None
-        path = _common([*structure.blocks, structure.patches])
+        path = next(containing([*structure.blocks, structure.patches]))
         source = holder[0].get_submodule(path)
         inside = partial(_inside, path)
         vars(source)["attnrx_structure"] = replace(
@@ -211,13 +209,6 @@ def _structure(source: nn.Module) -> Structure:
 
 def _inside(path: str, inner: str) -> str:
     return inner.removeprefix(f"{path}.") if path else inner
-
-
-def _common(paths: Sequence[str]) -> str:
-    """Returns the path of the smallest module that contains all of these."""
-    pieces = [path.split(".") for path in paths]
-    shared = takewhile(lambda level: len(set(level)) == 1, zip(*pieces, strict=False))
-    return ".".join([level[0] for level in shared][: min(map(len, pieces)) - 1])
 
 
 # By names and shapes.
@@ -348,24 +339,17 @@ def _observed(
     except NotSupported:
         return None
     images = random_images(model, origin.input_shape, 3)
-    order: list[tuple[str, Any, Any]] = []  # the path, the first tensor, and the output of every call, as it ends
-
-    def leave(path: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        order.append((path, next(tensors, None), output[0] if isinstance(output, tuple) and output else output))
-        if path.endswith(f".{attention}"):
-            pairs.append(isinstance(output, tuple))
-
-    pairs: list[bool] = []
+    named = {part: path for path, part in model.named_modules()}
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it calls no parts
     try:
-        with ExitStack() as hooks:
-            for path, part in model.named_modules():
-                hooks.enter_context(part.register_forward_hook(partial(leave, path), with_kwargs=True))
+        with recording_calls(named, lambda call: call) as found:
             model(images)
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+    # The path, the first tensor, and the output of every call, as it ends.
+    order = [(named[call.module], call.tokens, call.output_tokens) for call in found]
+    pairs = [isinstance(call.output, tuple) for call in found if named[call.module].endswith(f".{attention}")]
     calls = {path: (entered, left) for path, entered, left in order}
     paths = [path for path, _, _ in order]
     layers = [(block, f"{block}.{attention}") for block in blocks]
@@ -425,7 +409,7 @@ def _mlp_of(block: nn.Module, attention: str) -> tuple[tuple[str, ...], str]:
     if len(maps) != 2:
         return maps, ""
     first, second = (block.get_submodule(path) for path in maps)
-    mlp = _common(maps)
+    mlp = next(containing(maps))
     inside = list(block.get_submodule(mlp).parameters()) if mlp else []
     is_alone = len(inside) == len([*first.parameters(), *second.parameters()])
     return maps, mlp if is_alone else ""

@@ -8,9 +8,10 @@ is between them, with weights per unit.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnrx.support.arguments import described_error
 from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.modules import random_images
+from attnrx.support.modules import containing, random_images
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.support.trees import tensors_of
 from attnrx.vit.attention import Attention
@@ -353,84 +354,71 @@ def _is_per_unit(part: nn.Module, units: int) -> bool:
     return type(part) is nn.Conv2d and part.groups == part.in_channels == part.out_channels == units
 
 
-@dataclass
-class _Call:
-    """The calls of a part in a forward pass: their number, the parts around the last one, its input and output."""
-
-    count: int
-    around: tuple[str, ...]
-    inputs: torch.Size
-    outputs: torch.Size
-    returned: Tensor
-
-
 def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
 
-def _traced(model: nn.Module, images: Tensor) -> tuple[list[str], dict[str, _Call], set[str], Any]:
-    """Runs the model; returns its parts without parts in the order of their calls, the calls of its maps, the parts
-    whose first argument is a tensor and that are called once, and the output.
+class _Trace(NamedTuple):
+    """A forward pass: the parts without parts in the order of their calls, the shapes of the input and of the output of
+    every map that is called once, and its output, the parts that are called once with a tensor, and what was returned.
     """
-    order: list[str] = []
-    calls: dict[str, _Call] = {}
-    around: list[str] = []
-    numbers: dict[str, int] = {}
 
-    def enter(path: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        around.append(path)
-        takes_tensor = isinstance(next(iter((*args, *kwargs.values())), None), Tensor)
-        numbers[path] = numbers.get(path, 0) + (1 if takes_tensor else 2)
-        if isinstance(part, _BatchNorm) or not list(part.children()):
-            order.append(path)
+    order: list[str]
+    maps: dict[str, tuple[torch.Size, torch.Size, Tensor]]
+    once: set[str]
+    output: Any
 
-    def leave(path: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        around.pop()
-        if _is_map(part):
-            count = 1 + (calls[path].count if path in calls else 0)
-            calls[path] = _Call(count, tuple(around), _first_tensor(args, kwargs).shape, output.shape, output)
 
-    with evaluating((model,)), ExitStack() as hooks:
-        for path, part in model.named_modules():
-            hooks.enter_context(part.register_forward_pre_hook(partial(enter, path), with_kwargs=True))
-            hooks.enter_context(part.register_forward_hook(partial(leave, path), with_kwargs=True))
+def _traced(model: nn.Module, images: Tensor) -> _Trace:
+    paths = {part: path for path, part in model.named_modules()}
+
+    def keep(call: ModuleCall) -> tuple[nn.Module, int, tuple[torch.Size, torch.Size, Tensor] | None]:
+        shapes = (call.tokens.shape, call.output.shape, call.output) if _is_map(call.module) else None
+        return call.module, 1 if isinstance(call.tokens, Tensor) else 2, shapes
+
+    with evaluating((model,)), recording_calls(paths, keep) as calls:
         output = called(model, images)
-    return order, calls, {path for path, number in numbers.items() if number == 1}, output
+    numbers = Counter[str]()
+    for part, number, _ in calls:
+        numbers[paths[part]] += number
+    once = {path for path, number in numbers.items() if number == 1}
+    leaves = [paths[part] for part, _, _ in calls if isinstance(part, _BatchNorm) or not list(part.children())]
+    maps = {paths[part]: shapes for part, _, shapes in calls if shapes is not None and paths[part] in once}
+    return _Trace(leaves, maps, once, output)
 
 
-def _candidates(
-    model: nn.Module, order: Sequence[str], calls: Mapping[str, _Call], blocks: set[str], around: bool
-) -> Iterator[Pair]:
+def _candidates(model: nn.Module, trace: _Trace, around: str | None) -> Iterator[Pair]:
     """Yields two maps after one another where the second has as many inputs as the first has outputs, and no other
     part with weights is between them than such with weights per unit.
 
     With `around`, the second may be a convolution of any kernel, and each may be transposed.
     """
-    named, gates = dict(model.named_modules()), set[str]()
+    named, gates, is_around = dict(model.named_modules()), set[str](), around is not None
+    order = [path for path in trace.order if not (is_around and path.startswith(f"{around}."))]
     for start, first in enumerate(order):
-        if first not in calls or calls[first].count > 1 or first in gates:
+        if first not in trace.maps or first in gates:
             continue
-        if isinstance(named[first], nn.ConvTranspose2d) and not around:
+        if isinstance(named[first], nn.ConvTranspose2d) and not is_around:
             continue
         units, between, gate = _sides(named[first])[1], [], ""
+        positions = _positions(named[first], trace.maps[first][1])
         for path in order[start + 1 :]:
             part = named[path]
-            if path in calls:
-                shapes = _positions(named[first], calls[first].outputs), _positions(part, calls[path].inputs)
-                common = [one for one, other in zip(calls[first].around, calls[path].around) if one == other]  # noqa: B905
-                block = next((one for one in reversed(common) if one in blocks), None)
-                fits = (around or _is_second(part)) and _sides(part)[0] == units and shapes[0] == shapes[1]
-                if calls[path].count == 1 and fits and block is not None:
+            if path in trace.maps:
+                inputs, outputs, _ = trace.maps[path]
+                fits = (is_around or _is_second(part)) and _sides(part)[0] == units
+                fits = fits and positions == _positions(part, inputs)
+                block = next((above for above in containing((first, path)) if above in trace.once), None)
+                if fits and block is not None:
                     gates.add(gate)
                     yield Pair(first, path, tuple(between), block)
                 # A gate is a map of the same features to as many units.
-                is_gate = _sides(part) == _sides(named[first]) and shapes[0] == _positions(part, calls[path].outputs)
-                if gate or around or fits or not is_gate or calls[path].count > 1 or not _is_second(part):
+                is_gate = _sides(part) == _sides(named[first]) and positions == _positions(part, outputs)
+                if gate or is_around or fits or not is_gate or not _is_second(part):
                     break
                 gate = path
                 between.append(path)
-                continue
-            if _is_per_unit(part, units):
+            elif _is_per_unit(part, units):
                 between.append(path)
             elif any(True for _ in part.parameters()):
                 break
@@ -465,20 +453,19 @@ def separate_pairs(
 
 def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dict[Pair, int], str]:
     """Returns the pairs with the MACs of both maps, and the path of the map that makes the output."""
-    order, calls, blocks, output = _traced(model, images)
-    order = [path for path in order if around is None or not path.startswith(f"{around}.")]
-    named = dict(model.named_modules())
-    head = ""
-    outputs = tensors_of(output)
+    trace, named, head = _traced(model, images), dict(model.named_modules()), ""
+    outputs = tensors_of(trace.output)
     if len(outputs) == 1 and not images.is_meta:
         (tensor,) = outputs.values()
-        made = [path for path, call in calls.items() if call.returned.data_ptr() == tensor.data_ptr()]
-        head = made[-1] if made and calls[made[-1]].outputs.numel() == tensor.numel() else ""
-    pairs = list(_candidates(model, order, calls, blocks, around is not None))
-    if around is None:
-        pairs = [pair for pair in pairs if pair.second != head]
-    work = {pair: _work(calls, named, pair) for pair in pairs}
-    del calls, output
+        made = [path for path, (_, _, output) in trace.maps.items() if output.data_ptr() == tensor.data_ptr()]
+        head = made[-1] if made and trace.maps[made[-1]][1].numel() == tensor.numel() else ""
+    pairs = [pair for pair in _candidates(model, trace, around) if around is not None or pair.second != head]
+    work = {
+        pair: _positions(named[pair.first], trace.maps[pair.first][1])
+        * sum(named[path].weight.numel() for path in (pair.first, pair.second))  # type: ignore[operator, union-attr]
+        for pair in pairs
+    }
+    del trace, outputs
     with evaluating((model,)):
         if images.is_meta:  # shapes do not show that keys and values are mixed
             pairs = [
@@ -498,24 +485,16 @@ def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn
     """Replaces linear maps of twice as many outputs as the next map has inputs by their halves, in place, except
     `others`; returns these maps by their paths.
     """
-    order, calls, _, _ = _traced(model, images)
-    named = dict(model.named_modules())
-    maps = [path for path in order if path in calls]
+    trace, named = _traced(model, images), dict(model.named_modules())
+    maps = [path for path in trace.order if path in trace.maps]
     return {
         path: halve_(model, path)
         for path, after in pairwise(maps)
         if not {path, after} & others
         and {type(named[path]), type(named[after])} <= {nn.Linear, NativeLinear}
-        and calls[path].count == calls[after].count == 1
-        and calls[path].outputs[:-1] == calls[after].inputs[:-1]
+        and trace.maps[path][1][:-1] == trace.maps[after][0][:-1]
         and _sides(named[path])[1] == 2 * _sides(named[after])[0]
     }
-
-
-def _work(calls: Mapping[str, _Call], named: Mapping[str, nn.Module], pair: Pair) -> int:
-    """Returns the MACs of both maps of a pair."""
-    weights: list[Any] = [named[path].weight for path in (pair.first, pair.second)]
-    return _positions(named[pair.first], calls[pair.first].outputs) * sum(weight.numel() for weight in weights)
 
 
 def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
