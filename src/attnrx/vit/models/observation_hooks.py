@@ -53,11 +53,8 @@ def observing_calls(
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         others = dict(kwargs)
         # timm passes tokens by position, transformers by name.
-        tokens = (
-            args[0]
-            if args
-            else others.pop("hidden_states" if "hidden_states" in others else next(iter(others), ""), None)
-        )
+        name = "hidden_states" if "hidden_states" in others else next(iter(others), "")
+        tokens = args[0] if args else others.pop(name, None)
         observe(ModuleCall(module, tokens, args[1:], others, output))
 
     hook.by_image = by_image  # type: ignore[attr-defined]

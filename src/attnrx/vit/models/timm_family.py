@@ -33,21 +33,8 @@ from attnrx.vit.models.adopted import (
 from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, creating, unsaved_buffers
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.substitute import Substitute
-from attnrx.vit.models.unsupported_features import (
-    ATTENTION_FEATURES,
-    NOT_PLAIN,
-    Refusal,
-    features,
-    unread_attention,
-    without_reader,
-)
+from attnrx.vit.models.unsupported_features import NOT_PLAIN, Refusal, unread_attention, without_reader
 
-# Reasons why timm's other blocks and attention are unsupported; other classes are refused with their name.
-BLOCKS: dict[str, str] = {
-    "ParallelScalingBlock": "attention and MLP in parallel with common projections",
-    "ParallelThingsBlock": "several parallel attention modules in one layer",
-    "DiffParallelScalingBlock": "differential attention in parallel with the MLP",
-}
 NO_BLOCKS = "Of timm, attnrx adopts models with one list of blocks, whose attention is attn."
 POST_NORM = ("ResPostBlock", "EvaBlockPostNorm", "ResPostRelPosBlock")
 # The parts of an attention module that are read: submodules, and parameters of its own.
@@ -136,13 +123,12 @@ class TimmModel(Adopted):
             NotSupported: timm is not installed.
         """
         source: Any = self.source
+        own = {"stop_early": stop_early, "intermediates_only": intermediates_only}
         blocks, last = _timm("models._features").feature_take_indices(len(source.blocks), indices)
         if not intermediates_only:  # timm then returns the features after the last block that it runs, too
             blocks = [*blocks, last if stop_early else len(source.blocks) - 1]
         with self.forward_pass(blocks):
-            return source.forward_intermediates(
-                images, indices, stop_early=stop_early, intermediates_only=intermediates_only, **options
-            )
+            return source.forward_intermediates(images, indices, **own, **options)
 
     def get_intermediate_layers(self, images: ImageBatch, n: int | Sequence[int] = 1, **options: Any) -> Any:
         """Returns features after several blocks, as timm does, in the form of DINO.
@@ -265,7 +251,6 @@ class TimmFamily(AdoptedFamily):
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields the parts of the model that are not read: blocks, attention, and unsupported features."""
-        yield from features(model)
         blocks, embedding = getattr(model, "blocks", None), getattr(model, "patch_embed", None)
         if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not hasattr(model, "num_prefix_tokens"):
             yield Refusal(without_reader(model), NO_BLOCKS)
@@ -274,8 +259,8 @@ class TimmFamily(AdoptedFamily):
             yield Refusal(f"the patch embedding {type(embedding).__name__} is not a PatchEmbed")
         for block in blocks:
             attention, kind = getattr(block, "attn", None), type(block).__name__
-            if kind in BLOCKS or not isinstance(attention, nn.Module):
-                yield Refusal(BLOCKS.get(kind, f"the block {kind} has no attention module attn"))
+            if not isinstance(attention, nn.Module):
+                yield Refusal(f"the block {kind} has no attention module attn")
             else:
                 yield from _unread(attention)
 
@@ -533,8 +518,7 @@ def _unread(attention: nn.Module) -> Iterator[Refusal]:
     submodules = {part for part, module in attention.named_children() if any(True for _ in module.parameters())}
     parameters = {part for part, _ in attention.named_parameters(recurse=False)}
     unread = sorted((submodules - ATTENTION_PARTS) | (parameters - ATTENTION_PARAMETERS))
-    refused_features = {feature for feature, parts in ATTENTION_FEATURES.items() if set(parts) & set(unread)}
-    if unread and not refused_features:  # `features` refuses these by name already
+    if unread:
         yield Refusal(f"the attention {name} has parts that are not read ({', '.join(unread)})", NOT_PLAIN)
     is_fused = getattr(attention, "qkv", None) is not None
     yield from unread_attention(attention, ("qkv", "proj") if is_fused else ("q_proj", "k_proj", "v_proj", "proj"))

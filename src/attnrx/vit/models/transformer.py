@@ -62,14 +62,13 @@ class TransformerConfig(ABC):
         self._require_ranges()
         if self.image_size % self.patch_size:
             raise InvalidInput(f"patch_size {self.patch_size} does not divide image_size {self.image_size}.")
-        if self.mlp_ranks and len(self.mlp_ranks) != self.depth:
-            raise InvalidInput(f"{len(self.mlp_ranks)} pairs of MLP ranks for {self.depth} layers: give one each.")
-        if self.hidden_units and len(self.hidden_units) != self.depth:
-            raise InvalidInput(f"{len(self.hidden_units)} hidden_units for {self.depth} layers: give one each.")
-        if self.geometry is not None and self.geometry.shape != (self.channels, self.image_size, self.image_size):
+        for name, values in (("pairs of MLP ranks", self.mlp_ranks), ("hidden_units", self.hidden_units)):
+            if values and len(values) != self.depth:
+                raise InvalidInput(f"{len(values)} {name} for {self.depth} layers: give one each.")
+        if self.geometry is not None and self.geometry.shape != self.input_shape:
             raise InvalidInput(
                 f"geometry for images of {self.geometry.shape} (channels, height, width): the model takes "
-                f"{(self.channels, self.image_size, self.image_size)}."
+                f"{self.input_shape}."
             )
         if len(self.mean) != self.channels or len(self.std) != self.channels:
             raise InvalidInput(

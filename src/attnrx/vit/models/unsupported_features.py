@@ -7,7 +7,6 @@ from torch import nn
 
 # The attention of a library's own block, and what it is part of; not something that a user can create otherwise.
 NOT_PLAIN = "Only softmax attention of queries and keys, rotated or not, with or without a bias, can be adopted."
-POOLING = "attn_pool"  # a pooling head before the classifier, not the attention of a layer
 
 
 @dataclass(frozen=True)
@@ -21,25 +20,6 @@ class Refusal:
     def is_of_class(self) -> bool:
         """Whether the architecture is not read, rather than a part or a setting that its user can change."""
         return self.remedy == NOT_PLAIN or self.reason.startswith(("the class ", "the block ", "the patch embedding "))
-
-
-# The parts of attention modules that show a feature, unless they are None or an identity.
-ATTENTION_FEATURES: dict[str, tuple[str, ...]] = {
-    "a gate on the output of attention": ("gate",),
-    "differential attention": ("lambda_q1", "lambda_a"),
-    "talking heads": ("proj_l", "proj_w"),
-}
-
-
-def features(model: nn.Module) -> Iterator[Refusal]:
-    """Yields the features by which attention anywhere in the model computes something that no form does."""
-    # By class name and attributes, because the libraries have no common class of attention.
-    for name, module in model.named_modules():
-        if "Att" not in type(module).__name__ or POOLING in name.split("."):
-            continue
-        for feature, attributes in ATTENTION_FEATURES.items():
-            if not all(isinstance(getattr(module, attribute, None), nn.Identity | None) for attribute in attributes):
-                yield Refusal(feature, NOT_PLAIN)
 
 
 def without_reader(model: nn.Module) -> str:

@@ -91,20 +91,23 @@ def _answer(module: nn.Module, around: Surroundings, trunk: Adopted, images: Ten
     return getattr(features, "pooler_output", features)
 
 
-class _OfImages(nn.Module):
-    """A user's module that takes images alone, where its forward needs other inputs too."""
-
-    trunk: Adopted
+class _Around(nn.Module):
+    """A user's module, with what is around its Vision Transformer, `trunk`, whose weights have one name only."""
 
     def __init__(self, module: nn.Module, around: Surroundings, trunk: Adopted):
         super().__init__()
         self.module, self.around = module, around
+        self.trunk: Adopted
         vars(self)["trunk"] = trunk
 
     @property
     def attnrx_inputs(self) -> ModuleInputs | None:
         """What the module takes other than images."""
         return inputs_of(self.module) if self.around.call == "forward" else None
+
+
+class _OfImages(_Around):
+    """A user's module that takes images alone, where its forward needs other inputs too."""
 
     def forward(self, images: Tensor) -> Any:
         return _answer(self.module, self.around, self.trunk, images)
@@ -142,7 +145,7 @@ class _Shape:
         return copy.deepcopy(self.module, memo).eval()
 
 
-class Whole(Substitute):
+class Whole(Substitute, _Around):
     """A module of the user's own, `module`, in which the Vision Transformer has attnrx attention.
 
     Called with images, or with any arguments of the user's module, it returns what that returns. A module that needs
@@ -151,15 +154,11 @@ class Whole(Substitute):
     """
 
     original_name = "module"
-    trunk: Adopted
 
     def __init__(self, module: nn.Module, trunk: Adopted, shape: _Shape, around: Surroundings):
-        super().__init__()
-        self.module = module
+        super().__init__(module, around, trunk)
         self.tokens: nn.Module | None = None
-        self.around = around
-        # In __dict__, so that its weights have one name only.
-        vars(self).update(trunk=trunk, shape=shape)
+        vars(self)["shape"] = shape
 
     def forward(
         self,
@@ -185,11 +184,6 @@ class Whole(Substitute):
     def _forward_chunk(self, images: Tensor) -> Any:
         with self.forward_pass():
             return _answer(self.module, self.around, self.trunk, images)
-
-    @property
-    def attnrx_inputs(self) -> ModuleInputs | None:
-        """What the module takes other than images."""
-        return inputs_of(self.module) if self.around.call == "forward" else None
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
