@@ -1,8 +1,6 @@
 """The proof of an adoption: two models have the same parts, and the same outputs for random images."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from functools import partial
 from itertools import zip_longest
 
 from torch import nn
@@ -56,9 +54,7 @@ def require_equal_logits(
     limit = rounding_limit(expected)
     difference = float((expected - actual).abs().max())
     if not difference <= limit:  # also true for NaN
-        with evaluating(models):
-            outputs = [_outputs_of_blocks(model, blocks(model), attention, images) for model in models]
-        where, reason = _first_difference(outputs[0], outputs[1], because)
+        where, reason = _first_difference(models, blocks, attention, images, because)
         raise NotSupported(
             f"{first.origin.architecture} cannot be adopted: {reason}. On random images the logits differ by "
             f"{difference:.3g}; rounding explains at most {limit:.3g}. {where}"
@@ -69,67 +65,46 @@ def _outputs(model: Adopted, images: Tensor, because: str) -> Float[Tensor, "ima
     """Returns the outputs for the images; raises NotSupported with the reason `because` if the forward pass fails."""
     try:
         return model(images)
-    except AttnrxError as error:
-        part, returns_nothing = _failing_part(model, images)
-        if returns_nothing:
-            raise NotSupported(f"{model.origin.architecture} cannot be adopted: {part} returns None.") from error
+    except AttnrxError:
         raise
     except Exception as error:  # the code of a model raises errors of any type
+        names, part, trace = {id(part): name for name, part in model.source.named_modules()}, "", error.__traceback__
+        while trace is not None:  # the innermost part of the model that was called
+            part, trace = names.get(id(trace.tb_frame.f_locals.get("self"))) or part, trace.tb_next
         raise NotSupported(
             f"{model.origin.architecture} cannot be adopted: {because}. On random images of shape "
-            f"{tuple(images.shape)} {_failing_part(model, images)[0]} raises {type(error).__name__}: {error}"
+            f"{tuple(images.shape)} {part or 'the model itself'} raises {type(error).__name__}: {error}"
         ) from error
 
 
-def _failing_part(model: Adopted, images: Tensor) -> tuple[str, bool]:
-    """Returns the path of the innermost part that returns None or raises an error, and whether one returns None."""
-    active: list[str] = []
-    nothing: list[str] = []
-
-    def enter(name: str, *_: object) -> None:
-        active.append(name)
-
-    def leave(part: nn.Module, args: object, output: object) -> None:
-        name = active.pop()
-        if output is None:
-            nothing.append(name)
-
-    with ExitStack() as hooks:
-        for name, part in model.source.named_modules():
-            hooks.enter_context(part.register_forward_pre_hook(partial(enter, name)))
-            hooks.enter_context(part.register_forward_hook(leave))
-        with suppress(Exception):  # the error that is reported
-            model(images)
-    return (nothing or active[-1:] or [""])[0] or "the model itself", bool(nothing)
-
-
-def _outputs_of_blocks(
-    model: Adopted, blocks: Sequence[nn.Module], attention: str, images: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    """Returns the output of the attention of every block, and that of the block."""
-    parts = [(block.get_submodule(attention), block) for block in blocks]
-    # Recording also switches the last-layer class-token shortcut off, so that both models process all tokens.
-    with recording_calls(sum(parts, ()), lambda call: (call.module, call.output_tokens)) as calls:
-        model(images)
-    outputs = dict(calls)
-    return [(outputs[part], outputs[block]) for part, block in parts]
-
-
 def _first_difference(
-    expected: Sequence[tuple[Tensor, Tensor]], actual: Sequence[tuple[Tensor, Tensor]], because: str
+    models: tuple[Adopted, Adopted],
+    blocks: Callable[[Adopted], Sequence[nn.Module]],
+    attention: str,
+    images: Tensor,
+    because: str,
 ) -> tuple[str, str]:
     """Returns where the outputs of the blocks first differ by more than rounding, and why."""
-    for number, pairs in enumerate(zip(expected, actual, strict=False), 1):
-        attention, block = (
-            (float((one - other).abs().max()), rounding_limit(one)) for one, other in zip(*pairs, strict=True)
+    outputs: list[list[Tensor]] = []
+    for model in models:
+        parts = [part for block in blocks(model) for part in (block.get_submodule(attention), block)]
+        # Recording also switches the last-layer class-token shortcut off, so that both models process all tokens.
+        with evaluating((model,)), recording_calls(parts, lambda call: (call.module, call.output_tokens)) as calls:
+            model(images)
+        outputs.append([dict(calls)[part] for part in parts])
+    # Also true for NaN.
+    pairs = zip(*outputs, strict=False)
+    differs = [not float((one - other).abs().max()) <= rounding_limit(one) for one, other in pairs]
+    index = next((index for index, is_other in enumerate(differs) if is_other and index % 2), None)
+    if index is None:
+        return (
+            f"The outputs of all {len(outputs[0]) // 2} blocks are equal.",
+            "the parts after the blocks differ, or the head uses other tokens",
         )
-        if not block[0] <= block[1]:  # also true for NaN
-            size = f"by {block[0]:.3g}, and its largest output is {float(pairs[0][1].abs().max()):.3g}"
-            where = f"The first block that differs is block {number} of {len(expected)}, {size}."
-            if not attention[0] <= attention[1]:
-                return where, because
-            return where, "the MLP or a norm of a block computes something else, while its attention is equal"
-    return (
-        f"The outputs of all {len(expected)} blocks are equal.",
-        "the parts after the blocks differ, or the head uses other tokens",
+    expected, actual = outputs[0][index], outputs[1][index]
+    where = (
+        f"The first block that differs is block {index // 2 + 1} of {len(outputs[0]) // 2}, by "
+        f"{float((expected - actual).abs().max()):.3g}, and its largest output is {float(expected.abs().max()):.3g}."
     )
+    of_mlp = "the MLP or a norm of a block computes something else, while its attention is equal"
+    return where, because if differs[index - 1] else of_mlp

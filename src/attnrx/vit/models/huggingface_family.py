@@ -198,12 +198,13 @@ class HuggingFaceAttention(Adapter):
     def _positions(
         self, embeddings: tuple[Tensor, Tensor] | None, biases: tuple[Tensor | None, ...]
     ) -> Positions | None:
-        if embeddings is None:
-            return self.positions(None, _no_rotation, *biases) if biases else None
-        cos, sin = embeddings
+        if embeddings is None and not biases:
+            return None
+        cos, sin = embeddings or (None, None)
         # cos and sin come in one tuple, so the cosines identify both in the cache. [1, patches, 1, pairs].
-        pairs = slice(0, cos.shape[-1] // 2)  # both halves of a row have the same angles
-        return self.positions(cos, lambda cos: (cos[None, :, None, pairs], sin[None, :, None, pairs]), *biases)
+        # Both halves of a row have the same angles.
+        halves = lambda cos: tuple(side[None, :, None, : side.shape[-1] // 2] for side in (cos, sin))  # noqa: E731
+        return self.positions(cos, halves, *biases)
 
 
 class HuggingFaceFamily(AdoptedFamily):
@@ -510,10 +511,6 @@ def _without_mask(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tupl
 _without_mask.by_image = True  # type: ignore[attr-defined]
 
 
-def _no_rotation(embedding: Tensor) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("a layer without rotary positions has no rotation")
-
-
 def _class_of(config: Any) -> Any:
     """Returns the class that a configuration was saved with, or the automatic class of image classifiers."""
     saved = next(iter(config.architectures or ()), "")
@@ -526,16 +523,6 @@ def _transformers(name: str) -> Any:
     return getattr(transformers, name) if name else transformers
 
 
-def _image_processor(source: Path | str, **options: Any) -> Any:
-    """Returns the image processor saved with a model, or None."""
-    try:
-        with local_copies_if_unreachable(source):
-            return _transformers("AutoImageProcessor").from_pretrained(source, **options)
-    # Saved without an image processor, with one of another kind, or with one that needs a library that is not there.
-    except (OSError, ValueError, ImportError, KeyError, TypeError):
-        return None
-
-
 # The settings of an image processor that decide what it computes.
 PROCESSOR_SETTINGS = (
     "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_convert_rgb", "do_pad", "keep_aspect_ratio"
@@ -545,8 +532,11 @@ RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # b
 
 def _processor(source: Path | str, takes_any_size: bool, **options: Any) -> dict[str, Any]:
     """Returns the input format from the saved image processor, as `adopt` takes it; empty where there is none."""
-    processor = _image_processor(source, **options)
-    if processor is None:
+    try:
+        with local_copies_if_unreachable(source):
+            processor = _transformers("AutoImageProcessor").from_pretrained(source, **options)
+    # Saved without an image processor, with one of another kind, or with one that needs a library that is not there.
+    except (OSError, ValueError, ImportError, KeyError, TypeError):
         return {}
     values: dict[str, Any] = {name: getattr(processor, name, None) for name in PROCESSOR_SETTINGS}
     settings: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
