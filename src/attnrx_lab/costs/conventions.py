@@ -57,6 +57,10 @@ class Price:
         }
 
 
+# The norms of pooled tokens in models of transformers.
+POOLED_NORMS = ("head.layernorm", "pooler.layernorm", "classifier.layernorm")
+
+
 def priced(costs: ModelCosts, outer_norms: int | None = None, predictor_norms: int = 0) -> Price:
     """Returns the cost as IrrAtt counts; the parts add up to the whole.
 
@@ -121,8 +125,10 @@ def outer_norm_features(model: nn.Module, costs: ModelCosts) -> int | None:
         if shape is None or module in inside:
             continue
         # Pooled norms run once, those of patches without prefix tokens; the last norm runs after tokens were pruned.
-        if name in parts.pooled_norms or name.startswith("attn_pool."):
+        if name == "fc_norm" or name.startswith("attn_pool.") or name.endswith(POOLED_NORMS):
             count = 1
+        elif module is last and (type(source).__name__.startswith("CLIP") or hasattr(source, "final_ln_after_pool")):
+            count = 1 if getattr(source, "final_ln_after_pool", True) else tokens[-1]
         elif name.startswith("patch_embed."):
             count = positions
         else:

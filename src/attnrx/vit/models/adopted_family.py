@@ -96,8 +96,8 @@ class ModelParts:
 
     Paths are those of modules in the model: `blocks` the list of blocks or each of them, `patches` the convolution of
     the patch embedding (or the linear map of patches that come ready), `norm` the norm after the last block, "" for
-    none, `heads` the classifiers with the norms before them, `classifiers` the classifiers alone, `pooled_norms` the
-    norms that run on one pooled token instead of all tokens; paths that a model lacks are skipped.
+    none, `heads` the classifiers with the norms before them, `classifiers` the classifiers alone; paths that a
+    model lacks are skipped.
 
     In a block are `attention`, `norm_before` (the norm before the attention, None if there is none), the modules `mlp`
     that form its MLP, and its two linear maps `maps`. The MLP is compressed if the class of the first of its modules is
@@ -106,8 +106,7 @@ class ModelParts:
     `PATH.second` are the halves of the outputs of one map.
 
     `prefix_tokens` are before the patches (class, distillation and register tokens), the first of them a class token
-    if the model has one. `pooling` is "class", "mean", or another name for an unsupported kind of pooling. The
-    classifiers run on `head_tokens` tokens.
+    if the model has one. `pooling` is "class", "mean", or another name for an unsupported kind of pooling.
     """
 
     blocks: str | tuple[str, ...]
@@ -117,7 +116,6 @@ class ModelParts:
     mlp_classes: tuple[str, ...]
     heads: tuple[str, ...]
     classifiers: tuple[str, ...]
-    pooled_norms: tuple[str, ...] = ()
     norm_before: str | None = None
     mlp: tuple[str, ...] = ("mlp",)
     maps: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
@@ -125,7 +123,6 @@ class ModelParts:
     prefix_tokens: int = 0
     has_class_token: bool = False
     pooling: str = "class"
-    head_tokens: int = 1
 
 
 class AdoptedFamily(Family):
@@ -736,8 +733,7 @@ class AdoptedFamily(Family):
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
         """Returns the MACs of the classifiers on one image; a pooling by attention attends to `tokens` tokens."""
-        source = adopted.source
-        return self.parts(source).head_tokens * sum(classifier_macs(head, tokens) for head in self._heads(source))
+        return sum(classifier_macs(head, tokens) for head in self._heads(adopted.source))
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Returns the origin of a model, in which the values in `stated` have precedence."""

@@ -391,9 +391,11 @@ class HuggingFaceFamily(AdoptedFamily):
         return reader.input.num_patches(reader.body_of(source).config, input_shape)
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
-        if isinstance(adopted, HuggingFaceModel) and reader_of(adopted.source).answer == "depth":
+        source: Any = adopted.source
+        if isinstance(adopted, HuggingFaceModel) and reader_of(source).answer == "depth":
             return adopted.dense_head_macs
-        return super().head_macs(adopted, tokens)
+        times = source.config.num_detection_tokens if reader_of(source).answer == "detections" else 1
+        return times * super().head_macs(adopted, tokens)
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
         super()._install_(adopted, attention)

@@ -188,8 +188,7 @@ class ModelReader:
     the layers; the other paths are in that body. `attention` is a path in a layer, `projections` are the paths in it of
     query, key, value and output; `mlp` are the paths in a layer of the modules of its MLP, and `maps` those of its two
     linear maps. `answer` is a field of the output, or one of ANSWERS. `heads` are paths, in the source, of modules that
-    follow the body and that no other class has; `head_tokens` names the field of the configuration with the number of
-    tokens on which they run. `returns_weights`: whether the attention returns a pair with its weights.
+    follow the body and that no other class has. `returns_weights`: whether the attention returns a pair with its weights.
     """
 
     word: str
@@ -206,7 +205,6 @@ class ModelReader:
     pooling: str = "class"
     answer: str = "logits"
     heads: tuple[str, ...] = ()
-    head_tokens: str = ""
     takes_any_size: bool = False
     input: ImageInput = field(default_factory=ImageInput)
 
@@ -223,7 +221,6 @@ class ModelReader:
         layers, norm, patches, head, pooler = (
             f"{self.body}.{path}".strip(".") for path in (self.layers, self.norm, self.patches, "head", "pooler")
         )
-        pooled_norms = (f"{head}.layernorm", f"{pooler}.layernorm", "classifier.layernorm", "fc_norm")
         # [1, tokens, width], or [width] for the class embedding of CLIP.
         tokens = body.get_submodule("embeddings").named_parameters(recurse=False)
         prefix_tokens = sum(token.shape[1] if token.ndim == 3 else 1 for name, token in tokens if name in PREFIX)
@@ -237,8 +234,6 @@ class ModelReader:
             mlp_classes=(f"{self.word}{self.mlp_class}",),
             heads=(*HEADS, *self.heads, "fc_norm", "visual_projection", norm, head, pooler),
             classifiers=CLASSIFIERS,
-            # The norm of a CLIP tower is applied to the class token only.
-            pooled_norms=(*pooled_norms, *((norm,) if self.word == "CLIP" else ())),
             norm_before=next((name for block in last_block for name in NORMS_BEFORE if hasattr(block, name)), None),
             mlp=self.mlp,
             gated=dict.fromkeys(
@@ -248,7 +243,6 @@ class ModelReader:
             prefix_tokens=prefix_tokens,
             has_class_token=prefix_tokens > 0,
             pooling=self.pooling_of(config),
-            head_tokens=getattr(config, self.head_tokens) if self.head_tokens else 1,
         )
 
     def pooling_of(self, config: Any) -> str:
@@ -330,7 +324,6 @@ READERS: Mapping[str, ModelReader] = {
         pooling="detection tokens",
         answer="detections",
         heads=("class_labels_classifier", "bbox_predictor"),
-        head_tokens="num_detection_tokens",
         **NESTED_TENSOR,
     ),
     "DPTForDepthEstimation": ModelReader(

@@ -380,7 +380,6 @@ class TimmFamily(AdoptedFamily):
             },
             heads=("norm", "fc_norm", "attn_pool", *CLASSIFIERS),
             classifiers=CLASSIFIERS,
-            pooled_norms=("fc_norm",),
             norm_before=None if post_norm else "norm1",
             prefix_tokens=int(model.num_prefix_tokens),
             has_class_token=getattr(model, "cls_token", None) is not None,

@@ -12,7 +12,7 @@ from attnrx.support.errors import NotSupported, UnknownName
 from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
-from attnrx.vit.models.adopted_family import ModelParts, creating
+from attnrx.vit.models.adopted_family import creating
 from attnrx.vit.models.reader import Reader, ReaderFamily
 from attnrx.vit.models.unsupported_features import Refusal, without_reader
 
@@ -243,11 +243,6 @@ class OpenClipFamily(ReaderFamily):
                 raise UnknownName(f"{field} of open_clip", name, names)
             arguments[field] = nn.GELU if name == "GELU" else getattr(towers, name)
         return towers.VisionTransformer(**{**arguments, "image_size": tuple(arguments["image_size"])})
-
-    def parts(self, source: nn.Module) -> ModelParts:
-        # The norm after the pooling runs on one token, which matters for the costs.
-        parts = super().parts(source)
-        return replace(parts, pooled_norms=(parts.norm,)) if source.final_ln_after_pool else parts
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
         """Returns the MACs of the projection, which is a parameter and no module."""
