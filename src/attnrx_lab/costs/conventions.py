@@ -24,6 +24,8 @@ NORM_MACS = 5  # of a LayerNorm, per feature
 
 # The parts of a layer that are its attention (MHSA).
 ATTENTION = ("query_key", "scores", "diagonal", "fusion", "value_output", "read_out")
+# The norms of pooled tokens in models of transformers.
+POOLED_NORMS = ("head.layernorm", "pooler.layernorm", "classifier.layernorm")
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,6 @@ class Price:
             "macs_percent": 100 * self.macs / max(original.macs, 1),
             "mhsa_percent": 100 * attention / max(original_attention, 1),
         }
-
-
-# The norms of pooled tokens in models of transformers.
-POOLED_NORMS = ("head.layernorm", "pooler.layernorm", "classifier.layernorm")
 
 
 def priced(costs: ModelCosts, outer_norms: int | None = None, predictor_norms: int = 0) -> Price:

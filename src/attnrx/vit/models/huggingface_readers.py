@@ -188,7 +188,7 @@ class ModelReader:
     the layers; the other paths are in that body. `attention` is a path in a layer, `projections` are the paths in it of
     query, key, value and output; `mlp` are the paths in a layer of the modules of its MLP, and `maps` those of its two
     linear maps. `answer` is a field of the output, or one of ANSWERS. `heads` are paths, in the source, of modules that
-    follow the body and that no other class has. `returns_weights`: whether the attention returns a pair with its weights.
+    follow the body and that no other class has. `returns_weights`: whether the attention returns a pair.
     """
 
     word: str

@@ -120,44 +120,32 @@ class ImageScale:
     @property
     def leaves(self) -> bool:
         """Whether a value is impossible for pixels on this scale, independent of later images."""
-        return bool(self.images) and not self._holds(self.mean, self.std)
+        return bool(self.images) and not self._fit(self.mean, self.std)[0]
 
     @property
     def fits(self) -> bool:
         """Whether the images are compatible with this scale: no other known scale fits them better."""
-        if not self.images:
-            return True
         # A narrow range is evidence only together with a scale on which the images fill [0, 1].
-        settled = self.images < FEW or self._range(self.mean, self.std) >= FILLED
-        return self._holds(self.mean, self.std) and (settled or not self._explanations())
+        holds, filled = self._fit(self.mean, self.std)
+        return not self.images or (holds and (self.images < FEW or filled or not self._explanations()))
 
     def describe(self) -> str:
         """Returns the expected scale, the range of the images, and the scales that fit them."""
-        wanted = f"pixels in [0, 1] less {_listed(self.mean)}, by {_listed(self.std)}"
-        low, high = float(self._ends[0].min()), float(self._ends[1].max())
-        measured = f"in units of that std the {self.images} images have values from {low:.3g} to {high:.3g}"
-        looks = " or ".join(self._explanations())
-        return f"{wanted}; {measured}" + (f". They look like {looks}" if looks else "")
+        mean, std = (", ".join(f"{value:.3g}" for value in values.tolist()) for values in (self.mean, self.std))
+        low, high, looks = float(self._ends[0].min()), float(self._ends[1].max()), " or ".join(self._explanations())
+        return (
+            f"pixels in [0, 1] less {mean}, by {std}; in units of that std the {self.images} images have values from "
+            f"{low:.3g} to {high:.3g}" + (f". They look like {looks}" if looks else "")
+        )
 
     def _explanations(self) -> list[str]:
         """The names of the common scales on which these images are pixels."""
-        fitting_names = []
-        for name, constants in COMMON.items():
-            mean, std = (torch.tensor(values, dtype=torch.float64) for values in constants)
-            fits_channels = mean.numel() in (1, len(self.mean))
-            if fits_channels and self._holds(mean, std) and self._range(mean, std) >= FILLED:
-                fitting_names.append(name)
-        return fitting_names
+        scales = {name: [torch.tensor(values, dtype=torch.float64) for values in COMMON[name]] for name in COMMON}
+        fitting = {name: scale for name, scale in scales.items() if scale[0].numel() in (1, len(self.mean))}
+        return [name for name, scale in fitting.items() if all(self._fit(*scale))]
 
-    def _holds(self, mean: Tensor, std: Tensor) -> bool:
+    def _fit(self, mean: Tensor, std: Tensor) -> tuple[bool, bool]:
+        """Whether the images are pixels on a scale, and whether they fill its range."""
         pixels = self._ends * std + mean
-        return float(pixels[0].min()) >= -OUTSIDE and float(pixels[1].max()) <= 1 + OUTSIDE
-
-    def _range(self, mean: Tensor, std: Tensor) -> float:
-        """The length of the range of the pixels on a scale."""
-        pixels = self._ends * std + mean
-        return float(pixels[1].max() - pixels[0].min())
-
-
-def _listed(values: Tensor) -> str:
-    return ", ".join(f"{value:.3g}" for value in values.tolist())
+        low, high = float(pixels[0].min()), float(pixels[1].max())
+        return low >= -OUTSIDE and high <= 1 + OUTSIDE, high - low >= FILLED
