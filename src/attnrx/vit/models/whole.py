@@ -758,31 +758,16 @@ def _outer_macs(model: _OfImages, whole: Whole, family: AdoptedFamily) -> int:
     """Returns the MACs per image outside of the Vision Transformer, or of the parts of it that are read, counted in a
     forward pass.
     """
-    source = model.module.get_submodule(whole.around.path)
-    # Its parts too: the module may call a method of it, and not the whole.
-    parts = list(source.modules())
-    if isinstance(family, StructureFamily):
-        parts = [*family.blocks(source), source.get_submodule(family.parts(source).patches)]
-    active, before, inside = 0, 0, 0
-
-    def enter(*_: object) -> None:
-        nonlocal active, before
-        if not active:  # of nested parts the outermost one counts
-            before = counter.get_total_flops()
-        active += 1
-
-    def leave(*_: object) -> None:
-        nonlocal active, inside
-        active -= 1
-        if not active:
-            inside += counter.get_total_flops() - before
-
-    with evaluating((model,)), frozen(model), FlopCounterMode(display=False) as counter, ExitStack() as hooks:
-        for part in parts:
-            hooks.enter_context(part.register_forward_pre_hook(enter))
-            hooks.enter_context(part.register_forward_hook(leave))
+    source, path = model.module.get_submodule(whole.around.path), f"_OfImages.module.{whole.around.path}".rstrip(".")
+    with evaluating((model,)), frozen(model), FlopCounterMode(display=False) as counter:
         model(random_images(whole, whole.input_shape)[:1])
-    return (counter.get_total_flops() - inside) // 2  # torch counts two operations for one MAC
+    counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
+    if isinstance(family, StructureFamily):
+        inside = [f"{path}.{part}" for part in (*family.block_paths(source), family.parts(source).patches)]
+    else:  # its parts too: the module may call a method of it, and not the whole
+        inside = [name for name in counts if f"{name}.".startswith(f"{path}.")]
+    parts = [name for name in inside if not any(name.startswith(f"{other}.") for other in inside)]
+    return (counts["Global"] - sum(counts.get(name, 0) for name in parts)) // 2  # two operations are one MAC
 
 
 def _read_blocks(whole: Whole, family: AdoptedFamily, images: Tensor) -> tuple[int, ...]:
