@@ -12,7 +12,7 @@ from attnrx.support.arguments import one_of, require_fields
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.hardware import device_name
 from attnrx.support.modules import copy_module
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.shapes import ImageBatch, Tensor
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # PyTorch needs passes before a recording: libraries of kernels allocate their memory in the first ones.
@@ -99,9 +99,7 @@ class Conditions:
         ready = torch.compile(clone, fullgraph=True, dynamic=False) if self.compiled else clone
         return RecordedCalls(ready) if self.graphs else ready
 
-    def prepare_images(
-        self, images: Float[Tensor, "batch channels height width"]
-    ) -> Float[Tensor, "batch channels height width"]:
+    def prepare_images(self, images: ImageBatch) -> ImageBatch:
         return images.to(self.device, PRECISIONS[self.precision])
 
     @contextmanager

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.shapes import ImageBatch
 
 # torch 2.11 counts fused attention on CUDA only; later versions register the same formula for the CPU.
 _aten = torch.ops.aten
@@ -23,7 +23,7 @@ def count_params(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def count_product_macs(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> int:
+def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
     """Counts the MACs per image of every matrix product and convolution of one forward pass.
 
     Equals `ModelCosts.product_macs` if the attention runs on the eager backend, which pads nothing. Raises NotSupported

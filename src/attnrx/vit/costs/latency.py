@@ -14,7 +14,7 @@ from torch import nn
 from attnrx.support.arguments import COUNT, one_of, optional, require_fields, whole
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.progress import track
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.support.subprocess_runner import run_in_subprocess, shared_subprocess
 from attnrx.vit.costs.conditions import Conditions
 from attnrx.vit.costs.memory import profiled
@@ -263,7 +263,7 @@ class LatencyProtocol:
 def compare_latency(
     candidate: nn.Module,
     reference: nn.Module,
-    images: Float[Tensor, "batch channels height width"],
+    images: ImageBatch,
     protocol: LatencyProtocol | None = None,
     unchanged: nn.Module | None = None,
 ) -> LatencyComparison:
@@ -286,7 +286,7 @@ def compare_latency(
 def compare_latencies(
     candidates: Mapping[str, nn.Module],
     reference: nn.Module,
-    images: Float[Tensor, "batch channels height width"],
+    images: ImageBatch,
     protocol: LatencyProtocol | None = None,
     unchanged: nn.Module | None = None,
 ) -> dict[str, LatencyComparison]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from attnrx.support.errors import InvalidInput
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.costs.conditions import PRECISIONS, Conditions
 
 MEMORY_EVENT = "[memory]"
@@ -85,7 +85,7 @@ class MemoryComparison:
 def compare_memory(
     candidate: nn.Module,
     reference: nn.Module,
-    images: Float[Tensor, "batch channels height width"],
+    images: ImageBatch,
     conditions: Conditions | None = None,
 ) -> MemoryComparison:
     """Measures a forward pass of both models on the images, one after the other; neither is changed.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import NotSupported
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.vit.models.adopted_family import ModelParts
 from attnrx.vit.models.unsupported_features import Refusal
 
@@ -39,7 +39,7 @@ class ImageInput:
         """Returns the shape of one input in attnrx: three numbers, the first of which are the channels."""
         return config.num_channels, *_pair(config.image_size)
 
-    def arguments(self, images: Float[Tensor, "batch channels height width"], config: Any) -> dict[str, Tensor]:
+    def arguments(self, images: ImageBatch, config: Any) -> dict[str, Tensor]:
         """Returns the arguments of the model of transformers for inputs of this shape."""
         return {"pixel_values": images}
 
@@ -52,7 +52,7 @@ class ImageInput:
 class OrderedImageInput(ImageInput):
     """Images whose patches the model would shuffle by random noise (ViTMAE): increasing noise keeps their order."""
 
-    def arguments(self, images: Float[Tensor, "batch channels height width"], config: Any) -> dict[str, Tensor]:
+    def arguments(self, images: ImageBatch, config: Any) -> dict[str, Tensor]:
         # ViTMAE sorts the patches by this noise, also where it masks none (mask_ratio 0).
         count = self.num_patches(config, (images.shape[1], images.shape[2], images.shape[3]))
         noise = torch.arange(count, device=images.device, dtype=images.dtype)
@@ -81,7 +81,7 @@ class PatchInput(ImageInput):
         columns = (mask[..., None], grid[..., None, :].expand(*mask.shape, 2))
         return torch.cat([patches, *(column.to(patches) for column in columns)], dim=-1).unsqueeze(-3)
 
-    def arguments(self, images: Float[Tensor, "batch channels height width"], config: Any) -> dict[str, Tensor]:
+    def arguments(self, images: ImageBatch, config: Any) -> dict[str, Tensor]:
         size = config.patch_size
         if self.is_padded(images.shape[1:], config):
             patches, mask, grid = images[:, 0].split((size * size * config.num_channels, 1, 2), dim=-1)
@@ -145,7 +145,7 @@ class VideoInput(ImageInput):
     def shape(self, config: Any) -> tuple[int, int, int]:
         return config.num_frames * config.num_channels, *_pair(config.image_size)
 
-    def arguments(self, images: Float[Tensor, "batch channels height width"], config: Any) -> dict[str, Tensor]:
+    def arguments(self, images: ImageBatch, config: Any) -> dict[str, Tensor]:
         return {"pixel_values": images.unflatten(1, (config.num_frames, config.num_channels))}
 
     def num_patches(self, config: Any, shape: tuple[int, int, int]) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import DataError, ScaleWarning
-from attnrx.support.shapes import Float, ImageBatch, Tensor
+from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.models.family import Family
 
 # Taken back to pixels, images on their model's scale fill [0, 1]: four or more of ImageNette, Tiny-ImageNet, CIFAR-10,
@@ -107,7 +107,7 @@ class ImageScale:
         # [low or high, channels]: the empty range, which the first images replace.
         self._ends = torch.tensor([[torch.inf], [-torch.inf]], dtype=torch.float64).expand(2, len(mean)).clone()
 
-    def observe(self, images: Float[Tensor, "batch channels height width"]) -> None:
+    def observe(self, images: ImageBatch) -> None:
         channels = images.detach().transpose(0, 1).flatten(1)
         low, high = (end.double().cpu() for end in channels.aminmax(dim=-1))
         self._ends = torch.stack([torch.minimum(self._ends[0], low), torch.maximum(self._ends[1], high)])

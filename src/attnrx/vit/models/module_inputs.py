@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.support.trees import mapped
 
 # The attribute of a module with its ModuleInputs; copies of the module keep it.
@@ -86,7 +86,7 @@ class ModuleInputs:
         """Whether the module takes one tensor of floating-point numbers of at least two axes."""
         return len(self.fields) == 1 and not self.fields[0].dtype and len(self.fields[0].shape) >= 2
 
-    def packed(self, given: Any) -> Float[Tensor, "batch channels height width"]:
+    def packed(self, given: Any) -> ImageBatch:
         """Returns the arguments of a batch as one tensor.
 
         Raises:
@@ -152,7 +152,7 @@ class ModuleInputs:
                 "torch.onnx.export, or save the result without a file (onnx=False)."
             )
 
-    def arguments(self, images: Float[Tensor, "batch channels height width"]) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, images: ImageBatch) -> tuple[list[Any], dict[str, Any]]:
         """Returns the positional and the named arguments of the module for a packed batch."""
         if self.is_plain:
             # Of any height and width.
