@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput
-from attnrx.support.shapes import ImageBatch, Int, Tensor
+from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.tokens.reducer import PerPatch, Selecting
 from attnrx.vit.tokens.state import TokenState
 
@@ -42,7 +42,7 @@ class Random(Selecting):
         return ((patch >> 8) & 0xFFFFFF).to(torch.float32) / (1 << 24)  # 24 bits, which float32 represents exactly
 
 
-def image_keys(images: ImageBatch) -> Int[Tensor, "batch"]:
+def image_keys(images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"]:
     """Returns a 32-bit hash of every image: sums over columns, rows and channels with hashed weights.
 
     Integer sums do not depend on their order, so neither does the hash. Pixels are converted to float32.
