@@ -57,7 +57,7 @@ def attach_tokens_(
         _capture_(layer, index, reduction)
         layer.kept_patches = reduction.kept_patches
     if layout.pooled != "class":  # "mean" or "max": pruned patches must not count
-        family.pooled_norm(model).register_forward_hook(_OutputHook(reduction.pooled))
+        family.pooled_norm(model).register_forward_hook(_TokenHook(reduction.pooled), with_kwargs=True)
     return reduction.train(model.training)
 
 
@@ -84,11 +84,11 @@ def _hook_blocks_(blocks: Sequence[nn.Module], reduction: TokenReduction) -> Non
             _first_(block, reduction.score_layer)
     for index, block in enumerate(blocks):
         _first_(block, reduction.enter)
-        _after_(block, partial(reduction.leave, index))
+        _first_(block, partial(reduction.leave, index), returned=True)
 
 
 class _TokenHook:
-    """Replaces the tokens that enter a module by `run(tokens)`, unless that is None.
+    """Replaces the tokens that enter a module, or those that it returns, by `run(tokens)`, unless that is None.
 
     It treats the images of a batch independently, so that a batch may be chunked.
     """
@@ -98,7 +98,11 @@ class _TokenHook:
     def __init__(self, run: Callable[[Tensor], Tensor | None]):
         self.run = run
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *outputs: Any) -> Any:
+        if outputs:  # some layers of transformers return a tuple
+            first, *others = outputs[0] if isinstance(outputs[0], tuple) else outputs
+            tokens = self.run(first)
+            return tokens if tokens is None or not isinstance(outputs[0], tuple) else (tokens, *others)
         # timm passes tokens by position, transformers by name.
         tokens = self.run(args[0] if args else kwargs["hidden_states"])
         if tokens is None:
@@ -106,37 +110,14 @@ class _TokenHook:
         return ((tokens, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": tokens})
 
 
-class _OutputHook:
-    """Replaces the tokens that a block or a norm returns by `run(tokens)`, unless that is None."""
-
-    by_image = True
-
-    def __init__(self, run: Callable[[Tensor], Tensor | None]):
-        self.run = run
-
-    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        # Some layers of transformers return a tuple.
-        tokens = self.run(output[0] if isinstance(output, tuple) else output)
-        if tokens is None:
-            return None
-        return (tokens, *output[1:]) if isinstance(output, tuple) else tokens
-
-
-def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None]) -> None:
-    """Registers a hook on the module's input that runs before the existing ones."""
+def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None], returned: bool = False) -> None:
+    """Registers a hook on the module's input, or on what it returns, that runs before the existing ones."""
     # Not prepend=True: torch 2.11 compiles hooks in the order of their insertion, not in that of the OrderedDict.
-    later = dict(module._forward_pre_hooks)
-    module._forward_pre_hooks.clear()
-    module.register_forward_pre_hook(_TokenHook(run), with_kwargs=True)
-    module._forward_pre_hooks.update(later)
-
-
-def _after_(module: nn.Module, run: Callable[[Tensor], Tensor | None]) -> None:
-    """Registers a hook on the module's output that runs before the existing ones."""
-    later = dict(module._forward_hooks)
-    module._forward_hooks.clear()
-    module.register_forward_hook(_OutputHook(run))
-    module._forward_hooks.update(later)
+    hooks = module._forward_hooks if returned else module._forward_pre_hooks
+    later = dict(hooks)
+    hooks.clear()
+    (module.register_forward_hook if returned else module.register_forward_pre_hook)(_TokenHook(run), with_kwargs=True)
+    hooks.update(later)
 
 
 def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:
