@@ -245,7 +245,7 @@ def test_a_folder_says_what_it_needs(tmp_path: Path) -> None:
     assert output_kind_of(rx.load(tmp_path / "by class")).name == "several"  # the class is imported, without arguments
     with pytest.warns(FactoryWarning, match="factory=..."):
         rx.save(rx.load(made("own head")), tmp_path / "own")
-    with pytest.raises(Exception, match="does not state its parts"):
+    with pytest.raises(Exception, match="does not create this model"):
         rx.load(tmp_path / "own")
     named = f"{__name__}:own_head"
     with pytest.warns(FactoryWarning, match=named):

@@ -26,6 +26,7 @@ from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
 from attnrx.vit.models.chunked_forward import chunked_forward
 from attnrx.vit.models.family import Family, LayerShapes, require_ordinary_weights, require_weights
 from attnrx.vit.models.foreign_code import (
+    LIBRARIES,
     merged,
     require_own_weights,
     require_unchanged,
@@ -62,7 +63,7 @@ class Surroundings:
     `calls` is the number of images that the Vision Transformer gets for one input. `inputs` are the fields of
     `ModuleInputs` where the module takes other inputs than images.
     `cuts` are the pairs of maps around the Vision Transformer of which units were removed, with the units that are left
-    (`decoder_units.py`).
+    (`units.Cut`).
     """
 
     name: str
@@ -566,18 +567,9 @@ def _creator(around: Surroundings) -> Factory:
     target = imported_class(around.name)
     if target is None:
         raise NotSupported(f"the class {around.name} of this model has not been imported: import it first, or {remedy}")
-    required = [
-        name
-        for name, parameter in inspect.signature(target).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
     # The class of a library makes a model of its default size, and not the one whose parts were replaced.
-    if required or around.name.split(".")[0] in ("timm", "transformers", "torchvision", "open_clip", "torch"):
-        needs = f"needs {', '.join(required)}" if required else "does not state its parts"
-        raise NotSupported(f"the class {around.name} of this model {needs}: {remedy}")
-    if not around.by_class:
-        raise NotSupported(f"the class {around.name} without arguments creates another model: {remedy}")
+    if not around.by_class or around.name.split(".")[0] in (*LIBRARIES, "torch"):
+        raise NotSupported(f"the class {around.name} without arguments does not create this model: {remedy}")
     return target
 
 
