@@ -366,11 +366,7 @@ class HuggingFaceFamily(AdoptedFamily):
         return {"architecture": type(model).__name__, "arguments": _settings(config)}
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-        """Creates any class of transformers from its configuration.
-
-        Raises:
-            UnknownName: transformers has no such class of models.
-        """
+        """Creates any class of transformers from its configuration."""
         kind = getattr(_transformers(""), architecture, None)
         # A name in a file may be that of any object of transformers.
         if not (isinstance(kind, type) and issubclass(kind, _transformers("PreTrainedModel"))):

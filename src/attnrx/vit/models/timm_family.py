@@ -265,12 +265,7 @@ class TimmFamily(AdoptedFamily):
                 yield from _unread(attention)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Reads the entrypoint and its arguments, which timm stores on every model that it creates.
-
-        Raises:
-            NotSupported: The model was not made by `timm.create_model`, or with an argument that cannot be saved.
-            InvalidInput: The statistics of its images are those of other channels.
-        """
+        """Reads the entrypoint and its arguments, which timm stores on every model that it creates."""
         facts: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
         if "architecture" not in facts:
             raise NotSupported(
@@ -333,13 +328,7 @@ class TimmFamily(AdoptedFamily):
         return () if info is None else tuple(info.index_to_description(index) for index in range(info.num_classes()))
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-        """Calls timm's entrypoint with model arguments only.
-
-        Raises:
-            UnknownName: timm has no such model.
-            InvalidInput: timm rejects the arguments, or they are none of a model.
-            CheckpointError: The weights cannot be loaded.
-        """
+        """Calls timm's entrypoint with model arguments only."""
         # A config.json may come from anywhere: loading it must not read other files or connect to a hub.
         forbidden = sorted(FACTORY_ARGUMENTS & arguments.keys())
         if ":" in architecture or forbidden:

@@ -156,11 +156,7 @@ class OpenClipFamily(ReaderFamily):
         return name in _open_clip("").list_models()
 
     def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        """Returns the image tower alone; `arguments` override fields of its configuration.
-
-        Raises:
-            UnknownName: open_clip has no such model.
-        """
+        """Returns the image tower alone; `arguments` override fields of its configuration."""
         library, models = _open_clip(""), _open_clip(".model")
         if name not in library.list_models():
             raise UnknownName("open_clip model", name, library.list_models())
@@ -172,20 +168,12 @@ class OpenClipFamily(ReaderFamily):
             return models._build_vision_tower(config["embed_dim"], fields, quick_gelu)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        """Yields towers of other libraries, attentional pooling, and other blocks than ResidualAttentionBlock."""
+        """Yields other classes than VisionTransformer, and other blocks than ResidualAttentionBlock."""
         name = type(model).__name__
-        if hasattr(model, "trunk"):
-            yield Refusal("a tower around a model of timm", "Adopt that model: attnrx.load(model.visual.trunk).")
-            return
-        if hasattr(model, "visual"):
-            yield Refusal("a model of two towers", "Adopt the image tower: attnrx.load(model.visual).")
-            return
         if name != "VisionTransformer":
             yield Refusal(without_reader(model), "Of open_clip, attnrx adopts VisionTransformer.")
             return
         tower: Any = model
-        if tower.attn_pool is not None:
-            yield Refusal("attentional pooling (attn_pool)")
         for block in self.blocks(model):
             if type(block).__name__ != "ResidualAttentionBlock":
                 yield Refusal(f"the block {type(block).__name__} has no reader")

@@ -568,7 +568,7 @@ def _creator(around: Surroundings) -> Factory:
     if target is None:
         raise NotSupported(f"the class {around.name} of this model has not been imported: import it first, or {remedy}")
     # The class of a library makes a model of its default size, and not the one whose parts were replaced.
-    if not around.by_class or around.name.split(".")[0] in (*LIBRARIES, "torch"):
+    if not around.by_class or around.name.split(".")[0] in LIBRARIES:
         raise NotSupported(f"the class {around.name} without arguments does not create this model: {remedy}")
     return target
 
