@@ -1,7 +1,7 @@
 """The families by name: find the family of a model; build, load and save models."""
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -298,7 +298,7 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None, inputs: Any = N
             "model.get_submodule('module')."
         )
     require_ordinary_tensors(model)
-    with taking(model, None if inputs is None else ModuleInputs.of(inputs)):
+    with nullcontext() if inputs is None else taking(model, ModuleInputs.of(inputs)):
         return _adopt(model, WholeFamily(LIBRARIES, factory), inputs is None)
 
 
