@@ -201,9 +201,13 @@ class HuggingFaceAttention(Adapter):
         if embeddings is None and not biases:
             return None
         cos, sin = embeddings or (None, None)
+
+        def halves(cos: Tensor) -> tuple[Tensor, Tensor]:
+            assert sin is not None
+            pairs = slice(0, cos.shape[-1] // 2)  # both halves of a row have the same angles
+            return cos[None, :, None, pairs], sin[None, :, None, pairs]
+
         # cos and sin come in one tuple, so the cosines identify both in the cache. [1, patches, 1, pairs].
-        # Both halves of a row have the same angles.
-        halves = lambda cos: tuple(side[None, :, None, : side.shape[-1] // 2] for side in (cos, sin))  # noqa: E731
         return self.positions(cos, halves, *biases)
 
 

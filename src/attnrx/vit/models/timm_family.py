@@ -315,9 +315,8 @@ class TimmFamily(AdoptedFamily):
         except NotSupported:
             shape, facts = _shape(model), getattr(model, "pretrained_cfg", None) or {}
             half = (0.5,) * shape[0]
-            return Origin(
-                type(model).__name__, {}, shape, *(tuple(facts.get(name) or half) for name in ("mean", "std"))
-            )
+            mean, std = (tuple(facts.get(name) or half) for name in ("mean", "std"))
+            return Origin(type(model).__name__, {}, shape, mean, std)
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the names of the ImageNet classes if timm finds, by their number, that the model has them."""

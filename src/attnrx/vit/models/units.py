@@ -498,7 +498,10 @@ def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn
 
 
 def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
-    """Returns the pairs of which every entry is computed from itself; with a convolution between, every unit."""
+    """Returns the pairs of which every entry is computed from itself; with a convolution between, every unit.
+
+    `images` is one random image, [1, channels, height, width].
+    """
     separate = [False] * len(pairs)
     masks: dict[int, Tensor] = {}
 

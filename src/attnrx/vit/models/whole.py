@@ -235,14 +235,7 @@ def _of_trunk(name: str) -> Any:
     return method
 
 
-OF_TRUNK = (
-    "attention", "specs", "set_attention_", "mlp", "set_mlp_", "has_plain_units", "keep_units_", "geometry",
-    "patch_features", "patch_embedding", "pooled_norm", "num_tokens",
-)  # fmt: skip
-_TrunkMethods: Any = type("_TrunkMethods", (), {name: _of_trunk(name) for name in OF_TRUNK})
-
-
-class WholeFamily(_TrunkMethods, Family):
+class WholeFamily(Family):
     """Users' own modules that contain one Vision Transformer of a library, or are one with parts of their own.
 
     Everything about attention, MLPs and tokens is that of the library's family. A saved model holds the name of the
@@ -465,6 +458,19 @@ class WholeFamily(_TrunkMethods, Family):
                 raise
             # All patches are restored where they are read, so that the pooling is that of the module itself.
             return TokenLayout(parts.prefix_tokens, family.positions(trunk), parts.has_class_token, "class")
+
+    attention = _of_trunk("attention")
+    specs = _of_trunk("specs")
+    set_attention_ = _of_trunk("set_attention_")
+    mlp = _of_trunk("mlp")
+    set_mlp_ = _of_trunk("set_mlp_")
+    has_plain_units = _of_trunk("has_plain_units")
+    keep_units_ = _of_trunk("keep_units_")
+    geometry = _of_trunk("geometry")
+    patch_features = _of_trunk("patch_features")
+    patch_embedding = _of_trunk("patch_embedding")
+    pooled_norm = _of_trunk("pooled_norm")
+    num_tokens = _of_trunk("num_tokens")
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
         return self._of(model)[0].input_shape
