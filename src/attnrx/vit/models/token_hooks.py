@@ -57,7 +57,7 @@ def attach_tokens_(
         _capture_(layer, index, reduction)
         layer.kept_patches = reduction.kept_patches
     if layout.pooled != "class":  # "mean" or "max": pruned patches must not count
-        family.pooled_norm(model).register_forward_hook(_TokenHook(reduction.pooled), with_kwargs=True)
+        family.pooled_norm(model).register_forward_hook(TokenHook(reduction.pooled), with_kwargs=True)
     return reduction.train(model.training)
 
 
@@ -87,7 +87,7 @@ def _hook_blocks_(blocks: Sequence[nn.Module], reduction: TokenReduction) -> Non
         _first_(block, partial(reduction.leave, index), returned=True)
 
 
-class _TokenHook:
+class TokenHook:
     """Replaces the tokens that enter a module, or those that it returns, by `run(tokens)`, unless that is None.
 
     It treats the images of a batch independently, so that a batch may be chunked.
@@ -116,7 +116,7 @@ def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None], returned:
     hooks = module._forward_hooks if returned else module._forward_pre_hooks
     later = dict(hooks)
     hooks.clear()
-    (module.register_forward_hook if returned else module.register_forward_pre_hook)(_TokenHook(run), with_kwargs=True)
+    (module.register_forward_hook if returned else module.register_forward_pre_hook)(TokenHook(run), with_kwargs=True)
     hooks.update(later)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnrx.support.arguments import described_error
+from attnrx.support.arguments import described_error, user_code
 from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import containing, random_images
@@ -128,13 +128,8 @@ class UnitsFamily(AdoptedFamily):
 
     def resize_inside_(self, adopted: Adopted, height: int, width: int) -> None:
         shape = (adopted.origin.input_shape[0], height, width)
-        try:
+        with user_code(f"{adopted.origin.architecture} does not take images of {height} x {width}: it", NotSupported):
             self._measure_(adopted, shape)
-        except Exception as error:  # the code of a module raises errors of any type
-            raise NotSupported(
-                f"{adopted.origin.architecture} does not take images of {height} x {width}: it raises "
-                f"{type(error).__name__}: {described_error(error)}"
-            ) from error
         adopted.origin = replace(adopted.origin, input_shape=shape)
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
@@ -168,28 +163,24 @@ class UnitsFamily(AdoptedFamily):
 
     def _measure_(self, adopted: Adopted, shape: tuple[int, int, int]) -> None:
         """Measures the places that every MLP runs at, and the MACs of all else, in a forward pass."""
-        found, measured = self._units(adopted), list(self._units(adopted).pairs)
-
-        def note(index: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-            measured[index] = replace(measured[index], positions=args[0][..., 0].numel(), unit_macs=0)
-
-        def add(index: int, part: nn.Module, _: object, output: Tensor) -> None:
-            weight: Any = part.weight
-            positions = output.numel() // weight.shape[0]
-            measured[index] = replace(
-                measured[index], unit_macs=measured[index].unit_macs + positions * weight[0].numel()
-            )
-
-        part, counting = found.source, FlopCounterMode(display=False)
-        with evaluating((part,)), frozen(part), counting as counter, ExitStack() as hooks:
-            for index, (first, _) in enumerate(self.mlp(found)):
-                hooks.enter_context(first.register_forward_pre_hook(partial(note, index)))
-                for path in measured[index].between:
-                    part = found.source.get_submodule(path)
-                    if isinstance(part, nn.Conv2d | nn.Linear):
-                        hooks.enter_context(part.register_forward_hook(partial(add, index)))
-            called(found.source, random_images(found.source, shape, 1))
-        vars(found)["pairs"] = tuple(measured)
+        found, maps = self._units(adopted), self.mlp(adopted)
+        source, named = found.source, dict(found.source.named_modules())
+        between: dict[str, Any] = {path: named[path] for pair in found.pairs for path in pair.between}
+        counted = {path: part for path, part in between.items() if isinstance(part, nn.Conv2d | nn.Linear)}
+        parts = [*(first for first, _ in maps), *counted.values()]
+        with (
+            evaluating((source,)), frozen(source), FlopCounterMode(display=False) as counter,
+            recording_calls(parts, lambda call: (call.module, call.tokens.shape, call.output.numel())) as calls,
+        ):  # fmt: skip
+            called(source, random_images(source, shape, 1))
+        positions = {part: inputs[:-1].numel() for part, inputs, _ in calls}
+        outputs = {part: count for part, _, count in calls}
+        # Of one unit: its places times the entries of its kernel.
+        macs = {path: outputs[part] // len(part.weight) * part.weight[0].numel() for path, part in counted.items()}
+        vars(found)["pairs"] = tuple(
+            replace(pair, positions=positions[first], unit_macs=sum(macs.get(path, 0) for path in pair.between))
+            for pair, (first, _) in zip(found.pairs, maps, strict=True)
+        )
         inside = sum(layer.mlp.macs for layer in self.costs(found).layers)
         vars(found)["outer_macs"] = counter.get_total_flops() // 2 - inside  # torch counts two operations for one MAC
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnrx.support.arguments import described, described_error
+from attnrx.support.arguments import described, described_error, user_code
 from attnrx.support.dataclass_records import fields_of, of_fields
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module, outermost, random_images, rounding_limit
@@ -38,6 +38,7 @@ from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.reader import created_by, imported_class
 from attnrx.vit.models.structure import StructureFamily
 from attnrx.vit.models.substitute import Substitute, remove_capturing_
+from attnrx.vit.models.token_hooks import TokenHook
 from attnrx.vit.models.units import Cut, Pair, UnitsFamily, keep_units_around_, separate_pairs
 from attnrx.vit.models.unsupported_features import model_name
 from attnrx.vit.tokens import TokenLayout
@@ -603,15 +604,12 @@ def _outputs_at_size(whole: Whole) -> dict[str, Tensor]:
     Raises:
         NotSupported: The module does not take such images.
     """
-    with evaluating((whole,)):
-        try:
-            return tensors_of(whole(random_images(whole, whole.input_shape)[:1]))
-        except Exception as error:  # the code of a module raises errors of any type
-            height, width = whole.trunk.origin.input_shape[1:]
-            raise NotSupported(
-                f"{whole.around.name} does not take images of {height} x {width}: it raises "
-                f"{type(error).__name__}: {described_error(error)}"
-            ) from error
+    height, width = whole.trunk.origin.input_shape[1:]
+    with (
+        evaluating((whole,)),
+        user_code(f"{whole.around.name} does not take images of {height} x {width}: it", NotSupported),
+    ):
+        return tensors_of(whole(random_images(whole, whole.input_shape)[:1]))
 
 
 def _images_of_proof(model: nn.Module, whole: Whole, family: AdoptedFamily) -> Tensor:
@@ -777,26 +775,20 @@ def _read_blocks(whole: Whole, family: AdoptedFamily, images: Tensor) -> tuple[i
     prefix = family.parts(whole.trunk.source).prefix_tokens
     present: dict[int, Tensor] = {}
 
-    def change(index: int, scale: float, first: int, module: nn.Module, args: Any, output: Any) -> Any:
-        tokens = output[0] if isinstance(output, tuple) else output
+    def change(index: int, scale: float, first: int, tokens: Tensor) -> Tensor:
         present[index] = tokens
         noise = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(1)).to(tokens) * (1 + tokens.std())
         noise[:, :first] = 0
-        changed = tokens + scale * noise
-        return (changed, *output[1:]) if isinstance(output, tuple) else changed
-
-    def keep(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (present[index], *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": present[index]}
+        return tokens + scale * noise
 
     def outputs(indices: Sequence[int], scale: float, first: int) -> dict[str, Tensor]:
         remove_capturing_(whole)  # so that the hooks of transformers are called after those below
         with ExitStack() as hooks:
             for index in indices:
-                hooks.enter_context(blocks[index].register_forward_hook(partial(change, index, scale, first)))
+                changed = TokenHook(partial(change, index, scale, first))
+                hooks.enter_context(blocks[index].register_forward_hook(changed, with_kwargs=True))
                 if index + 1 < len(blocks):
-                    kept = partial(keep, index)
+                    kept = TokenHook(lambda _, index=index: present[index])
                     hooks.enter_context(blocks[index + 1].register_forward_pre_hook(kept, with_kwargs=True))
             return tensors_of(_answer(whole.module, whole.around, whole.trunk, images))
 
