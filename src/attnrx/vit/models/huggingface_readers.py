@@ -26,7 +26,9 @@ class ImageInput:
         """Returns inputs of transformers as inputs in attnrx, of `dimensions` axes: 3 for one input, 4 for a batch;
         others are returned as they are.
         """
-        return inputs
+        if self.dimensions == 3 or inputs.ndim != self.dimensions + dimensions - 3:
+            return inputs
+        return inputs.unsqueeze(-3) if self.dimensions == 2 else inputs.flatten(-4, -3)
 
     def require_exportable(self, shape: Sequence[int]) -> None:
         """Raises NotSupported if a model that takes inputs of this shape cannot be written as a file."""
@@ -118,9 +120,6 @@ class SpectrogramInput(ImageInput):
 
     name, dimensions = "input_values", 2
 
-    def images(self, inputs: Float[Tensor, "*sizes"], dimensions: int) -> Float[Tensor, "*sizes"]:
-        return inputs.unsqueeze(-3) if inputs.ndim == dimensions - 1 else inputs
-
     def shape(self, config: Any) -> tuple[int, int, int]:
         return 1, config.max_length, config.num_mel_bins
 
@@ -138,9 +137,6 @@ class VideoInput(ImageInput):
     """Videos whose frames are one after the other along the channels: [batch, frames * channels, height, width]."""
 
     dimensions = 4
-
-    def images(self, inputs: Float[Tensor, "*sizes"], dimensions: int) -> Float[Tensor, "*sizes"]:
-        return inputs.flatten(-4, -3) if inputs.ndim == dimensions + 1 else inputs
 
     def shape(self, config: Any) -> tuple[int, int, int]:
         return config.num_frames * config.num_channels, *_pair(config.image_size)

@@ -311,10 +311,10 @@ class ModuleFamily(ReaderFamily):
         return "attnrx_blueprint" in vars(model)
 
     def reader(self, source: nn.Module) -> Reader:
-        return _blueprint(source).reader
+        return vars(source)["attnrx_blueprint"].reader
 
     def origin(self, model: nn.Module) -> Origin:
-        blueprint = _blueprint(model)
+        blueprint: Blueprint = vars(model)["attnrx_blueprint"]
         reader = blueprint.reader
         # A round trip: it fails for what JSON cannot hold, and turns tuples into lists, as loading will.
         try:
@@ -349,7 +349,7 @@ class ModuleFamily(ReaderFamily):
 
     def library_model(self, model: nn.Module) -> nn.Module:
         adopted = self._adopted(model)
-        return ModuleFamily(_blueprint(adopted.source).factory)._created(adopted.origin)
+        return ModuleFamily(vars(adopted.source)["attnrx_blueprint"].factory)._created(adopted.origin)
 
 
 def created_by(factory: Factory, name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
@@ -377,12 +377,8 @@ def created_by(factory: Factory, name: str, arguments: Mapping[str, Any] | None 
 
 def _with_blueprint(model: nn.Module, blueprint: Blueprint) -> nn.Module:
     # In __dict__, which shallow and deep copies of the model have too.
-    model.__dict__["attnrx_blueprint"] = blueprint
+    vars(model)["attnrx_blueprint"] = blueprint
     return model
-
-
-def _blueprint(source: nn.Module) -> Blueprint:
-    return source.__dict__["attnrx_blueprint"]
 
 
 def imported_class(name: str) -> type[nn.Module] | None:
