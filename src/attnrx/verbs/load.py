@@ -13,7 +13,7 @@ from attnrx.data.loading import SIDES
 from attnrx.decide.planning.plan_settings import DROP, Target, target_of
 from attnrx.support.arguments import FASTER, MODEL, PATH, SIDE, checked, described, either, number, one_of, optional
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.models import Reader, load_model, resized
+from attnrx.vit.models import Reader, accepting, family_of, load_model
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import STATEMENTS, state_outputs_
 
@@ -119,7 +119,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         model = load_model(source, seed, weights, pretrained, reader=reader, factory=factory, inputs=inputs)
     if image_size is not None:
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-        model = resized(model, height, width)
+        model = accepting(model, (family_of(model).input_shape(model)[0], height, width))
     if outputs is not None:
         state_outputs_(model, outputs)
     return model

@@ -13,7 +13,6 @@ from attnrx.vit.models.families import (
     load_model,
     model_names,
     register_family,
-    resized,
     save_model,
 )
 from attnrx.vit.models.family import (
@@ -99,7 +98,6 @@ __all__ = [
     "require_all_tokens",
     "require_model_folder",
     "require_ordinary_weights",
-    "resized",
     "save_model",
     "token_run",
     "use_backend",

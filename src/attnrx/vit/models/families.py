@@ -95,8 +95,8 @@ def _require_no_supported_part(model: nn.Module) -> None:
             )
 
 
-def resized(model: nn.Module, height: int, width: int) -> nn.Module:
-    """Returns a copy of a model that takes images of this height and width; the model itself if it does so already.
+def accepting(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+    """Returns the model, or a copy of it that takes inputs of this shape: channels, height and width.
 
     Position embeddings are interpolated by the code of the model's library. A token policy keeps the same shares of
     the patches.
@@ -106,27 +106,14 @@ def resized(model: nn.Module, height: int, width: int) -> nn.Module:
         InvalidInput: Patches do not tile such images, or a token policy would keep none of them.
     """
     family = family_of(model)
-    if family.input_shape(model)[1:] == (height, width):
+    own = family.input_shape(model)
+    if len(shape) != 3 or own == shape:
         return model
     other = copy_module(model)
-    family.resize_(other, height, width)
+    if own[0] != shape[0]:
+        return other if family.accepts_(other, shape) else model  # other channels are refused where it is run
+    family.resize_(other, *shape[1:])
     return other
-
-
-def accepting(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-    """Returns the model, or a copy of it that takes inputs of this shape: channels, height and width.
-
-    Raises:
-        NotSupported: The library does not interpolate the position embeddings of this model.
-        InvalidInput: Patches do not tile such images.
-    """
-    family = family_of(model)
-    if len(shape) != 3 or family.input_shape(model) == shape:
-        return model
-    if family.input_shape(model)[0] == shape[0]:
-        return resized(model, *shape[1:])
-    other = copy_module(model)
-    return other if family.accepts_(other, shape) else model  # other channels are refused where it is run
 
 
 def at_size_of(model: nn.Module, other: nn.Module) -> nn.Module:
