@@ -443,22 +443,15 @@ def output_kind_of(model: nn.Module) -> OutputKind:
     """Returns how the outputs of a model are compared: by the divergence of the call (`judging`), else as stated when
     it was loaded, else as its family knows; those of a model that no family knows are logits.
     """
-    kind, judgement = _own_kind(model), current_judgement()
-    has_family = any(family.matches(model) for family in FAMILIES)
-    return _judged(kind, model, judgement) if judgement.divergence is not None and has_family else kind
-
-
-def _own_kind(model: nn.Module) -> OutputKind:
     # Not `family_of`, which raises: checks also take modules of no family.
     family = next((family for family in FAMILIES if family.matches(model)), None)
-    name = getattr(model, STATED_OUTPUTS, None)
-    if name is None:
-        name = "logits" if family is None else family.output_kind(model)
-    if name in ("map", "several"):
-        sizes = getattr(model, "output_sizes", {})  # of a whole module, or of its file
-        return type(KINDS[name])(tuple(sizes.values()))  # type: ignore[call-arg]
-    heads = () if family is None else family.heads(model)
-    return KINDS["binary_logit" if name == "logits" and heads and num_outputs(heads[0]) == 1 else name]
+    name = getattr(model, STATED_OUTPUTS, None) or ("logits" if family is None else family.output_kind(model))
+    heads = () if family is None or name != "logits" else family.heads(model)
+    kind = KINDS["binary_logit" if heads and num_outputs(heads[0]) == 1 else name]
+    if isinstance(kind, Map):  # the sizes of a whole module, or of its file
+        kind = type(kind)(tuple(getattr(model, "output_sizes", {}).values()))
+    judgement = current_judgement()
+    return _judged(kind, model, judgement) if judgement.divergence is not None and family is not None else kind
 
 
 # What a user states -> the kind.
