@@ -12,7 +12,7 @@ from attnrx.support.arguments import one_of, require_fields
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.hardware import device_name
 from attnrx.support.modules import copy_module
-from attnrx.support.shapes import ImageBatch, Tensor
+from attnrx.support.shapes import Float, ImageBatch, Tensor
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # PyTorch needs passes before a recording: libraries of kernels allocate their memory in the first ones.
