@@ -12,7 +12,7 @@ from torch import nn
 from attnrx.data.model_data import preprocessing_of
 from attnrx.support.errors import DataError, InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
-from attnrx.vit.models import attach_tokens_, family_of, reduction_of, resized
+from attnrx.vit.models import accepting, attach_tokens_, family_of, reduction_of
 from attnrx.vit.models.huggingface_readers import reader_of
 from attnrx.vit.tokens import (
     ClassAttention,
@@ -147,8 +147,8 @@ def test_a_smaller_model_of_another_size_is_the_smaller_model_of_that_size(tmp_p
             slim = rx.realize(original, rx.prescribe(rx.diagnose(original, data, moments=True), text))
         first = copy.deepcopy(slim)
         attach_tokens_(first, family_of(first), POLICY)
-        then = resized(first, 64, 40)
-        second = resized(slim, 64, 40)
+        then = accepting(first, (3, 64, 40))
+        second = accepting(slim, (3, 64, 40))
         second = copy.deepcopy(second)
         attach_tokens_(second, family_of(second), POLICY)
         expected = second(images)
@@ -178,7 +178,7 @@ def test_a_smaller_model_takes_every_size_where_its_library_interpolates(library
         attach_tokens_(pruned, family_of(pruned), TokenPolicy.staged(reducer, 0.7, (2, 3)), by)
         loaded = saved_and_loaded(pruned, tmp_path / reducer.__class__.__name__) if by == "compress" else pruned
         for size in ((32, 32), (48, 40), (24, 64), (32, 32)):
-            images, at_size = pictures(*size), copy.deepcopy(resized(unpruned, *size))
+            images, at_size = pictures(*size), copy.deepcopy(accepting(unpruned, (3, *size)))
             same(unpruned, at_size(images), images)
             attach_tokens_(at_size, family_of(at_size), TokenPolicy.staged(reducer, 0.7, (2, 3)), by)
             expected = at_size(images)
