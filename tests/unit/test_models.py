@@ -9,7 +9,7 @@ from torch import nn
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.vit.attention import Attention
 from attnrx.vit.models import ViTConfig, build_model, family_of, load_model, model_fingerprint, save_model
-from attnrx.vit.models.vit import sincos_positions
+from attnrx.vit.models.transformer import sincos_positions
 from attnrx.vit.spec import AttentionSpec
 from support.cases import CONFIGS, images, model
 

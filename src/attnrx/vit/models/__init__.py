@@ -46,8 +46,15 @@ from attnrx.vit.models.token_hooks import (
     token_run,
 )
 from attnrx.vit.models.token_reduction import TokenReduction, TokenRun, reduction_of, require_all_tokens
-from attnrx.vit.models.transformer import Transformer, TransformerConfig, initialize_
-from attnrx.vit.models.vit import SCENARIOS, VisionTransformer, ViTConfig, named_config
+from attnrx.vit.models.transformer import (
+    SCENARIOS,
+    Transformer,
+    TransformerConfig,
+    VisionTransformer,
+    ViTConfig,
+    initialize_,
+    named_config,
+)
 
 __all__ = [
     "FAMILIES",

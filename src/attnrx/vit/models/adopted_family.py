@@ -22,7 +22,13 @@ from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache, image_shape
-from attnrx.vit.models.adoption_proof import difference_in_structure, require_equal_logits
+from attnrx.vit.models.adoption_proof import (
+    LAYERS,
+    build_part,
+    difference_in_structure,
+    replaced_parts,
+    require_equal_logits,
+)
 from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.family import (
     Family,
@@ -39,7 +45,6 @@ from attnrx.vit.models.foreign_code import (
 )
 from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, Pair, halve_, hidden_units, keep_units_of_, rank_of
-from attnrx.vit.models.replaced_parts import LAYERS, build_part, replaced_parts
 from attnrx.vit.models.token_hooks import resize_tokens_
 from attnrx.vit.models.token_reduction import reduction_of
 from attnrx.vit.models.unsupported_features import Refusal, changed_linears, model_name

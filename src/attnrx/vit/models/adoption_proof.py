@@ -1,10 +1,13 @@
-"""The proof of an adoption: two models have the same parts, and the same outputs for random images."""
+"""The proof of an adoption: equal outputs, and a library that creates the same parts but those that a user replaced."""
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from torch import nn
 
+from attnrx.support.arguments import described_error
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.support.modules import random_images, rounding_limit
 from attnrx.support.shapes import Float, Tensor
@@ -14,18 +17,13 @@ from attnrx.vit.models.observation_hooks import evaluating, recording_calls
 
 def difference_in_structure(model: nn.Module, rebuilt: nn.Module) -> str:
     """Returns which part of a model differs from the rebuilt one, in its text or the shape of a tensor; "" for none."""
-    found, expected = (
-        {
-            # The text of a module shows what weights do not: activations, epsilons, rates of dropout.
-            **{name: f"{type(part).__name__}({part.extra_repr()})" for name, part in each.named_modules()},
-            **{name: f"of shape {tuple(tensor.shape)}" for name, tensor in each.state_dict().items()},
-        }
-        for each in (model, rebuilt)
-    )
-    for name in {**found, **expected}:
-        own, other = found.get(name, "nothing"), expected.get(name, "nothing")
-        if own != other:
-            return f"Its {name.removeprefix('source.')} is {own}, and that of the rebuilt one {other}."
+    path = next(_differing(model, rebuilt), None)
+    if path is not None:
+        found, expected = (_own(each.get_submodule(path)) for each in (model, rebuilt))
+        name = next((key for key in {**found, **expected} if found.get(key) != expected.get(key)), "")
+        own, other = (side.get(name, "nothing") for side in (found, expected))
+        where = f"{path}.{name}".strip(".").removeprefix("source.")
+        return f"Its {where or 'class'} is {own}, and that of the rebuilt one {other}."
     # A module may describe itself in a way of its own.
     lines = zip_longest(str(model).splitlines(), str(rebuilt).splitlines(), fillvalue="nothing")
     differing = next((pair for pair in lines if pair[0] != pair[1]), None)
@@ -108,3 +106,85 @@ def _first_difference(
     )
     of_mlp = "the MLP or a norm of a block computes something else, while its attention is equal"
     return where, because if differs[index - 1] else of_mlp
+
+
+# The layers that are described: their arguments are attributes of the same names. Not those that end in probabilities
+# (Softmax, Sigmoid), because outputs are compared as logits.
+LAYERS = {
+    layer.__name__: layer
+    for layer in (
+        nn.Identity, nn.Linear, nn.Flatten, nn.Dropout, nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d,
+        nn.GELU, nn.ReLU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Tanh, nn.Hardswish, nn.Mish,
+    )
+}  # fmt: skip
+
+
+def describe_part(module: nn.Module) -> dict[str, Any] | None:
+    """Returns the class and the arguments of one of LAYERS, or of an nn.Sequential of them; None for other modules."""
+    if type(module) is nn.Sequential:
+        parts = {name: describe_part(part) for name, part in module.named_children()}
+        return None if None in parts.values() else {"layer": "Sequential", "parts": parts}
+    layer = LAYERS.get(type(module).__name__)
+    if type(module) is not layer:  # also a class of the same name from elsewhere
+        return None
+    arguments = {}
+    for name in inspect.signature(layer.__init__).parameters:
+        if name in ("self", "args", "kwargs", "device", "dtype"):
+            continue
+        value = getattr(module, name, None)
+        # The argument `bias` says whether there is one.
+        arguments[name] = value is not None if name == "bias" else list(value) if isinstance(value, tuple) else value
+    described = {"layer": type(module).__name__, "arguments": arguments}
+    # An option that is no attribute of its layer would be lost.
+    return described if repr(build_part(described)) == repr(module) else None
+
+
+def build_part(described: Mapping[str, Any]) -> nn.Module:
+    """Returns a new module of this description, of which a file may be the source.
+
+    Raises:
+        InvalidInput: It is not one that `describe_part` returns.
+    """
+    try:
+        if described["layer"] == "Sequential":
+            built = nn.Sequential()
+            for name, part in described["parts"].items():
+                built.add_module(name, build_part(part))
+            return built
+        return LAYERS[described["layer"]](**described["arguments"])
+    except Exception as error:  # torch raises errors of many types for wrong arguments
+        raise InvalidInput(
+            f"{described!s:.200} describes no layer of {', '.join(LAYERS)} or Sequential: {described_error(error)}."
+        ) from error
+
+
+def replaced_parts(model: nn.Module, rebuilt: nn.Module) -> dict[str, dict[str, Any]]:
+    """Returns the parts of a model that differ from those of the rebuilt one, described by their paths.
+
+    {} if a part that differs cannot be described, or is the model itself.
+    """
+    parts = {path: describe_part(model.get_submodule(path)) for path in _differing(model, rebuilt) if path}
+    return {} if None in parts.values() else {path: part for path, part in parts.items() if part is not None}
+
+
+def _differing(model: nn.Module, rebuilt: nn.Module, path: str = "") -> Iterator[str]:
+    """Yields the paths of the parts that differ by themselves, without those inside them."""
+    if type(model) is not type(rebuilt) or _own(model) != _own(rebuilt):
+        yield path
+        return
+    for name, child in model.named_children():
+        yield from _differing(child, rebuilt.get_submodule(name), f"{path}.{name}".lstrip("."))
+
+
+def _own(module: nn.Module) -> dict[str, str]:
+    """Returns what a module is without its children: its class and its text, "", the shapes of its tensors that are
+    saved, and which parts it has.
+    """
+    tensors: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+    saved = {name: each for name, each in tensors.items() if name not in module._non_persistent_buffers_set}
+    return {
+        # The text of a module shows what weights do not: activations, epsilons, rates of dropout.
+        "": f"{type(module).__name__}({module.extra_repr()})",
+        **{name: f"of shape {tuple(each.shape)}" for name, each in saved.items() if each is not None},
+        **{name: "a part" for name, _ in module.named_children()},
+    }

@@ -28,9 +28,8 @@ from attnrx.vit.models.reader import Factory, ModuleFamily, Reader
 from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.timm_family import TimmFamily
 from attnrx.vit.models.tower_families import OpenClipFamily, TorchvisionFamily
-from attnrx.vit.models.transformer import AttnrxFamily, initialize_
+from attnrx.vit.models.transformer import AttnrxFamily, ViTFamily, initialize_
 from attnrx.vit.models.unsupported_features import model_name
-from attnrx.vit.models.vit import ViTFamily
 from attnrx.vit.models.whole import WholeFamily, named_function
 
 # The families of other libraries, by the prefix of a model name.
