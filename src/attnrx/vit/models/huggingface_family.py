@@ -295,7 +295,21 @@ class HuggingFaceFamily(AdoptedFamily):
         None where there is none, and for processors that do not crop or resize to one size (e.g. YOLOS). They compute
         with Pillow, as the class with backend "pil" does; the backend "torchvision" rounds a few pixels differently.
         """
-        return _geometry(self.input_shape(model), self._adopted(model).origin.preprocessing)
+        shape, settings = self.input_shape(model), self._adopted(model).origin.preprocessing
+        size, channels = settings.get("size", {}), shape[0]
+        if not settings or channels not in (1, 3) or settings.get("do_pad") or settings.get("keep_aspect_ratio"):
+            return None
+        if not settings.get("do_resize", True):
+            resize, target = "none", shape[1:]
+        elif size.keys() == {"shortest_edge"}:
+            resize, target = "shortest_edge", (size["shortest_edge"],) * 2
+        elif size.keys() == {"height", "width"}:
+            resize, target = "exact", (size["height"], size["width"])
+        else:
+            return None
+        alpha = "white" if settings.get("do_convert_rgb") else "drop"
+        filter_ = RESAMPLES[settings.get("resample", 2)]
+        return ImageGeometry(shape[1:], channels, resize, target, filter_, center="floor", alpha=alpha)
 
     def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
         with local_copies_if_unreachable(name) as unreachable:
@@ -353,8 +367,15 @@ class HuggingFaceFamily(AdoptedFamily):
             return super()._resized(adopted, height, width)
         # Pictures are resized and cropped in the proportion of the size that the processor was made for.
         settings = dict(origin.preprocessing)
-        if settings:
-            settings = _resized_processor(settings, origin.input_shape[1:], (height, width))
+        scales = height / origin.input_shape[1], width / origin.input_shape[2]
+        if settings.get("do_center_crop") and "crop_size" in settings:
+            settings["crop_size"] = {"height": height, "width": width}
+        size = settings.get("size", {})
+        if size.keys() == {"shortest_edge"}:
+            # Rounded up: the resized picture must not be smaller than the crop.
+            settings["size"] = {"shortest_edge": math.ceil(size["shortest_edge"] * max(scales))}
+        elif size.keys() == {"height", "width"}:
+            settings["size"] = {side: math.ceil(size[side] * scale) for side, scale in zip(size, scales, strict=True)}
         return replace(origin, preprocessing=settings)
 
     def library_model(self, model: nn.Module) -> nn.Module:
@@ -558,35 +579,3 @@ def _processor(source: Path | str, takes_any_size: bool, **options: Any) -> dict
     if takes_any_size and {"height", "width"} <= size.keys():
         facts["input_shape"] = (len(mean), size["height"], size["width"])
     return facts
-
-
-def _resized_processor(settings: Mapping[str, Any], before: Sequence[int], after: tuple[int, int]) -> dict[str, Any]:
-    """Returns the settings of an image processor for images of another height and width."""
-    scales = after[0] / before[0], after[1] / before[1]
-    resized = dict(settings)
-    if settings.get("do_center_crop") and "crop_size" in settings:
-        resized["crop_size"] = {"height": after[0], "width": after[1]}
-    size = settings.get("size", {})
-    if size.keys() == {"shortest_edge"}:
-        # Rounded up: the resized picture must not be smaller than the crop.
-        resized["size"] = {"shortest_edge": math.ceil(size["shortest_edge"] * max(scales))}
-    elif size.keys() == {"height", "width"}:
-        resized["size"] = {side: math.ceil(size[side] * scale) for side, scale in zip(size, scales, strict=True)}
-    return resized
-
-
-def _geometry(shape: tuple[int, int, int], settings: Mapping[str, Any]) -> ImageGeometry | None:
-    size, channels = settings.get("size", {}), shape[0]
-    if not settings or channels not in (1, 3) or settings.get("do_pad") or settings.get("keep_aspect_ratio"):
-        return None
-    if not settings.get("do_resize", True):
-        resize, target = "none", shape[1:]
-    elif size.keys() == {"shortest_edge"}:
-        resize, target = "shortest_edge", (size["shortest_edge"],) * 2
-    elif size.keys() == {"height", "width"}:
-        resize, target = "exact", (size["height"], size["width"])
-    else:
-        return None
-    alpha = "white" if settings.get("do_convert_rgb") else "drop"
-    filter_ = RESAMPLES[settings.get("resample", 2)]
-    return ImageGeometry(shape[1:], channels, resize, target, filter_, center="floor", alpha=alpha)

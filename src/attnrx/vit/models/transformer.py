@@ -1,4 +1,4 @@
-"""The models of attnrx: configuration with costs, layers, initialization, family; and the Vision Transformer of SVDA."""
+"""The models of attnrx: configuration with costs, layers, initialization, family; the Vision Transformer of SVDA."""
 
 import math
 from abc import ABC, abstractmethod
