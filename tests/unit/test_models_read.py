@@ -170,7 +170,7 @@ def test_a_wrong_type_of_a_field_is_refused_by_name() -> None:
         with pytest.raises(InvalidInput, match=f"{name}=.*: give"):
             replace(OWN, **{name: value})
     wrong_reader: Any = "stages"
-    with pytest.raises(InvalidInput, match=r"reader='stages'\): give an attnrx\.Reader"):
+    with pytest.raises(InvalidInput, match=r"reader='stages'\): give an instance of Reader"):
         rx.load(OwnViT(), reader=wrong_reader)
 
 

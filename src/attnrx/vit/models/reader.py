@@ -298,11 +298,8 @@ class ModuleFamily(ReaderFamily):
         """Adopts a model whose parts the reader names.
 
         Raises:
-            InvalidInput: The reader is no `Reader`.
             NotSupported: The model lacks a part that the reader names, or differs from what it states.
         """
-        if not isinstance(reader, Reader):
-            raise InvalidInput(f"reader={reader!r:.80}: give an attnrx.Reader with the paths of the model's parts.")
         kind = type(model)
         blueprint = Blueprint(reader, self.factory or kind, f"{kind.__module__}:{kind.__qualname__}")
         return self.adopt(_with_blueprint(copy.copy(model), blueprint))  # a shallow copy: the model stays as it is
