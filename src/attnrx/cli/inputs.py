@@ -79,13 +79,13 @@ def outline(source: str, trust: bool = False) -> "nn.Module":
     """Returns a model for cost computations; a name is built on the meta device, without weights or downloads."""
     import torch
 
-    if not _is_fresh(source):
+    if not is_fresh(source):
         return rx.load(source, trust=trust)
     with torch.device("meta"):  # shapes without memory
         return rx.models.build_model(source)
 
 
-def _is_fresh(source: str) -> bool:
+def is_fresh(source: str) -> bool:
     """Whether a source is the name of an architecture, and not a location of weights."""
     # A path may contain a colon too, so an existing one is a location.
     return ":" in source and not source.startswith("hub:") and not Path(source).exists()
@@ -97,21 +97,10 @@ def model_argument(source: str, device: str | None, weights: str | None = None, 
     Raises:
         InvalidInput: torch cannot use the device.
     """
-    return _placed(rx.load(source, weights=weights, trust=trust), device)
+    return placed(rx.load(source, weights=weights, trust=trust), device)
 
 
-def timed_model(source: str, device: str | None, weights: str | None = None, trust: bool = False) -> "nn.Module":
-    """Returns a model for latency measurements; a name gets random weights, so that nothing is downloaded.
-
-    Raises:
-        InvalidInput: torch cannot use the device.
-    """
-    if _is_fresh(source) and weights is None:
-        return _placed(rx.models.build_model(source, seed=0), device)
-    return model_argument(source, device, weights, trust)
-
-
-def _placed(model: "nn.Module", device: str | None) -> "nn.Module":
+def placed(model: "nn.Module", device: str | None) -> "nn.Module":
     """Moves a model to the requested device, by default CUDA if available."""
     wanted = device or default_device()
     try:

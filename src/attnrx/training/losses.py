@@ -5,8 +5,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -318,7 +316,7 @@ def teacher_outputs(context: LossContext, source: TeacherSource) -> Answer:
         device, dtype = context.images.device, context.images.dtype
         teacher = context.teachers.get(source)
         if teacher is None:
-            teacher = _load(*source, _versions(source))
+            teacher = load_model(source[0], weights=source[1])
         context.memory[source] = _run(teacher.to(device, dtype).eval().requires_grad_(False), context)
     return context.memory[source]
 
@@ -332,19 +330,6 @@ def _run(teacher: nn.Module, context: LossContext) -> Answer:
     with recording as features:
         logits = teacher(images).to(context.logits.dtype)
     return logits, tuple(features)
-
-
-@lru_cache(maxsize=2)  # a frozen loss holds no model; loading it again for every step would be slow
-def _load(teacher: str, weights: str | None, versions: tuple[tuple[str, int, int, int], ...]) -> nn.Module:
-    return load_model(teacher, weights=weights)
-
-
-def _versions(source: TeacherSource) -> tuple[tuple[str, int, int, int], ...]:
-    """Returns what changes with the files of a teacher: path, inode, size and time of each; empty for a name."""
-    paths = [Path(path) for path in source if path is not None and Path(path).exists()]
-    files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
-    stats = [(file, file.stat()) for file in files if file.is_file()]
-    return tuple((str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
 
 
 LOSSES: tuple[type[Loss], ...] = (

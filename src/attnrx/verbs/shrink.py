@@ -39,12 +39,11 @@ from attnrx.decide.planning.plan_settings import DROP, EFFORTS, target_of
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Check, Costs, Fidelity, Latency, Promises
-from attnrx.show.reports import sample_maps
+from attnrx.show.reports import first_images, sample_maps
 from attnrx.support.arguments import FASTER, checked, instance, number, one_of, optional
 from attnrx.support.atomic_writes import file_lock
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import Log, begin, no_log, phases
-from attnrx.support.shapes import ImageBatch
 from attnrx.support.subprocess_runner import shared_subprocess
 from attnrx.verbs.load import load
 from attnrx.verbs.preflight import preflight
@@ -424,7 +423,7 @@ class ShrinkRun:
         evidence = verify(model, self.original, tested, checks, about, **context)
         # Of pictures: others cannot be drawn.
         is_drawn = getattr(family_of(self.original).inputs(self.original), "is_plain", True)
-        samples, maps = _samples(tested, names) if is_drawn else None, None
+        samples, maps = first_images(tested, names, REPORT_IMAGES) if is_drawn else None, None
         if samples is not None and isinstance(output_kind_of(self.original), Map):
             shown, labels = samples[0][:REPORT_MAPS], samples[1][:REPORT_MAPS]
             maps = sample_maps({"original": self.original, "this model": model}, shown, labels)
@@ -444,17 +443,6 @@ def _at_size_of(images: ImageSet, model: nn.Module, splits: Splits, log: Log) ->
     log(f"images of {height} x {width} pixels: the model, made for {before[1]} x {before[2]}, is used at that size")
     side = height if height == width else (height, width)
     return fitting, replace(splits, image_size=side, channels=int(shape[0]))
-
-
-def _samples(images: ImageSet, class_names: Sequence[str]) -> tuple[ImageBatch, tuple[str, ...]]:
-    """Returns the first images with the names of their classes, which are empty without labels."""
-    batch = next(iter(images.take(min(REPORT_IMAGES, len(images))).batches(REPORT_IMAGES)))
-    # -1: without a label
-    if batch.labels.ndim > 1 or batch.labels.is_floating_point() or int(batch.labels.min()) < 0:
-        return batch.images, ()
-    labels: list[int] = batch.labels.tolist()
-    names = dict(enumerate(class_names))
-    return batch.images, tuple(names.get(label, f"class {label}") for label in labels)
 
 
 def _diagnosis(model: nn.Module, diagnosed: ImageSet, state: Path | None, log: Log) -> Diagnosis:

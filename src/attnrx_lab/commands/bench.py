@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 import attnrx as rx
-from attnrx.cli.inputs import default_device, require_clock, timed_model
+from attnrx.cli.inputs import default_device, is_fresh, model_argument, placed, require_clock
 from attnrx.cli.options import (
     BATCHES,
     ROUNDS,
@@ -55,9 +55,12 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     shares = () if macs else arguments.shares or SHARES
     methods = comparison.parse_methods(arguments.methods)
     require_clock(arguments.clock, arguments.device or default_device())
-    model = timed_model(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    placed = str(next(model.parameters()).device)
-    conditions = rx.costs.Conditions(placed, arguments.precision, None, arguments.runtime == "compiled")
+    if is_fresh(arguments.model) and arguments.weights is None:  # random weights, so that nothing is downloaded
+        model = placed(rx.models.build_model(arguments.model, seed=0), arguments.device)
+    else:
+        model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
+    device = str(next(model.parameters()).device)
+    conditions = rx.costs.Conditions(device, arguments.precision, None, arguments.runtime == "compiled")
     # The models of another runtime are files, which are written for the precision of these conditions.
     in_torch = arguments.runtime in ("eager", "compiled")
     runtime = None if in_torch else rx.exporting.parse_format(arguments.runtime)

@@ -13,7 +13,6 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 SUMMARY = "write diagnosis, prescription and evidence into one HTML page"
@@ -95,7 +94,8 @@ def _samples(arguments: Namespace, candidate: "nn.Module | None", prescription: 
     has_tokens = rx.models.reduction_of(candidate) is not None
     if has_tokens and reference is not None:
         raise InvalidInput(f"--reference is for attention maps, and {arguments.candidate} reduces tokens; omit it.")
-    images, labels = _shown(candidate, arguments)
+    splits = splits_argument(candidate, arguments)
+    images, labels = rx.reports.first_images(splits.test, splits.class_names, arguments.samples)
     if has_tokens:
         return None, rx.reports.sample_tokens(candidate, images, labels)
     if reference is None:
@@ -107,14 +107,3 @@ def _samples(arguments: Namespace, candidate: "nn.Module | None", prescription: 
     if prescription is not None:
         models["masked"] = rx.realize(reference, prescription, by="mask")
     return rx.reports.sample_attention({**models, "compressed": candidate}, images, labels), None
-
-
-def _shown(model: "nn.Module", arguments: Namespace) -> "tuple[torch.Tensor, tuple[str, ...]]":
-    """Returns the first test images, normalized for the model, and their class names."""
-    splits = splits_argument(model, arguments)
-    shown = splits.test.take(min(arguments.samples, len(splits.test)))
-    # As large as the number of images, so it is the only batch.
-    batch = next(iter(shown.batches(arguments.samples)))
-    # Datasets without names number their classes.
-    names = (splits.class_names[label] if label >= 0 else "" for label in batch.labels.tolist())
-    return batch.images, tuple(f"class {name}" if name.isdigit() else name for name in names)

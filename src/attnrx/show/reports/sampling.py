@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.data import ImageSet
 from attnrx.support.errors import InvalidInput
-from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.support.shapes import Bool, Float, ImageBatch, Int, Tensor
 from attnrx.support.trees import tensors_of
 from attnrx.vit.models import (
     Family,
@@ -71,6 +72,17 @@ class TokenSamples:
     grid: tuple[int, int]
     labels: tuple[str, ...] = ()
     groups: Int[Tensor, "images stages patches"] | None = None
+
+
+def first_images(images: ImageSet, class_names: Sequence[str], count: int) -> tuple[ImageBatch, tuple[str, ...]]:
+    """Returns the first images, at most `count`, with the names of their classes, which are empty without labels."""
+    batch = next(iter(images.take(min(count, len(images))).batches(count)))
+    # -1: without a label
+    if batch.labels.ndim > 1 or batch.labels.is_floating_point() or int(batch.labels.min()) < 0:
+        return batch.images, ()
+    # Datasets without names number their classes.
+    names = {label: f"class {name}" if name.isdigit() else name for label, name in enumerate(class_names)}
+    return batch.images, tuple(names.get(label, f"class {label}") for label in map(int, batch.labels.tolist()))
 
 
 def sample_attention(
