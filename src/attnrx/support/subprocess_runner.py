@@ -23,6 +23,8 @@ Value = TypeVar("Value")
 # By default glibc returns large free blocks to the operating system and faults them in again page by page. This cost is
 # not the model's, and it varied by a tenth within a quarter of an hour. Other systems ignore these two variables.
 KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+# A library that asks for CUDA devices while it is imported must not start CUDA, which no fork could use then.
+FORKABLE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # Imported ahead in the process if they are loaded here: pickled models need them.
 LIBRARIES = ("timm", "transformers", "attnrx", "attnrx_lab")
 
@@ -60,7 +62,8 @@ class Subprocess:
 
     def __init__(self, keeps_memory: bool = True):
         imports = [name for name in sys.modules if name.partition(".")[0] in LIBRARIES]
-        self.process = start_python(__name__, imports, KEEPS_MEMORY if keeps_memory else {})
+        variables = (KEEPS_MEMORY if keeps_memory else {}) | FORKABLE
+        self.process = start_python(__name__, imports, variables)
 
     def call(self, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print) -> Value:
         """Calls a module-level function with the number of threads of this process, and returns its value.

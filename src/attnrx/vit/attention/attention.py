@@ -10,13 +10,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import is_traced
 from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
-from attnrx.vit.attention.backends.auto import Auto
-from attnrx.vit.attention.backends.backend import Backend
+from attnrx.vit.attention.backends.auto import Auto, Fused
+from attnrx.vit.attention.backends.backend import Backend, has_equal_heads
+from attnrx.vit.attention.backends.capture import AttentionCapture
 from attnrx.vit.attention.factors import AttentionContext, Bucket, ScoreFactors
 from attnrx.vit.attention.forms import FORMS, RotaryForm, required_rotation, row_pairs
-from attnrx.vit.attention.head_linear import FusedQKV, HeadLinear, OutputProjection, in_buckets
+from attnrx.vit.attention.head_linear import (
+    FusedQKV,
+    HeadLinear,
+    OutputProjection,
+    addresses_of,
+    in_buckets,
+    parameters_of,
+)
 from attnrx.vit.attention.positions import Positions
+from attnrx.vit.kernels.cached_weights import has_fixed_weights
 from attnrx.vit.kernels.native_attention import JointFeatures
 from attnrx.vit.maps import HEADS
 from attnrx.vit.spec import AttentionSpec
@@ -58,6 +68,7 @@ class Attention(nn.Module):
         self.kept_patches: Callable[[], Int[Tensor, "batch kept"] | None] | None = None
         self.backend: Backend = backend or Auto()
         self._fused_qkv = FusedQKV()
+        self._equal_heads = _equal_heads(spec)
         self._plans_of: Backend | None = None
         self._plans: dict[AttentionContext, LayerPlan] = {}
 
@@ -78,6 +89,8 @@ class Attention(nn.Module):
         """
         if not self.spec.attends:
             return self.output(tokens[..., :0])  # without heads only the output bias is left
+        if self._is_short and positions is None:
+            return self._traced(tokens, tokens if key_tokens is None else key_tokens)
         # The plan is that of the keys: their number determines the size of the maps, also where queries are few.
         plan, scores = self.plan(tokens if key_tokens is None else key_tokens), self.scores
         if positions is not None and self.kept_patches is not None:
@@ -101,6 +114,56 @@ class Attention(nn.Module):
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
         factors = self._score_factors(query, key, plan.rows, plan.buckets, positions)
         return self._projected(plan.backend(plan.buckets, factors, values), plan.value_dims)
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether a graph is recorded, with attention by products of heads of equal widths."""
+        if not (self._equal_heads and is_traced()) or has_fixed_weights():
+            return False
+        return type(self.backend) in (Auto, Fused, AttentionCapture)
+
+    def takes_few_queries(self, tokens: TokenBatch) -> bool:
+        """Whether queries may have fewer tokens than keys and values."""
+        # A head of rank 0 has no backend.
+        return self._is_short or (all(self.spec.ranks or (0,)) and self.plan(tokens).backend.takes_few_queries)
+
+    def _traced(self, tokens: TokenBatch, key_tokens: TokenBatch) -> TokenBatch:
+        """Returns what `forward` does, for heads of equal widths, in a graph.
+
+        A compiler makes a guard of every number that decides something, and compares all of them in every call; in a
+        plan these are those of every head.
+        """
+        (heads, width), backend = self._equal_heads, self.backend
+        sides = (self.scores.query(tokens), self.scores.key(key_tokens), self.value(key_tokens))
+        query, key, value = [side.unflatten(2, (heads, width)) for side in sides]
+        factors = ScoreFactors(Bucket(0, heads, width, width), query, key, None, self.spec.scale)
+        return self.output(backend.attend(factors, value.transpose(1, 2)).transpose(1, 2).flatten(2))
+
+    def pack_(self) -> None:
+        """Moves the weights of queries, keys and values into one, of which they become rows (`FusedQKV.pack_`)."""
+        self._fused_qkv.pack_(self._projections)
+
+    def packed(self, parameters: list[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
+        """Returns one weight and bias for queries, keys and values, whose weights and biases are `parameters`; None
+        where they are not packed.
+        """
+        return self._fused_qkv.packed(parameters)
+
+    @property
+    def _projections(self) -> tuple[HeadLinear, HeadLinear, HeadLinear]:
+        return self.scores.query, self.scores.key, self.value
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Attention":
+        before = addresses_of(parameters_of(self._projections))
+        super()._apply(*args, **kwargs)
+        # Unchanged weights stay where they are: another module may share them.
+        if addresses_of(parameters_of(self._projections)) != before:
+            self.pack_()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.pack_()
 
     def _refuse_quantization(self, qconfig: object) -> None:
         raise NotSupported(
@@ -236,6 +299,14 @@ class Attention(nn.Module):
         # Orthonormal factors change no singular value: the SVD of W_O W_V needs only the product of two small R.
         factors = [torch.linalg.qr(side.mT, mode="r").R for side in (rows[..., :-1], columns)]
         return {"value_factor": factors[0], "readout_factor": factors[1], "value_bias": rows[..., -1].clone()}
+
+
+def _equal_heads(spec: AttentionSpec) -> tuple[int, int] | tuple[()]:
+    """Returns the number of heads and their width where all have one that needs no padding, and nothing else happens
+    between the projections; else ().
+    """
+    is_plain = has_equal_heads(spec) and not (spec.inner_norms or spec.pair_bias)
+    return (len(spec.heads), spec.ranks[0]) if is_plain and Fused.width(spec) == spec.ranks[0] else ()
 
 
 def _table(side: HeadLinear, rows: tuple[int, ...], ranks: tuple[int, ...], width: int) -> Tensor:

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Tensor, TokenBatch
 from attnrx.vit.attention.factors import Bucket
 from attnrx.vit.kernels.cached_weights import CachedWeights, has_fixed_weights
@@ -63,15 +64,79 @@ Side = tuple[HeadLinear, tuple[int, ...]]
 """A projection, and how many rows every head gets of it."""
 
 
+class PackedWeights(NamedTuple):
+    """One weight and bias of which those of several projections are rows, in memory that they share.
+
+    `parameters` are their weights and biases, by projection, and `addresses` where their numbers are. `first_rows` is
+    the first row of every projection.
+    """
+
+    parameters: tuple[Tensor | None, ...]
+    addresses: tuple[int, ...]
+    weight: Tensor
+    bias: Tensor | None
+    first_rows: tuple[int, ...]
+
+    def of(self, parameters: Sequence[Tensor | None]) -> WeightAndBias | None:
+        """Returns weight and bias of the last projections; None if these parameters are elsewhere by now."""
+        # By identity first: a parameter that replaces one for a call may have no address, e.g. that of torch.func.vmap.
+        start = len(self.parameters) - len(parameters)
+        if tuple(map(id, parameters)) != tuple(map(id, self.parameters[start:])):
+            return None
+        if addresses_of(parameters) != self.addresses[start:]:
+            return None
+        if not start:
+            return self.weight, self.bias
+        first = self.first_rows[start // 2]
+        return self.weight[first:], None if self.bias is None else self.bias[first:]
+
+
+def addresses_of(parameters: Sequence[Tensor | None]) -> tuple[int, ...]:
+    return tuple([0 if parameter is None else parameter.data_ptr() for parameter in parameters])
+
+
 class FusedQKV:
     """Several projections of the same tokens as one matrix product, while no gradients are needed.
 
     One wide product is faster than several narrow ones, especially for few tokens. The C++ kernel and, for large
-    projections, PyTorch write the results side by side; otherwise the weight is a copy of theirs, which is cached.
+    projections, PyTorch write the results side by side; otherwise the weight is a copy of theirs, which is cached. On
+    other devices than a CPU the weights themselves are rows of one (`pack_`).
     """
 
     def __init__(self):
         self._kept: CachedWeights[WeightAndBias] = CachedWeights()
+        self._packed: PackedWeights | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FusedQKV, ()
+
+    def pack_(self, projections: "Sequence[HeadLinear]") -> None:
+        """Moves the weights of the projections into one, of which they become rows, unless they are on a CPU.
+
+        A change in place of any of them is then one of the whole. PyTorch's recurrent layers do the same, at the same
+        times: when a layer was made, copied or moved to a device (`flatten_parameters`).
+        """
+        parameters = parameters_of(projections)
+        present = [parameter for parameter in parameters if parameter is not None]
+        self._packed = None
+        if any(type(each) is not nn.Parameter or each.is_cpu or each.is_inference() for each in present):
+            return
+        if len({(each.device, each.dtype) for each in present}) != 1:
+            return
+        rows = [len(each.weight) for each in projections]
+        with torch.inference_mode(mode=False), torch.no_grad():
+            weight, bias = _joined([(each, each.rows) for each in projections])
+            for each, part in zip(projections, weight.split(rows), strict=True):
+                each.weight.data = part
+            for each, part in zip(projections, () if bias is None else bias.split(rows), strict=bias is not None):
+                if each.bias is not None:
+                    each.bias.data = part
+        first_rows = tuple([sum(rows[:index]) for index in range(len(rows))])
+        self._packed = PackedWeights(tuple(parameters), addresses_of(parameters), weight, bias, first_rows)
+
+    def packed(self, parameters: Sequence[Tensor | None]) -> WeightAndBias | None:
+        """Returns the one weight and bias of the last projections, of which these are the parameters, if there is."""
+        return None if self._packed is None else self._packed.of(parameters)
 
     def __call__(self, tokens: TokenBatch, sides: Sequence[Side]) -> list[Tensor]:
         """Returns the result of `padded` for every projection."""
@@ -87,6 +152,8 @@ class FusedQKV:
 
     def product(self, tokens: TokenBatch, sides: Sequence[Side]) -> Float[Tensor, "batch tokens rows"] | None:
         """Returns the results of all projections, concatenated; None where they have to be computed one by one."""
+        if is_recorded() and not has_fixed_weights():
+            return None
         # With few tokens the Python overhead here is as large as the arithmetic, so nothing unnecessary is created.
         parameters: list[Tensor | None] = []
         for side, _ in sides:
@@ -94,16 +161,23 @@ class FusedQKV:
             # A hook on a projection must receive that projection's own call, and a subclass may compute something else.
             if side._forward_hooks or side._forward_pre_hooks or not side.joins:
                 return None
-        # Without the cache (gradients, compilation) the joint weight would be copied together in every call.
+        is_whole = not has_fixed_weights() and all(rows == side.rows for side, rows in sides)
+        if is_whole and (packed := self.packed(parameters)) is not None:
+            return F.linear(tokens, *packed)
+        # Without the cache the joint weight would be copied together in every call.
         if not CachedWeights.possible(parameters):
             return None
-        if not has_fixed_weights() and all(rows == side.rows for side, rows in sides):
+        if is_whole:
             weights = [side.weight for side, _ in sides]
             if runs_natively(tokens, *weights):
                 return native_maps(tokens, weights, [side.bias for side, _ in sides], [False] * len(sides), joined=True)
             if _are_large(tokens, weights):
                 return _side_by_side(tokens, sides)
         return linear_map(tokens, *self._kept(tuple([rows for _, rows in sides]), parameters, lambda: _joined(sides)))
+
+
+def parameters_of(projections: "Sequence[HeadLinear]") -> list[Tensor | None]:
+    return [parameter for side in projections for parameter in (side.weight, side.bias)]
 
 
 def _are_large(tokens: TokenBatch, weights: Sequence[Tensor]) -> bool:

@@ -33,12 +33,16 @@ class NativeMap(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("weight", "bias", "inputs", "outputs", "gelu")]
 
 
+def may_run_natively(features: Float[Tensor, "*batch inputs"]) -> bool:
+    """Whether the kernels compute products of these features at all: for inference in float32 on a CPU."""
+    # First of all comparisons: recorded sizes may be symbolic, and on other devices every comparison delays a kernel.
+    return features.device.type == "cpu" and features.dtype == torch.float32 and not is_recorded()
+
+
 def runs_natively(features: Float[Tensor, "*batch inputs"], *weights: Float[Tensor, "_ _"]) -> bool:
     """Whether the kernel computes the products with these weights: for inference in float32 on a CPU."""
     return (
-        not is_recorded()  # first, because recorded sizes may be symbolic
-        and features.dtype == torch.float32
-        and features.device.type == "cpu"
+        may_run_natively(features)
         # Subclasses (fake, distributed, quantized tensors) have products of their own.
         and type(features) is Tensor
         and features.numel() >= LEAST_ROWS * features.shape[-1]

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
-from attnrx.vit.attention import Attention, Positions
+from attnrx.vit.attention import Attention, AttentionContext, Positions
 from attnrx.vit.kernels.cached_weights import CachedWeights
 from attnrx.vit.models.chunked_forward import chunked_forward, is_watched, require_images
 from attnrx.vit.models.mlp import Pair
@@ -25,6 +25,8 @@ from attnrx.vit.spec import BIASES, INNER_NORMS, AttentionSpec
 
 # The projections in attnrx attention, in the order of BIASES.
 PROJECTION_PATHS = ("scores.query", "scores.key", "value", "output")
+# Tokens of all images together, on a device other than a CPU.
+FEW_ON_A_GPU = 2048
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,10 @@ class LastLayer:
         tokens = args[0] if args else kwargs["hidden_states"]  # timm passes them by position, transformers by name
         adapter: Any = block.get_submodule(self.attention)
         attention: Attention = adapter.attention
-        # A head of rank 0 has no backend, and not every backend takes fewer queries than keys.
-        ranks = attention.spec.ranks or (0,)
-        if not (self.call.at_work and all(ranks) and attention.plan(tokens).backend.takes_few_queries):
+        if not (self.call.at_work and attention.takes_few_queries(tokens)):
+            return args, kwargs
+        # The shortcut has three operations more than the block, and on a GPU few tokens take no longer than one.
+        if tokens.device.type != "cpu" and AttentionContext.of(tokens).has_fewer_than(FEW_ON_A_GPU):
             return args, kwargs
         adapter.call.entered = tokens, None if self.norm is None else block.get_submodule(self.norm)
         queries = tokens[:, : self.prefix]
@@ -396,6 +399,7 @@ def attention_from_projections(
         parameter.requires_grad_(tensors[name].requires_grad)
     # After the weights are loaded, because the norms are the library's modules and have their own already.
     attention.inner_norms.update({name: norms[name] for name in spec.inner_norms})
+    attention.pack_()
     return attention
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, Tensor
-from attnrx.vit.kernels.native_products import NativeLinear, native_maps, runs_natively
+from attnrx.vit.kernels.native_products import NativeLinear, may_run_natively, native_maps, runs_natively
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ class FusedMLP(nn.Module):
         self.fc1, self.act, self.fc2 = fc1, act, fc2
 
     def forward(self, features: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
+        if not may_run_natively(features):
+            return self.fc2(self.act(self.fc1(features)))
         first, second = linears_of(self.fc1), linears_of(self.fc2)
         if not (first and second and self._is_fused(features, (*first, *second))):
             return self.fc2(self.act(self.fc1(features)))
@@ -90,7 +92,6 @@ class FusedMLP(nn.Module):
         return native_maps(features, [each.weight for each in linears], [each.bias for each in linears], gelus)
 
     def _is_fused(self, features: Tensor, linears: Sequence[NativeLinear]) -> bool:
-        # In this order: a compiler traces what follows unless the call is recorded.
         if not runs_natively(features, *[linear.weight for linear in linears]):
             return False
         parts = (self.fc1, self.act, self.fc2, *linears)

@@ -6,7 +6,7 @@ from torch import nn
 
 from attnrx.support.shapes import Float, Tensor, TokenBatch
 from attnrx.vit.models.adopted import Adapter
-from attnrx.vit.models.fused_block import children, fused_block, is_idle
+from attnrx.vit.models.fused_block import children, fused_block, is_idle, may_be_fused
 
 AttentionMask = Float[Tensor, "*batch tokens tokens"] | None
 
@@ -15,7 +15,7 @@ class Block(vision_transformer.Block):
     """timm's block; its class is changed in place, so its parts, parameters and hooks are those of timm."""
 
     def forward(self, x: TokenBatch, attn_mask: AttentionMask = None, is_causal: bool = False) -> TokenBatch:
-        fused = None if attn_mask is not None or is_causal else self._fused(x)
+        fused = None if attn_mask is not None or is_causal or not may_be_fused(x) else self._fused(x)
         return super().forward(x, attn_mask, is_causal) if fused is None else fused
 
     def _fused(self, tokens: TokenBatch) -> TokenBatch | None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import CapturedAttention
 from attnrx.vit.kernels.native_merging import Merged, can_merge
@@ -21,6 +22,7 @@ from attnrx.vit.tokens import (
     Shape,
     TokenPolicy,
     TokenState,
+    counted,
     destinations_of,
     gathered_rows,
     image_keys,
@@ -163,6 +165,7 @@ class TokenRun:
     def __init__(self, restored_blocks: Container[int] = ()):
         self.restored_blocks = restored_blocks
         self.sizes: Float[Tensor, "batch tokens"] | None = None
+        self.logarithms: tuple[Tensor, Tensor] | None = None  # some sizes, and their logarithms
         self.patches = 0
         self.patch_indices: Int[Tensor, "batch patches"] | None = None
         self.moments: MapMoments | None = None
@@ -356,6 +359,20 @@ class TokenReduction(nn.Module):
         """Returns the token sizes for proportional attention; None where all sizes count as 1."""
         return self._run.sizes if self.counts_sizes else None
 
+    def log_sizes(self) -> Float[Tensor, "batch tokens"] | None:
+        """Returns the logarithms of `sizes`, computed once per stage."""
+        run, sizes = self._run, self.sizes()
+        if sizes is None:
+            return None
+        if is_recorded():
+            return sizes.log()
+        if run.logarithms is None or run.logarithms[0] is not sizes:
+            # Rows at multiples of 8 numbers: from other ones every fused kernel makes a padded copy of its mask.
+            count = sizes.shape[1]
+            logs = sizes.new_empty(len(sizes), -(-count // 8) * 8)[:, :count]
+            run.logarithms = sizes, torch.log(sizes, out=logs)
+        return run.logarithms[1]
+
     def clamps(self) -> bool:
         return self.clamps_scores
 
@@ -445,7 +462,7 @@ class TokenReduction(nn.Module):
         sizes = tokens.new_ones(tokens.shape[:2]) if run.sizes is None else run.sizes
         if run.patch_indices is None:
             run.patches = tokens.shape[1] - prefix
-            run.patch_indices = torch.arange(run.patches, device=tokens.device).expand(tokens.shape[0], -1)
+            run.patch_indices = counted(0, run.patches, tokens.device).expand(tokens.shape[0], -1)
         patches, counts = run.patches, self.counts
         if patches != self.shape.layout.patches:  # the same shares of an image of another size
             counts = self.policy.counts(patches)
@@ -470,6 +487,7 @@ class TokenReduction(nn.Module):
             self.policy.layers[stage],
             self.shape.depth,
             unmasked=self.by == "compress" and not self.samples_patches,
+            unsized=run.sizes is None,
             tracked=run.restoration is not None,
         )
         if self.samples_patches:
@@ -614,8 +632,8 @@ class ReducedState(NamedTuple):
 def compressed_state(state: TokenState, reduction: Reduction) -> ReducedState:
     """Returns the remaining tokens, their sizes, their patch indices, and the statistics gathered for them."""
     kept, extra, prefix = reduction.kept, reduction.extra, state.prefix
-    tokens = [state.tokens[:, :prefix], reduction.tokens, *([] if extra is None else [extra])]
-    sizes, indices = remaining_sizes(state, reduction), state.patch_indices.gather(1, kept)
+    # Without an earlier stage the indices of all patches are those of the tokens.
+    indices = kept if state.unsized else state.patch_indices.gather(1, kept)
     if extra is not None:
         indices = torch.cat([indices, indices.new_full((indices.shape[0], extra.shape[1]), -1)], dim=1)
     # Later stages use these statistics, so their rows and columns must follow the tokens. Maps include the prefix
@@ -628,8 +646,13 @@ def compressed_state(state: TokenState, reduction: Reduction) -> ReducedState:
     accumulated = state.accumulated
     if accumulated is not None:
         accumulated = nn.functional.pad(accumulated.gather(1, kept), (0, 0 if extra is None else extra.shape[1]))
-    sizes = torch.cat([state.sizes[:, :prefix], sizes], dim=1)
-    return ReducedState(torch.cat(tokens, dim=1), sizes, indices, moments, accumulated, positions=None)
+    if reduction.whole is not None:
+        tokens, sizes = reduction.whole
+    else:
+        parts = [state.tokens[:, :prefix], reduction.tokens, *([] if extra is None else [extra])]
+        tokens = torch.cat(parts, dim=1)
+        sizes = torch.cat([state.sizes[:, :prefix], remaining_sizes(state, reduction)], dim=1)
+    return ReducedState(tokens, sizes, indices, moments, accumulated, positions=None)
 
 
 def masked_state(state: TokenState, reduction: Reduction) -> ReducedState:

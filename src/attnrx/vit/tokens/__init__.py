@@ -29,6 +29,7 @@ from attnrx.vit.tokens.state import (
     MapMoments,
     TokenLayout,
     TokenState,
+    counted,
     gathered_rows,
 )
 from attnrx.vit.tokens.untrained_scores import AttentionAverage, AttentionReceived, ClassAttention
@@ -77,6 +78,7 @@ __all__ = [
     "TokenState",
     "Ward",
     "attention_features",
+    "counted",
     "destinations_of",
     "gathered_rows",
     "image_keys",

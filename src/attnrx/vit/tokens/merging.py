@@ -9,8 +9,8 @@ from torch import nn
 from attnrx.support.modules import is_traced
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.vit.kernels.native_merging import Merged, native_merge
-from attnrx.vit.tokens.reducer import Reducer, Reduction, Shape, stable_order
-from attnrx.vit.tokens.state import TokenState, gathered_rows
+from attnrx.vit.tokens.reducer import Reducer, Reduction, Shape, first_best, stable_order
+from attnrx.vit.tokens.state import TokenState, counted, gathered_rows
 
 Tables = dict[str, Float[Tensor, "batch _ _"]]
 Indices = Int[Tensor, "batch _"]
@@ -43,12 +43,12 @@ class Merging(Reducer):
         assert state.keys is not None
         return {"patches": state.patches, "keys": state.keys[:, state.prefix :]}
 
-    def first_tables(self, tables: Tables) -> Tables:
+    def first_tables(self, tables: Tables, features: Tables) -> Tables:
         """Returns the tables of the first round, with further ones that are merged along."""
         return tables
 
-    def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Tables:
-        """Returns the features by which patches are compared in one round, one row per patch."""
+    def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"] | None) -> Tables:
+        """Returns the features by which patches are compared in one round, one row per patch; sizes of None are 1."""
         return {"keys": nn.functional.normalize(tables["keys"], dim=-1)}
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
@@ -76,53 +76,65 @@ class Merging(Reducer):
         """Merges until `count` patches remain."""
         # The tables shrink from round to round. `kept` are the patch tokens of the state that the rows stand for, and
         # `destinations` the row of every patch. Masked patches are removed first: they are in neither set of a round.
-        tables, sizes, kept = self.tables(state), state.sizes[:, state.prefix :], None
+        tables, sizes, kept, prefix = self.tables(state), state.sizes[:, state.prefix :], None, 0
         if not state.unmasked:
             kept = indices_of(state.present_mask > 0, state.num_present)
             tables = {name: gathered_rows(table, kept) for name, table in tables.items()}
             sizes = sizes.gather(1, kept)
-        tables, num_rows = self.first_tables(tables), sizes.shape[1]
-        present_indices = kept
-        destinations = torch.arange(num_rows, device=sizes.device).expand(sizes.shape[0], -1) if state.tracked else None
-        while (patches := sizes.shape[1]) > count:
-            merging = self._round(state, tables, sizes, patches - count)
+        elif merges_by_product(sizes):
+            # The product also copies the tokens before the patches, which saves their concatenation afterwards.
+            tables, sizes, prefix = {**tables, "patches": state.tokens}, state.sizes, state.prefix
+        num_rows, present_indices, is_first = sizes.shape[1] - prefix, kept, True
+        every_row = counted(0, num_rows, sizes.device).expand(sizes.shape[0], -1)
+        destinations = every_row if state.tracked else None
+        while (patches := sizes.shape[1] - prefix) > count:
+            features = self.features(tables, None if state.unsized and is_first else sizes)
+            tables = self.first_tables(tables, features) if is_first else tables
+            compared = {name: last_rows(table, patches) for name, table in features.items()}
+            merging = self._round(state, compared, sizes, prefix, patches - count)
             tables = {name: merging.of(table) for name, table in tables.items()}
-            stay = merging.stay
+            stay, is_first = merging.stay, False
             sizes, kept = merging.sizes, stay if kept is None else kept.gather(1, stay)
             destinations = None if destinations is None else merging.destinations.gather(1, destinations)
-        if kept is None:
-            kept = torch.arange(num_rows, device=sizes.device).expand(sizes.shape[0], -1)
         if destinations is not None and present_indices is not None:  # pruned patches have none
             destinations = torch.full_like(state.patch_indices, -1).scatter(1, present_indices, destinations)
-        return Reduction(kept, self.finished(tables), sizes=sizes, destinations=destinations)
+        tokens, kept = self.finished(tables), every_row if kept is None else kept
+        whole = (tokens, sizes) if prefix else None
+        return Reduction(kept, tokens[:, prefix:], sizes=sizes[:, prefix:], destinations=destinations, whole=whole)
 
-    def _round(self, state: TokenState, tables: Tables, sizes: Float[Tensor, "batch patches"], most: int) -> "Round":
-        features = self.features(tables, sizes)
+    def _round(
+        self, state: TokenState, features: Tables, sizes: Float[Tensor, "batch rows"], prefix: int, most: int
+    ) -> "Round":
         first, second = self.split(state, features, most)
         rows = [{name: _rows_of(table, side) for name, table in features.items()} for side in (first, second)]
         similarity, nearest = self.closeness(*rows).max(-1)
-        # Stable: of equal similarities the first patch is merged, on every device.
-        sources = stable_order(similarity)[:, :most]
-        return Round(sizes, _indices_in(first, sources), _indices_in(second, nearest.gather(1, sources)))
+        sources = first_best(similarity, most)
+        return Round(sizes, _indices_in(first, sources, prefix), second, nearest.gather(1, sources), prefix)
 
 
 class Round:
-    """One round: patches at `sources` are merged into those at `goals`.
+    """One round: patches at `sources` are merged into those at the positions `goals` of the set `second`.
 
-    `destinations` [batch, patches] is the index after the round of every patch, or of the one that it is merged into.
+    The first `prefix` rows are tokens that are no patches. `destinations` [batch, patches] is the index after the round
+    of every patch, or of the one that it is merged into; `stay` [batch, left] are the indices of those that are left.
     Every patch has a weight in the mean of its destination, which is exactly 1 where nothing is merged.
     """
 
-    def __init__(self, sizes: Float[Tensor, "batch patches"], sources: Indices, goals: Indices):
-        num_left = sizes.shape[1] - sources.shape[1]
-        # Integers, because TorchScript cannot scatter booleans, and ONNX cannot sum them.
-        self._remains = torch.ones_like(sizes, dtype=torch.int64).scatter(1, sources, 0)
-        # The number of remaining patches up to one is its index after the round, counted from 1.
-        order = self._remains.cumsum(1)
-        self._numbers = order.scatter(1, sources, order.gather(1, goals))
+    def __init__(
+        self, sizes: Float[Tensor, "batch rows"], sources: Indices, second: Side, goals: Indices, prefix: int = 0
+    ):
+        num_left, self._prefix = sizes.shape[1] - sources.shape[1], prefix
+        # Integers, because TorchScript cannot scatter booleans. The number of remaining rows up to one is its index
+        # after the round, counted from 1.
+        order = torch.ones_like(sizes, dtype=torch.int64).scatter_(1, sources, 0).cumsum(1)
+        rows = counted(1, num_left + 1, sizes.device)[:, None]
+        of_patches = order[:, prefix:]
+        # The r-th one that is left comes after all at which fewer than r have been counted.
+        self.stay = (of_patches[:, None] < rows[prefix:]).sum(2, dtype=torch.int64)
+        of_goals = _rows_of(of_patches[..., None], second)[..., 0].gather(1, goals)
+        self._numbers = order.scatter(1, sources, of_goals)
         self._shares: Tensor | None = None
-        if is_traced():
-            rows = torch.arange(1, num_left + 1, device=sizes.device)[:, None]
+        if merges_by_product(sizes):
             weights = sizes[:, None] * (self._numbers[:, None] == rows)
             total = weights.sum(2, keepdim=True)
             self.sizes, self._shares = total[..., 0], weights / total
@@ -132,37 +144,45 @@ class Round:
             self._weights = (sizes / self.sizes.gather(1, destinations))[..., None]
 
     @property
-    def stay(self) -> Int[Tensor, "batch left"]:
-        """The indices of the patches that are left."""
-        return indices_of(self._remains > 0, self.sizes.shape[1])
-
-    @property
     def destinations(self) -> Int[Tensor, "batch patches"]:
-        return self._numbers - 1
+        return self._numbers[:, self._prefix :] - (1 + self._prefix)
 
-    def of(self, table: Float[Tensor, "batch patches features"]) -> Float[Tensor, "batch left features"]:
-        """Returns the merged rows of a table."""
+    def of(self, table: Float[Tensor, "batch rows features"]) -> Float[Tensor, "batch left features"]:
+        """Returns the merged rows of a table, whose rows are all, or those of the patches."""
         if self._shares is None:
             weighted = self._weights * table
             sums = weighted.new_zeros(*self.sizes.shape, table.shape[-1])
             merged = sums.scatter_add(1, self.destinations[..., None].expand_as(weighted), weighted)
         else:
-            # In a graph one product, [left, patches] times the table: the fewest operations, whose start takes most of
-            # the time of a small batch. It is not counted as MACs, which are those of the sums above.
-            merged = self._shares @ table
+            first = self._shares.shape[2] - table.shape[1]
+            merged = self._shares[:, first:, first:] @ table
         # Under autocast the product has a lower precision than the table, sizes may have a higher one.
         return merged if merged.dtype == table.dtype else merged.to(table.dtype)
+
+
+def merges_by_product(like: Tensor) -> bool:
+    """Whether means are one product, [left, patches] times the table, in place of sums at indices.
+
+    It has the fewest operations, whose start takes most of the time of a small batch on a GPU, and sums in one order.
+    It is not counted as MACs, which are those of the sums.
+    """
+    return is_traced() or like.device.type != "cpu"
+
+
+def last_rows(table: Float[Tensor, "batch rows *_"], count: int) -> Float[Tensor, "batch count *_"]:
+    return table[:, table.shape[1] - count :]
 
 
 def _rows_of(table: Float[Tensor, "batch patches _"], side: Side) -> Float[Tensor, "batch _ _"]:
     return table[:, side] if isinstance(side, slice) else gathered_rows(table, side)
 
 
-def _indices_in(side: Side, positions: Indices) -> Indices:
-    """Returns the patch indices of these positions in a set."""
+def _indices_in(side: Side, positions: Indices, prefix: int) -> Indices:
+    """Returns the rows of these positions in a set of patches."""
     if not isinstance(side, slice):
-        return side.gather(1, positions)
-    return side.step * positions + side.start if side.start else side.step * positions
+        return side.gather(1, positions) + prefix
+    rows, start = side.step * positions, side.start + prefix
+    return rows + start if start else rows
 
 
 def indices_of(present_mask: Bool[Tensor, "batch patches"], num_present: int) -> Int[Tensor, "batch present"]:

@@ -30,7 +30,8 @@ class Reduction:
     `sizes` are those of the kept and the extra tokens, where the reducer changes them; None keeps the sizes, and gives
     extra tokens size 1. `destinations`: the index, among the kept and then the extra tokens, of the token that
     represents each patch, where the state is `tracked`; None: a kept patch represents itself, and no other is
-    represented.
+    represented. `whole` has the tokens before the patches too, where the reducer has all in one tensor: the tokens and
+    their sizes.
     """
 
     kept: Int[Tensor, "batch kept"]
@@ -38,6 +39,7 @@ class Reduction:
     extra: Float[Tensor, "batch extra width"] | None = None
     sizes: Float[Tensor, "batch left"] | None = None
     destinations: Int[Tensor, "batch patches"] | None = None
+    whole: tuple[Float[Tensor, "batch tokens width"], Float[Tensor, "batch tokens"]] | None = None
 
 
 @dataclass(frozen=True)
@@ -195,11 +197,20 @@ def stable_order(
     return values.argsort(dim=1, descending=descending, stable=True)
 
 
-def best(relevance: PerPatch, present_mask: PerPatch, count: int) -> Int[Tensor, "batch kept"]:
-    """Returns the indices of the `count` best remaining patches, ascending; the first of equals."""
-    # Stable: of equal scores the first is kept, on every device.
-    order = stable_order(relevance.masked_fill(present_mask == 0, float("-inf")))
-    return order[:, :count].sort(dim=1).values
+def first_best(values: Float[Tensor, "batch values"], count: int) -> Int[Tensor, "batch best"]:
+    """Returns the indices of the `count` largest values of every row, in any order; of equal values the first ones."""
+    # On CUDA the selection takes the first of equal values, in one kernel; a stable sort is four, and compiled it is
+    # code whose compilation takes ten seconds.
+    if values.is_cuda and not torch.onnx.is_in_onnx_export():
+        return values.topk(count, dim=1, sorted=False).indices
+    return stable_order(values)[:, :count]
+
+
+def best(relevance: PerPatch, present_mask: PerPatch | None, count: int) -> Int[Tensor, "batch kept"]:
+    """Returns the indices of the `count` best remaining patches (default: of all), ascending; the first of equals."""
+    if present_mask is not None:
+        relevance = relevance.masked_fill(present_mask == 0, float("-inf"))
+    return first_best(relevance, count).sort(dim=1).values
 
 
 def destinations_of(kept: Int[Tensor, "batch kept"], others: Int[Tensor, "batch patches"]) -> Tensor:
@@ -209,7 +220,7 @@ def destinations_of(kept: Int[Tensor, "batch kept"], others: Int[Tensor, "batch 
 
 def reduced_to_best(state: TokenState, relevance: PerPatch, count: int) -> Reduction:
     """Keeps the `count` most relevant patches, in their order."""
-    kept = best(relevance, state.present_mask, count)
+    kept = best(relevance, None if state.unmasked else state.present_mask, count)
     return Reduction(kept, gathered_rows(state.patches, kept))
 
 

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.kernels.native_merging import Merged, native_merge
-from attnrx.vit.tokens.merging import Merging, Tables
+from attnrx.vit.tokens.merging import Merging, Tables, last_rows
 from attnrx.vit.tokens.reducer import Shape
 from attnrx.vit.tokens.state import TokenState
 
@@ -59,25 +61,29 @@ class Ward(Merging):
         tokens, sizes, indices = state.tokens, state.sizes, state.patch_indices
         return native_merge(tokens, sizes, indices, None, count, self.lengths, self._weights(state))
 
-    def first_tables(self, tables: Tables) -> Tables:
+    def first_tables(self, tables: Tables, features: Tables) -> Tables:
         # Norms are a table of their own: merged like the patches, they become means weighted by size.
-        lengths = {"lengths": tables["patches"].norm(dim=-1, keepdim=True)} if self.lengths else {}
-        return {**tables, **lengths}
+        return {**tables, "lengths": features["norms"]} if self.lengths else tables
 
-    def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"]) -> Tables:
-        patches, weights = tables["patches"], sizes[..., None]
+    def features(self, tables: Tables, sizes: Float[Tensor, "batch patches"] | None) -> Tables:
+        norms = tables["patches"].norm(dim=-1, keepdim=True)
+        features = {"patches": tables["patches"], "norms": norms, "squares": norms.square()}
+        weights = None if sizes is None else sizes[..., None]
         if "factors" in tables:
-            weights = weights * tables["factors"]
-        squares = patches.norm(dim=-1, keepdim=True).square()
-        return {"patches": patches, "squares": squares, "inverse_weights": weights.reciprocal()}
+            factors = tables["factors"]
+            weights = factors if weights is None else last_rows(weights, factors.shape[1]) * factors
+        return features if weights is None else {**features, "inverse_weights": weights.reciprocal()}
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
-        """Returns the negative increase of squared error: |x|^2 + |y|^2 - 2 x y, over 1/a + 1/b."""
-        squares, weights = (first[name] + second[name].transpose(1, 2) for name in ("squares", "inverse_weights"))
-        # 2 x y - (|x|^2 + |y|^2), the negative squared distance: [batch, first, second].
-        distances = 2 * (first["patches"] @ second["patches"].transpose(1, 2)) - squares
+        """Returns half of the negative increase of squared error: |x|^2 + |y|^2 - 2 x y, over 1/a + 1/b."""
+        squares = first["squares"] + second["squares"].transpose(1, 2)
+        # x y - (|x|^2 + |y|^2) / 2, half of the negative squared distance: [batch, first, second].
+        distances = torch.sub(first["patches"] @ second["patches"].transpose(1, 2), squares, alpha=0.5)
         # Rounding can make the squared distance of equal patches negative.
-        return distances.clamp_max(0) / weights
+        distances = distances.clamp_max(0)
+        if "inverse_weights" not in first:
+            return distances
+        return distances / (first["inverse_weights"] + second["inverse_weights"].transpose(1, 2))
 
     def finished(self, tables: Tables) -> Float[Tensor, "batch patches width"]:
         """Returns the patches, rescaled to their stored norms."""

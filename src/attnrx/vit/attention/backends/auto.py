@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.attention.backends.backend import Backend, Eager
+from attnrx.vit.attention.backends.backend import Backend, Eager, fused_attention, has_equal_heads
 from attnrx.vit.attention.factors import (
     AttentionContext,
     Bucket,
@@ -50,14 +50,25 @@ class Fused(Backend):
         """Groups all heads that have directions, at the largest rank, or at full width if that is not slower; queries,
         keys and values have one width.
         """
-        largest, original = max((*spec.ranks, *spec.value_dims, 1)), max(spec.original_rank, spec.head_dim)
-        # Rounded up to the next step, but never beyond the width of the original.
-        stepped = -(-largest // self.STEP) * self.STEP
-        width, rank = stepped if stepped <= original else largest, max(spec.ranks, default=0)
+        width, rank = self.width(spec), max(spec.ranks, default=0)
         limit = self.FULL_ABOVE_WITH_FEW if context.has_fewer_than(FEW_TOKENS) else self.FULL_ABOVE
         # A bucket of rank `width` is padded in the cached weights, one of a smaller rank after the projection.
         full = spec.keeps_original_norms or rank > limit * width
         return padded_buckets(spec.ranks, width if full else rank, width), (width,) * len(spec.heads)
+
+    @classmethod
+    def width(cls, spec: AttentionSpec) -> int:
+        """Returns the width of the heads in the kernel."""
+        largest, original = max((*spec.ranks, *spec.value_dims, 1)), max(spec.original_rank, spec.head_dim)
+        # Rounded up to the next step, but never beyond the width of the original.
+        stepped = -(-largest // cls.STEP) * cls.STEP
+        return stepped if stepped <= original else largest
+
+    def takes_fused_qkv(self, spec: AttentionSpec, context: AttentionContext) -> bool:
+        return has_equal_heads(spec) and self.width(spec) == spec.ranks[0]
+
+    def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
+        return fused_attention(joint, None if joint.bias is None else joint.bias.to(joint.features.dtype))
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         query, key = factors.folded()

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention.factors import (
@@ -47,8 +48,14 @@ class Backend(ABC):
         return False
 
     def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
-        """Returns the outputs of all heads from the features of one product."""
-        raise NotImplementedError
+        """Returns the outputs of all heads from the features of one product; here of heads of equal widths."""
+        features, heads = joint.features, len(joint.rows)
+        # [batch, tokens, heads, width] each: views of the features.
+        query, key, value = features.view(*features.shape[:2], 3, heads, -1).unbind(2)
+        bias = None if joint.bias is None else joint.bias.to(features.dtype)
+        bucket = Bucket(0, heads, joint.rows[0], joint.rows[0])
+        factors = ScoreFactors(bucket, query, key, None, joint.scale, bias=bias)
+        return self.attend(factors, value.transpose(1, 2)).transpose(1, 2).flatten(2)
 
     @abstractmethod
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
@@ -102,6 +109,22 @@ class Eager(Backend):
         if sizes is None:
             return super().mean(value)
         return (sizes / sizes.sum(-1, keepdim=True)).to(value.dtype)[:, None, None] @ value
+
+
+def has_equal_heads(spec: AttentionSpec) -> bool:
+    """Whether scores are products of the projected rows, and all heads have as many rows as value dimensions."""
+    is_product = spec.form == "dense" and not (spec.has_norms or spec.fixes_scores)
+    return is_product and len({*spec.ranks, *spec.value_dims}) == 1 and spec.attends
+
+
+def fused_attention(joint: JointFeatures, mask: Float[Tensor, "images _ _ keys"] | None) -> HeadOutputs:
+    """Returns the outputs of heads of equal widths by the fused kernel of PyTorch, in the fewest views of the features;
+    `mask` is added to the scores.
+    """
+    batch, tokens, _ = joint.features.shape
+    heads = joint.features.view(batch, tokens, 3, len(joint.rows), -1).permute(2, 0, 3, 1, 4).unbind()
+    outputs = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=joint.scale)
+    return outputs.transpose(1, 2).flatten(2)
 
 
 def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:

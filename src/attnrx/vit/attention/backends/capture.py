@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention.backends.auto import FEW_QUERIES, Native, native_outputs, runs_on
-from attnrx.vit.attention.backends.backend import Backend, TokenSizes, scores
+from attnrx.vit.attention.backends.backend import Backend, TokenSizes, fused_attention, has_equal_heads, scores
 from attnrx.vit.attention.factors import (
     AttentionContext,
     Bucket,
@@ -43,9 +43,9 @@ class CapturedAttention:
 class AttentionCapture(Backend):
     """Attention over tokens of different sizes, all heads in one padded bucket.
 
-    `sizes` returns the size of every token, or None if all are 1; `receive` is called with the quantities in `wanted`:
-    "attention", "class_attention", "keys", "value_norms". If neither full maps nor gradients of the sizes are needed, a
-    fused kernel is used.
+    `sizes` returns the size of every token, or None if all are 1, and `log_sizes` their logarithms; `receive` is called
+    with the quantities in `wanted`: "attention", "class_attention", "keys", "value_norms". If neither full maps nor
+    gradients of the sizes are needed, a fused kernel is used.
     """
 
     takes_few_queries = True
@@ -56,8 +56,10 @@ class AttentionCapture(Backend):
         receive: Callable[[CapturedAttention], None],
         wanted: tuple[str, ...],
         clamps: Callable[[], bool] = lambda: True,
+        log_sizes: TokenSizes | None = None,
     ):
         self.sizes, self.receive, self.wanted, self.clamps = sizes, receive, wanted, clamps
+        self.log_sizes = log_sizes
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         """Returns itself, or the C++ kernel if nothing but class attention has to be captured."""
@@ -71,6 +73,14 @@ class AttentionCapture(Backend):
         rank = max((*spec.ranks, 1))
         width = max((rank, *spec.value_dims))
         return (Bucket(0, len(spec.ranks), rank, width),), (width,) * len(spec.heads)
+
+    def takes_fused_qkv(self, spec: AttentionSpec, context: AttentionContext) -> bool:
+        return has_equal_heads(spec)
+
+    def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
+        if self.wanted or joint.features.device.type == "cpu":
+            return super().attend_fused_qkv(joint)
+        return fused_attention(joint, self._mask(joint.features, joint.bias))
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         sizes = self.sizes()
@@ -89,19 +99,28 @@ class AttentionCapture(Backend):
                 row = (query[:, :, :1] * factors.scale) @ key.transpose(-1, -2)
                 first = sized_softmax(row if factors.bias is None else row + factors.bias[:, :, :1], sizes)
             self.pass_on(first, factors, value)
-        if query.shape[2] >= FEW_QUERIES and runs_on(AttentionContext.of(value)):
+        if query.device.type == "cpu" and query.shape[2] >= FEW_QUERIES and runs_on(AttentionContext.of(value)):
             output = native_outputs((factors.bucket,), (factors,), (value,), sizes)
             # With the heads side by side, and `attend` returns [batch, heads, queries, width].
             return output.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
         if factors.mixture is not None:
             return sized_softmax(scores(factors), sizes) @ value
-        # A pruned token has the score -inf. The prefix tokens are never pruned, so every row has a finite score.
-        mask = None if sizes is None else sizes.to(query.dtype).log()[:, None, None, :]
-        if factors.bias is not None:
-            mask = factors.bias if mask is None else factors.bias + mask
+        mask = self._mask(query, factors.bias)
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=factors.scale)
         # The export to ONNX decomposes the kernel with a mask into products, whose output has another memory layout.
         return output.contiguous() if factors.bias is not None and torch.compiler.is_exporting() else output
+
+    def _mask(self, like: Tensor, bias: Tensor | None) -> Float[Tensor, "batch _ _ keys"] | None:
+        """Returns what is added to the scores: the bias of pairs, and the logarithms of the sizes."""
+        bias = None if bias is None else bias.to(like.dtype)
+        sizes = self.sizes()
+        if sizes is None:
+            return bias
+        # A pruned token has the score -inf. The prefix tokens are never pruned, so every row has a finite score.
+        logs = sizes.log() if self.log_sizes is None else self.log_sizes()
+        assert logs is not None
+        mask = logs.to(like.dtype)[:, None, None, :]
+        return mask if bias is None else bias + mask
 
     def pass_on(
         self,
