@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attnrx as rx
 from attnrx.vit.models import attach_tokens_, family_of
 
-VIT, OPTIONS = "vit_tiny_patch16_224", {"depth": 4}
+VIT = "vit_tiny_patch16_224"
 
 
 class Operations(TorchDispatchMode):
@@ -44,7 +44,7 @@ def operations(model: nn.Module, images: int = 1) -> Counter[str]:
 
 
 def reference() -> nn.Module:
-    return timm.create_model(VIT, **OPTIONS).float()
+    return timm.create_model(VIT, depth=4).float()
 
 
 def adopted(policy: str | None = None, rules: str | None = None) -> nn.Module:

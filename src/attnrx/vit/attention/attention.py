@@ -118,7 +118,7 @@ class Attention(nn.Module):
     @property
     def _is_short(self) -> bool:
         """Whether a graph is recorded, with attention by products of heads of equal widths."""
-        if not (self._equal_heads and is_traced()) or has_fixed_weights():
+        if self._equal_heads is None or not is_traced() or has_fixed_weights():
             return False
         return type(self.backend) in (Auto, Fused, AttentionCapture)
 
@@ -133,6 +133,7 @@ class Attention(nn.Module):
         A compiler makes a guard of every number that decides something, and compares all of them in every call; in a
         plan these are those of every head.
         """
+        assert self._equal_heads is not None
         (heads, width), backend = self._equal_heads, self.backend
         sides = (self.scores.query(tokens), self.scores.key(key_tokens), self.value(key_tokens))
         query, key, value = [side.unflatten(2, (heads, width)) for side in sides]
@@ -301,12 +302,12 @@ class Attention(nn.Module):
         return {"value_factor": factors[0], "readout_factor": factors[1], "value_bias": rows[..., -1].clone()}
 
 
-def _equal_heads(spec: AttentionSpec) -> tuple[int, int] | tuple[()]:
+def _equal_heads(spec: AttentionSpec) -> tuple[int, int] | None:
     """Returns the number of heads and their width where all have one that needs no padding, and nothing else happens
-    between the projections; else ().
+    between the projections; else None.
     """
     is_plain = has_equal_heads(spec) and not (spec.inner_norms or spec.pair_bias)
-    return (len(spec.heads), spec.ranks[0]) if is_plain and Fused.width(spec) == spec.ranks[0] else ()
+    return (len(spec.heads), spec.ranks[0]) if is_plain and Fused.width(spec) == spec.ranks[0] else None
 
 
 def _table(side: HeadLinear, rows: tuple[int, ...], ranks: tuple[int, ...], width: int) -> Tensor:

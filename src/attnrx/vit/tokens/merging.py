@@ -131,8 +131,8 @@ class Round:
         of_patches = order[:, prefix:]
         # The r-th one that is left comes after all at which fewer than r have been counted.
         self.stay = (of_patches[:, None] < rows[prefix:]).sum(2, dtype=torch.int64)
-        of_goals = _rows_of(of_patches[..., None], second)[..., 0].gather(1, goals)
-        self._numbers = order.scatter(1, sources, of_goals)
+        of_second = of_patches[:, second] if isinstance(second, slice) else of_patches.gather(1, second)
+        self._numbers = order.scatter(1, sources, of_second.gather(1, goals))
         self._shares: Tensor | None = None
         if merges_by_product(sizes):
             weights = sizes[:, None] * (self._numbers[:, None] == rows)
