@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from attnrx.support.errors import NotSupported
-from attnrx.training import preparation
 from attnrx.training import step as recorded_step
 from attnrx.training.losses import TargetRank, Task
 from attnrx.training.trainer import TrainingRun
@@ -31,7 +30,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         recordings.append(1)
         return work
 
-    monkeypatch.setattr(preparation, "require_recordable", lambda *arguments: None)
+    monkeypatch.setattr(recorded_step, "require_recordable", lambda *arguments: None)
     monkeypatch.setattr(recorded_step, "on_another_stream", lambda work: work())
     monkeypatch.setattr(recorded_step, "recorded", recorded)
     return recordings

@@ -1,8 +1,8 @@
-"""Prepares a run: signals, determinism, checks of the data, and a learner from a model, data and a config."""
+"""Prepares a run: signals, determinism, and checks of the data and of the processes."""
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -16,25 +16,12 @@ from attnrx.data.model_data import normalization_of, num_classes
 from attnrx.data.user_data import IndexedImages
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.optional import required_module
-from attnrx.support.shapes import Tensor
 from attnrx.training.config import TrainingConfig
-from attnrx.training.losses import TeacherSource
-from attnrx.training.optimization import (
-    Schedule,
-    WeightMean,
-    build_optimizer,
-    freeze_,
-    strengths_of,
-)
-from attnrx.training.sharding import shard_
-from attnrx.training.step import Learner, Meter, require_recordable
 from attnrx.vit.models import evaluating, family_of, require_ordinary_weights
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-NEVER = 2**62  # a step that no run reaches
-STRENGTHS = ("strength_init", "strength_decay", "strength_learning_rate")  # the settings of learned strengths
 ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")  # distributed types of Accelerate that do not shard the model
 
 
@@ -191,54 +178,3 @@ def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
             "multiple of their number."
         )
     return accelerator
-
-
-def prepare(
-    target: nn.Module,
-    model: nn.Module,
-    splits: Splits,
-    config: TrainingConfig,
-    accelerator: "Accelerator",
-    features: list[Tensor] | None = None,
-    teachers: Mapping[TeacherSource, nn.Module] | None = None,
-) -> Learner:
-    """Moves the model to its device and creates the optimizer, the running mean and the distributed wrapper.
-
-    `model` is the `target` itself, or a copy whose weights will be sharded. `features` receives the outputs of blocks,
-    each [batch, tokens, width], in every forward pass.
-
-    Raises:
-        NotSupported: The training has settings of learned strengths, and the model has none.
-    """
-    if config.cuda_graph:
-        require_recordable(model, config, accelerator)
-    strengths = strengths_of(model)
-    # An option without effect is an error, because the user expects one.
-    given = [name for name in STRENGTHS if getattr(config, name) != getattr(TrainingConfig, name)]
-    if given and not strengths:
-        raise NotSupported(f"{', '.join(given)}: given, but this model has no learned strengths; omit it.")
-    if config.strength_init is not None:
-        for strength in strengths:
-            nn.init.constant_(strength, config.strength_init)
-    # Before wrapping and before the optimizer, which both take the parameters with gradients.
-    freeze_(model.to(accelerator.device), config.frozen)
-    wrapped: Callable[[Tensor], Tensor]
-    wrapped = accelerator.prepare_model(model) if model is target else shard_(model, accelerator)
-    if config.compile:  # a separate object: the model keeps its parameter names and can be copied and observed
-        wrapped = torch.compile(wrapped)
-    names = [*(loss.name for loss in config.losses), "loss", "gradient_norm", "correct", "images", "steps"]
-    return Learner(
-        model=model,
-        target=target,
-        wrapped=wrapped,
-        optimizer=build_optimizer(model, config),
-        mean=None if config.ema is None else WeightMean(model, config.ema),
-        meter=Meter(names, accelerator.device),
-        accelerator=accelerator,
-        config=config,
-        schedule=Schedule(config, len(splits.train) // config.batch_size),
-        # On the device, so that a step writes it without waiting for the GPU.
-        first_bad=torch.tensor(NEVER, device=accelerator.device),
-        features=features,
-        teachers=teachers or {},
-    )

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,13 +14,22 @@ from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import LossContext, Task, TeacherSource
-from attnrx.training.optimization import Schedule, WeightMean, set_learning_rate
-from attnrx.training.sharding import full_tensor, reshard_
+from attnrx.training.optimization import (
+    Schedule,
+    WeightMean,
+    build_optimizer,
+    freeze_,
+    set_learning_rate,
+    strengths_of,
+)
+from attnrx.training.sharding import full_tensor, reshard_, shard_
 from attnrx.vit.models import recording_tokens, reduction_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+NEVER = 2**62  # a step that no run reaches
+STRENGTHS = ("strength_init", "strength_decay", "strength_learning_rate")  # the settings of learned strengths
 WARMUP = 3  # ordinary steps before the recording: they compile, and create the optimizer's state
 
 Work = Callable[[Batch, Int[Tensor, ""]], None]
@@ -134,34 +142,60 @@ class Meter:
         return dict(zip(self.names, sums.tolist(), strict=True))
 
 
-@dataclass
 class Learner:
     """The model in training with its optimizer and state; `wrapped` is the compiled or distributed model that runs the
     steps.
-
-    `target` is the caller's model; it differs from `model` if the weights are sharded. `features` receives the outputs
-    of the blocks in each forward pass, if a loss needs them. `teachers` stay the same during the run.
     """
 
-    model: nn.Module
-    target: nn.Module
-    wrapped: Callable[[Tensor], Tensor]
-    optimizer: torch.optim.Optimizer
-    mean: WeightMean | None
-    meter: Meter
-    accelerator: "Accelerator"
-    config: TrainingConfig
-    schedule: Schedule
-    first_bad: Tensor
-    features: list[Tensor] | None
-    teachers: Mapping[TeacherSource, nn.Module]
-    recorded: RecordedStep | None = None
+    def __init__(
+        self,
+        target: nn.Module,
+        model: nn.Module,
+        num_images: int,
+        config: TrainingConfig,
+        accelerator: "Accelerator",
+        features: list[Tensor] | None = None,
+        teachers: Mapping[TeacherSource, nn.Module] | None = None,
+    ):
+        """Moves the model to its device and creates the optimizer, the running mean and the distributed wrapper.
 
-    def __post_init__(self) -> None:
-        if self.config.cuda_graph:
+        `model` is the `target` itself, the caller's model, or a copy whose weights will be sharded. `features` receives
+        the outputs of blocks, each [batch, tokens, width], in every forward pass, if a loss needs them. `teachers` stay
+        the same during the run.
+
+        Raises:
+            NotSupported: The training has settings of learned strengths, and the model has none.
+        """
+        if config.cuda_graph:
+            require_recordable(model, config, accelerator)
+        strengths, device = strengths_of(model), accelerator.device
+        # An option without effect is an error, because the user expects one.
+        given = [name for name in STRENGTHS if getattr(config, name) != getattr(TrainingConfig, name)]
+        if given and not strengths:
+            raise NotSupported(f"{', '.join(given)}: given, but this model has no learned strengths; omit it.")
+        if config.strength_init is not None:
+            for strength in strengths:
+                nn.init.constant_(strength, config.strength_init)
+        # Before wrapping and before the optimizer, which both take the parameters with gradients.
+        freeze_(model.to(device), config.frozen)
+        self.target, self.model, self.config, self.accelerator = target, model, config, accelerator
+        self.features, self.teachers = features, teachers or {}
+        self.wrapped: Callable[[Tensor], Tensor]
+        self.wrapped = accelerator.prepare_model(model) if model is target else shard_(model, accelerator)
+        if config.compile:  # a separate object: the model keeps its parameter names and can be copied and observed
+            self.wrapped = torch.compile(self.wrapped)
+        self.optimizer = build_optimizer(model, config)
+        self.mean = None if config.ema is None else WeightMean(model, config.ema)
+        names = [*(loss.name for loss in config.losses), "loss", "gradient_norm", "correct", "images", "steps"]
+        self.meter = Meter(names, device)
+        self.schedule = Schedule(config, num_images // config.batch_size)
+        # On the device, so that a step writes it without waiting for the GPU.
+        self.first_bad = torch.tensor(NEVER, device=device)
+        self.recorded: RecordedStep | None = None
+        if config.cuda_graph:
             # The step that `_run_` takes as a constant is read by settings only that cannot be recorded.
             self.recorded = RecordedStep(
-                lambda batch, number: self._run_(batch, 0, number), self.optimizer.zero_grad, self.accelerator.device
+                lambda batch, number: self._run_(batch, 0, number), self.optimizer.zero_grad, device
             )
 
     @property

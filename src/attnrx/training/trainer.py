@@ -39,7 +39,6 @@ from attnrx.training.preparation import (
     interruptible,
     make_accelerator,
     num_logits,
-    prepare,
     with_labels,
 )
 from attnrx.training.reporters import Console, Guarded, Outline, Reporter
@@ -124,7 +123,7 @@ def train(
     recording = recording_blocks(trained_model, family_of(trained_model)) if needs_features else nullcontext()
     reporter = Guarded(reporter or Console()) if accelerator.is_main_process else Reporter()
     with deterministic(), recording as features, interruptible() as interruption:
-        learner = prepare(model, trained_model, splits, config, accelerator, features, teachers)
+        learner = Learner(model, trained_model, len(splits.train), config, accelerator, features, teachers)
         return _Run(learner, splits, folder, requested, reporter).complete(interruption)
 
 
