@@ -220,11 +220,6 @@ def test_a_check_that_means_nothing_for_a_kind_is_refused_by_name(name: str, mak
         rx.verify(copy.deepcopy(model), model, IMAGES, [check])
 
 
-def test_zero_shot_needs_two_classes() -> None:
-    with pytest.raises(InvalidInput, match="at least two"):
-        Retrieval(text_embeddings=torch.ones(1, 6))
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_candidate_that_returns_nan_fails_by_name(case: Case) -> None:
     model = loaded(case)

@@ -264,7 +264,7 @@ CHECKS: dict[str, Callable[[VisionTransformer, Prescription], Check]] = {
     "latency": lambda vit, given: Latency(batch=2, protocol=LatencyProtocol(rounds=2, warmup=1)),
     "controls": lambda vit, given: Controls({"random": (given, given)}, partial(realize, vit)),
     "features": lambda vit, given: Features(most_error=0.5),
-    "retrieval": lambda vit, given: Retrieval(text_embeddings=torch.eye(3)),
+    "retrieval": lambda vit, given: Retrieval(ks=(1,)),
     "transfer": lambda vit, given: Transfer(pixels(vit.config, 18), vit.config.classes, seeds=(0, 1), epochs=2),
     "robustness": lambda vit, given: Robustness(("gaussian_noise", "jpeg_compression"), (1, 5)),
     "promises": lambda vit, given: Promises(promised=PROMISED),

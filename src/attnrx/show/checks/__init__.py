@@ -12,7 +12,7 @@ from typing import Any
 from attnrx.change.predictions import Predictions
 from attnrx.show.checks.accuracy import Accuracy
 from attnrx.show.checks.calibration import Calibration
-from attnrx.show.checks.check import Check, RequestedCheck, parse_checks_text, possible_checks, require_possible
+from attnrx.show.checks.check import Check, RequestedCheck, possible_checks, require_possible
 from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.costs import Costs
 from attnrx.show.checks.dense import Features
@@ -20,6 +20,8 @@ from attnrx.show.checks.fidelity import Fidelity
 from attnrx.show.checks.latency import Latency
 from attnrx.show.checks.promises import Promises
 from attnrx.show.checks.retrieval import Retrieval
+from attnrx.support.errors import InvalidInput
+from attnrx.support.text_parsing import Language, TextReader
 
 CHECKS: dict[str, type[Check]] = {
     check.name: check
@@ -79,9 +81,30 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'attnrx.checks' has no attribute {name!r}.")
 
 
+class _Reader(TextReader):
+    language = Language(
+        "list of checks",
+        "Checks",
+        "accuracy,costs or accuracy,robustness(severities=3,corruptions=gaussian_noise/fog)",
+        "(),=/",
+    )
+
+
 def parse_checks(text: str) -> tuple[RequestedCheck, ...]:
-    """Parses checks with their knobs, e.g. `accuracy,robustness(severities=3,corruptions=common)`."""
-    return parse_checks_text(text, all_checks())
+    """Parses checks with their knobs, each given once, e.g. `accuracy,robustness(severities=3,corruptions=common)`.
+
+    Raises:
+        InvalidInput: The text has another form, or a check is given twice.
+        UnknownName: There is no such check or knob.
+    """
+    reader, requested = _Reader(text), dict[str, RequestedCheck]()
+    while not requested or reader.take(","):
+        name, kind = reader.read_name(all_checks(), "check")
+        if name.text in requested:
+            raise InvalidInput(f"the check {name.text} was given twice in {text!r}; give it once, with all its knobs.")
+        requested[name.text] = RequestedCheck(name.text, reader.read_knobs(name, kind))
+    reader.expect("end", "',' and another check, or the end")
+    return tuple(requested.values())
 
 
 def standard_checks() -> tuple[Check, ...]:

@@ -11,7 +11,7 @@ from attnrx.show.checks.comparison import Comparison
 from attnrx.support.arguments import COUNT, NOT_NEGATIVE, optional, require_fields
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput
-from attnrx.support.text_parsing import Language, TextReader, knobs_of
+from attnrx.support.text_parsing import knobs_of
 from attnrx.vit.models import FAMILIES
 from attnrx.vit.outputs import Embeddings, Logits
 
@@ -192,29 +192,3 @@ class RequestedCheck:
 
     name: str
     knobs: Mapping[str, Any] = field(default_factory=dict)
-
-
-class _Reader(TextReader):
-    language = Language(
-        "list of checks",
-        "Checks",
-        "accuracy,costs or accuracy,robustness(severities=3,corruptions=gaussian_noise/fog)",
-        "(),=/",
-    )
-
-
-def parse_checks_text(text: str, registry: Mapping[str, type[Check]]) -> tuple[RequestedCheck, ...]:
-    """Parses the checks in a text, each given once; `registry` maps their names to classes.
-
-    Raises:
-        InvalidInput: A check is given twice.
-    """
-    reader, requested = _Reader(text), {}
-    while not requested or reader.take(","):
-        name, kind = reader.read_name(registry, "check")
-        check = RequestedCheck(name.text, reader.read_knobs(name, kind))
-        if name.text in requested:
-            raise InvalidInput(f"the check {name.text} was given twice in {text!r}; give it once, with all its knobs.")
-        requested[name.text] = check
-    reader.expect("end", "',' and another check, or the end")
-    return tuple(requested.values())

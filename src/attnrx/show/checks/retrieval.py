@@ -1,14 +1,12 @@
-"""Retrieval: the neighbours that embeddings keep, and the zero-shot classes that they keep."""
+"""Retrieval: the neighbours that embeddings keep."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
-
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
-from attnrx.show.checks.statistics import mean_share, proportion
+from attnrx.show.checks.statistics import mean_share
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.outputs import GROUP, nearest_neighbours
@@ -16,30 +14,22 @@ from attnrx.vit.outputs import GROUP, nearest_neighbours
 
 @dataclass(frozen=True)
 class Retrieval(Check):
-    """The share of the nearest neighbours of every image that the candidate keeps, and of the zero-shot classes.
+    """The share of the nearest neighbours of every image that the candidate keeps.
 
     The k nearest neighbours by cosine similarity are sought among `GROUP` consecutive images, for every k of `ks`. A
     group of at most k + 1 images has no others, and is not counted.
-    With `text_embeddings` [classes, width] the class of an image is that of the most similar one, and the share of the
-    images is measured that both models put into the same class.
     """
 
     name: ClassVar[str] = "retrieval"
     on_request: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("embeddings",)
     ks: tuple[int, ...] = (1, 5, 10)
-    text_embeddings: Float[Tensor, "classes width"] | None = None
 
     def __post_init__(self):
         super().__post_init__()
         # All other images of a group are neighbours for any model.
         if not self.ks or not all(0 < k < GROUP - 1 for k in self.ks):
             raise InvalidInput(f"{self.name}(ks={self.ks}): give numbers of neighbours from 1 to {GROUP - 2}.")
-        if self.text_embeddings is not None and len(self.text_embeddings) < 2:
-            raise InvalidInput(
-                f"{self.name}(text_embeddings={list(self.text_embeddings.shape)}): every model puts all images into a "
-                "single class; give the embeddings of at least two."
-            )
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         outputs, n, seed = comparison.predictions.outputs, len(comparison.predictions), comparison.seed
@@ -56,10 +46,6 @@ class Retrieval(Check):
             claim = f"share of the {k} nearest neighbours of an image that the candidate keeps"
             share = mean_share(recall, seed).scaled(100.0)
             findings.append(self.finding(f"recall at {k}", claim, share, "%", n=counted, seed=seed))
-        if self.text_embeddings is not None:
-            same = int((zero_shot(base, self.text_embeddings) == zero_shot(other, self.text_embeddings)).sum())
-            claim = "zero-shot class agreement, candidate against reference"
-            findings.append(self.finding("zero-shot", claim, proportion(same, n).scaled(100.0), "%", n=n))
         return tuple(findings)
 
 
@@ -67,20 +53,3 @@ def neighbours_kept(base: Int[Tensor, "images k"], other: Int[Tensor, "images k"
     """Returns the share of the neighbours in `base` that are in `other`, per image."""
     # [images, k of base, k of other]: sets are compared, and the order within the k does not count.
     return (base[:, :, None] == other[:, None, :]).any(-1).double().mean(1)
-
-
-def zero_shot(
-    outputs: Float[Tensor, "images features"], texts: Float[Tensor, "classes width"]
-) -> Int[Tensor, "images"]:
-    """Returns the class whose text embedding is most similar to the embedding, per image.
-
-    Raises:
-        InvalidInput: The text embeddings have another width.
-    """
-    if outputs.shape[1] != texts.shape[1]:
-        raise InvalidInput(
-            f"text_embeddings of width {texts.shape[1]} for embeddings of width {outputs.shape[1]}: give those of the "
-            "text tower of the same model."
-        )
-    # The norm of an image's embedding does not change its nearest text.
-    return (outputs.double() @ nn.functional.normalize(texts.double().cpu(), dim=-1).T).argmax(-1)
