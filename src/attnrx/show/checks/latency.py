@@ -1,5 +1,6 @@
 """Speed and memory of the candidate relative to the reference, measured interleaved on this machine."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -11,8 +12,9 @@ from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import begin
-from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latency, compare_memory
-from attnrx.vit.costs.latency import PROCESSES
+from attnrx.support.shapes import ImageBatch
+from attnrx.vit.costs import LatencyProtocol, compare_latency, compare_memory
+from attnrx.vit.costs.latency import PROCESSES, Ratio
 from attnrx.vit.models import family_of
 
 KERNELS = "attnrx's kernels"  # the runtime of models that are no exported files
@@ -50,8 +52,21 @@ class TimedModels:
             return cls(reference, f"the reference in {KERNELS}", unchanged, runtime)
         return cls(reference, "the unchanged model in the same kernels", None, KERNELS)
 
-    def findings(self, check: Check, times: LatencyComparison) -> tuple[tuple[Finding, ...], dict[str, Any]]:
-        """Returns the factors of a speed as findings of a check, and the record of its measurement."""
+    def findings(
+        self,
+        check: Check,
+        comparison: Comparison,
+        images: ImageBatch,
+        protocol: LatencyProtocol,
+        limit: float | None = None,
+        promise: Mapping[str, Any] | None = None,
+    ) -> tuple[Finding, ...]:
+        """Times the models, and returns the speed of the candidate as a finding of a check, then its factors.
+
+        `limit` is the least speed; `promise` are the details of a speed that a plan promised.
+        """
+        begin("measuring speed")
+        times = compare_latency(comparison.candidate, self.baseline, images, protocol, self.unchanged)
         record = {
             "interval": times.interval,
             **asdict(times),
@@ -60,23 +75,25 @@ class TimedModels:
         }
         if self.runtime != KERNELS:
             record["runtime"] = self.runtime  # of a file; else the version of torch is recorded
+
+        def found(quantity: str, claim: str, ratio: Ratio, details: Mapping[str, Any], least: float | None) -> Finding:
+            estimate = Estimate(ratio.value, ratio.low, ratio.high)
+            return check.finding(quantity, claim, estimate, "x", n=times.rounds, limit=least, details=details)
+
+        interval = {"interval": times.interval}
+        quantity, claim = "speed", f"speed of a forward pass of {times.batch}, relative to {self.baseline_name}"
+        if promise is not None:
+            quantity, claim = "promised speed", f"{claim}, at least as predicted by the plan"
+            record = {**promise, **interval, "measured": record}
         factors = (
             ("speed of unchanged", f"speed of the unchanged model in {self.runtime}, relative to {self.baseline_name}"),
             ("speed by compression", f"speed relative to the unchanged model in {self.runtime}"),
         )
-        found = tuple(
-            check.finding(
-                quantity,
-                f"{claim}, of a forward pass of {times.batch}",
-                Estimate(ratio.value, ratio.low, ratio.high),
-                "x",
-                n=times.rounds,
-                details={"interval": times.interval},
-            )
-            for (quantity, claim), ratio in zip(factors, (times.by_runtime, times.by_compression), strict=True)
+        return found(quantity, claim, times.faster, record, limit), *(
+            found(name, f"{words}, of a forward pass of {times.batch}", ratio, interval, None)
+            for (name, words), ratio in zip(factors, (times.by_runtime, times.by_compression), strict=True)
             if ratio is not None
         )
-        return found, record
 
 
 @dataclass(frozen=True)
@@ -116,16 +133,10 @@ class Latency(Check):
         conditions = replace(self.protocol.conditions, device=str(comparison.device))
         # The gain by attnrx's kernels is part of the speed that a user of the library sees.
         timed = TimedModels.of(comparison, self.library)
-        begin("measuring speed")
-        models = comparison.candidate, timed.baseline, images
-        times = compare_latency(*models, replace(self.protocol, conditions=conditions), timed.unchanged)
-        memory = compare_memory(*models, conditions)
-        factors, record = timed.findings(self, times)
-        claim = f"speed of a forward pass of {self.batch}, relative to {timed.baseline_name}"
-        ratio = Estimate(times.faster.value, times.faster.low, times.faster.high)
-        speed = self.finding("speed", claim, ratio, "x", n=times.rounds, limit=self.faster, details=record)
+        found = timed.findings(self, comparison, images, replace(self.protocol, conditions=conditions), self.faster)
+        memory = compare_memory(comparison.candidate, timed.baseline, images, conditions)
         if not (memory.candidate.total and memory.reference.total):
-            return speed, *factors  # an exported file: its runtime allocates memory that torch does not count
+            return found  # an exported file: its runtime allocates memory that torch does not count
         claim = f"peak memory of a forward pass of {self.batch}, candidate over {timed.baseline_name}"
         peak = self.finding("memory", claim, memory.ratio, "x", n=1, details=asdict(memory))
-        return speed, *factors, peak
+        return *found, peak

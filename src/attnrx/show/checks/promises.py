@@ -6,16 +6,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from attnrx.nouns.evidence import HOLDS, UNDECIDED, Estimate, Finding, judged
+from attnrx.nouns.evidence import HOLDS, UNDECIDED, Finding, judged
 from attnrx.nouns.plan import PredictedQuantity, limits_of
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.latency import TimedModels
 from attnrx.show.checks.statistics import mean_change, mean_estimate, mean_share
 from attnrx.support.errors import InvalidInput
-from attnrx.support.progress import begin
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latency
+from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.costs.latency import PROCESSES
 from attnrx.vit.models import family_of
 
@@ -83,27 +82,9 @@ class Promises(Check):
         size = promised["batch"], *family.input_shape(model)
         # Latency does not depend on the values of the pixels.
         images = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        promise, limit = {"promised": dict(promised), "within": self.within}, promised["faster"] / (1 + self.within)
         timed = TimedModels.of(comparison, library=True)
-        begin("measuring speed")
-        measured = compare_latency(comparison.candidate, timed.baseline, images, protocol, timed.unchanged)
-        faster, limit = measured.faster, promised["faster"] / (1 + self.within)
-        factors, measurement = timed.findings(self, measured)
-        claim = f"speed of a forward pass of {measured.batch}, relative to {timed.baseline_name}"
-        speed = self.finding(
-            "promised speed",
-            f"{claim}, at least as predicted by the plan",
-            Estimate(faster.value, faster.low, faster.high),
-            "x",
-            n=measured.rounds,
-            limit=limit,
-            details={
-                "promised": dict(promised),
-                "within": self.within,
-                "interval": measured.interval,
-                "measured": measurement,
-            },
-        )
-        return speed, *factors
+        return timed.findings(self, comparison, images, protocol, limit, promise)
 
 
 # The quantity, its claim, its unit, its scale, and whether larger values are worse.
