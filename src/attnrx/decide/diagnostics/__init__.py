@@ -7,6 +7,7 @@ from attnrx.decide.diagnostics.panel import Panel
 from attnrx.decide.diagnostics.redundancy import Redundancy
 from attnrx.decide.diagnostics.spectral_shape import SpectralShape
 from attnrx.decide.diagnostics.watches import MapWatch, hidden_diagnosis, singular_directions
+from attnrx.support.plugins import moved
 from attnrx.vit.spectrum import Spectrum
 
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {
@@ -42,3 +43,6 @@ def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) 
     free = moments or any(spectrum.norms == "none" for spectrum in spectra)
     standard = (SpectralShape(), Geometry(), Redundancy())
     return (*standard, Moments()) if free else standard
+
+
+__getattr__ = moved({"PerturbationResponse": "attnrx_lab.perturbation.measure_perturbation"})

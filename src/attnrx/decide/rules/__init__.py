@@ -1,7 +1,5 @@
 """Rules: from a diagnosis to a prescription, with reasons; rules do not access the model."""
 
-from typing import Any
-
 from attnrx.decide.rules.by_strength import EnergyRetention, TotalRank, UniformRank
 from attnrx.decide.rules.decisions import score_bound
 from attnrx.decide.rules.metrics import METRICS, rewritten
@@ -18,6 +16,7 @@ from attnrx.decide.rules.parsing import (
 )
 from attnrx.decide.rules.prescribing import prescribe_maps, require_remainder
 from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, in_metric
+from attnrx.support.plugins import moved
 
 __all__ = [
     "METRICS",
@@ -44,11 +43,6 @@ __all__ = [
     "split_maps",
 ]
 
-_MOVED = "CONTROLS EffectiveRank LargestMatched RandomMatched RemoveHeads Threshold TopRank UniformMatched"
-_MOVED = {*_MOVED.split(), "control_prescriptions"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        raise AttributeError(f"attnrx.rules.{name} was moved; use attnrx_lab.rules.{name} (CHANGELOG.md).")
-    raise AttributeError(f"module 'attnrx.rules' has no attribute {name!r}.")
+_OF_SVDA = ("EffectiveRank", "RemoveHeads", "Threshold", "TopRank")
+_CONTROLS = ("CONTROLS", "LargestMatched", "RandomMatched", "UniformMatched", "control_prescriptions")
+__getattr__ = moved({name: f"attnrx_lab.rules.{name}" for name in (*_OF_SVDA, *_CONTROLS)})

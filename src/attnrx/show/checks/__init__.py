@@ -7,7 +7,6 @@ findings = [finding for check in standard() for finding in check(comparison)]
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
 
 from attnrx.change.predictions import Predictions
 from attnrx.show.checks.accuracy import Accuracy
@@ -21,6 +20,7 @@ from attnrx.show.checks.latency import Latency
 from attnrx.show.checks.promises import Promises
 from attnrx.show.checks.retrieval import Retrieval
 from attnrx.support.errors import InvalidInput
+from attnrx.support.plugins import moved
 from attnrx.support.text_parsing import Language, TextReader
 
 CHECKS: dict[str, type[Check]] = {
@@ -75,10 +75,7 @@ def all_checks() -> Mapping[str, type[Check]]:
     return {**CHECKS, **others, **_REGISTERED}
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Controls":
-        raise AttributeError("attnrx.checks.Controls was moved; use attnrx_lab.checks.Controls (CHANGELOG.md).")
-    raise AttributeError(f"module 'attnrx.checks' has no attribute {name!r}.")
+__getattr__ = moved({"Controls": "attnrx_lab.checks.Controls"})
 
 
 class _Reader(TextReader):
