@@ -10,6 +10,7 @@ is worse than the best.
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
 from attnrx.decide.planning.allocation import Frontier
 from attnrx.decide.planning.cost_table import exact_cost_table
-from attnrx.decide.planning.plan_search import search_ranges, weights_of
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.reference_outputs import Answers
 from attnrx.decide.planning.sensitivity import measure_sensitivities
@@ -29,22 +29,25 @@ from attnrx.vit.tokens import parse_reducer
 
 Measured = Mapping[str, torch.Tensor]
 FOR_SENSITIVITIES, BATCH = 96, 32  # images
+SPAN = 1.5  # of the weights of an axis, in powers of two
 ATTEMPTS = 50  # draws of weights for every plan that is requested
 
 
 def make_plans(space: Space, answers: Answers, most: float, count: int, seed: int) -> list[Choices]:
-    """Makes different plans; the first is that of even weights."""
+    """Makes different plans, each optimal for sensitivities that are multiplied by other weights; the first by 1."""
     cost_table = exact_cost_table(space, "macs")
     sensitivities = measure_sensitivities(space, answers.first(FOR_SENSITIVITIES), PlanSettings(log=print))["softened"]
     random, plans = np.random.default_rng(seed), {}
-    knobs: dict[str, float] = {}
+    weights = dict.fromkeys(space.axes, 1.0)
     # Different weights may lead to the same plan.
     for _ in range(ATTEMPTS * count):
         if len(plans) == count:
             break
-        step = Frontier(space, cost_table, sensitivities, weights_of(space, knobs)).at(most)
-        plans.setdefault(step.choices, step)  # the first knobs are empty: weights of 1
-        knobs = {name: float(random.uniform(-span, span)) for name, span in search_ranges(space).items()}
+        ranks = {axis: weights.get(axis, 1.0) * table for axis, table in sensitivities.ranks.items()}
+        weighted = replace(sensitivities, ranks=ranks, _known={})
+        step = Frontier(space, cost_table, weighted).at(most)
+        plans.setdefault(step.choices, step)
+        weights = {axis: 2.0 ** float(random.uniform(-SPAN, SPAN)) for axis in space.axes}
     return list(plans)
 
 

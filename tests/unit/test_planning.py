@@ -16,12 +16,12 @@ from torch.testing import assert_close
 
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
-from attnrx.decide.planning import AXES, PlanSettings, PredictedQuantity, Target, plan, plan_search
-from attnrx.decide.planning.allocation import Frontier, Step, even_weights
+from attnrx.decide.planning import AXES, PlanSettings, PredictedQuantity, Target, plan
+from attnrx.decide.planning.allocation import Frontier, Step
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import cached_cost_table
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
-from attnrx.decide.planning.plan_search import Trial, proposed, varied, weights_of
+from attnrx.decide.planning.plan_search import Trial, proposed, varied
 from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.decide.planning.planner import HOPELESS, Planner
 from attnrx.decide.planning.reference_outputs import Answers
@@ -120,9 +120,7 @@ def test_damages_grow_with_what_goes(space: Space, images: ImageSet) -> None:
         assert both == pytest.approx(sensitivities.of_pruning(layer, 6, 16))  # what leaves later does what it adds
     both = Choices((2, 0, 0), (0, 3, 0), (0, 0, 0), (0, 0, 4))
     alone = sensitivities.ranks["qk"][0, 2] + sensitivities.ranks["vo"][1, 3] + sensitivities.of_pruning(2, 4, 16)
-    assert sensitivities.total(both, even_weights(3)) == pytest.approx(alone)
-    heavy = sensitivities.total(both, weights_of(space, {"vo": 1.0}))
-    assert heavy - alone == pytest.approx(sensitivities.ranks["vo"][1, 3])
+    assert sensitivities.total(both) == pytest.approx(alone)
 
 
 def test_levels_of_hidden_units_that_are_not_measured_cost_more_the_more_goes(space: Space) -> None:
@@ -188,14 +186,13 @@ def test_no_plan_diverges_less_at_its_cost(space: Space, sensitivities: Sensitiv
     )
     tokens = np.arange(cost_table.attention.shape[-1])
     cost_table = replace(cost_table, stages=cost_table.stages + 0.01 * cost_table.whole * tokens / tokens.max())
-    weights = weights_of(narrow, {"qk": -1.0, "qk_tilt": 0.7, "tokens_tilt": -0.5})
-    frontier = Frontier(narrow, cost_table, harm, weights)
-    every = np.array([(cost_table.total(own), harm.total(own, weights)) for own in every_plan(narrow)])
+    frontier = Frontier(narrow, cost_table, harm)
+    every = np.array([(cost_table.total(own), harm.total(own)) for own in every_plan(narrow)])
     assert any(all(frontier.at(most).choices.num_pruned[1:]) for most in (0.4, 0.5, 0.6))  # two stages
     for most in np.linspace(0.4, 1.0, 31):
         found = frontier.at(most)
         assert found.cost == cost_table.total(found.choices) <= most
-        assert found.sensitivity == pytest.approx(harm.total(found.choices, weights))
+        assert found.sensitivity == pytest.approx(harm.total(found.choices))
         assert found.sensitivity >= every[every[:, 0] <= most, 1].min() - 1e-9
         # What is saved was rounded: a plan may be better that is cheaper by less than that.
         assert found.sensitivity <= every[every[:, 0] <= most - 0.002, 1].min() + 1e-9
@@ -207,34 +204,34 @@ def test_no_plan_diverges_less_at_its_cost(space: Space, sensitivities: Sensitiv
 
 @pytest.mark.parametrize("most", [0.9, 0.6, 0.4])
 def test_the_budget_is_met_from_any_plan(space: Space, sensitivities: Sensitivities, most: float) -> None:
-    cost_table, even = exact_cost_table(space, "macs"), even_weights(3)
-    best = Frontier(space, cost_table, sensitivities, even).at(most)
+    cost_table = exact_cost_table(space, "macs")
+    best = Frontier(space, cost_table, sensitivities).at(most)
     for start in (Choices.nothing(3), Choices((6, 0, 0), (6, 0, 0), (6, 6, 6), (0, 8, 0)), best.choices):
-        met = Frontier(space, cost_table, sensitivities, even).near(most, start)
+        met = Frontier(space, cost_table, sensitivities).near(most, start)
         assert met.cost == cost_table.total(met.choices) <= most and met.sensitivity >= best.sensitivity - 1e-3
         for last in (met, best):  # and what was saved too much is given back
             for choices in space.relaxations(last.choices):
-                assert cost_table.total(choices) > most or sensitivities.total(choices, even) >= last.sensitivity
+                assert cost_table.total(choices) > most or sensitivities.total(choices) >= last.sensitivity
     with pytest.raises(NotSupported, match="no plan near this one"):
-        Frontier(space, cost_table, sensitivities, even).near(0.01, best.choices)
+        Frontier(space, cost_table, sensitivities).near(0.01, best.choices)
 
 
 def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, sensitivities: Sensitivities) -> None:
-    cost_table, even = exact_cost_table(space, "macs"), even_weights(3)
+    cost_table = exact_cost_table(space, "macs")
     with pytest.raises(NotSupported, match="is out of reach"):
-        Frontier(space, cost_table, sensitivities, even).at(0.01)
+        Frontier(space, cost_table, sensitivities).at(0.01)
     # A level that is no faster is never taken, whatever it would save in MACs.
     flat = replace(cost_table, attention=cost_table.attention[:, :1, :1].repeat(7, 1).repeat(7, 2))
-    found = Frontier(replace(space, axes=("qk", "tokens"), _pieces={}), flat, sensitivities, even).at(0.8)
+    found = Frontier(replace(space, axes=("qk", "tokens"), _pieces={}), flat, sensitivities).at(0.8)
     assert not any(found.choices.qk) and any(found.choices.num_pruned)
 
 
 def test_an_unchanged_model_that_is_slower_than_the_original_has_the_same_plans(
     space: Space, sensitivities: Sensitivities
 ) -> None:
-    cost_table, even = exact_cost_table(space, "macs"), even_weights(3)
+    cost_table = exact_cost_table(space, "macs")
     slower = replace(cost_table, whole=cost_table.whole / 2)  # its savings exceed the cost of the original
-    one, other = (Frontier(space, table, sensitivities, even) for table in (cost_table, slower))
+    one, other = (Frontier(space, table, sensitivities) for table in (cost_table, slower))
     assert other.nothing == pytest.approx(2) and other.cheapest == pytest.approx(2 * one.cheapest)
     for share in (0.9, 0.6, one.reachable):
         assert one.at(share).choices == other.at(2 * share).choices
@@ -305,14 +302,13 @@ def test_the_diagnosis_of_another_model_is_refused(diagnosis: Diagnosis, images:
 def test_a_plan_that_is_far_worse_on_one_batch_is_measured_no_further(space: Space, images: ImageSet) -> None:
     settings = PlanSettings(batch_size=5, trial_images=10)
     planner = Planner(PlanMeasurements(space, settings, "macs", images), settings, Target.parse("macs=0.6x"))
-    found, knobs = planner.measurements, planner.initial_knobs
-    best = planner.tried(knobs, planner.step(0.6, knobs))
-    assert best == found.trial(knobs, best.step, found.trial_answers)
+    found, best = planner.measurements, planner.tried(planner.step(0.6))
+    assert best == found.trial(best.step, found.trial_answers)
     worst = Choices((5,) * space.depth, (5,) * space.depth, (5,) * space.depth, (0,) * space.depth)
     for choices in (worst, best.step.choices):
         step = Step(choices, 0.5, 1.0)
-        trial = planner.tried(knobs, step, best)
-        few = found.trial(knobs, step, found.answers.first(1)), found.trial(knobs, best.step, found.answers.first(1))
+        trial = planner.tried(step, best)
+        few = found.trial(step, found.answers.first(1)), found.trial(best.step, found.answers.first(1))
         ratio = few[0].softened / few[1].softened
         assert (ratio > HOPELESS) == (choices == worst)
         assert trial.softened == pytest.approx(ratio * best.softened)
@@ -338,7 +334,7 @@ def test_a_search_varies_the_best_that_it_knows(
     cost_table = exact_cost_table(space, "macs")
     assert min(map(cost_table.total, seen)) < cost_table.total(before) < max(map(cost_table.total, seen))
     result = []
-    for trials in (5, 20, 20):  # two even schedules and three sampled knobs
+    for trials in (5, 20, 20):  # two even schedules, and variations
         settings = PlanSettings(trials=trials, batch_size=12)
         result.append(
             plan(model, diagnosis, "macs=0.7x", images, pixels(CONFIG, 10, 4), settings=settings).about["trials"]
@@ -350,32 +346,29 @@ def test_a_search_varies_the_best_that_it_knows(
     assert min(divergences) <= min(divergences[: len(result[0])])
 
 
-def test_of_many_variations_the_one_that_should_do_least_is_tried(
-    space: Space, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_variations_the_one_that_should_do_least_is_tried(space: Space) -> None:
     class Known:
         """Plans whose divergence is their cost, and those that were made."""
 
         def __init__(self):
             self.made: list[Step] = []
 
-        def step(self, knobs: dict[str, float], start: Choices | None = None) -> Step:
+        def step(self, start: Choices | None = None) -> Step:
             assert start is not None
             own = float(sum(map(sum, (start.qk, start.vo, start.mlp, start.num_pruned))))
             self.made.append(Step(start, own, own))
             return self.made[-1]
 
-        def tried(self, knobs: dict[str, float], step: Step, best: Trial | None = None) -> Trial:
-            return Trial(knobs, step, step.sensitivity, step.sensitivity)
+        def tried(self, step: Step, best: Trial | None = None) -> Trial:
+            return Trial(step, step.sensitivity, step.sensitivity)
 
     budget, before = Known(), Choices((3, 3, 3), (3, 3, 3), (3, 3, 3), (0, 4, 4))
-    start = budget.tried({}, budget.step({}, before))
+    start = budget.tried(budget.step(before))
     budget.made.clear()
-    monkeypatch.setattr(plan_search, "BROAD_LEAST", 0)
-    knobs, step = proposed(space, PlanSettings(trials=0), budget.step, [start])
+    step = proposed(space, PlanSettings(), budget.step, [start])
     new = [own for own in budget.made if own.choices != before]
     assert len(new) >= PlanSettings().variations and len({own.sensitivity for own in new}) > 1
-    assert step.sensitivity == min(own.sensitivity for own in new) and knobs == {}
+    assert step.sensitivity == min(own.sensitivity for own in new)
 
 
 class MacsAsLatency(PlanMeasurements):
@@ -413,7 +406,7 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
     with pytest.raises(NotSupported, match=r"cannot be promised: .*Request a share of the MACs"):
         made.for_cost(0.8)
     slower = 1.3
-    least = measurements.frontier(made.initial_knobs).reachable
+    least = measurements.frontier.reachable
     with pytest.raises(NotSupported, match=r"measured at .*Request at most faster=\d"):
         made.for_cost(1.05 * least)
     assert requested[-1] == pytest.approx(least, rel=0.02)
@@ -467,7 +460,7 @@ def test_the_plan_of_a_search_that_loses_more_accuracy_is_not_taken(
             return step.choices != lossy and super()._keeps_accuracy(step)
 
         def _searched(self, limit: float) -> Trial:
-            return Trial({}, Step(lossy, 0.0, 0.0), 0.0, 0.0)
+            return Trial(Step(lossy, 0.0, 0.0), 0.0, 0.0)
 
     lossy = Choices((6, 6, 6), (6, 6, 6), (6, 6, 6), (0, 8, 4))
     settings, target = PlanSettings(trials=0, batch_size=12), Target.parse("max-drop=100")
@@ -635,6 +628,6 @@ def test_where_more_leave_early_fewer_leave_later(space: Space, sensitivities: S
     # So the cheapest plan has half of the patches leave as early as can be, whatever left first on the way there.
     cost_table = exact_cost_table(replace(space, axes=("tokens",), _pieces={}), "macs")
     least = cost_table.total(full)
-    cheapest = Frontier(replace(space, axes=("tokens",), _pieces={}), cost_table, sensitivities, even_weights(3))
+    cheapest = Frontier(replace(space, axes=("tokens",), _pieces={}), cost_table, sensitivities)
     assert cheapest.at(least + 1e-9).choices.num_pruned == (0, 8, 4)
     assert cheapest.cheapest == pytest.approx(least, abs=1e-3)

@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from attnrx.decide.planning.cost_table import CostTable
-from attnrx.decide.planning.sensitivity import Sensitivities, Weights
-from attnrx.decide.planning.space import AXES, RANKS, TOKENS, Choices, Space
+from attnrx.decide.planning.sensitivity import Sensitivities
+from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.support.errors import NotSupported
 
 # Savings and sensitivities below it are rounding; also the smallest divisor of the greedy gain.
@@ -29,11 +29,6 @@ class Step:
     sensitivity: float
 
 
-def even_weights(depth: int) -> dict[str, np.ndarray]:
-    """Returns weights of 1 for all sensitivities."""
-    return {axis: np.ones(depth) for axis in AXES}
-
-
 @dataclass(frozen=True, eq=False)
 class Frontier:
     """The plans of minimal predicted divergence for every cost.
@@ -47,7 +42,6 @@ class Frontier:
     space: Space
     cost_table: CostTable
     sensitivities: Sensitivities
-    weights: Weights
 
     def at(self, limit: float) -> Step:
         """Returns the plan of minimal predicted divergence that costs at most this share.
@@ -60,7 +54,7 @@ class Frontier:
         for choices in self._by_sensitivity(1 - limit / self.nothing):
             cost = self.cost_table.total(choices)
             if cost <= limit:
-                return self._without_surplus(limit, Step(choices, cost, self.divergence(choices)))
+                return self._without_surplus(limit, Step(choices, cost, self.sensitivities.total(choices)))
         raise _out_of_reach(self.space, self.cost_table.quantity, limit, self.cheapest)
 
     def near(self, limit: float, start: Choices) -> Step:
@@ -74,11 +68,11 @@ class Frontier:
         """
         # The greedy rule of fractional knapsacks. Unlike `at` it depends on the start, which is its purpose: it meets
         # the budget near a given plan.
-        now = Step(start, self.cost_table.total(start), self.divergence(start))
+        now = Step(start, self.cost_table.total(start), self.sensitivities.total(start))
         while now.cost > limit:
             best, gain = None, 0.0
             for choices in self.space.moves(now.choices):
-                step = Step(choices, self.cost_table.total(choices), self.divergence(choices))
+                step = Step(choices, self.cost_table.total(choices), self.sensitivities.total(choices))
                 saved, added = now.cost - step.cost, step.sensitivity - now.sensitivity  # `added` may be 0 or below
                 if saved > NOTHING and saved / max(added, NOTHING) > gain:
                     best, gain = step, saved / max(added, NOTHING)
@@ -97,15 +91,11 @@ class Frontier:
             best = now
             for choices in self.space.relaxations(now.choices):
                 cost = self.cost_table.total(choices)
-                if cost <= limit and (divergence := self.divergence(choices)) < best.sensitivity:
+                if cost <= limit and (divergence := self.sensitivities.total(choices)) < best.sensitivity:
                     best = Step(choices, cost, divergence)
             if best is now:
                 return now
             now = best
-
-    def divergence(self, choices: Choices) -> float:
-        """Returns the predicted divergence of a plan."""
-        return self.sensitivities.total(choices, self.weights)
 
     @property
     def reachable(self) -> float:
@@ -158,7 +148,6 @@ class Frontier:
         # The divergence at every total number of pruned patches; a stage adds the difference between two totals, as in
         # `Sensitivities.of_pruning`.
         at_totals = np.array([self.sensitivities.of_pruning(layer, int(gone), patches) for gone in self._gone])
-        at_totals = at_totals * self.weights[TOKENS][layer]
         for before, gone in enumerate(self._gone):
             largest = gone + self.space.at_once(int(patches - gone))
             # Vectorized over the totals that one stage can reach; only the loop over those before it is in Python.
@@ -192,7 +181,7 @@ class Frontier:
         # than every one of lower sensitivity.
         levels, sensitivity = self._levels, np.zeros(len(self._levels))
         for axis, level in zip(RANKS, levels.T, strict=True):
-            sensitivity += self.sensitivities.ranks[axis][layer, level] * self.weights[axis][layer]
+            sensitivity += self.sensitivities.ranks[axis][layer, level]
         tokens = self.cost_table.prefix + self.cost_table.patches
         # Relative to the layer with all patches: the savings by pruned patches are counted here, layer by layer.
         full = self.cost_table.layer(Choices.nothing(self.space.depth), layer, 0)

@@ -17,7 +17,7 @@ from attnrx.data import ImageSet
 from attnrx.decide.planning.allocation import Frontier, Step
 from attnrx.decide.planning.cost_table import CostTable, corrected, exact_cost_table
 from attnrx.decide.planning.measured_costs import cached_cost_table, measured_cost_table
-from attnrx.decide.planning.plan_search import Trial, weights_of
+from attnrx.decide.planning.plan_search import Trial
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.reference_outputs import Answers, Deviation
 from attnrx.decide.planning.sensitivity import Sensitivities, measure_sensitivities
@@ -189,7 +189,6 @@ class PlanMeasurements:
         self._deviations: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
         self._outputs: dict[Choices, list[Tensor]] = {}  # of plans, per batch, on the first images
         self._latencies: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.of_model`
-        self._last_frontier: tuple[dict[str, float], Frontier] | None = None  # with its knobs
 
     # After the cost table, by which an impossible target is known.
     @cached_property
@@ -231,14 +230,10 @@ class PlanMeasurements:
         """The divergence by single choices."""
         return self._single_choices["divergence"]
 
-    def frontier(self, knobs: dict[str, float]) -> Frontier:
-        """Returns the optimal plans for all costs with the weights of these knobs; the last result is cached."""
-        # The dynamic program is solved for all costs at once, and repeated calls at one cost after another have the
-        # same knobs.
-        if self._last_frontier is None or self._last_frontier[0] != knobs:
-            weights = weights_of(self.space, knobs)
-            self._last_frontier = knobs, Frontier(self.space, self.cost_table, self.sensitivities, weights)
-        return self._last_frontier[1]
+    @cached_property
+    def frontier(self) -> Frontier:
+        """The optimal plans: the dynamic program is solved once for all costs."""
+        return Frontier(self.space, self.cost_table, self.sensitivities)
 
     def realized(self, choices: Choices) -> nn.Module:
         return realize(self.space.model, self.space.prescription(choices))
@@ -257,10 +252,10 @@ class PlanMeasurements:
             self._deviations[key] = answers.deviation(outputs[: len(answers.batches)])
         return self._deviations[key]
 
-    def trial(self, knobs: dict[str, float], step: Step, answers: Answers) -> Trial:
+    def trial(self, step: Step, answers: Answers) -> Trial:
         """Measures a plan on some images and returns it as a trial."""
         deviation = self.deviation(step.choices, answers)
-        return Trial(knobs, step, deviation.mean, deviation.softened.mean().item())
+        return Trial(step, deviation.mean, deviation.softened.mean().item())
 
     def speed(self, choices: Choices) -> float:
         """Times a plan, as a file if a format is requested, and returns its speed relative to the library's model."""

@@ -11,10 +11,10 @@ from torch import nn
 
 from attnrx.data import ImageData, ImageSet, require_labels, without_images_of
 from attnrx.data.model_data import images_for
-from attnrx.decide.planning.allocation import Frontier, Step, require_reachable
+from attnrx.decide.planning.allocation import Step, require_reachable
 from attnrx.decide.planning.cost_table import CostTable, prescribed_costs
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
-from attnrx.decide.planning.plan_search import Trial, refine_plan, search_ranges, weights_of
+from attnrx.decide.planning.plan_search import Trial, refine_plan
 from attnrx.decide.planning.plan_settings import DROP, PlanSettings, Target
 from attnrx.decide.planning.reference_outputs import Answers, Deviation
 from attnrx.decide.planning.sensitivity import Sensitivities
@@ -60,7 +60,7 @@ def plan(
 
     The costs of all choices come from a cost table (closed form for MACs and parameters, measured for latency); their
     sensitivities are measured one at a time on the first of `images`. `Frontier` is optimal if sensitivities add up;
-    because this is an approximation, a search then weights them and varies the best plan, by the measured divergence of
+    because this is an approximation, a search then varies the best plan, by the measured divergence of
     whole plans: all on a part of `images`, the best on all of them. The images are held in memory. The predictions are
     measured on `others`, which are not used for any choice. Labels are needed for a target of accuracy only; without
     labels of `others` no change of accuracy is predicted.
@@ -144,21 +144,18 @@ class Planner:
     def __init__(self, measurements: PlanMeasurements, settings: PlanSettings, target: Target):
         self.measurements, self.space = measurements, measurements.space
         self.settings, self.target, self.log = settings, target, settings.log
-        # The initial knobs of the search: all zero, i.e. all weights are 1.
-        self.initial_knobs = dict.fromkeys(search_ranges(self.space), 0.0)
         self.trials: tuple[Trial, ...] = ()
         self.latency: dict[str, Any] | None = None  # of the plan that is returned
 
-    def step(self, limit: float, knobs: dict[str, float], start: Choices | None = None) -> Step:
-        """Returns the optimal plan for these knobs, or the greedy one from the plan `start`.
+    def step(self, limit: float, start: Choices | None = None) -> Step:
+        """Returns the optimal plan at a cost, or the greedy one from the plan `start`.
 
         Raises:
             TargetMet: The unchanged model meets the target.
         """
+        frontier = self.measurements.frontier
         if start is not None:
-            found, weights = self.measurements, weights_of(self.space, knobs)
-            return Frontier(self.space, found.cost_table, found.sensitivities, weights).near(limit, start)
-        frontier = self.measurements.frontier(knobs)
+            return frontier.near(limit, start)
         # For latency: the reference is the model in its own library, than which attnrx's kernels may be faster.
         if frontier.nothing <= limit:
             where = "in attnrx's kernels" if self.settings.to is None else f"as {self.settings.to}"
@@ -195,7 +192,7 @@ class Planner:
         self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
         begin("searching plans")
         # A correction asks for no more than there is. The target itself does, and `Frontier.at` refuses it.
-        least = self.measurements.frontier(self.initial_knobs).reachable
+        least = self.measurements.frontier.reachable
         allowed = max(allowed, min(limit, least))
         for attempt in track(range(self.settings.attempts), "searching plans"):
             trial = self._attempt(attempt, allowed, trial)
@@ -248,14 +245,14 @@ class Planner:
         steps: dict[Choices, Step] = {}
         for start in dict.fromkeys(starts):  # without repetitions, in order
             with suppress(NotSupported):  # nothing near this plan is cheap enough
-                step = self.step(limit, last.knobs, start)
+                step = self.step(limit, start)
                 steps[step.choices] = step
         if not steps:
             return self._first(limit)
-        return self._best([self.tried(last.knobs, step) for step in steps.values()])
+        return self._best([self.tried(step) for step in steps.values()])
 
     def _first(self, limit: float) -> Trial:
-        return self.tried(self.initial_knobs, self.step(limit, self.initial_knobs))
+        return self.tried(self.step(limit))
 
     def _searched(self, limit: float) -> Trial:
         self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
@@ -264,21 +261,21 @@ class Planner:
         self.trials = refine_plan(self.space, self.settings, build, self.tried, self._first(limit))
         return self._best(self.trials)
 
-    def tried(self, knobs: dict[str, float], step: Step, best: Trial | None = None) -> Trial:
+    def tried(self, step: Step, best: Trial | None = None) -> Trial:
         """Measures a plan: on one batch, and if it is not far worse there than the best known plan, on the images of
         the trials.
         """
         found, about = self.measurements, ""
         few = found.answers.first(1)  # one batch
-        trial = found.trial(knobs, step, few)
-        least = trial if best is None else found.trial(best.knobs, best.step, few)
+        trial = found.trial(step, few)
+        least = trial if best is None else found.trial(best.step, few)
         if best is not None and trial.softened > HOPELESS * least.softened > 0 < least.divergence:
             # Few images have easier or harder ones among them, as they have for the best plan.
             factors = best.divergence / least.divergence, best.softened / least.softened
             trial = replace(trial, divergence=trial.divergence * factors[0], softened=trial.softened * factors[1])
             about = f", by {len(few)} images"
         else:
-            trial = found.trial(knobs, step, found.trial_answers)
+            trial = found.trial(step, found.trial_answers)
         unit = f" {found.answers.kind.unit}".rstrip()
         cost = f"{100 * step.cost:.1f} % of the {self.target.minimized}"
         self.log(f"a plan of {cost}: divergence {trial.divergence:.3g}{unit}{about}")
@@ -286,11 +283,11 @@ class Planner:
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
         """Returns the trial with the lowest divergence on all images among the finalists on fewer images."""
-        # By choices, because several knobs may give one plan.
+        # By choices, because several trials may have one plan.
         order = {trial.step.choices: trial for trial in sorted(trials, key=lambda trial: trial.softened)}
         first = list(order.values())[: self.settings.finalists]
         answers = self.measurements.answers
-        measured = [self.measurements.trial(trial.knobs, trial.step, answers) for trial in first]
+        measured = [self.measurements.trial(trial.step, answers) for trial in first]
         best = min(measured, key=lambda trial: trial.divergence)
         unit = f" {answers.kind.unit}".rstrip()
         tried = "the plan" if len(measured) == 1 else f"the best of {len(measured)} plans"
@@ -312,7 +309,7 @@ class Planner:
             middle = (low + high) / 2
             try:
                 # NotSupported: no plan is so cheap, so the smallest possible cost is above.
-                step = self.step(middle, self.initial_knobs)
+                step = self.step(middle)
             except NotSupported:
                 low = middle
                 continue
@@ -325,7 +322,7 @@ class Planner:
         found = self._searched(high)
         # The search is for the lowest divergence, and its plan may lose more accuracy than that of the closed form.
         if not self._keeps_accuracy(found.step):
-            found = self.measurements.trial(self.initial_knobs, cheapest, self.measurements.answers)
+            found = self.measurements.trial(cheapest, self.measurements.answers)
         return found, high
 
     def _keeps_accuracy(self, step: Step) -> bool:
@@ -355,14 +352,8 @@ class Planner:
             "images": len(found.answers),
             "trial_images": len(found.trial_answers),
             "other_images": len(others),
-            "knobs": best.knobs,
             "trials": [
-                {
-                    "knobs": trial.knobs,
-                    "price": trial.step.cost,
-                    "divergence": trial.divergence,
-                    "softened": trial.softened,
-                }
+                {"price": trial.step.cost, "divergence": trial.divergence, "softened": trial.softened}
                 for trial in self.trials
             ],
             "torch": torch.__version__,
@@ -380,8 +371,8 @@ class Planner:
         )
 
     def _front(self, best: Trial, limit: float) -> tuple[PlanPoint, ...]:
-        """Returns plans between the original and the target with the knobs of the best one, on the images of trials."""
-        frontier = self.measurements.frontier(best.knobs)
+        """Returns plans between the original and the target, on the images of trials."""
+        frontier = self.measurements.frontier
         plans = self.settings.num_front
         shares = [1 - (1 - limit) * part / plans for part in range(1, plans)]
         # Without repetitions: close costs may have the same plan. A share that the unchanged model meets has none.
@@ -394,7 +385,7 @@ class Planner:
         after = prescribed_costs(space.model, space.prescription(choices))
         return PlanPoint(
             step.cost,
-            found.unchanged_divergence + found.divergences.total(choices, weights_of(space, {})),
+            found.unchanged_divergence + found.divergences.total(choices),
             deviation.mean,
             agreement=None if deviation.agrees is None else float(deviation.agrees.mean()),
             change=None if deviation.change is None else float(deviation.change.mean()),
@@ -439,7 +430,6 @@ def explained(
     """Returns one line per choice: its savings given all other choices, and its sensitivity alone, in this unit."""
     lines, total = [], cost_table.total(choices)
     nothing = Choices.nothing(space.depth)
-    even = weights_of(space, {})
     for layer in range(space.depth):
         for axis in (*RANKS, TOKENS):
             value = _values_of(choices, axis)[layer]
@@ -449,7 +439,7 @@ def explained(
             single = nothing.with_num_pruned(layer, value) if axis == TOKENS else nothing.with_level(axis, layer, value)
             what = f"{value} patches pruned" if axis == TOKENS else f"{axis} keep {space.levels[value]:g} of their rank"
             # Savings are given all other choices, because those of ranks depend on the tokens that remain.
-            saved, cost = 100 * (cost_table.total(back) - total), sensitivities.total(single, even)
+            saved, cost = 100 * (cost_table.total(back) - total), sensitivities.total(single)
             damage = f"alone {cost:.2g} {unit}".rstrip()
             lines.append(f"layer {layer + 1}: {what}; saves {saved:.2f} % of the {cost_table.quantity}, {damage}")
     return tuple(lines)

@@ -56,8 +56,6 @@ def resumed(
         yield
 
 
-Weights = Mapping[str, np.ndarray]
-
 # The smallest divergence, in nats: below it the logarithms of the interpolations would follow rounding, or be infinite.
 LEAST = 1e-9
 # The measures of the deviation of outputs from the original's, as in `Deviation`.
@@ -96,13 +94,13 @@ class Sensitivities:
             self._known[key] = math.exp(_on_line(math.log(gone), self.log_counts, self.tokens[layer]))
         return self._known[key]
 
-    def total(self, choices: Choices, weights: Weights) -> float:
-        """Returns the sum over all choices; `weights` [layer] multiply the sensitivities of an axis."""
+    def total(self, choices: Choices) -> float:
+        """Returns the sum over all choices."""
         sensitivity, present = 0.0, self.patches
         for layer, count in enumerate(choices.num_pruned):
             for axis in RANKS:
-                sensitivity += float(self.ranks[axis][layer, getattr(choices, axis)[layer]] * weights[axis][layer])
-            sensitivity += self.of_pruning(layer, count, present) * float(weights[TOKENS][layer])
+                sensitivity += float(self.ranks[axis][layer, getattr(choices, axis)[layer]])
+            sensitivity += self.of_pruning(layer, count, present)
             present -= count
         return sensitivity
 
