@@ -3,9 +3,13 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import timm
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import attnrx as rx
 from attnrx.change.realization import realize
@@ -15,6 +19,7 @@ from attnrx.vit.costs import Conditions
 from attnrx.vit.models import attach_tokens_, family_of
 from support.cases import CONFIGS, PATTERNS, images, model, prescription
 from support.layers import LAYERS
+from support.operations import is_computing
 
 BACKENDS: tuple[type[Backend], ...] = (Fused, Eager)
 
@@ -85,3 +90,20 @@ if __name__ == "__main__":
             compiled = torch.compile(adopted, fullgraph=True, dynamic=False, backend="aot_eager")
             torch.testing.assert_close(compiled(inputs), adopted(inputs), rtol=1e-5, atol=1e-5)
     print("adopted")
+    # The graph of an unchanged model is that of its library but for two products per block, whose weights timm has in
+    # one, and for what the last block does less.
+    counts = []
+
+    def counting(graph: torch.fx.GraphModule, _: object) -> object:
+        targets: list[Any] = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        counts.append(len([each for each in targets if is_computing(each)]))
+        return make_boxed_func(graph.forward)
+
+    reference = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=3).eval()
+    for vit in (reference, rx.load(reference)):
+        torch.compiler.reset()
+        with torch.no_grad():
+            compiled = torch.compile(vit, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=counting))
+            compiled(inputs.to(next(vit.parameters())))
+    # A product of the weight and the features, and no view, for each; the last block normalizes its queries again.
+    assert counts[1] <= counts[0] + 2 * 3 + 1, counts

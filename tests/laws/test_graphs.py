@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("single_precision")
 
 # One product for query, key and value, one attention, and nothing around it; bias and residual are additions.
 BLOCK = {"LayerNormalization": 2, "MatMul": 4, "Add": 6, "Split": 1, "Attention": 1, "Gelu": 1}
-STAGE = 63
+STAGE = 53
 """The operations of one stage of Ward in a graph for batches of any size."""
 
 

@@ -15,21 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnrx as rx
 from attnrx.vit.models import attach_tokens_, family_of
+from support.operations import is_computing
 
 VIT = "vit_tiny_patch16_224"
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations that compute: neither views nor new memory."""
+    """Counts operations that compute."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aliases = [each.alias_info for each in func._schema.returns]
-        is_view = any(each is not None and not each.is_write for each in aliases)
-        if not is_view and not any(name in func.__name__ for name in ("empty", "unsafe_view")):
+        if is_computing(func):
             self.counts[func.__name__] += 1
         return func(*args, **(kwargs or {}))
 
