@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import attnrx as rx
+from attnrx.change.predictions import KeptOutputs
 from attnrx.change.realization import decoding
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
+from attnrx.data import FixedImages
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning import PlanSettings, Target, plan_each
 from attnrx.decide.planning.reference_outputs import Answers
@@ -88,8 +90,14 @@ def module(by: str = "forward_features", redundant: bool = True) -> nn.Module:
 IMAGES = torch.randn(48, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
 
 
+def kept(model: Any) -> KeptOutputs:
+    images = images_for(model, IMAGES, "images")
+    assert isinstance(images, FixedImages)
+    return KeptOutputs(model, images)
+
+
 def lean(model: Any) -> Any:
-    found = smaller_decoder(model, images_for(model, IMAGES, "images"))
+    found = smaller_decoder(kept(model))
     assert found is not None
     return found[0]
 
@@ -118,9 +126,8 @@ def test_tokens_are_merged_and_the_decoder_is_fitted_to_the_original() -> None:
     small: Any = rx.realize(lean(model), rx.prescribe(lean(model), "tokens=ward:0.5@2")).eval()
     with torch.no_grad():
         small.module.decoder[5].weight.mul_(2)
-    images = images_for(model, IMAGES, "images")
     fitted: Any
-    fitted, line = fit_decoder(small, model, images)
+    fitted, line = fit_decoder(small, kept(model))
     with torch.no_grad():
         base, *others = (each(IMAGES) for each in (model, small, fitted))
     errors = [float((other - base).square().mean()) for other in others]
@@ -184,13 +191,15 @@ def test_divergences_and_costs_of_plans_are_relative_to_the_original() -> None:
 
 def test_a_decoder_that_loses_much_or_costs_little_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = rx.load(module(redundant=False)).eval()
-    images = images_for(model, IMAGES, "images")
     monkeypatch.setattr(decoding, "TOLERATED", 0.0)
-    assert smaller_decoder(model, images) is None
+    assert smaller_decoder(kept(model)) is None
     monkeypatch.setattr(decoding, "TOLERATED", 1e9)
-    assert smaller_decoder(model, images) is not None
+    outputs = kept(model)
+    assert smaller_decoder(outputs) is not None
+    # What was computed for it is not computed again, and what is added is what would be.
+    torch.testing.assert_close(outputs.rows, kept(model).first(len(IMAGES)), atol=1e-5, rtol=1e-5)
     monkeypatch.setattr(decoding, "LEAST_SAVED", 0.99)
-    assert smaller_decoder(model, images) is None
+    assert smaller_decoder(kept(model)) is None
 
 
 def test_many_channels_are_left_in_whole_vectors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from attnrx.data import ImageSet, require_labelled
+from attnrx.data import FixedImages, ImageSet, require_labelled
 from attnrx.support.progress import track
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.support.trees import rows_of
@@ -135,6 +135,25 @@ def predict(
                 parts[role].append(stored(outputs_of(model, batch.images)))
     outputs = {role: torch.cat(rows) for role, rows in parts.items()}
     return Predictions(outputs, torch.cat(labels), output_kind_of(first))
+
+
+class KeptOutputs:
+    """The outputs of a model for the first images of a set, computed when they are needed, and kept."""
+
+    def __init__(self, model: nn.Module, images: FixedImages):
+        self.model, self.images, self.rows = model, images, torch.zeros(0, 0)
+
+    def first(self, count: int, batch_size: int = BATCH) -> Float[Tensor, "images numbers"]:
+        """Returns the outputs for the first `count` images, on the CPU."""
+        if len(self.rows) < count:
+            others = self.images.at(slice(len(self.rows), count))
+            found = predict({"original": self.model}, others, batch_size, task="outputs of the original")
+            self.add(found.outputs["original"])
+        return self.rows[:count]
+
+    def add(self, rows: Float[Tensor, "images numbers"]) -> None:
+        """Adds the outputs of the next images, which were computed elsewhere."""
+        self.rows = torch.cat([self.rows, stored(rows)]) if len(self.rows) else stored(rows)
 
 
 def mean_divergences(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> list[float]:

@@ -24,7 +24,7 @@ from attnrx.decide.diagnostics.redundancy import CentredMoment
 from attnrx.decide.diagnostics.spectral_shape import effective_rank
 from attnrx.decide.rules.metrics import directions_in, rotary_directions
 from attnrx.decide.rules.rotary import COHERENCE, coherence
-from attnrx.nouns.diagnosis import Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
+from attnrx.nouns.diagnosis import Computed, Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.support.arguments import COUNT, checked, optional
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import DataError, InvalidInput
@@ -263,8 +263,11 @@ class _Watch:
     def _map_diagnosis(self, key: tuple[int, int], linear: nn.Module) -> MapDiagnosis | None:
         if not isinstance(linear, nn.Linear):
             return None
+        # Of copies: they are computed when they are read, and the model may be trained until then.
+        weight = linear.weight.detach().cpu().clone()
+        bias = None if linear.bias is None else linear.bias.detach().cpu().clone()
         # The plain SVD needs no images, so every diagnosis has it.
-        metrics = {"weights": singular_directions(linear.weight, linear.bias)}
+        functions = {"weights": partial(singular_directions, weight, bias)}
         if key in self.watches:
-            metrics["centered"] = self.watches[key].read(linear.weight, linear.bias)
-        return MapDiagnosis(linear.in_features, metrics)
+            functions["centered"] = partial(self.watches[key].read, weight, bias)
+        return MapDiagnosis(linear.in_features, Computed(functions))

@@ -1,6 +1,6 @@
 """The diagnosis of a model: the spectrum and the named readings of every layer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,24 @@ class MapDirections(Displayed):
     strength: Float[Tensor, "directions"]
     directions: Float[Tensor, "directions outputs"]
     center: Float[Tensor, "outputs"]
+
+
+class Computed(Mapping[str, MapDirections]):
+    """Directions by metric, each of which is computed when it is first read: a plan of hidden units needs none."""
+
+    def __init__(self, functions: Mapping[str, Callable[[], MapDirections]]):
+        self.functions, self.values_read = functions, dict[str, MapDirections]()
+
+    def __getitem__(self, metric: str) -> MapDirections:
+        if metric not in self.values_read:
+            self.values_read[metric] = self.functions[metric]()
+        return self.values_read[metric]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.functions)
+
+    def __len__(self) -> int:
+        return len(self.functions)
 
 
 @dataclass(frozen=True, repr=False)

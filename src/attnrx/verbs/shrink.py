@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from attnrx.change.exporting import Format, dtype_name, parse_format, precision_for
+from attnrx.change.predictions import KeptOutputs
 from attnrx.change.realization import realize_and_fit
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.change.realization.descent import HELD_OUT
@@ -57,12 +58,17 @@ from attnrx.vit.outputs import Divergence, Map, Metric, judged, most_images, out
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
 DIAGNOSIS_IMAGES, PREDICTION_IMAGES = 128, 96
-# A quick call for a model of more multiply-accumulates per image diagnoses and measures sensitivities on half of them.
-LARGE = 2.5e9
+# A quick call for a model of more multiply-accumulates per image diagnoses and measures sensitivities on half of them,
+# of outputs with a number per position on so many at least.
+LARGE, MIN_SENSITIVITY_IMAGES = 2.5e9, 8
 # A target of latency that saves less is planned with the whole decoder, which could otherwise meet it alone.
 LARGEST_DECODER = 0.2
 # The most images that a result is verified on, of which an accuracy has a standard error of 0.5 points at most.
 MAX_VERIFICATION_IMAGES = 10_000
+# Outputs with a number per position vary less between images, and a quick call verifies them on as many images as take
+# so many multiply-accumulates, and on so many at least: of 128 the mean error of a saliency map has an interval of
+# +- 20 %, of 324 of +- 13 % (docs/results/dense.md).
+VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 1e12, 128
 REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
 STATE_FOLDER = ".state"  # in the folder of a call: what it needs to go on after an interruption
 
@@ -280,6 +286,7 @@ class ShrinkRun:
     settings: PlanSettings
     about: Mapping[str, Any]
     planned_model: nn.Module  # the original, or a copy of it with a smaller decoder
+    outputs: KeptOutputs  # of the original, on the images that weights are fitted to
 
     @classmethod
     def start(
@@ -324,35 +331,42 @@ class ShrinkRun:
         if len(images.verified) > (most := most_images(original)):
             log(f"the outputs are large: verified on {most:,} of {len(images.verified):,} images")
             images = images._replace(verified=images.verified.take(most))
+        if effort == "quick" and kind.needed_images < 1:
+            enough = max(round(VERIFICATION_MACS / family_of(original).costs(original).macs), MIN_VERIFICATION_IMAGES)
+            if len(images.verified) > enough:
+                log(f"a quick call: verified on {enough:,} of {len(images.verified):,} images")
+                images = images._replace(verified=images.verified.take(enough))
         planned = images.planned.take(min(settings.num_images, len(images.planned)))
-        planned_model = original
+        planned_model, outputs = original, KeptOutputs(original, images.planned)
         begin("diagnosing")
-        if decoder and (smaller := smaller_decoder(original, images.planned, settings.seed)) is not None:
+        if decoder and (smaller := smaller_decoder(outputs, settings.seed)) is not None:
             planned_model, divergence = smaller
             # The search of ten plans gained 5 % in 53 CPU seconds, of which the fit of the decoder needs fewer.
-            settings = replace(settings, trials=-(-settings.trials // 2))
+            settings = replace(settings, trials=-(-3 * settings.trials // 4))
             units = " + ".join(str(cut.units) for cut in planned_model.around.cuts)
             log(f"decoder: {units} channels are left; divergence {divergence:.3g}, before the plan")
         is_halved = effort == "quick" and family_of(original).costs(original).macs > LARGE
         if is_halved:
-            settings = replace(settings, sensitivity_images=settings.sensitivity_images // 2)
+            fewer = max(settings.sensitivity_images // 2, MIN_SENSITIVITY_IMAGES)
+            settings = replace(settings, sensitivity_images=min(fewer, settings.sensitivity_images))
         wanted = round(DIAGNOSIS_IMAGES * output_kind_of(original).needed_images ** 0.5) // (1 + is_halved)
         diagnosed = planned.take(min(wanted, len(planned)))
         diagnosis = _diagnosis(planned_model, diagnosed, state, log)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
-        return cls(original, diagnosis, planned, images, splits.class_names, settings, about, planned_model)
+        return cls(original, diagnosis, planned, images, splits.class_names, settings, about, planned_model, outputs)
 
     def results(self, targets: Sequence[Target]) -> Iterator[Shrunk]:
         """Yields the smaller model of every target: plans, realizes, fits and verifies it."""
         arguments = self.planned_model, self.diagnosis, targets, self.planned, self.images.predicted
         log, batch = self.settings.log, self.settings.batch
-        plans = plan_each(*arguments, settings=self.settings, reference=self.original)
+        known = self.outputs.first(len(self.planned)) if self.has_smaller_decoder else None
+        plans = plan_each(*arguments, settings=self.settings, reference=self.original, outputs=known)
         for target, plan in zip(targets, plans, strict=True):
             begin("realizing and repairing")
             chosen = plan.with_predictions
             slim, fits = self._realized(chosen, log)
             if self.has_smaller_decoder:
-                slim, line = fit_decoder(slim, self.original, self.images.planned, self.settings.seed)
+                slim, line = fit_decoder(slim, self.outputs, self.settings.seed)
                 log(line)
                 # The blocks are those of the original, which the prescription is about.
                 chosen = replace(chosen, fingerprint=model_fingerprint(self.original))

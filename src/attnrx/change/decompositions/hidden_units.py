@@ -29,53 +29,60 @@ def unit_losses(
         InvalidInput: The ridge is not positive.
     """
     # Removal of a unit is a step of elimination in P: blocks of removals collect their rank-one updates, which are then
-    # applied by one product of matrices, as in blocked factorizations.
-    precision, weights = torch.linalg.inv(penalized(covariance, ridge)), weight.detach().double()
+    # applied by products of matrices, as in blocked factorizations. Of the weights only their products with each other
+    # are needed, so that the rows of a block stay in the cache whatever the number of outputs is.
+    weight = weight.detach().double()
+    precision, products = torch.linalg.inv(penalized(covariance, ridge)), weight.mT @ weight
     losses, left = torch.zeros(len(precision), dtype=torch.float64), torch.arange(len(precision))
-    increase = torch.finfo(torch.float64).tiny
-    while len(left):
-        removed, errors, rows, columns = _eliminated(precision, weights, min(BLOCK, len(left)))
+    increase, is_left = torch.finfo(torch.float64).tiny, torch.ones(len(precision), dtype=torch.bool)
+    while bool(is_left.any()):
+        removed, errors, rows, changes = _eliminated(precision, products, is_left)
         for unit, loss in zip(removed, errors, strict=True):
             increase = max(loss, increase * STEP)
             losses[left[unit]] = increase
-        mask = torch.ones(len(left), dtype=torch.bool)
-        mask[removed] = False
-        left, rows = left[mask], rows[:, mask]
-        precision = precision[mask][:, mask].addmm_(rows.T, rows, alpha=-1)
-        weights = weights[:, mask].addmm_(columns.T, rows, alpha=-1)
+        is_left[removed] = False
+        precision.addmm_(rows.T, rows, alpha=-1)
+        products.addmm_(changes.T, rows, alpha=-1).addmm_(rows.T, changes, alpha=-1)
+        # Tables without the removed units are smaller, and copied: at every quarter that is gone.
+        if is_left.double().mean() <= 0.75:
+            chosen = is_left.nonzero()[:, 0]
+            precision, products = (each[chosen].index_select(1, chosen) for each in (precision, products))
+            left, is_left = left[chosen], is_left[chosen]
     return losses
 
 
 def _eliminated(
-    precision: Float[Tensor, "units units"], weights: Float[Tensor, "outputs units"], count: int
-) -> tuple[list[int], list[float], Float[Tensor, "count units"], Float[Tensor, "count outputs"]]:
-    """Returns the next `count` units, their errors, and the updates: precision - rows^T rows, weights - columns^T rows.
+    precision: Float[Tensor, "units units"], products: Float[Tensor, "units units"], is_left: Bool[Tensor, "units"]
+) -> tuple[list[int], list[float], Float[Tensor, "count units"], Float[Tensor, "count units"]]:
+    """Returns the next BLOCK of the units that are left, their errors, and the updates: precision - rows^T rows, and
+    products - changes^T rows - rows^T changes.
 
-    The tables themselves are not changed: one product of matrices afterwards takes less time than `count` updates.
+    The tables themselves are not changed: products of matrices afterwards take less time than `count` updates.
     """
-    rows, columns = weights.new_zeros(count, len(precision)), weights.new_zeros(count, len(weights))
+    gone, count = ~is_left, min(BLOCK, int(is_left.sum()))
+    rows, changes = precision.new_zeros(count, len(precision)), precision.new_zeros(count, len(precision))
     # Only what the choice needs is updated at every step: the diagonal of P and the squared norms of the weights.
-    diagonal, squares = precision.diagonal().clone(), weights.square().sum(0)
+    diagonal, squares = precision.diagonal().clone(), products.diagonal().clone()
     removed: list[int] = []
     losses: list[float] = []
     for step in range(count):
         errors = squares.clamp_min(0) / diagonal
-        errors[removed] = torch.inf
+        errors[gone] = torch.inf  # also in place of NaN: their diagonals are zero
         unit = int(errors.argmin())
-        # The row of P and the column of the weights of this unit, with the earlier updates of the block.
-        earlier_rows, factors = rows[:step], rows[:step, unit]
-        root = diagonal[unit].sqrt()
-        row = (precision[unit] - factors @ earlier_rows) / root
-        column = (weights[:, unit] - factors @ columns[:step]) / root
-        # |w_j - column row_j|^2 = |w_j|^2 - 2 row_j (column . w_j) + row_j^2 |column|^2
-        products = column @ weights - (columns[:step] @ column) @ earlier_rows
-        squares -= 2 * row * products - row.square() * column.square().sum()
+        loss, root = float(errors[unit]), diagonal[unit].sqrt()
+        # The rows of this unit in both tables, with the earlier updates of the block.
+        earlier, factors = rows[:step], rows[:step, unit]
+        row = (precision[unit] - factors @ earlier) / root
+        # w_j becomes w_j - row_j w_u / root, with the squared norm |w_j|^2 - 2 row_j (w_u . w_j) / root + row_j^2 loss.
+        product = (products[unit] - changes[:step, unit] @ earlier - factors @ changes[:step]) / root
+        change = product - loss / 2 * row
+        squares -= 2 * row * change
         diagonal -= row.square()
         removed.append(unit)
-        losses.append(float(errors[unit]))
-        diagonal[removed] = 1.0  # they are not chosen again, and the diagonal divides
-        rows[step], columns[step] = row, column
-    return removed, losses, rows, columns
+        losses.append(loss)
+        gone[unit] = True
+        rows[step], changes[step] = row, change
+    return removed, losses, rows, changes
 
 
 def compensated(
@@ -92,12 +99,14 @@ def compensated(
     Raises:
         InvalidInput: The ridge is not positive.
     """
-    moments, weights = checked_gram(covariance), weight.detach().double()
+    penalty, weights = penalized(covariance, ridge), weight.detach().double()
     if not bool(keep.any()):
         return weights[:, keep]
-    remaining = penalized(covariance, ridge)[keep][:, keep]
-    between = moments[~keep][:, keep]
-    return weights[:, keep] + weights[:, ~keep] @ torch.linalg.solve(remaining, between.mT).mT
+    # What the removed units add, projected on those that stay; the penalty is on the diagonal alone.
+    columns = penalty[:, keep]
+    removed = weights[:, ~keep] @ columns[~keep]
+    factor = torch.linalg.cholesky(columns[keep])
+    return weights[:, keep] + torch.cholesky_solve(removed.mT, factor).mT
 
 
 def penalized(covariance: Float[Tensor, "units units"], ridge: float) -> Float[Tensor, "units units"]:
@@ -110,4 +119,5 @@ def penalized(covariance: Float[Tensor, "units units"], ridge: float) -> Float[T
     if not ridge > 0:
         raise InvalidInput(f"ridge={ridge}: give a positive number, e.g. {RIDGE}.")
     scale = moments.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny ** 0.5)
-    return moments + ridge * scale * torch.eye(len(moments), dtype=moments.dtype)
+    moments.diagonal().add_(ridge * scale)  # a tensor of its own
+    return moments

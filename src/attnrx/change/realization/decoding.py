@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from attnrx.change.decompositions.hidden_units import compensated, unit_losses
+from attnrx.change.predictions import KeptOutputs
 from attnrx.change.realization.descent import HELD_OUT, descend_
 from attnrx.data import ImageSet
 from attnrx.support.modules import copy_module
@@ -37,6 +38,8 @@ LEAST_SAVED, TOLERATED = 0.05, 0.02
 # last one.
 BATCH, ROWS = 8, 4096
 FIRST, LAST = (64, 60), (128, 200)
+# The last fit has as many steps as one image each would take so many multiply-accumulates of the original.
+FIT_MACS = 1.6e12
 # Relative to the root mean square of a tensor; of 1e-3 and 4e-3 the better one for a saliency model.
 LEARNING_RATE = 4e-3
 RIDGE = 1e-3
@@ -53,10 +56,13 @@ class _Batch:
     targets: Float[Tensor, "images numbers"]
 
 
-def smaller_decoder(model: nn.Module, images: ImageSet, seed: int = 0) -> tuple[Whole, float] | None:
+def smaller_decoder(outputs: KeptOutputs, seed: int = 0) -> tuple[Whole, float] | None:
     """Returns a copy of a model of maps with fewer units around its Vision Transformer, and its mean divergence on
     images that it was not fitted to; None where there are none, they cost little, or the copy loses too much.
+
+    The outputs of the model that are computed for it are kept.
     """
+    model, images = outputs.model, outputs.images
     if not isinstance(model, Whole) or not isinstance(output_kind_of(model), Map):
         return None
     pairs = model.pairs_around()
@@ -64,9 +70,10 @@ def smaller_decoder(model: nn.Module, images: ImageSet, seed: int = 0) -> tuple[
         return None
     small = copy_module(model)
     with evaluating((model, small)):
-        batches = _batches(model, model, images.take(min(FIRST[0], len(images))))
+        batches = _batches(model, images.take(min(FIRST[0], len(images))))
         if len(batches) < 2:
             return None
+        outputs.add(torch.cat([batch.targets for batch in batches]))
         for pair in pairs:
             _remove_(small, pair, batches)
     before, after = (family_of(each).costs(each).macs for each in (model, small))
@@ -76,23 +83,26 @@ def smaller_decoder(model: nn.Module, images: ImageSet, seed: int = 0) -> tuple[
     return (small, divergence) if divergence <= TOLERATED else None
 
 
-def fit_decoder(model: nn.Module, reference: nn.Module, images: ImageSet, seed: int = 0) -> tuple[nn.Module, str]:
-    """Returns a copy of a model whose weights around the Vision Transformer are fitted to the outputs of a reference,
+def fit_decoder(model: nn.Module, outputs: KeptOutputs, seed: int = 0) -> tuple[nn.Module, str]:
+    """Returns a copy of a model whose weights around the Vision Transformer are fitted to the outputs of another one,
     and a line about it.
     """
     assert isinstance(model, Whole)
-    fitted = copy_module(model)
-    with evaluating((fitted, reference)):
-        batches = _batches(fitted, reference, images.take(min(LAST[0], len(images))))
+    fitted, count = copy_module(model), min(LAST[0], len(outputs.images))
+    with evaluating((fitted,)):
+        batches = _batches(fitted, outputs.images.take(count), outputs.first(count))
     if not batches:
         return model, "the decoder is not fitted: the Vision Transformer inside was not called once per image"
-    before, after = _fit_(fitted, batches, LAST[1], seed)
+    steps = min(LAST[1], round(FIT_MACS / family_of(outputs.model).costs(outputs.model).macs))
+    before, after = _fit_(fitted, batches, steps, seed)
     return fitted, f"decoder fitted: divergence {before:.3g} to {after:.3g} on images it was not fitted to"
 
 
-def _batches(model: Whole, reference: nn.Module, images: ImageSet) -> list[_Batch]:
-    """Returns the outputs of the model's Vision Transformer and of the reference; [] if it is not called as a whole."""
-    weight, found = next(model.parameters()), []
+def _batches(model: Whole, images: ImageSet, targets: Float[Tensor, "images numbers"] | None = None) -> list[_Batch]:
+    """Returns the outputs of the model's Vision Transformer, with the targets or the outputs of the model itself; [] if
+    it is not called as a whole.
+    """
+    weight, found, done = next(model.parameters()), [], 0
     for batch in images.batches(BATCH, device=weight.device):
         pixels = batch.images.to(weight.dtype)
         outputs: list[Any] = []
@@ -101,8 +111,10 @@ def _batches(model: Whole, reference: nn.Module, images: ImageSet) -> list[_Batc
             rows = rows_of(model.module(pixels))
         if len(outputs) != 1:
             return []
-        targets = rows if model is reference else rows_of(reference(pixels))
-        found.append(_Batch(pixels, outputs[0], targets))
+        if targets is not None:
+            rows = targets[done : done + len(pixels)].to(rows)
+        done += len(pixels)
+        found.append(_Batch(pixels, outputs[0], rows))
     return found
 
 

@@ -33,14 +33,14 @@ from attnrx.vit.models import family_of
 # MIN_IMAGES images (of large models FEWEST), and as many as take MIN_MACS multiply-accumulates, because below that
 # calls of operations dominate; of files, which do not run in chunks, as many as take FILE_MACS.
 MIN_IMAGES, FEWEST, MIN_MACS, FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
-# The rounds of a final measurement, as many times more as a batch is smaller than MIN_IMAGES; a third of them for a
-# pass of LONG multiply-accumulates, about a second, which varies less.
-ROUNDS, LONG = 32, 4e10
+# The rounds of a final measurement, as many times more as a batch is smaller than MIN_IMAGES; fewer for a pass of
+# LONG multiply-accumulates, about a second, which varies less.
+ROUNDS, LONG, LONG_ROUNDS = 32, 4e10, 9
 
 
 def rounds_of(batch: int, macs: float = 0.0) -> int:
     """Returns the rounds of a final latency measurement, more for few images, and fewer for many MACs per image."""
-    return ROUNDS // 3 if batch * macs >= LONG else ROUNDS * max(MIN_IMAGES // batch, 1)
+    return LONG_ROUNDS if batch * macs >= LONG else ROUNDS * max(MIN_IMAGES // batch, 1)
 
 
 def final_protocol(conditions: Conditions, batch: int) -> LatencyProtocol:
@@ -100,7 +100,7 @@ class PlanTimer:
         rounds = settings.whole_rounds * (ROUND_FACTOR if settings is not self.requested else 1)
         protocol = replace(settings.protocol, rounds=rounds)
         if settings.adjusts and settings.batch * family_of(self.space.model).costs(self.space.model).macs >= LONG:
-            protocol = replace(protocol, rounds=max(rounds // 2, 2), warmup=1)
+            protocol = replace(protocol, rounds=max(rounds // 3, 2), warmup=1)
         sides = model, self.library_model, settings.noise(self.space.model), protocol
         speed = call_in_subprocess_if(compare_latency, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
         return {
@@ -171,7 +171,8 @@ class PlanMeasurements:
     former. Targets of the same cost share them.
 
     Deviations are those from the `reference`, by default the model of the space, which may be a copy of it with a
-    smaller decoder. Sensitivities are about that model, which the choices change.
+    smaller decoder, and whose `outputs` for the images may be known. Sensitivities are about that model, which the
+    choices change.
     """
 
     def __init__(
@@ -181,9 +182,10 @@ class PlanMeasurements:
         minimized: str,
         images: ImageSet,
         reference: nn.Module | None = None,
+        outputs: Tensor | None = None,
     ):
         self.space, self.settings, self.minimized = space, settings, minimized
-        self.reference = reference or space.model
+        self.reference, self.known_outputs = reference or space.model, outputs
         self.images, self.fingerprint = images, images.fingerprint
         self.timer = PlanTimer(space, settings, images)
         self._deviations: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
@@ -194,7 +196,7 @@ class PlanMeasurements:
     @cached_property
     def answers(self) -> Answers:
         """The outputs of the reference on all images."""
-        return Answers.of(self.reference, self.images, self.settings.batch_size)
+        return Answers.of(self.reference, self.images, self.settings.batch_size, self.known_outputs)
 
     @cached_property
     def trial_answers(self) -> Answers:

@@ -24,6 +24,7 @@ from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity, limits_of
 from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import Log, begin, phases, track
+from attnrx.support.shapes import Tensor
 from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import OutputKind, current_judgement
@@ -102,26 +103,28 @@ def plan_each(
     *,
     settings: PlanSettings | None = None,
     reference: nn.Module | None = None,
+    outputs: Tensor | None = None,
 ) -> Iterator[Plan]:
     """Yields the plan for each of several targets of one cost; the sensitivities are measured once, for the first.
 
     The arguments are those of `plan`. All divergences and shares of costs are relative to the `reference`, by default
-    the model, which may be a copy of it with a smaller decoder.
+    the model, which may be a copy of it with a smaller decoder; `outputs` are those of the reference for `images`, if
+    they are known.
     """
     parsed = [Target.parse(target) if isinstance(target, str) else target for target in targets]
     require_all_tokens(model, "plan for")
     diagnosis.require(model_fingerprint(model), "the model to plan for")
     settings = settings or PlanSettings()
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
-    plan_images = _distinct(plan_images, other_images, settings.log)
-    measurements = None
+    distinct_images = _distinct(plan_images, other_images, settings.log)
+    known, measurements = outputs if len(distinct_images) == len(plan_images) else None, None
     for target in parsed:
         if target.quantity == DROP:
-            require_labels(plan_images)
+            require_labels(distinct_images)
         # What was measured depends on the cost and not on its limit.
         if measurements is None or measurements.minimized != target.minimized:
             space = settings.space(model, diagnosis, target)
-            measurements = PlanMeasurements(space, settings, target.minimized, plan_images, reference)
+            measurements = PlanMeasurements(space, settings, target.minimized, distinct_images, reference, known)
         planner = Planner(measurements, settings, target)
         # Outputs of the original on the other images are computed per target, after the plan: they need memory only
         # then.

@@ -114,10 +114,10 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     layers.
     """
     probes = {
-        (axis, level): realize(space.model, piece)
+        (axis, level): realize(space.model, space.uniform(axis, level))
         for axis in RANKS
         for level in space.measured(axis, settings.probed_levels)
-        if (piece := space.piece(axis, level)) is not None
+        if space.piece(axis, level) is not None
     }
     # The inputs of all blocks are recorded once per batch. A model with one changed block runs from that block on: half
     # of its layers on average.

@@ -174,14 +174,20 @@ class Space(Displayed):
         return tuple(level for level in levels if level in available) or available[len(available) // 2 :][:1]
 
     def piece(self, axis: str, level: int) -> Prescription | None:
-        """Returns the prescription of one level of one axis in all layers, cached; None for a no-op."""
+        """Returns the prescription of one level of one axis in all layers, cached and without the refit of what stays
+        (`decide_hidden`); None for a no-op.
+        """
         key = (axis, level)
         if key not in self._pieces:
             try:
-                self._pieces[key] = self._prescribed({axis: self.rule(level)})
+                self._pieces[key] = self._prescribed({axis: self.rule(level)}, refit=False)
             except NoOpPrescription:
                 self._pieces[key] = None
         return self._pieces[key]
+
+    def uniform(self, axis: str, level: int) -> Prescription:
+        """Returns the prescription of one level of one axis in all layers, which can be realized."""
+        return self._prescribed({axis: self.rule(level)})
 
     def rule(self, level: int) -> Rule:
         """Returns the rule of a level."""
@@ -207,13 +213,15 @@ class Space(Displayed):
         }
         return self._prescribed(rules, self.policy(choices))
 
-    def _prescribed(self, rules: Mapping[str, Rule], policy: TokenPolicy | None = None) -> Prescription:
+    def _prescribed(
+        self, rules: Mapping[str, Rule], policy: TokenPolicy | None = None, refit: bool = True
+    ) -> Prescription:
         tokens = None if policy is None else TokenPrescription.of(policy)
         by_map = {name: rule for axis, rule in rules.items() for name in (self.mlp_maps if axis == "mlp" else (axis,))}
         # In the metric of the data and not of the weights: its directions are sorted by their effect on the scores.
         if "qk" in by_map and self.metric is not None:
             by_map["qk"] = in_metric(by_map["qk"], self.metric)
-        return prescribe_maps(self.diagnosis, {**by_map, TOKENS: tokens})
+        return prescribe_maps(self.diagnosis, {**by_map, TOKENS: tokens}, refit)
 
     def even_schedules(self) -> tuple[Choices, ...]:
         """Returns plans without ranks that prune equal numbers of patches before every layer but the first, most

@@ -104,9 +104,14 @@ def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis
     removing a direction. All rules then apply as to learned strengths. Of the readings, the moments of queries and keys
     are recomputed, and those that do not depend on the directions are kept; the others are removed.
     """
-    pairs = [_layer(layer, metric) for layer in diagnosis.layers]
-    about = {**diagnosis.about, "metric": metric}
-    return replace(diagnosis, layers=tuple(layer for layer, _ in pairs), about=about), tuple(b for _, b in pairs)
+    # Kept with the diagnosis: a plan prescribes from one for every candidate.
+    known: dict[str, tuple[Diagnosis, tuple[Basis, ...]]] = vars(diagnosis).setdefault("_rewritten", {})
+    if metric not in known:
+        pairs = [_layer(layer, metric) for layer in diagnosis.layers]
+        about = {**diagnosis.about, "metric": metric}
+        layers = tuple(layer for layer, _ in pairs)
+        known[metric] = replace(diagnosis, layers=layers, about=about), tuple(basis for _, basis in pairs)
+    return known[metric]
 
 
 def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:

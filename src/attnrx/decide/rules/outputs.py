@@ -201,10 +201,11 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
     return decisions
 
 
-def decide_hidden(diagnosis: Diagnosis, rule: Rule) -> list[HiddenDecision | None]:
+def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[HiddenDecision | None]:
     """Returns the decision about the hidden units of every MLP; None where all stay.
 
-    For the rule an MLP is one unit whose directions are its hidden units.
+    For the rule an MLP is one unit whose directions are its hidden units. Without `refit`, which takes most of the
+    time, the second map only loses columns: for decisions that are not realized.
 
     Raises:
         InvalidRule: A layer has no MLP of two linear maps, each one matrix, with only an activation between them.
@@ -231,7 +232,7 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule) -> list[HiddenDecision | Non
             decisions.append(None)
             continue
         new_weight = weight[:, keep]
-        if metric != WEIGHTS:
+        if metric != WEIGHTS and refit:
             assert entry.covariance is not None and entry.mean is not None
             new_weight, mean = compensated(entry.covariance, weight, keep), entry.mean.double()
             # The refit is about the means, so the bias keeps the mean output.

@@ -37,7 +37,7 @@ from attnrx.vit.maps import HEADS, HIDDEN, LINEAR_MAPS, UNIT_MAPS
 from attnrx.vit.spectrum import Spectrum
 
 
-def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
+def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -> Prescription:
     """Returns a prescription for every map that `rules` names, in every layer.
 
     The rule of "heads" decides first; the other rules see a layer without the removed heads. In the metric "centered"
@@ -49,7 +49,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
     metrics, and all information of the diagnosis about its model and data.
 
     A rule may remove all directions of a map, e.g. to compare with a model without it; `attnrx.prescribe` refuses that
-    (`require_remainder`).
+    (`require_remainder`). Without `refit` the decisions about hidden units are not ones to realize (`decide_hidden`).
 
     Raises:
         NoOpPrescription: The prescription changes nothing.
@@ -82,7 +82,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike) -> Prescription:
     decisions_by_map |= {name: decide_linear(diagnosis, name, stated[name]) for name in LINEAR_MAPS if name in stated}
     decisions_by_map[HEADS] = heads
     if HIDDEN in stated:
-        decisions_by_map[HIDDEN] = decide_hidden(diagnosis, stated[HIDDEN])
+        decisions_by_map[HIDDEN] = decide_hidden(diagnosis, stated[HIDDEN], refit)
     layers = tuple(
         LayerPrescription(
             {name: part for name, part in zip(decisions_by_map, decisions, strict=True) if part is not None}
