@@ -1,5 +1,6 @@
 """Laws of the map "hidden": removal of the hidden units of an MLP, and the compensation in its second map."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from attnrx.change.decompositions import compensated, unit_losses
 from attnrx.change.decompositions.hidden_units import BLOCK
 from attnrx.change.decompositions.least_squares import DAMPING
 from attnrx.decide.planning.cost_table import prescribed_costs
+from attnrx.decide.planning.space import Space
 from attnrx.decide.rules.outputs import HIDDEN_METRICS
 from attnrx.support.errors import InvalidRule, NoOpPrescription, NotSupported, UnknownName
 from attnrx.vit.models import LowRankLinear, family_of
@@ -189,3 +191,36 @@ def test_weights_need_no_data(subjects) -> None:
     found = rx.diagnose(model, images, diagnostics=(rx.diagnostics.Geometry(),))
     small = rx.realize(model, rx.prescribe(found, "hidden=uniform_rank:0.5,metric=weights"))
     assert [first.out_features for first, _ in family_of(small).mlp(small)] == [UNITS["timm"] // 2] * 3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_levels_of_a_plan_are_those_of_its_rules(subjects, form: str) -> None:
+    """A level is compared without the refit of its second map, and realized with it."""
+    model, diagnosis, _ = subjects[form]
+    space = Space(model, diagnosis, None, ("mlp",))
+    level, piece = space.levels.index(0.5), space.piece("mlp", space.levels.index(0.5))
+    given = rx.prescribe(diagnosis, f"hidden={space.rule(level)}")
+    assert piece is not None
+    for layer, expected in zip(piece.layers, given.layers, strict=True):
+        assert layer.hidden is not None and expected.hidden is not None
+        assert torch.equal(layer.hidden.keep, expected.hidden.keep)
+        assert not torch.allclose(layer.hidden.weight, expected.hidden.weight)
+    assert prescribed_costs(model, piece) == prescribed_costs(model, given)
+    small, same = (rx.realize(model, each) for each in (space.uniform("mlp", level), given))
+    assert all(map(torch.equal, small.parameters(), same.parameters()))
+
+
+def test_directions_of_maps_are_those_of_the_model_that_was_diagnosed(subjects) -> None:
+    """They are computed when they are read, and later changes of the weights do not matter."""
+    model, diagnosis, _ = subjects["timm"]
+    changed = copy.deepcopy(model)
+    images = pixels(cases.ViTConfig.uniform("dense", **{**SHAPE, "channels": 3}), 48)
+    later = rx.diagnose(changed, images, moments=True)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight.zero_()
+    for before, after in zip(diagnosis.layers, later.layers, strict=True):
+        for one, other in zip(before.mlp, after.mlp, strict=True):
+            assert one is not None and other is not None and list(one.metrics) == list(other.metrics)
+            for metric in one.metrics:
+                torch.testing.assert_close(one.metrics[metric].strength, other.metrics[metric].strength)
