@@ -70,6 +70,14 @@ def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
         ) from error
 
 
+def require_parts(module: nn.Module, paths: Sequence[str], name: str) -> None:
+    """Raises InvalidInput for a module that was created anew without one of these parts."""
+    named = dict(module.named_modules())
+    missing = next((path for path in paths if path not in named), None)
+    if missing is not None:
+        raise InvalidInput(f"{name} was created without the part {missing!r:.80}.")
+
+
 @contextmanager
 def creating(library: str, name: str, arguments: Mapping[str, Any], pretrained: bool) -> Iterator[None]:
     """Creates a model of a library inside the context, with weights from seed 0 or downloaded ones.
@@ -191,7 +199,10 @@ class AdoptedFamily(Family):
 
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
         """Returns the `architecture` and the `arguments` with which `create` creates a model of any class of the
-        library, as far as the model states them; else None.
+        library; None where the model does not state them.
+
+        Raises:
+            NotSupported: They cannot be saved.
         """
         return None
 

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from attnrx.support.dataclass_records import from_dict, to_dict
-from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.errors import NotSupported
 from attnrx.support.modules import containing, copy_module, outermost, random_images
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.models.adopted import Adopted, Origin
-from attnrx.vit.models.adopted_family import ModelParts
+from attnrx.vit.models.adopted_family import ModelParts, require_parts
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls
 from attnrx.vit.models.reader import Reader, ReaderFamily
 from attnrx.vit.models.units import UnitsFamily
@@ -148,12 +148,9 @@ class StructureFamily(ReaderFamily):
         if _group_of(module) is not None:
             rewritten_(holder)
         structure = from_dict(description["structure"], (Structure,), "structure")
-        named = dict(holder[0].named_modules())
         expected = (structure.patches, *(f"{block}.{structure.attention}" for block in structure.blocks))
-        missing = [each for each in expected if f"{path}.{each}".strip(".") not in named]
-        if path not in named or missing:
-            raise InvalidInput(f"{model_name(module)} was created without the part {(missing or [path])[0]!r:.80}.")
-        vars(named[path])["attnrx_structure"] = structure
+        require_parts(holder[0], (path, *(f"{path}.{each}".strip(".") for each in expected)), model_name(module))
+        vars(holder[0].get_submodule(path))["attnrx_structure"] = structure
         return holder[0]
 
     def reader(self, source: nn.Module) -> Reader:

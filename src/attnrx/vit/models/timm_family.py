@@ -266,13 +266,13 @@ class TimmFamily(AdoptedFamily):
 
     def origin(self, model: nn.Module) -> Origin:
         """Reads the entrypoint and its arguments, which timm stores on every model that it creates."""
-        facts: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
-        if "architecture" not in facts:
+        creation, facts = self.creation(model), getattr(model, "pretrained_cfg", None) or {}
+        if creation is None:
             raise NotSupported(
                 f"this {type(model).__name__} has no pretrained_cfg with an architecture. Create it with "
                 "timm.create_model, which stores its arguments on the model, and load the weights into that."
             )
-        name, arguments = facts["architecture"], _arguments(model)
+        name, arguments = creation["architecture"], creation["arguments"]
         shape, mean, std = _shape(model), tuple(facts["mean"]), tuple(facts["std"])
         if len(mean) != shape[0]:  # timm keeps the statistics of the pretrained images
             raise InvalidInput(
@@ -289,12 +289,9 @@ class TimmFamily(AdoptedFamily):
 
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
         facts = getattr(model, "pretrained_cfg", None) or {}
-        if "architecture" not in facts:
-            return None
-        try:
-            return {"architecture": facts["architecture"], "arguments": _arguments(model)}
-        except NotSupported:
-            return None
+        return (
+            {"architecture": facts["architecture"], "arguments": _arguments(model)} if "architecture" in facts else None
+        )
 
     def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
         source, origin = adopted.source, adopted.origin

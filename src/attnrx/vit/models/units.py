@@ -33,7 +33,7 @@ from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.costs.flop_counting import frozen
 from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.models.adopted import Adopted, Origin
-from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts
+from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, require_parts
 from attnrx.vit.models.family import LayerShapes, num_outputs
 from attnrx.vit.models.library_costs import mlp_costs, num_params
 from attnrx.vit.models.mlp import Pair, halve_, hidden_units, keep_units_of_
@@ -219,14 +219,8 @@ class UnitsFamily(AdoptedFamily):
             whole = pair.first.rpartition(".")[0]
             if pair.first not in named and isinstance(named.get(whole), nn.Linear):
                 halve_(created, whole)
-        missing = [
-            path
-            for pair in pairs
-            for path in (pair.first, pair.second, *pair.between)
-            if path not in dict(created.named_modules())
-        ]
-        if missing:
-            raise InvalidInput(f"{adopted.origin.architecture} was created without the part {missing[0]!r:.80}.")
+        paths = [path for pair in pairs for path in (pair.first, pair.second, *pair.between)]
+        require_parts(created, paths, adopted.origin.architecture)
         self._install_(adopted, ())
         self._shape_mlps_(adopted, description)
         return adopted
@@ -647,12 +641,12 @@ class Cut(NamedTuple):
         Raises:
             InvalidInput: It has no such parts, or fewer units.
         """
-        parts: dict[str, Any] = dict(module.named_modules())
-        missing = [path for path in (self.first, self.second, *self.between) if path not in parts]
-        units = 0 if missing else parts[self.first].weight.shape[_dims(parts[self.first])[1]]
-        if missing or not 0 < self.units <= units:
-            found = f"without the part {missing[0]!r:.80}" if missing else f"with {units} units in {self.first!r:.80}"
-            raise InvalidInput(f"the module was created {found}, of which {self.units} should be left.")
+        require_parts(module, (self.first, self.second, *self.between), "the module")
+        first: Any = module.get_submodule(self.first)
+        units = first.weight.shape[_dims(first)[1]]
+        if not 0 < self.units <= units:
+            found = f"{units} units in {self.first!r:.80}"
+            raise InvalidInput(f"the module was created with {found}, of which {self.units} should be left.")
         keep_units_around_(module, self, torch.arange(units, device="cpu") < self.units)
 
 

@@ -22,7 +22,7 @@ from attnrx.support.trees import rows_of, tensors_of
 from attnrx.vit.costs import ModelCosts, PartCosts
 from attnrx.vit.costs.flop_counting import frozen
 from attnrx.vit.models.adopted import Adopted
-from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
+from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts, require_parts
 from attnrx.vit.models.chunked_forward import chunked_forward
 from attnrx.vit.models.family import Family, LayerShapes, require_ordinary_weights, require_weights
 from attnrx.vit.models.foreign_code import (
@@ -290,8 +290,9 @@ class WholeFamily(Family):
     def _creation(self, plain: nn.Module) -> Mapping[str, Any] | None:
         """Returns how a library creates a module, as far as the module states it."""
         library = next((each for each in self.libraries.values() if each.adopts(plain)), None)
-        stated = None if library is None else library.creation(plain)
-        return stated and {"library": library.name, **stated}  # type: ignore[union-attr]
+        with suppress(NotSupported):  # its arguments cannot be saved
+            stated = None if library is None else library.creation(plain)
+            return stated and {"library": library.name, **stated}  # type: ignore[union-attr]
 
     def _by_library(self, creation: Mapping[str, Any]) -> nn.Module:
         return self.libraries[creation["library"]].create(creation["architecture"], creation["arguments"])
@@ -413,8 +414,7 @@ class WholeFamily(Family):
             module = family.recognize_(merged(self._created(around)), around.path, description)
         if around.inputs:
             vars(module)[ATTRIBUTE] = ModuleInputs(tuple(Field(*each) for each in around.inputs))
-        if around.path and around.path not in dict(module.named_modules()):
-            raise InvalidInput(f"{around.name} was created without the part {around.path!r:.80}.")
+        require_parts(module, (around.path,), around.name)
         source = module.get_submodule(around.path)
         if not _is_of(source, family):
             raise InvalidInput(f"{around.path or 'the model'} of {around.name} is no model of {family.library}.")
