@@ -261,11 +261,7 @@ class AttentionSpec:
         )
 
     def with_ranks(
-        self,
-        ranks: Sequence[int],
-        heads: Sequence[int],
-        norms: str,
-        pairs: Sequence[tuple[int, ...]] | None = None,
+        self, ranks: Sequence[int], heads: Sequence[int], norms: str, pairs: Sequence[tuple[int, ...]] | None = None
     ) -> "AttentionSpec":
         """Returns the layer with other ranks, heads (a subset of its own) and norms; scale and value ranks are kept.
 

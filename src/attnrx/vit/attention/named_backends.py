@@ -12,12 +12,7 @@ from attnrx.vit.attention.backends.backend import Backend, Eager
 from attnrx.vit.attention.backends.capture import AttentionCapture, Observed
 from attnrx.vit.kernels.compilation import required_library
 
-BACKENDS: dict[str, Callable[[], Backend]] = {
-    "auto": Auto,
-    "eager": Eager,
-    "fused": Fused,
-    "native": Native,
-}
+BACKENDS: dict[str, Callable[[], Backend]] = {"auto": Auto, "eager": Eager, "fused": Fused, "native": Native}
 """Factories of the backends by name."""
 
 

@@ -83,10 +83,7 @@ class MemoryComparison:
 
 
 def compare_memory(
-    candidate: nn.Module,
-    reference: nn.Module,
-    images: ImageBatch,
-    conditions: Conditions | None = None,
+    candidate: nn.Module, reference: nn.Module, images: ImageBatch, conditions: Conditions | None = None
 ) -> MemoryComparison:
     """Measures a forward pass of both models on the images, one after the other; neither is changed.
 

@@ -15,13 +15,7 @@ from attnrx.vit.models.families import (
     register_family,
     save_model,
 )
-from attnrx.vit.models.family import (
-    STATED_OUTPUTS,
-    Family,
-    model_fingerprint,
-    num_outputs,
-    require_ordinary_weights,
-)
+from attnrx.vit.models.family import STATED_OUTPUTS, Family, model_fingerprint, num_outputs, require_ordinary_weights
 from attnrx.vit.models.input_validation import InputValidation
 from attnrx.vit.models.mlp import LowRankLinear, hidden_units, rank_of
 from attnrx.vit.models.module_inputs import ModuleInputs
@@ -39,12 +33,7 @@ from attnrx.vit.models.observation_hooks import (
     replacing_forward,
 )
 from attnrx.vit.models.reader import Reader
-from attnrx.vit.models.token_hooks import (
-    attach_tokens_,
-    described_tokens,
-    recording_tokens,
-    token_run,
-)
+from attnrx.vit.models.token_hooks import attach_tokens_, described_tokens, recording_tokens, token_run
 from attnrx.vit.models.token_reduction import TokenReduction, TokenRun, reduction_of, require_all_tokens
 from attnrx.vit.models.transformer import (
     SCENARIOS,

@@ -215,10 +215,7 @@ class Adopted(Substitute):
                 "model.source.gradient_checkpointing_disable() of transformers."
             )
         shortens = last is not None and not restored_blocks and not last.watched and not recomputed
-        with (
-            nullcontext() if last is None else last.forward_pass(shortens),
-            forward_pass(self, restored_blocks),
-        ):
+        with nullcontext() if last is None else last.forward_pass(shortens), forward_pass(self, restored_blocks):
             yield
 
     def all_tokens(self, images: ImageBatch) -> Float[Tensor, "batch tokens features"]:

@@ -30,19 +30,8 @@ from attnrx.vit.models.adoption_proof import (
     require_equal_logits,
 )
 from attnrx.vit.models.checkpoint import read_weight_file
-from attnrx.vit.models.family import (
-    Family,
-    LayerShapes,
-    num_outputs,
-    require_ordinary_weights,
-    require_weights,
-)
-from attnrx.vit.models.foreign_code import (
-    merged,
-    require_own_weights,
-    require_unchanged,
-    require_uncompiled,
-)
+from attnrx.vit.models.family import Family, LayerShapes, num_outputs, require_ordinary_weights, require_weights
+from attnrx.vit.models.foreign_code import merged, require_own_weights, require_unchanged, require_uncompiled
 from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, Pair, halve_, hidden_units, keep_units_of_, rank_of
 from attnrx.vit.models.token_hooks import resize_tokens_

@@ -15,11 +15,7 @@ from attnrx.support.hub import NAME, download
 from attnrx.support.modules import copy_module
 from attnrx.support.plugins import import_plugins
 from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
-from attnrx.vit.models.checkpoint import (
-    is_model_folder,
-    load_weights,
-    save_weights,
-)
+from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
 from attnrx.vit.models.family import Family, require_ordinary_tensors
 from attnrx.vit.models.foreign_code import merged, without_wrapper
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder

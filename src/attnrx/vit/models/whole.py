@@ -25,13 +25,7 @@ from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts, require_parts
 from attnrx.vit.models.chunked_forward import chunked_forward
 from attnrx.vit.models.family import Family, LayerShapes, require_ordinary_weights, require_weights
-from attnrx.vit.models.foreign_code import (
-    LIBRARIES,
-    merged,
-    require_own_weights,
-    require_unchanged,
-    require_uncompiled,
-)
+from attnrx.vit.models.foreign_code import LIBRARIES, merged, require_own_weights, require_unchanged, require_uncompiled
 from attnrx.vit.models.library_costs import num_params
 from attnrx.vit.models.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
 from attnrx.vit.models.observation_hooks import evaluating
