@@ -458,9 +458,6 @@ class AdoptedFamily(Family):
             paths = (name if name in named else name.rpartition(".")[0] for name in parts.gated.get(kind, ()))
             yield from changed_linears(block, tuple(dict.fromkeys(paths)))
 
-    def matches(self, model: nn.Module) -> bool:
-        return isinstance(model, self.model_type)
-
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
         return tuple(adapter.attention for adapter in self._adapters(model))
 
@@ -769,11 +766,7 @@ class AdoptedFamily(Family):
         return tuple(block.get_submodule(path) for block in self.blocks(source))  # type: ignore[misc]
 
     def _adopted(self, model: nn.Module) -> Adopted:
-        if not isinstance(model, self.model_type):
-            raise InvalidInput(
-                f"{model_name(model)} was not adopted by the family {self.name!r}; call attnrx.load(model) first."
-            )
-        return model
+        return self._own(model)
 
     def _require_rebuilt(self, adopted: Adopted) -> None:
         because = (

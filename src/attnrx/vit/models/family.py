@@ -17,6 +17,7 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, TokenCosts, token_costs
 from attnrx.vit.models.mlp import hidden_units, rank_of
 from attnrx.vit.models.token_reduction import reduction_of, require_all_tokens
+from attnrx.vit.models.unsupported_features import model_name
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenLayout, TokenPolicy
 
@@ -40,9 +41,19 @@ class Family(ABC):
     restored.
     """
 
-    @abstractmethod
+    model_type: type[Any]
+    """The class of its models."""
+
     def matches(self, model: nn.Module) -> bool:
         """Returns whether the model is of this family."""
+        return isinstance(model, self.model_type)
+
+    def _own(self, model: nn.Module) -> Any:
+        if not self.matches(model):
+            raise InvalidInput(
+                f"{model_name(model)} was not adopted by the family {self.name!r}; call attnrx.load(model) first."
+            )
+        return model
 
     @abstractmethod
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:

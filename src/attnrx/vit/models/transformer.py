@@ -252,9 +252,6 @@ class AttnrxFamily(Family, Generic[Config]):
         """
         raise NotImplementedError
 
-    def matches(self, model: nn.Module) -> bool:
-        return isinstance(model, self.model_type)
-
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
         return tuple(layer.attention for layer in self._transformer(model).layers)  # type: ignore[misc]
 
@@ -326,9 +323,7 @@ class AttnrxFamily(Family, Generic[Config]):
         return (self._transformer(model).classifier,)
 
     def _transformer(self, model: nn.Module) -> Transformer[Config]:
-        if not isinstance(model, self.model_type):
-            raise InvalidInput(f"{type(model).__name__} is not an attnrx {self.model_type.__name__}.")
-        return model
+        return self._own(model)
 
 
 # The input scenarios of SVDA (Tables 3 and 4), and small ones for demonstrations and tests.

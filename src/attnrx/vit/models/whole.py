@@ -34,7 +34,6 @@ from attnrx.vit.models.structure import StructureFamily
 from attnrx.vit.models.substitute import Substitute, remove_capturing_
 from attnrx.vit.models.token_hooks import TokenHook
 from attnrx.vit.models.units import Cut, Pair, UnitsFamily, keep_units_around_, separate_pairs
-from attnrx.vit.models.unsupported_features import model_name
 from attnrx.vit.tokens import TokenLayout
 
 Factory = Callable[[], nn.Module]
@@ -238,7 +237,7 @@ class WholeFamily(Family):
     the `factory`.
     """
 
-    name, library = "whole", "module"
+    name, library, model_type = "whole", "module", Whole
     exposes_tokens = True
 
     def __init__(self, libraries: Mapping[str, AdoptedFamily], factory: Factory | None = None):
@@ -386,9 +385,6 @@ class WholeFamily(Family):
         macs = _outer_macs(_of_images(whole.module, whole, family), whole, family)
         whole.around = replace(whole.around, cuts=(*whole.around.cuts, cut), macs=macs)
 
-    def matches(self, model: nn.Module) -> bool:
-        return isinstance(model, Whole)
-
     def describe(self, model: nn.Module) -> dict[str, Any]:
         whole, trunk, family = self._of(model)
         return {**family.describe(trunk), "around": fields_of(whole.around)}
@@ -496,9 +492,8 @@ class WholeFamily(Family):
         return () if whole.around.path else family.heads(trunk)
 
     def _of(self, model: nn.Module) -> tuple[Whole, Adopted, AdoptedFamily]:
-        if not isinstance(model, Whole):
-            raise InvalidInput(f"{model_name(model)} is no module with an adopted part; call attnrx.load(model) first.")
-        return model, model.trunk, self._family(model.around.family)
+        whole: Whole = self._own(model)
+        return whole, whole.trunk, self._family(whole.around.family)
 
 
 def needed_to_load(model: nn.Module) -> str:
