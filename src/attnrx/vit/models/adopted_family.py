@@ -594,9 +594,6 @@ class AdoptedFamily(Family):
                     # The second map has a bias after units were removed: the mean of what they gave.
                     self.set_mlp_(adopted, layer, which, NativeLinear(inputs, outputs, bias=has_bias or which == 1))
 
-    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
-        return self._adopted(model).origin.input_shape
-
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
         adopted = self._adopted(model)
         self.resize_inside_(adopted, height, width)
@@ -642,10 +639,6 @@ class AdoptedFamily(Family):
             f"{self.library} does not resize its position embeddings. Create it for that size, or give images of "
             f"{size[0]} x {size[1]}."
         )
-
-    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        origin = self._adopted(model).origin
-        return origin.mean, origin.std
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
         """Returns where the patches are among the tokens, and how the model pools them.

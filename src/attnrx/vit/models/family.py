@@ -102,9 +102,9 @@ class Family(ABC):
         """
         return self.build(self.describe(model))
 
-    @abstractmethod
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
         """Returns channels, height and width of an image."""
+        return self._own(model).origin.input_shape
 
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
         """Makes the model take images of another height and width, in place, as its library does it.
@@ -119,9 +119,10 @@ class Family(ABC):
             "give images of that size, or build the model with image_size=... and train it."
         )
 
-    @abstractmethod
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Returns the mean and standard deviation of the image normalization, one value per channel."""
+        origin = self._own(model).origin
+        return origin.mean, origin.std
 
     def geometry(self, model: nn.Module) -> ImageGeometry | None:
         """Returns how the model's own library turns a picture into pixels for evaluation; None where none is stated."""

@@ -192,6 +192,11 @@ class Transformer(nn.Module, Generic[Config]):
         # A submodule, so that learned predictors of a token policy are trained and saved with the model.
         self.tokens: nn.Module | None = None
 
+    @property
+    def origin(self) -> Config:
+        """The input format, by the names of models of libraries."""
+        return self.config
+
     def forward(self, images: ImageBatch) -> Logits:
         """Returns the logits."""
         require_images(images, self.config.input_shape, "this model")
@@ -286,15 +291,8 @@ class AttnrxFamily(Family, Generic[Config]):
     def build(self, description: Mapping[str, Any]) -> nn.Module:
         return self.model_type(from_dict(description, (self.config_type, AttentionSpec, ImageGeometry)))
 
-    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
-        return self._transformer(model).config.input_shape
-
     def geometry(self, model: nn.Module) -> ImageGeometry | None:
         return self._transformer(model).config.geometry
-
-    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        config = self._transformer(model).config
-        return config.mean, config.std
 
     def num_tokens(self, model: nn.Module) -> int:
         return self._transformer(model).config.tokens

@@ -39,12 +39,9 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 
 def _require_own_code(model: nn.Module) -> None:
-    if isinstance(model, Adopted):
-        shape = model.origin.input_shape
-    elif isinstance(model, Transformer):
-        shape = model.config.channels, model.config.image_size, model.config.image_size
-    else:
+    if not isinstance(model, Adopted | Transformer):
         return
+    shape = model.origin.input_shape
     require_plain_weights(model)
     require_unchanged(model, model, shape)
     if added_code(model):
