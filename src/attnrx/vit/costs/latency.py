@@ -322,24 +322,14 @@ def compare_latencies(
         faster = ratio(REFERENCE, name)
         assert faster is not None
         return LatencyComparison(
-            candidate=Timing.of(seconds[name].flatten()),
-            reference=Timing.of(seconds[REFERENCE].flatten()),
-            faster=faster,
-            candidate_kernel=kernels[name],
-            reference_kernel=kernels[REFERENCE],
-            batch=len(images),
-            image_shape=tuple(images.shape[1:]),
-            rounds=seconds[name].numel(),
-            clock=protocol.resolved_clock,
-            conditions=protocol.conditions,
-            threads=threads,
-            hardware=protocol.conditions.hardware,
-            torch_version=torch.__version__,
-            processes=len(runs),
+            candidate=Timing.of(seconds[name].flatten()), reference=Timing.of(seconds[REFERENCE].flatten()),
+            faster=faster, candidate_kernel=kernels[name], reference_kernel=kernels[REFERENCE], batch=len(images),
+            image_shape=tuple(images.shape[1:]), rounds=seconds[name].numel(), clock=protocol.resolved_clock,
+            conditions=protocol.conditions, threads=threads, hardware=protocol.conditions.hardware,
+            torch_version=torch.__version__, processes=len(runs),
             unchanged=Timing.of(seconds[UNCHANGED].flatten()) if unchanged is not None else None,
-            by_runtime=ratio(REFERENCE, UNCHANGED),
-            by_compression=ratio(UNCHANGED, name),
-        )
+            by_runtime=ratio(REFERENCE, UNCHANGED), by_compression=ratio(UNCHANGED, name),
+        )  # fmt: skip
 
     return {name: compared(name) for name in candidates}
 

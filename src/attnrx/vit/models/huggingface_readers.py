@@ -166,6 +166,7 @@ PREFIX = ("cls_token", "distillation_token", "register_tokens", "class_embedding
 NORMS_BEFORE = ("layernorm_before", "norm1", "layer_norm1")
 HEADS = ("classifier", "cls_classifier", "distillation_classifier")
 CLASSIFIERS = (*HEADS, "classifier.dense")
+GATED = ("mlp.up_proj", "mlp.gate_proj", "mlp.down_proj")
 # What a model returns, where it is not one field of the output of transformers; each is [batch, features].
 ANSWERS: Mapping[str, Callable[[Any], Tensor]] = {
     CLASS_TOKEN: lambda output: output.last_hidden_state[:, 0],
@@ -223,23 +224,14 @@ class ModelReader:
         last_block = list(body.get_submodule(self.layers).children())[-1:]
         config: Any = source.config
         return ModelParts(
-            blocks=layers,
-            attention=self.attention,
-            patches=patches,
-            norm=norm,
+            blocks=layers, attention=self.attention, patches=patches, norm=norm,
             mlp_classes=(f"{self.word}{self.mlp_class}",),
-            heads=(*HEADS, *self.heads, "fc_norm", "visual_projection", norm, head, pooler),
-            classifiers=CLASSIFIERS,
+            heads=(*HEADS, *self.heads, "fc_norm", "visual_projection", norm, head, pooler), classifiers=CLASSIFIERS,
             norm_before=next((name for block in last_block for name in NORMS_BEFORE if hasattr(block, name)), None),
             mlp=self.mlp,
-            gated=dict.fromkeys(
-                (f"{self.word}SwiGLUFFN", f"{self.word}GatedMLP"), ("mlp.up_proj", "mlp.gate_proj", "mlp.down_proj")
-            ),
-            maps=self.maps,
-            prefix_tokens=prefix_tokens,
-            has_class_token=prefix_tokens > 0,
+            gated=dict.fromkeys((f"{self.word}SwiGLUFFN", f"{self.word}GatedMLP"), GATED), maps=self.maps, prefix_tokens=prefix_tokens, has_class_token=prefix_tokens > 0,
             pooling=self.pooling_of(config),
-        )
+        )  # fmt: skip
 
     def pooling_of(self, config: Any) -> str:
         """Returns the pooling; some classes choose by their configuration between the class token and the mean."""
@@ -315,12 +307,8 @@ READERS: Mapping[str, ModelReader] = {
         "Siglip2", "vision_model", pooling="mean without padding", input=PatchInput(), **TOWER
     ),
     "YolosForObjectDetection": ModelReader(
-        "Yolos",
-        "vit",
-        pooling="detection tokens",
-        answer="detections",
-        heads=("class_labels_classifier", "bbox_predictor"),
-        **NESTED_TENSOR,
+        "Yolos", "vit", pooling="detection tokens", answer="detections",
+        heads=("class_labels_classifier", "bbox_predictor"), **NESTED_TENSOR,
     ),
     "DPTForDepthEstimation": ModelReader(
         "DPTViT", "dpt", pooling="a map of all patches of several layers", answer="depth", heads=("neck", "head"),

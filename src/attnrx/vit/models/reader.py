@@ -195,20 +195,12 @@ class ReaderFamily(AdoptedFamily):
             if isinstance(module, nn.Linear)
         ]
         return ModelParts(
-            blocks=reader.blocks,
-            attention=reader.attention,
-            patches=reader.patches,
-            norm=reader.norm,
+            blocks=reader.blocks, attention=reader.attention, patches=reader.patches, norm=reader.norm,
             mlp_classes=tuple({type(block.get_submodule(reader.mlp)).__name__ for block in blocks}),
-            heads=(reader.norm, *head),
-            classifiers=tuple(linears[-1:]),
-            norm_before=reader.norm_before,
-            mlp=(reader.mlp,),
-            maps=(f"{reader.mlp}.{first}", f"{reader.mlp}.{second}"),
-            prefix_tokens=reader.prefix_tokens,
-            has_class_token=reader.prefix_tokens > 0,
-            pooling=reader.pooling,
-        )
+            heads=(reader.norm, *head), classifiers=tuple(linears[-1:]), norm_before=reader.norm_before,
+            mlp=(reader.mlp,), maps=(f"{reader.mlp}.{first}", f"{reader.mlp}.{second}"),
+            prefix_tokens=reader.prefix_tokens, has_class_token=reader.prefix_tokens > 0, pooling=reader.pooling,
+        )  # fmt: skip
 
     def output_kind(self, model: nn.Module) -> str:
         return "logits" if self.heads(model) else "embedding"

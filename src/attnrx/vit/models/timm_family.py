@@ -44,6 +44,10 @@ INNER_NORM_PATHS = {"query_norm": "q_norm", "key_norm": "k_norm", "output_norm":
 # Where the classes of layers are that a model may be created with, and the name under which they are saved.
 LAYER_MODULES, LAYER = ("torch.nn", "timm.layers"), "layer class"
 CLASSIFIERS = ("head", "head_dist")
+GATED = {
+    "SwiGLU": ("mlp.fc1_x", "mlp.fc1_g", "mlp.fc2"),
+    "GluMlp": ("mlp.fc1.first", "mlp.fc1.second", "mlp.fc2"),
+}
 # Arguments of timm's factory that read files or access the hub.
 FACTORY_ARGUMENTS = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
 
@@ -354,22 +358,12 @@ class TimmFamily(AdoptedFamily):
             pooling = f"{model.global_pool} with the tokens before the patches"
         post_norm = any(type(block).__name__ in POST_NORM for block in model.blocks)
         return ModelParts(
-            blocks="blocks",
-            attention="attn",
-            patches="patch_embed.proj",
-            norm="norm",
-            mlp_classes=("Mlp",),
-            gated={
-                "SwiGLU": ("mlp.fc1_x", "mlp.fc1_g", "mlp.fc2"),
-                "GluMlp": ("mlp.fc1.first", "mlp.fc1.second", "mlp.fc2"),
-            },
-            heads=("norm", "fc_norm", "attn_pool", *CLASSIFIERS),
-            classifiers=CLASSIFIERS,
-            norm_before=None if post_norm else "norm1",
-            prefix_tokens=int(model.num_prefix_tokens),
-            has_class_token=getattr(model, "cls_token", None) is not None,
-            pooling=pooling,
-        )
+            blocks="blocks", attention="attn", patches="patch_embed.proj", norm="norm", mlp_classes=("Mlp",),
+            gated=GATED,
+            heads=("norm", "fc_norm", "attn_pool", *CLASSIFIERS), classifiers=CLASSIFIERS,
+            norm_before=None if post_norm else "norm1", prefix_tokens=int(model.num_prefix_tokens),
+            has_class_token=getattr(model, "cls_token", None) is not None, pooling=pooling,
+        )  # fmt: skip
 
     def output_kind(self, model: nn.Module) -> str:
         # With num_classes=0 timm's head is an identity.

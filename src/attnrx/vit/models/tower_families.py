@@ -35,17 +35,9 @@ class TorchvisionFamily(ReaderFamily):
     def reader(self, source: nn.Module) -> Reader:
         size: Any = source.image_size  # torchvision's models take square images of three channels only
         return Reader(
-            input_shape=(3, size, size),
-            blocks="encoder.layers",
-            attention="self_attention",
-            norm_before="ln_1",
-            maps=("0", "3"),
-            patches="conv_proj",
-            norm="encoder.ln",
-            head="heads",
-            mean=IMAGENET[0],
-            std=IMAGENET[1],
-        )
+            input_shape=(3, size, size), blocks="encoder.layers", attention="self_attention", norm_before="ln_1",
+            maps=("0", "3"), patches="conv_proj", norm="encoder.ln", head="heads", mean=IMAGENET[0], std=IMAGENET[1],
+        )  # fmt: skip
 
     def has(self, name: str) -> bool:
         models = _torchvision("models")
@@ -190,20 +182,14 @@ class OpenClipFamily(ReaderFamily):
         # LayerScale is an identity where it is absent; its initial value is not stored, and is replaced by the weights.
         scale = getattr(block.ls_1, "gamma", None)
         arguments = {
-            "image_size": list(tower.image_size),
-            "patch_size": list(tower.patch_size),
-            "width": tower.transformer.width,
-            "layers": tower.transformer.layers,
-            "heads": block.attn.num_heads,
+            "image_size": list(tower.image_size), "patch_size": list(tower.patch_size),
+            "width": tower.transformer.width, "layers": tower.transformer.layers, "heads": block.attn.num_heads,
             "mlp_ratio": block.mlp.c_fc.out_features / block.mlp.c_fc.in_features,
-            "ls_init_value": None if scale is None else 1.0,
-            "output_dim": tower.output_dim,
-            "no_ln_pre": isinstance(tower.ln_pre, nn.Identity),
-            "pool_type": tower.pool_type,
-            "final_ln_after_pool": tower.final_ln_after_pool,
-            "act_layer": type(block.mlp.gelu).__name__,
+            "ls_init_value": None if scale is None else 1.0, "output_dim": tower.output_dim,
+            "no_ln_pre": isinstance(tower.ln_pre, nn.Identity), "pool_type": tower.pool_type,
+            "final_ln_after_pool": tower.final_ln_after_pool, "act_layer": type(block.mlp.gelu).__name__,
             "norm_layer": type(tower.ln_post).__name__,
-        }
+        }  # fmt: skip
         # open_clip.create_model stores it on the tower.
         found = getattr(tower, "preprocess_cfg", None) or {}
         mean, std = (tuple(found.get(name) or own) for name, own in zip(("mean", "std"), CLIP, strict=True))
