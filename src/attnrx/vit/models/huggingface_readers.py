@@ -224,13 +224,12 @@ class ModelReader:
         last_block = list(body.get_submodule(self.layers).children())[-1:]
         config: Any = source.config
         return ModelParts(
-            blocks=layers, attention=self.attention, patches=patches, norm=norm,
+            blocks=layers, attention=self.attention, patches=patches, norm=norm, mlp=self.mlp,
             mlp_classes=(f"{self.word}{self.mlp_class}",),
             heads=(*HEADS, *self.heads, "fc_norm", "visual_projection", norm, head, pooler), classifiers=CLASSIFIERS,
             norm_before=next((name for block in last_block for name in NORMS_BEFORE if hasattr(block, name)), None),
-            mlp=self.mlp,
-            gated=dict.fromkeys((f"{self.word}SwiGLUFFN", f"{self.word}GatedMLP"), GATED), maps=self.maps, prefix_tokens=prefix_tokens, has_class_token=prefix_tokens > 0,
-            pooling=self.pooling_of(config),
+            gated=dict.fromkeys((f"{self.word}SwiGLUFFN", f"{self.word}GatedMLP"), GATED), maps=self.maps,
+            prefix_tokens=prefix_tokens, has_class_token=prefix_tokens > 0, pooling=self.pooling_of(config),
         )  # fmt: skip
 
     def pooling_of(self, config: Any) -> str:

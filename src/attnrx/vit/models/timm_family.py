@@ -359,8 +359,7 @@ class TimmFamily(AdoptedFamily):
         post_norm = any(type(block).__name__ in POST_NORM for block in model.blocks)
         return ModelParts(
             blocks="blocks", attention="attn", patches="patch_embed.proj", norm="norm", mlp_classes=("Mlp",),
-            gated=GATED,
-            heads=("norm", "fc_norm", "attn_pool", *CLASSIFIERS), classifiers=CLASSIFIERS,
+            gated=GATED, heads=("norm", "fc_norm", "attn_pool", *CLASSIFIERS), classifiers=CLASSIFIERS,
             norm_before=None if post_norm else "norm1", prefix_tokens=int(model.num_prefix_tokens),
             has_class_token=getattr(model, "cls_token", None) is not None, pooling=pooling,
         )  # fmt: skip

@@ -335,16 +335,10 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "imagenet-1k": {"classes": 1000, "image_size": 224, "patch_size": 16},
     "digits": {"channels": 1, "classes": 10, "image_size": 16, "patch_size": 2, "width": 64, "depth": 3, "heads": 4},
     "cluttered-digits": {
-        "channels": 1,
-        "classes": 10,
-        "image_size": 40,
-        "patch_size": 4,
-        "width": 64,
-        "depth": 6,
-        "heads": 4,
+        "channels": 1, "classes": 10, "image_size": 40, "patch_size": 4, "width": 64, "depth": 6, "heads": 4,
         "mlp_ratio": 2.0,
     },
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
