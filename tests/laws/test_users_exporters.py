@@ -100,7 +100,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "rules", "by"), CASES)
 def test_users_exporters_give_the_same_outputs(kind: str, rules: str, by: str, tmp_path: Path) -> None:
     model = MODELS[kind]()
-    shape = model.origin.input_shape
+    shape = attnrx.models.family_of(model).input_shape(model)
     images = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1))
     if RULES[rules]:
         # The MLP of EVA has a gate: its hidden units are no axis.
