@@ -252,13 +252,9 @@ class AttentionSpec:
         blocks, whole = blocks if rank and self.heads else None, self.original_rank
         form = "shared" if blocks is None else "mixed"
         return replace(
-            self,
-            form=form,
-            ranks=(rank,) * len(self.heads),
-            original_rank=whole if self.shares_directions else whole * len(self.heads),
-            norms="none",
-            blocks=blocks,
-        )
+            self, form=form, ranks=(rank,) * len(self.heads),
+            original_rank=whole if self.shares_directions else whole * len(self.heads), norms="none", blocks=blocks,
+        )  # fmt: skip
 
     def with_ranks(
         self, ranks: Sequence[int], heads: Sequence[int], norms: str, pairs: Sequence[tuple[int, ...]] | None = None
@@ -274,10 +270,6 @@ class AttentionSpec:
             pairs_of_heads = dict(zip(self.heads, self.pairs, strict=True))
             pairs = [pairs_of_heads[head][: rank // 2] for head, rank in zip(heads, ranks, strict=True)]
         return replace(
-            self,
-            ranks=tuple(ranks),
-            heads=tuple(heads),
-            norms=norms,
-            value_ranks=value_ranks,
+            self, ranks=tuple(ranks), heads=tuple(heads), norms=norms, value_ranks=value_ranks,
             pairs=None if pairs is None else tuple(pairs),
-        )
+        )  # fmt: skip

@@ -17,25 +17,7 @@ from attnrx.vit.attention.named_backends import BACKENDS, backend_of, use_backen
 from attnrx.vit.attention.positions import Positions
 
 __all__ = [
-    "BACKENDS",
-    "Attention",
-    "AttentionCapture",
-    "AttentionContext",
-    "Auto",
-    "Backend",
-    "Bucket",
-    "CapturedAttention",
-    "Eager",
-    "Fused",
-    "Native",
-    "Observed",
-    "Portable",
-    "Positions",
-    "ScoreFactors",
-    "backend_of",
-    "capture_uniform",
-    "sized_softmax",
-    "unit_rows",
-    "use_backend",
-    "using",
-]
+    "BACKENDS", "Attention", "AttentionCapture", "AttentionContext", "Auto", "Backend", "Bucket", "CapturedAttention",
+    "Eager", "Fused", "Native", "Observed", "Portable", "Positions", "ScoreFactors", "backend_of", "capture_uniform",
+    "sized_softmax", "unit_rows", "use_backend", "using",
+]  # fmt: skip

@@ -142,14 +142,10 @@ class ModelCosts(Displayed):
     def to_record(self) -> dict[str, Any]:
         """Returns the totals and every part as JSON-ready values."""
         return {
-            "params": self.params,
-            "macs": self.macs,
-            "classifier_macs": self.classifier_macs,
-            "predictor_macs": self.predictors.macs,
-            "tokens": list(self.tokens),
-            "directions": self.directions,
+            "params": self.params, "macs": self.macs, "classifier_macs": self.classifier_macs,
+            "predictor_macs": self.predictors.macs, "tokens": list(self.tokens), "directions": self.directions,
             "parts": {name: {"params": part.params, "macs": part.macs} for name, part in self.parts.items()},
-        }
+        }  # fmt: skip
 
 
 def _sum(parts: Iterable[PartCosts]) -> PartCosts:

@@ -449,13 +449,10 @@ class HuggingFaceFamily(AdoptedFamily):
         names = "use_relative_position_bias", "use_shared_relative_position_bias"
         # transformers rotates halves of a row (`rotate_half`).
         return attention_from_projections(
-            weights,
-            biases,
-            heads,
-            (weights[0].shape[0] // heads) ** -0.5,
+            weights, biases, heads, (weights[0].shape[0] // heads) ** -0.5,
             rotary=HALVES if hasattr(body, "rope_embeddings") else None,
             pair_bias=any(getattr(body.config, name, False) for name in names),
-        )
+        )  # fmt: skip
 
     def pair_bias(self, module: nn.Module) -> nn.Module | None:
         """Returns the bias that an attention module computes itself (Data2Vec); BEiT's layers pass theirs as a mask."""

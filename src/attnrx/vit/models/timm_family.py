@@ -390,14 +390,9 @@ class TimmFamily(AdoptedFamily):
         shared = getattr(source, "rel_pos_bias", None) or getattr(source, "shared_rel_pos", None)
         norms = {name: norm for name, path in INNER_NORM_PATHS.items() if (norm := _norm(attention, path)) is not None}
         return attention_from_projections(
-            (*weights, attention.proj.weight),
-            (*biases, attention.proj.bias),
-            attention.num_heads,
-            attention.scale,
-            rotary=rotary,
-            pair_bias=shared is not None or self.pair_bias(attention) is not None,
-            inner_norms=norms,
-        )
+            (*weights, attention.proj.weight), (*biases, attention.proj.bias), attention.num_heads, attention.scale,
+            rotary=rotary, pair_bias=shared is not None or self.pair_bias(attention) is not None, inner_norms=norms,
+        )  # fmt: skip
 
     def fuse_block_(self, block: nn.Module) -> None:
         from attnrx.vit.models.timm_blocks import fuse_  # imports timm

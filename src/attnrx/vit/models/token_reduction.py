@@ -472,24 +472,11 @@ class TokenReduction(nn.Module):
             return tokens
         captured = run.captured
         state = TokenState(
-            tokens,
-            prefix,
-            sizes,
-            run.patch_indices,
-            captured.class_attention,
-            captured.attention,
-            run.moments,
-            captured.keys,
-            run.accumulated,
-            run.image_keys,
-            captured.value_norms,
-            stage,
-            self.policy.layers[stage],
-            self.shape.depth,
-            unmasked=self.by == "compress" and not self.samples_patches,
-            unsized=run.sizes is None,
+            tokens, prefix, sizes, run.patch_indices, captured.class_attention, captured.attention, run.moments,
+            captured.keys, run.accumulated, run.image_keys, captured.value_norms, stage, self.policy.layers[stage],
+            self.shape.depth, unmasked=self.by == "compress" and not self.samples_patches, unsized=run.sizes is None,
             tracked=run.restoration is not None,
-        )
+        )  # fmt: skip
         if self.samples_patches:
             return self._draw(stage, state)
         if self.uses_kernel and can_merge(tokens, run.patch_indices.shape[1], count):
