@@ -60,9 +60,10 @@ def unread_attention(attention: nn.Module, projections: tuple[str, ...], remedy:
         yield Refusal(f"the attention {type(attention).__name__} has no module {', '.join(missing)}", remedy)
         return
     yield from changed_linears(attention, projections)
-    names = "attention_dropout", "dropout", "dropout_prob"
-    rates = [getattr(part, name, 0.0) for part in named.values() for name in names]
-    rates += [part.p for part in named.values() if isinstance(part, nn.Dropout)]
+    # Not in timm's bias of positions, which stays.
+    parts = [part for path, part in named.items() if not path.startswith("rel_pos")]
+    rates = [getattr(part, name, 0.0) for part in parts for name in ("attention_dropout", "dropout", "dropout_prob")]
+    rates += [part.p for part in parts if isinstance(part, nn.Dropout)]
     if any(isinstance(rate, float) and rate for rate in rates):
         yield Refusal(
             "dropout inside attention (create it without: attn_drop_rate=0 and proj_drop_rate=0 of timm, "
