@@ -22,6 +22,7 @@ from attnrx.vit.tokens import (
     ToMe,
     Ward,
 )
+from attnrx.vit.tokens.reducer import first_best
 from attnrx.vit.tokens.spot import attention_features, standardized_features
 from attnrx_lab.tokens import (
     ATS,
@@ -313,3 +314,14 @@ def test_standardized_attention_features_of_uniform_attention_are_zero() -> None
     assert features.shape == (1, 6, 12) and not bool(features.any())
     features.sum().backward()
     assert attention.grad is not None and bool(attention.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # meta selects as CUDA does
+@pytest.mark.parametrize("count", [3, 5, 9])
+def test_the_best_of_fewer_values_are_all(device: str, count: int) -> None:
+    """A round of merging, which can merge half of the patches, may be asked for more."""
+    values = torch.tensor([[1.0, 4.0, 4.0, 0.0, 4.0]], device=device)
+    chosen = first_best(values, count)
+    assert chosen.shape == (1, min(count, 5))
+    if device == "cpu" and count == 3:
+        assert sorted(chosen[0].tolist()) == [1, 2, 4]

@@ -198,11 +198,13 @@ def stable_order(
 
 
 def first_best(values: Float[Tensor, "batch values"], count: int) -> Int[Tensor, "batch best"]:
-    """Returns the indices of the `count` largest values of every row, in any order; of equal values the first ones."""
+    """Returns the indices of the `count` largest values of every row, or of all if there are fewer, in any order; of
+    equal values the first ones.
+    """
     # On CUDA the selection takes the first of equal values, in one kernel; a stable sort is four, and compiled it is
     # code whose compilation takes ten seconds.
-    if values.is_cuda and not torch.onnx.is_in_onnx_export():
-        return values.topk(count, dim=1, sorted=False).indices
+    if values.device.type in ("cuda", "meta") and not torch.onnx.is_in_onnx_export():
+        return values.topk(min(count, values.shape[1]), dim=1, sorted=False).indices
     return stable_order(values)[:, :count]
 
 
