@@ -198,7 +198,12 @@ class Planner:
         least = self.measurements.frontier.reachable
         allowed = max(allowed, min(limit, least))
         for attempt in track(range(self.settings.attempts), "searching plans"):
-            trial = self._attempt(attempt, allowed, trial)
+            if trial is None:  # the plan of the closed form, to correct the cost before a search
+                trial = self._best((self._first(allowed),))
+            elif attempt > 1 and self.settings.adjusts:
+                trial = self._adjusted(allowed, trial)
+            else:
+                trial = self._searched(allowed)
             ratio = 1 / self.measurements.speed(trial.step.choices)
             what = "" if self.settings.to is None else f" as {self.settings.to}"
             self.log(f"measured {1 / ratio:.2f}x faster{what}, where {1 / trial.step.cost:.2f}x was predicted")
@@ -233,12 +238,6 @@ class Planner:
             )
         self.latency = self.measurements.latency(best[0].step.choices)
         return best[0], best[1]
-
-    def _attempt(self, attempt: int, limit: float, last: Trial | None) -> Trial:
-        """Returns the plan to be timed next: searched, or adjusted from the best known ones to a corrected cost."""
-        if attempt == 0 or last is None:  # the plan of the closed form, to correct the cost before a search
-            return self._best((self._first(limit),))
-        return self._adjusted(limit, last) if attempt > 1 and self.settings.adjusts else self._searched(limit)
 
     def _adjusted(self, limit: float, last: Trial) -> Trial:
         """Returns the best plan at this cost among those reached from the best trials."""
