@@ -90,14 +90,14 @@ def module(by: str = "forward_features", redundant: bool = True) -> nn.Module:
 IMAGES = torch.randn(48, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
 
 
-def kept(model: Any) -> KeptOutputs:
+def fixed(model: Any) -> FixedImages:
     images = images_for(model, IMAGES, "images")
     assert isinstance(images, FixedImages)
-    return KeptOutputs(model, images)
+    return images
 
 
 def lean(model: Any) -> Any:
-    found = smaller_decoder(kept(model))
+    found = smaller_decoder(KeptOutputs(model), fixed(model))
     assert found is not None
     return found[0]
 
@@ -127,7 +127,7 @@ def test_tokens_are_merged_and_the_decoder_is_fitted_to_the_original() -> None:
     with torch.no_grad():
         small.module.decoder[5].weight.mul_(2)
     fitted: Any
-    fitted, line = fit_decoder(small, kept(model))
+    fitted, line = fit_decoder(small, KeptOutputs(model), fixed(model))
     with torch.no_grad():
         base, *others = (each(IMAGES) for each in (model, small, fitted))
     errors = [float((other - base).square().mean()) for other in others]
@@ -192,14 +192,19 @@ def test_divergences_and_costs_of_plans_are_relative_to_the_original() -> None:
 def test_a_decoder_that_loses_much_or_costs_little_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = rx.load(module(redundant=False)).eval()
     monkeypatch.setattr(decoding, "TOLERATED", 0.0)
-    assert smaller_decoder(kept(model)) is None
+    assert smaller_decoder(KeptOutputs(model), fixed(model)) is None
     monkeypatch.setattr(decoding, "TOLERATED", 1e9)
-    outputs = kept(model)
-    assert smaller_decoder(outputs) is not None
-    # What was computed for it is not computed again, and what is added is what would be.
-    torch.testing.assert_close(outputs.rows, kept(model).first(len(IMAGES)), atol=1e-5, rtol=1e-5)
+    outputs, images = KeptOutputs(model), fixed(model)
+    monkeypatch.setattr(decoding, "FIRST", (16, 4))
+    assert smaller_decoder(outputs, images) is not None
+    # What was computed for it is kept by image: other parts of the images have others of them first.
+    assert len(outputs.rows) == 16
+    with torch.no_grad():
+        torch.testing.assert_close(outputs.of(images), model(IMAGES).flatten(1), atol=1e-5, rtol=1e-5)
+        some = torch.cat([batch.images for batch in images.take(7).batches(7)])
+        torch.testing.assert_close(outputs.of(images.take(7)), model(some).flatten(1), atol=1e-5, rtol=1e-5)
     monkeypatch.setattr(decoding, "LEAST_SAVED", 0.99)
-    assert smaller_decoder(kept(model)) is None
+    assert smaller_decoder(KeptOutputs(model), fixed(model)) is None
 
 
 def test_many_channels_are_left_in_whole_vectors(monkeypatch: pytest.MonkeyPatch) -> None:

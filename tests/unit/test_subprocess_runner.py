@@ -22,8 +22,9 @@ def test_the_value_comes_from_another_process() -> None:
 
 @pytest.mark.skipif(not FORKS, reason="processes are forked on Linux only")
 def test_every_call_has_a_process_without_the_memory_of_another() -> None:
-    with shared_subprocess():
+    with shared_subprocess() as process:
         assert run_in_subprocess(os.getpid) != run_in_subprocess(os.getpid)
+        assert len({os.getpid(), *process.calls(3, os.getpid)}) == 4  # with the same arguments, which are sent once
 
 
 def slow(path: str) -> None:

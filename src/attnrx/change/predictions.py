@@ -138,22 +138,24 @@ def predict(
 
 
 class KeptOutputs:
-    """The outputs of a model for the first images of a set, computed when they are needed, and kept."""
+    """The outputs of a model by image, computed when they are needed, and kept."""
 
-    def __init__(self, model: nn.Module, images: FixedImages):
-        self.model, self.images, self.rows = model, images, torch.zeros(0, 0)
+    def __init__(self, model: nn.Module):
+        self.model, self.rows = model, dict[int, Tensor]()  # by the hash of the image
 
-    def first(self, count: int, batch_size: int = BATCH) -> Float[Tensor, "images numbers"]:
-        """Returns the outputs for the first `count` images, on the CPU."""
-        if len(self.rows) < count:
-            others = self.images.at(slice(len(self.rows), count))
+    def of(self, images: FixedImages, batch_size: int = BATCH) -> Float[Tensor, "images numbers"]:
+        """Returns the outputs for images, on the CPU."""
+        hashes: list[int] = images.hashes.tolist()
+        missing = [index for index, image in enumerate(hashes) if image not in self.rows]
+        if missing:
+            others = images.at(torch.tensor(missing))
             found = predict({"original": self.model}, others, batch_size, task="outputs of the original")
-            self.add(found.outputs["original"])
-        return self.rows[:count]
+            self.add(others, found.outputs["original"])
+        return torch.stack([self.rows[image] for image in hashes])
 
-    def add(self, rows: Float[Tensor, "images numbers"]) -> None:
-        """Adds the outputs of the next images, which were computed elsewhere."""
-        self.rows = torch.cat([self.rows, stored(rows)]) if len(self.rows) else stored(rows)
+    def add(self, images: FixedImages, rows: Float[Tensor, "images numbers"]) -> None:
+        """Adds the outputs for images, which were computed elsewhere."""
+        self.rows.update(zip(images.hashes.tolist(), stored(rows), strict=True))
 
 
 def mean_divergences(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> list[float]:

@@ -74,6 +74,13 @@ class Subprocess:
             NotSupported: An argument cannot be pickled, or the function raised an error of attnrx, with its message.
             ProcessEnded: The process ended without a result.
         """
+        (value,) = self.calls(1, function, *arguments, on_line=on_line)
+        return value
+
+    def calls(
+        self, times: int, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print
+    ) -> Iterator[Value]:
+        """Yields the values of several calls like `call`, whose arguments are the same and pickled once."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with tempfile.TemporaryDirectory(prefix="attnrx-") as folder:
             try:
@@ -83,21 +90,23 @@ class Subprocess:
                     f"{function.__name__} cannot be called in a new process, because its arguments cannot be pickled "
                     f"({error}). {ADVICE}"
                 ) from error
-            with suppress(BrokenPipeError):  # the process has ended: there is no answer below
-                self.process.stdin.write(f"{folder}\n")
-                self.process.stdin.flush()
-            # stdout has the lines that the function prints, as they come; the result is in a file.
-            for line in self.process.stdout:
-                if line.rstrip("\n") == _DONE:
-                    break
-                on_line(line.rstrip("\n"))
             returned = Path(folder) / _RETURNED
-            if not returned.exists():
-                raise ProcessEnded(function.__name__, self.process.wait())
-            value, failed = pickle.loads(returned.read_bytes())
-        if failed is not None:
-            raise NotSupported(failed)
-        return value
+            for _ in range(times):
+                with suppress(BrokenPipeError):  # the process has ended: there is no answer below
+                    self.process.stdin.write(f"{folder}\n")
+                    self.process.stdin.flush()
+                # stdout has the lines that the function prints, as they come; the result is in a file.
+                for line in self.process.stdout:
+                    if line.rstrip("\n") == _DONE:
+                        break
+                    on_line(line.rstrip("\n"))
+                if not returned.exists():
+                    raise ProcessEnded(function.__name__, self.process.wait())
+                value, failed = pickle.loads(returned.read_bytes())
+                if failed is not None:
+                    raise NotSupported(failed)
+                returned.unlink()
+                yield value
 
     def close(self) -> None:
         """Ends the process, and that of a call which it runs."""

@@ -24,6 +24,7 @@ from attnrx.change.realization.fits import Fit, fits_record
 from attnrx.change.realization.repair import Repair
 from attnrx.data import (
     Columns,
+    FixedImages,
     ImageData,
     ImageSet,
     Parts,
@@ -280,13 +281,13 @@ class ShrinkRun:
 
     original: nn.Module
     diagnosis: Diagnosis
-    planned: ImageSet  # the images that the plan is chosen on, which are among those that weights are fitted to
+    planned: FixedImages  # the images that the plan is chosen on, which are among those that weights are fitted to
     images: Parts
     class_names: tuple[str, ...]
     settings: PlanSettings
     about: Mapping[str, Any]
     planned_model: nn.Module  # the original, or a copy of it with a smaller decoder
-    outputs: KeptOutputs  # of the original, on the images that weights are fitted to
+    outputs: KeptOutputs  # of the original
 
     @classmethod
     def start(
@@ -337,9 +338,9 @@ class ShrinkRun:
                 log(f"a quick call: verified on {enough:,} of {len(images.verified):,} images")
                 images = images._replace(verified=images.verified.take(enough))
         planned = images.planned.take(min(settings.num_images, len(images.planned)))
-        planned_model, outputs = original, KeptOutputs(original, images.planned)
+        planned_model, outputs = original, KeptOutputs(original)
         begin("diagnosing")
-        if decoder and (smaller := smaller_decoder(outputs, settings.seed)) is not None:
+        if decoder and (smaller := smaller_decoder(outputs, images.planned, settings.seed)) is not None:
             planned_model, divergence = smaller
             # The search of ten plans gained 5 % in 53 CPU seconds, of which the fit of the decoder needs fewer.
             settings = replace(settings, trials=-(-3 * settings.trials // 4))
@@ -359,14 +360,14 @@ class ShrinkRun:
         """Yields the smaller model of every target: plans, realizes, fits and verifies it."""
         arguments = self.planned_model, self.diagnosis, targets, self.planned, self.images.predicted
         log, batch = self.settings.log, self.settings.batch
-        known = self.outputs.first(len(self.planned)) if self.has_smaller_decoder else None
+        known = self.outputs.of(self.planned) if self.has_smaller_decoder else None
         plans = plan_each(*arguments, settings=self.settings, reference=self.original, outputs=known)
         for target, plan in zip(targets, plans, strict=True):
             begin("realizing and repairing")
             chosen = plan.with_predictions
             slim, fits = self._realized(chosen, log)
             if self.has_smaller_decoder:
-                slim, line = fit_decoder(slim, self.outputs, self.settings.seed)
+                slim, line = fit_decoder(slim, self.outputs, self.images.planned, self.settings.seed)
                 log(line)
                 # The blocks are those of the original, which the prescription is about.
                 chosen = replace(chosen, fingerprint=model_fingerprint(self.original))

@@ -20,7 +20,7 @@ from torch import nn
 from attnrx.change.decompositions.hidden_units import compensated, unit_losses
 from attnrx.change.predictions import KeptOutputs
 from attnrx.change.realization.descent import HELD_OUT, descend_
-from attnrx.data import ImageSet
+from attnrx.data import FixedImages, ImageSet
 from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.trees import rows_of
@@ -56,13 +56,13 @@ class _Batch:
     targets: Float[Tensor, "images numbers"]
 
 
-def smaller_decoder(outputs: KeptOutputs, seed: int = 0) -> tuple[Whole, float] | None:
+def smaller_decoder(outputs: KeptOutputs, images: FixedImages, seed: int = 0) -> tuple[Whole, float] | None:
     """Returns a copy of a model of maps with fewer units around its Vision Transformer, and its mean divergence on
     images that it was not fitted to; None where there are none, they cost little, or the copy loses too much.
 
     The outputs of the model that are computed for it are kept.
     """
-    model, images = outputs.model, outputs.images
+    model, images = outputs.model, images.take(min(FIRST[0], len(images)))
     if not isinstance(model, Whole) or not isinstance(output_kind_of(model), Map):
         return None
     pairs = model.pairs_around()
@@ -70,10 +70,10 @@ def smaller_decoder(outputs: KeptOutputs, seed: int = 0) -> tuple[Whole, float] 
         return None
     small = copy_module(model)
     with evaluating((model, small)):
-        batches = _batches(model, images.take(min(FIRST[0], len(images))))
+        batches = _batches(model, images)
         if len(batches) < 2:
             return None
-        outputs.add(torch.cat([batch.targets for batch in batches]))
+        outputs.add(images, torch.cat([batch.targets for batch in batches]))
         for pair in pairs:
             _remove_(small, pair, batches)
     before, after = (family_of(each).costs(each).macs for each in (model, small))
@@ -83,14 +83,14 @@ def smaller_decoder(outputs: KeptOutputs, seed: int = 0) -> tuple[Whole, float] 
     return (small, divergence) if divergence <= TOLERATED else None
 
 
-def fit_decoder(model: nn.Module, outputs: KeptOutputs, seed: int = 0) -> tuple[nn.Module, str]:
+def fit_decoder(model: nn.Module, outputs: KeptOutputs, images: FixedImages, seed: int = 0) -> tuple[nn.Module, str]:
     """Returns a copy of a model whose weights around the Vision Transformer are fitted to the outputs of another one,
     and a line about it.
     """
     assert isinstance(model, Whole)
-    fitted, count = copy_module(model), min(LAST[0], len(outputs.images))
+    fitted, images = copy_module(model), images.take(min(LAST[0], len(images)))
     with evaluating((fitted,)):
-        batches = _batches(fitted, outputs.images.take(count), outputs.first(count))
+        batches = _batches(fitted, images, outputs.of(images))
     if not batches:
         return model, "the decoder is not fitted: the Vision Transformer inside was not called once per image"
     steps = min(LAST[1], round(FIT_MACS / family_of(outputs.model).costs(outputs.model).macs))

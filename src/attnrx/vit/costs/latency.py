@@ -15,7 +15,7 @@ from attnrx.support.arguments import COUNT, one_of, optional, require_fields, wh
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, ImageBatch, Tensor
-from attnrx.support.subprocess_runner import run_in_subprocess, shared_subprocess
+from attnrx.support.subprocess_runner import shared_subprocess
 from attnrx.vit.costs.conditions import Conditions
 from attnrx.vit.costs.memory import profiled
 
@@ -344,9 +344,9 @@ def _runs(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProt
         part = replace(protocol, rounds=max(-(-protocol.rounds // protocol.processes), 2), processes=1)
         # Some models cannot be pickled: of classes that no module defines, or files that a runtime has opened. An error
         # of the measurement itself is raised again below.
-        with suppress(NotSupported), shared_subprocess():
-            processes = track(range(protocol.processes), "measuring latency, processes")
-            return [run_in_subprocess(_run, models, images, part) for _ in processes]
+        with suppress(NotSupported), shared_subprocess() as process:
+            calls = process.calls(protocol.processes, _run, models, images, part)
+            return list(track(calls, "measuring latency, processes", protocol.processes))
     return [_run(models, images, protocol)]
 
 
