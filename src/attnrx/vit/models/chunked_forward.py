@@ -73,8 +73,10 @@ def is_watched(module: nn.Module) -> bool:
 
     Hooks that treat the images of a batch independently, and take any number of tokens, have the attribute `by_image`.
     """
+    if module.training or not (module._forward_hooks or module._forward_pre_hooks):
+        return module.training
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return module.training or not all(getattr(hook, "by_image", False) or is_capturing(hook) for hook in hooks)
+    return not all(getattr(hook, "by_image", False) or is_capturing(hook) for hook in hooks)
 
 
 def _needs_whole_batch(module: nn.Module) -> bool:
