@@ -80,7 +80,12 @@ class Subprocess:
     def calls(
         self, times: int, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print
     ) -> Iterator[Value]:
-        """Yields the values of several calls like `call`, whose arguments are the same and pickled once."""
+        """Yields the values of several calls like `call`, whose arguments are the same and pickled once.
+
+        Raises:
+            NotSupported: As `call`.
+            ProcessEnded: As `call`.
+        """
         assert self.process.stdin is not None and self.process.stdout is not None
         with tempfile.TemporaryDirectory(prefix="attnrx-") as folder:
             try:

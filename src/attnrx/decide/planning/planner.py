@@ -24,7 +24,7 @@ from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity, limits_of
 from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import Log, begin, phases, track
-from attnrx.support.shapes import Tensor
+from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import OutputKind, current_judgement
@@ -103,7 +103,7 @@ def plan_each(
     *,
     settings: PlanSettings | None = None,
     reference: nn.Module | None = None,
-    outputs: Tensor | None = None,
+    outputs: Float[Tensor, "images numbers"] | None = None,
 ) -> Iterator[Plan]:
     """Yields the plan for each of several targets of one cost; the sensitivities are measured once, for the first.
 
