@@ -1,6 +1,6 @@
 """The attention layer: a score form, values, an output projection, and a backend that executes them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,7 +68,7 @@ class Attention(nn.Module):
         self.kept_patches: Callable[[], Int[Tensor, "batch kept"] | None] | None = None
         self.backend: Backend = backend or Auto()
         self._fused_qkv = FusedQKV()
-        self._equal_heads = _equal_heads(spec)
+        self.equal_heads = _equal_heads(spec)
         self._plans_of: Backend | None = None
         self._plans: dict[AttentionContext, LayerPlan] = {}
 
@@ -118,7 +118,7 @@ class Attention(nn.Module):
     @property
     def _is_short(self) -> bool:
         """Whether a graph is recorded, with attention by products of heads of equal widths."""
-        if self._equal_heads is None or not is_traced() or has_fixed_weights():
+        if self.equal_heads is None or not is_traced() or has_fixed_weights():
             return False
         return type(self.backend) in (Auto, Fused, AttentionCapture)
 
@@ -133,8 +133,8 @@ class Attention(nn.Module):
         A compiler makes a guard of every number that decides something, and compares all of them in every call; in a
         plan these are those of every head.
         """
-        assert self._equal_heads is not None
-        (heads, width), backend = self._equal_heads, self.backend
+        assert self.equal_heads is not None
+        (heads, width), backend = self.equal_heads, self.backend
         sides = (self.scores.query(tokens), self.scores.key(key_tokens), self.value(key_tokens))
         query, key, value = [side.unflatten(2, (heads, width)) for side in sides]
         factors = ScoreFactors(Bucket(0, heads, width, width), query, key, None, self.spec.scale)
@@ -144,7 +144,7 @@ class Attention(nn.Module):
         """Moves the weights of queries, keys and values into one, of which they become rows (`FusedQKV.pack_`)."""
         self._fused_qkv.pack_(self._projections)
 
-    def packed(self, parameters: list[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
+    def packed(self, parameters: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
         """Returns one weight and bias for queries, keys and values, whose weights and biases are `parameters`; None
         where they are not packed.
         """

@@ -15,10 +15,9 @@ from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.attention.attention import LayerPlan
-from attnrx.vit.attention.backends.auto import Fused, Native
-from attnrx.vit.attention.backends.backend import Backend
+from attnrx.vit.attention.backends.auto import Auto, Fused, Native
 from attnrx.vit.attention.backends.capture import AttentionCapture, CapturedAttention, NativeCapture
-from attnrx.vit.attention.factors import ScoreFactors
+from attnrx.vit.attention.factors import Bucket, ScoreFactors
 from attnrx.vit.attention.forms import DenseForm
 from attnrx.vit.attention.head_linear import HeadLinear, OutputProjection
 from attnrx.vit.kernels.native_attention import JointFeatures
@@ -26,8 +25,8 @@ from attnrx.vit.kernels.native_blocks import BlockTensors, native_block
 from attnrx.vit.kernels.native_products import LEAST_ROWS, is_native
 from attnrx.vit.models.mlp import FusedMLP, is_exact_gelu, linears_of
 
-# Backends whose attention is that of products alone, on a CPU and on other devices.
-KERNELS, OPERATIONS = (Native, NativeCapture), (Fused, AttentionCapture)
+# Backends whose attention is that of products alone, on another device than a CPU.
+OPERATIONS = (Auto, Fused, AttentionCapture)
 
 Factor = Float[Tensor, " width"] | None
 
@@ -62,41 +61,27 @@ def fused_block(
         return None
     if type(attention) is not Attention or type(mlp) is not FusedMLP:
         return None
-    on_cpu = tokens.device.type == "cpu"
-    outputs = None if outputs == tokens.shape[1] else outputs
+    if tokens.device.type != "cpu":
+        return _by_operations(tokens, norms, attention, mlp, factors, others, outputs)
     plan = attention.plan(tokens)
     # From the dictionaries of the modules, as their attributes are found more slowly; only parts of exact classes are
     # used, whose weights are there.
     scores, inside = children(attention)["scores"], children(mlp)
     fc1, act, fc2 = inside["fc1"], inside["act"], inside["fc2"]
     first, second = linears_of(fc1), linears_of(fc2)
-    maps = (*_projections(attention, scores, plan, KERNELS if on_cpu else OPERATIONS), *first, *second)
+    maps = (*_projections(attention, scores, plan), *first, *second)
     parts = (*norms, attention, scores, mlp, fc1, act, fc2, *maps, *others)
     has_gelu = is_exact_gelu(act)
     if (
         len(maps) < 4 + len(first) + len(second)
         or not (first and second)
-        or not (has_gelu or type(act) is nn.Identity)
+        or not (has_gelu or is_identity(act))
         or any(other.training for other in others)
         or not all(is_layer_norm(type(norm)) for norm in norms)
         or not all(map(is_idle, parts))
     ):
         return None
     tensors = [weight_and_bias(each) for each in maps]
-    if not on_cpu:
-        heads = _heads(_normed(tokens, norms[0]), attention, plan, tensors[:3], outputs)
-        if heads is None:
-            return None
-        mixed = F.linear(heads, *tensors[3])
-        residual = tokens if outputs is None else tokens[:, :outputs]
-        tokens = residual + (mixed if factors[0] is None else mixed * factors[0])
-        hidden = _normed(tokens, norms[1])
-        for weight, bias in tensors[4 : 4 + len(first)]:
-            hidden = F.linear(hidden, weight, bias)
-        hidden = F.gelu(hidden) if has_gelu else hidden
-        for weight, bias in tensors[4 + len(first) :]:
-            hidden = F.linear(hidden, weight, bias)
-        return tokens + (hidden if factors[1] is None else hidden * factors[1])
     vectors = [*[tensor for norm in norms for tensor in weight_and_bias(norm)], *factors]
     weights, biases = [weight for weight, _ in tensors], [bias for _, bias in tensors]
     if not all(map(is_native, weights)) or not all(_is_vector(each, attention.spec.width) for each in vectors):
@@ -112,30 +97,69 @@ def fused_block(
     return output
 
 
-def _heads(
+def _by_operations(
     tokens: TokenBatch,
+    norms: tuple[nn.Module, nn.Module],
     attention: Attention,
-    plan: LayerPlan,
-    maps: Sequence[tuple[Tensor, Factor]],
+    mlp: FusedMLP,
+    factors: tuple[Factor, Factor],
+    others: Sequence[nn.Module],
     outputs: int | None,
-) -> Float[Tensor, "batch outputs features"] | None:
-    """Returns the outputs of all heads for the first `outputs` tokens, by weights and biases of queries, keys and
-    values; None where these are not packed.
+) -> TokenBatch | None:
+    """Returns what the block does by the operations of its parts; None for parts of other classes.
+
+    For few tokens the comparisons here take a part of the time, so nothing is looked at twice.
     """
-    backend, scale, heads = plan.backend, attention.spec.scale, len(plan.rows)
-    if outputs is None:
-        joint = attention.packed([tensor for pair in maps for tensor in pair])
+    inside, backend = children(attention), attention.backend
+    if attention.equal_heads is None or type(backend) not in OPERATIONS:
+        return None
+    scores, value, output = inside["scores"], inside["value"], inside["output"]
+    query, key, (fc1, act, fc2) = children(scores)["query"], children(scores)["key"], children(mlp).values()
+    first, second, has_gelu = linears_of(fc1), linears_of(fc2), is_exact_gelu(act)
+    if not (first and second and type(query) is type(key) is type(value) is HeadLinear):
+        return None
+    if type(scores) is not DenseForm or type(output) is not OutputProjection or not (has_gelu or is_identity(act)):
+        return None
+    for norm in norms:
+        if not is_layer_norm(type(norm)):
+            return None
+    parts = (*norms, attention, scores, query, key, value, output, mlp, fc1, act, fc2, *others)
+    for part in parts if len(first) == len(second) == 1 else (*parts, *first, *second):
+        if part._forward_hooks or part._forward_pre_hooks or part.training or "forward" in part.__dict__:
+            return None
+    normed, scale = _normed(tokens, norms[0]), attention.spec.scale
+    sides = (*weight_and_bias(query), *weight_and_bias(key), *weight_and_bias(value))
+    heads, width = attention.equal_heads
+    if outputs is None or outputs == tokens.shape[1]:
+        joint = attention.packed(sides)
         if joint is None:
             return None
-        features = F.linear(tokens, *joint)
-        return backend.attend_fused_qkv(JointFeatures(features, plan.rows, plan.value_dims, scale))
-    joint = attention.packed([tensor for pair in maps[1:] for tensor in pair])
-    if joint is None:
-        return None
-    query = F.linear(tokens[:, :outputs], *maps[0]).unflatten(2, (heads, -1))
-    key, value = F.linear(tokens, *joint).unflatten(2, (2, heads, -1)).unbind(2)
-    factors = ScoreFactors(plan.buckets[0], query, key, None, scale)
-    return backend.attend(factors, value.transpose(1, 2)).transpose(1, 2).flatten(2)
+        dims = (width,) * heads
+        mixed = backend.attend_fused_qkv(JointFeatures(F.linear(normed, *joint), dims, dims, scale))
+    else:
+        joint = attention.packed(sides[2:])
+        if joint is None:
+            return None
+        queries = F.linear(normed[:, :outputs], *sides[:2]).unflatten(2, (heads, width))
+        keys, values = F.linear(normed, *joint).unflatten(2, (2, heads, width)).unbind(2)
+        features = ScoreFactors(Bucket(0, heads, width, width), queries, keys, None, scale)
+        mixed = backend.attend(features, values.transpose(1, 2)).transpose(1, 2).flatten(2)
+        tokens = tokens[:, :outputs]
+    mixed = F.linear(mixed, *weight_and_bias(output))
+    tokens = tokens + (mixed if factors[0] is None else mixed * factors[0])
+    hidden = _mapped(_normed(tokens, norms[1]), first)
+    hidden = _mapped(F.gelu(hidden) if has_gelu else hidden, second)
+    return tokens + (hidden if factors[1] is None else hidden * factors[1])
+
+
+def _mapped(features: Float[Tensor, "batch tokens _"], maps: Sequence[nn.Module]) -> Float[Tensor, "batch tokens _"]:
+    for each in maps:
+        features = F.linear(features, *weight_and_bias(each))
+    return features
+
+
+def is_identity(part: nn.Module) -> bool:
+    return type(part) is nn.Identity
 
 
 def _normed(tokens: TokenBatch, norm: Any) -> TokenBatch:
@@ -168,13 +192,11 @@ def _takes(tokens: TokenBatch) -> bool:
     )
 
 
-def _projections(
-    attention: Attention, scores: nn.Module, plan: LayerPlan, backends: tuple[type[Backend], ...]
-) -> tuple[nn.Module, ...]:
-    """Returns the maps of queries, keys, values and outputs; empty where the attention is not that of the backends."""
+def _projections(attention: Attention, scores: nn.Module, plan: LayerPlan) -> tuple[nn.Module, ...]:
+    """Returns the maps of queries, keys, values and outputs; empty where the kernel computes another attention."""
     spec = attention.spec
     # `joint`: the scores are products of the projected rows.
-    if not plan.joint or type(plan.backend) not in backends or type(scores) is not DenseForm:
+    if not plan.joint or type(plan.backend) not in (Native, NativeCapture) or type(scores) is not DenseForm:
         return ()
     of_scores, others = children(scores), children(attention)
     sides, output = (of_scores["query"], of_scores["key"], others["value"]), others["output"]
