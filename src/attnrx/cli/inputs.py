@@ -101,7 +101,11 @@ def model_argument(source: str, device: str | None, weights: str | None = None, 
 
 
 def placed(model: "nn.Module", device: str | None) -> "nn.Module":
-    """Moves a model to the requested device, by default CUDA if available."""
+    """Moves a model to the requested device, by default CUDA if available.
+
+    Raises:
+        InvalidInput: torch cannot use the device here.
+    """
     wanted = device or default_device()
     try:
         return model.to(wanted)

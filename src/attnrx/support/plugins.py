@@ -14,7 +14,7 @@ def import_plugins() -> None:
 
 
 def moved(places: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a package from which names were moved: they raise an error with their new place."""
+    """Returns the `__getattr__` of a package: it raises AttributeError, with the new place of a name that was moved."""
 
     def missing(name: str) -> Any:
         if name in places:
