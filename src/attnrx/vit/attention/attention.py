@@ -145,8 +145,8 @@ class Attention(nn.Module):
         self._fused_qkv.pack_(self._projections)
 
     def packed(self, parameters: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
-        """Returns one weight and bias for queries, keys and values, whose weights and biases are `parameters`; None
-        where they are not packed.
+        """Returns one weight and bias for queries, keys and values, whose weights and biases, of any shape, are
+        `parameters`; None where they are not packed.
         """
         return self._fused_qkv.packed(parameters)
 

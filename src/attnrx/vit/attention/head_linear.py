@@ -78,7 +78,7 @@ class PackedWeights(NamedTuple):
     first_rows: tuple[int, ...]
 
     def of(self, parameters: Sequence[Tensor | None]) -> WeightAndBias | None:
-        """Returns weight and bias of the last projections; None if these parameters are elsewhere by now."""
+        """Returns weight and bias of the last projections; None if these parameters, of any shape, are elsewhere."""
         # By identity first: a parameter that replaces one for a call may have no address, e.g. that of torch.func.vmap.
         start = len(self.parameters) - len(parameters)
         if tuple(map(id, parameters)) != tuple(map(id, self.parameters[start:])):
@@ -92,6 +92,7 @@ class PackedWeights(NamedTuple):
 
 
 def addresses_of(parameters: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """Returns where parameters of any shape are in memory."""
     return tuple([0 if parameter is None else parameter.data_ptr() for parameter in parameters])
 
 
@@ -135,7 +136,7 @@ class FusedQKV:
         self._packed = PackedWeights(tuple(parameters), addresses_of(parameters), weight, bias, first_rows)
 
     def packed(self, parameters: Sequence[Tensor | None]) -> WeightAndBias | None:
-        """Returns the one weight and bias of the last projections, of which these are the parameters, if there is."""
+        """Returns the one weight and bias of the last projections, whose parameters these are, of any shape."""
         return None if self._packed is None else self._packed.of(parameters)
 
     def __call__(self, tokens: TokenBatch, sides: Sequence[Side]) -> list[Tensor]:
