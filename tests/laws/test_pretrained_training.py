@@ -12,7 +12,7 @@ from attnrx.data import Augmentation, Normalization, Splits, from_tensors
 from attnrx.support.errors import InvalidInput
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Distillation, FeatureDistillation, Task
-from attnrx.vit.models import block_names, family_of, load_model, recording_blocks, save_model
+from attnrx.vit.models import family_of, load_model, recording_blocks, save_model
 from support.pretrained import CASES, adopted_once
 from support.tiny_runs import At
 
@@ -20,7 +20,7 @@ from support.tiny_runs import At
 @pytest.mark.parametrize("name", CASES)
 def test_every_block_is_found_and_gives_its_tokens(name: str) -> None:
     family, _, model = adopted_once(name)
-    blocks = block_names(model, family)
+    blocks = family.block_names(model)
     assert len(set(blocks)) == len(family.attention(model)) == 2
     with recording_blocks(model, family) as features, torch.no_grad():
         model(torch.zeros(3, *family.input_shape(model), dtype=torch.float64))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attnrx.vit.models import attach_tokens_, block_names, family_of, recording_tokens
+from attnrx.vit.models import attach_tokens_, family_of, recording_tokens
 from attnrx.vit.tokens import parse_policy
 from support import cases
 from support.pretrained import adopted_once
@@ -45,7 +45,7 @@ class Meeting:
 def meeting_in_blocks(model: nn.Module, threads: int) -> Iterator[None]:
     """Makes the threads wait for each other before every block, after its own hooks, and after it."""
     meeting, hooks = Meeting(threads), []
-    for name in block_names(model, family_of(model)):
+    for name in family_of(model).block_names(model):
         block = model.get_submodule(name)
         hooks += [block.register_forward_pre_hook(meeting), block.register_forward_hook(meeting)]
     try:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attnrx.support.shapes import Tensor
-from attnrx.vit.models import block_names, family_of
+from attnrx.vit.models import family_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -27,7 +27,7 @@ def shard_(model: nn.Module, accelerator: "Accelerator") -> nn.Module:
     """Shards the weights of every block, and then all others, over all processes."""
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     # Blocks first and then the rest: `fully_shard` takes the parameters that no inner call has taken.
-    for name in block_names(model, family_of(model)):
+    for name in family_of(model).block_names(model):
         fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     for part in _parts(model):

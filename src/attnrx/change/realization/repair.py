@@ -163,7 +163,7 @@ def _require_alike(reference: nn.Module, candidate: nn.Module, images: int) -> N
         )
     if not depths[0]:
         raise NotSupported("the MLPs of this model are not pairs of linear maps, which repair fits.")
-    if family_of(reference).mlp_paths(reference):
+    if not family_of(reference).reads_attention(reference):
         raise NotSupported(
             "the attention of this model has no reader, so there is no block to repair; the second maps of MLPs are "
             "those of the least-squares refit."

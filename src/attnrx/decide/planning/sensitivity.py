@@ -49,7 +49,7 @@ def resumed(
     # tables and the pooling; the skipped blocks return at once.
     with ExitStack() as stack:
         for index, block in enumerate(blocks_of(model, family)[:layer]):
-            if family.mlp_paths(model) and index < layer - 1:
+            if not family.reads_attention(model) and index < layer - 1:
                 continue
             outputs = iter(given if index == layer - 1 else [call.output for call in earlier[index]])
             stack.enter_context(replacing_forward(block, lambda *_, outputs=outputs, **__: next(outputs)))

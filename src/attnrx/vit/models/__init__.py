@@ -21,7 +21,6 @@ from attnrx.vit.models.mlp import LowRankLinear, hidden_units, rank_of
 from attnrx.vit.models.module_inputs import ModuleInputs
 from attnrx.vit.models.observation_hooks import (
     ModuleCall,
-    block_names,
     blocks_of,
     counted_by_spec,
     evaluating,
@@ -48,7 +47,7 @@ from attnrx.vit.models.transformer import (
 __all__ = [
     "FAMILIES", "LIBRARIES", "SCENARIOS", "STATED_OUTPUTS", "Family", "InputValidation", "LowRankLinear",
     "ModuleCall", "ModuleInputs", "Reader", "TokenReduction", "TokenRun", "Transformer", "TransformerConfig",
-    "ViTConfig", "VisionTransformer", "accepting", "at_size_of", "attach_tokens_", "block_names", "blocks_of",
+    "ViTConfig", "VisionTransformer", "accepting", "at_size_of", "attach_tokens_", "blocks_of",
     "build_model", "counted_by_spec", "described_tokens", "evaluating", "family_of", "hidden_units", "initialize_",
     "is_model_file", "known_families", "load_model", "model_fingerprint", "model_names", "named_config",
     "num_outputs", "observing", "observing_calls", "observing_mlp", "rank_of", "recording_blocks", "recording_calls",

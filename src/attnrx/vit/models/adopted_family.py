@@ -458,6 +458,9 @@ class AdoptedFamily(Family):
             paths = (name if name in named else name.rpartition(".")[0] for name in parts.gated.get(kind, ()))
             yield from changed_linears(block, tuple(dict.fromkeys(paths)))
 
+    def block_names(self, model: nn.Module) -> tuple[str, ...]:
+        return tuple(f"source.{path}" for path in self.block_paths(self._adopted(model).source))
+
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
         return tuple(adapter.attention for adapter in self._adapters(model))
 

@@ -73,9 +73,13 @@ class Family(ABC):
         kind.
         """
 
-    def mlp_paths(self, model: nn.Module) -> tuple[str, ...]:
-        """Returns the path of the part around every MLP, where the attention of the model is not read; else ()."""
-        return ()
+    def reads_attention(self, model: nn.Module) -> bool:
+        """Returns whether the attention of the model is read; else a layer is one MLP."""
+        return True
+
+    @abstractmethod
+    def block_names(self, model: nn.Module) -> tuple[str, ...]:
+        """Returns the path of the block of every layer; where attention is not read, of the part around every MLP."""
 
     def keep_units_(self, model: nn.Module, layer: int, keep: Bool[Tensor, "units"]) -> None:  # noqa: B027
         """Removes the other units from what has weights per unit between the two maps of one layer's MLP."""

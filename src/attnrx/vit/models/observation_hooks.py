@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention import Attention, AttentionCapture, Eager, Observed, capture_uniform, using
 from attnrx.vit.models.family import Family
@@ -164,30 +163,6 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
             module.training = training
 
 
-def block_names(model: nn.Module, family: Family) -> tuple[str, ...]:
-    """Returns the path of the block around every attention layer: the layer's path up to its last number, or up to its
-    last name that ends with a number. Where attention is not read, it is the part around every MLP.
-
-    Raises:
-        NotSupported: A layer is in no numbered block.
-    """
-    if unread := family.mlp_paths(model):
-        return unread
-    paths = {id(module): name for name, module in model.named_modules()}
-    names = []
-    for layer in family.attention(model):
-        parts = paths[id(layer)].split(".")
-        numbers = [position for position, part in enumerate(parts) if part.isdigit()]
-        # Some libraries number their blocks in the name, e.g. encoder_layer_0.
-        numbers = numbers or [position for position, part in enumerate(parts) if part[-1:].isdigit()]
-        if not numbers:
-            raise NotSupported(
-                f"the attention layer {'.'.join(parts)!r} is in no numbered block, so its block cannot be named."
-            )
-        names.append(".".join(parts[: numbers[-1] + 1]))
-    return tuple(names)
-
-
 def blocks_of(model: nn.Module, family: Family) -> tuple[nn.Module, ...]:
     """Returns the blocks of the model, in order."""
-    return tuple(model.get_submodule(name) for name in block_names(model, family))
+    return tuple(model.get_submodule(name) for name in family.block_names(model))

@@ -126,7 +126,7 @@ class StructureFamily(ReaderFamily):
             return None
         holder = nn.Sequential(copy_module(model))
         blocks, attention, projections = rewritten_(holder)
-        if any(piece.isdigit() for piece in attention.split(".")):  # blocks are named by the last number of a path
+        if any(piece.isdigit() for piece in attention.split(".")):  # a part of a list inside a block
             return None
         with evaluating([holder]):
             structure = _observed(holder[0], blocks, attention, projections)

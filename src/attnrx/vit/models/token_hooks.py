@@ -13,7 +13,7 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.attention import Attention, AttentionCapture, capture_uniform
 from attnrx.vit.models.family import Family
-from attnrx.vit.models.observation_hooks import block_names, evaluating
+from attnrx.vit.models.observation_hooks import blocks_of, evaluating
 from attnrx.vit.models.token_reduction import TokenReduction, TokenRun, reduction_of
 from attnrx.vit.tokens import LAST_LAYER, MOMENTS, TokenPolicy
 
@@ -47,7 +47,7 @@ def attach_tokens_(
         return reduction.train(model.training)  # no token is ever pruned: the model stays bit-identical
     # Hooks, not subclasses: the policy is attached to the blocks of any library, and their own forward methods run on
     # the tokens that are left.
-    _hook_blocks_([model.get_submodule(name) for name in block_names(model, family)], reduction)
+    _hook_blocks_(blocks_of(model, family), reduction)
     # Methods of the library that are called on the inner model return all patches; the forward pass of attnrx switches
     # the restoration off (`Adopted.forward_pass`).
     if family.exposes_tokens:

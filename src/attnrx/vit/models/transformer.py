@@ -257,6 +257,9 @@ class AttnrxFamily(Family, Generic[Config]):
         """
         raise NotImplementedError
 
+    def block_names(self, model: nn.Module) -> tuple[str, ...]:
+        return tuple(f"layers.{index}" for index in range(len(self._transformer(model).layers)))
+
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
         return tuple(layer.attention for layer in self._transformer(model).layers)  # type: ignore[misc]
 

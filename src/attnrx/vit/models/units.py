@@ -198,7 +198,10 @@ class UnitsFamily(AdoptedFamily):
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
         """Changes nothing: the attention that is not read has no heads."""
 
-    def mlp_paths(self, model: nn.Module) -> tuple[str, ...]:
+    def reads_attention(self, model: nn.Module) -> bool:
+        return False
+
+    def block_names(self, model: nn.Module) -> tuple[str, ...]:
         return tuple(f"source.{pair.block}".rstrip(".") for pair in self._units(model).pairs)
 
     def has_plain_units(self, model: nn.Module) -> bool:

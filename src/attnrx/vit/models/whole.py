@@ -450,6 +450,7 @@ class WholeFamily(Family):
             # All patches are restored where they are read, so that the pooling is that of the module itself.
             return TokenLayout(parts.prefix_tokens, family.positions(trunk), parts.has_class_token, "class")
 
+    reads_attention = _of_trunk("reads_attention")
     attention = _of_trunk("attention")
     specs = _of_trunk("specs")
     set_attention_ = _of_trunk("set_attention_")
@@ -474,9 +475,9 @@ class WholeFamily(Family):
     def inputs(self, model: nn.Module) -> ModuleInputs | None:
         return self._of(model)[0].attnrx_inputs
 
-    def mlp_paths(self, model: nn.Module) -> tuple[str, ...]:
+    def block_names(self, model: nn.Module) -> tuple[str, ...]:
         whole, trunk, family = self._of(model)
-        paths = (path.removeprefix("source") for path in family.mlp_paths(trunk))
+        paths = (path.removeprefix("source") for path in family.block_names(trunk))
         return tuple(f"module.{whole.around.path}".rstrip(".") + path for path in paths)
 
     def knows_normalization(self, model: nn.Module) -> bool:
