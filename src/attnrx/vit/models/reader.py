@@ -89,10 +89,6 @@ class Reader:
                 "patches, the class token among them, or another pooling, e.g. 'mean'."
             )
 
-    def required(self) -> tuple[str, ...]:
-        """Returns the paths, in the model, of modules that it must have."""
-        return (self.patches, self.norm, self.blocks, *(() if self.head is None else (self.head,)))
-
 
 class ReaderAttention(Adapter):
     """attnrx attention in the place of an attention module that is called with tokens, or as nn.MultiheadAttention."""
@@ -132,7 +128,8 @@ class ReaderFamily(AdoptedFamily):
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields paths that the model lacks, and attention that is not read."""
         reader, named = self.reader(model), dict(model.named_modules())
-        lacking = [path for path in reader.required() if path not in named]
+        required = (reader.patches, reader.norm, reader.blocks, *(() if reader.head is None else (reader.head,)))
+        lacking = [path for path in required if path not in named]
         if lacking:
             yield Refusal(f"it has no module {', '.join(lacking)}")
             return
@@ -218,7 +215,8 @@ class ReaderFamily(AdoptedFamily):
         if len(weights) == 2:  # the rows of a fused projection: all queries, all keys, all values
             weights = [*weights[0].chunk(3), weights[1]]
             biases = [*([None] * 3 if biases[0] is None else biases[0].chunk(3)), biases[1]]
-        heads = _heads(module, reader)
+        name = "num_heads" if isinstance(module, nn.MultiheadAttention) else reader.heads
+        heads = name if isinstance(name, int) else int(getattr(module, name))
         return attention_from_projections(
             weights, biases, heads, reader.scale or (weights[0].shape[0] // heads) ** -0.5
         )
@@ -229,11 +227,6 @@ class ReaderFamily(AdoptedFamily):
         # nn.MultiheadAttention returns a pair also where its weights are not requested.
         adapter.returns_weights = isinstance(module, nn.MultiheadAttention) or self.reader(source).returns_weights
         return adapter
-
-
-def _heads(attention: nn.Module, reader: Reader) -> int:
-    name = "num_heads" if isinstance(attention, nn.MultiheadAttention) else reader.heads
-    return name if isinstance(name, int) else int(getattr(attention, name))
 
 
 def _unread(attention: nn.Module, reader: Reader) -> Iterator[Refusal]:

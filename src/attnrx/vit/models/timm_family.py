@@ -388,7 +388,8 @@ class TimmFamily(AdoptedFamily):
         rotary = _layout(attention) if getattr(source, "rope", None) is not None else None
         # A bias that all layers share belongs to the model, which passes it to every block.
         shared = getattr(source, "rel_pos_bias", None) or getattr(source, "shared_rel_pos", None)
-        norms = {name: norm for name, path in INNER_NORM_PATHS.items() if (norm := _norm(attention, path)) is not None}
+        found = {name: getattr(attention, path, None) for name, path in INNER_NORM_PATHS.items()}
+        norms = {name: norm for name, norm in found.items() if not isinstance(norm, nn.Identity | None)}
         return attention_from_projections(
             (*weights, attention.proj.weight), (*biases, attention.proj.bias), attention.num_heads, attention.scale,
             rotary=rotary, pair_bias=shared is not None or self.pair_bias(attention) is not None, inner_norms=norms,
@@ -470,11 +471,6 @@ def _shape(model: Any) -> tuple[int, int, int]:
 
 def _layout(attention: nn.Module) -> str:
     return HALVES if getattr(attention, "rotate_half", False) else INTERLEAVED
-
-
-def _norm(attention: nn.Module, path: str) -> nn.Module | None:
-    norm = getattr(attention, path, None)
-    return None if isinstance(norm, nn.Identity) else norm
 
 
 def _repeated(rows: Tensor, heads: int, groups: int) -> Tensor:

@@ -321,7 +321,10 @@ class WholeFamily(Family):
             shape = _Shape(module)
             family._install_(trunk, family._converted_attention(source))
         every = tuple(range(len(family.blocks(source))))
-        around = Surroundings(_name(type(model)), _factory_name(self.factory), path, family.name, every, {}, "", 0)
+        factory = self.factory and (
+            _name(self.factory) if hasattr(self.factory, "__qualname__") else described(self.factory)
+        )
+        around = Surroundings(_name(type(model)), made, path, family.name, every, {}, "", 0)
         whole = Whole(module, trunk, shape, around)
         whole.training = model.training
         require_ordinary_weights(whole)
@@ -523,12 +526,6 @@ def _is_of(part: nn.Module, family: AdoptedFamily) -> bool:
 
 def _name(function: Any) -> str:
     return f"{function.__module__}:{function.__qualname__}"
-
-
-def _factory_name(factory: Factory | None) -> str | None:
-    if factory is None:
-        return None
-    return _name(factory) if hasattr(factory, "__qualname__") else described(factory)
 
 
 def named_function(name: str) -> Callable[..., nn.Module]:
