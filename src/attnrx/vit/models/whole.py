@@ -321,7 +321,7 @@ class WholeFamily(Family):
             shape = _Shape(module)
             family._install_(trunk, family._converted_attention(source))
         every = tuple(range(len(family.blocks(source))))
-        factory = self.factory and (
+        made = self.factory and (
             _name(self.factory) if hasattr(self.factory, "__qualname__") else described(self.factory)
         )
         around = Surroundings(_name(type(model)), made, path, family.name, every, {}, "", 0)
