@@ -321,9 +321,8 @@ class WholeFamily(Family):
             shape = _Shape(module)
             family._install_(trunk, family._converted_attention(source))
         every = tuple(range(len(family.blocks(source))))
-        made = self.factory and (
-            _name(self.factory) if hasattr(self.factory, "__qualname__") else described(self.factory)
-        )
+        make = self.factory
+        made = make and (_name(make) if hasattr(make, "__qualname__") else described(make))
         around = Surroundings(_name(type(model)), made, path, family.name, every, {}, "", 0)
         whole = Whole(module, trunk, shape, around)
         whole.training = model.training
