@@ -48,7 +48,7 @@ def from_rows(rows: Float[Tensor, "images numbers"], template: Any) -> Any:
     sizes = [tensor[0].numel() for tensor in tensors_of(template).values()]
     parts = iter(rows.split(sizes, dim=1))
     return mapped(
-        lambda tensor: next(parts).unflatten(1, tensor.shape[1:]) if tensor.is_floating_point() else tensor, template
+        lambda tensor: next(parts).reshape(-1, *tensor.shape[1:]) if tensor.is_floating_point() else tensor, template
     )
 
 
@@ -56,4 +56,5 @@ def rows_of(tree: Any) -> Float[Tensor, "images numbers"]:
     """Returns all numbers of every image in one row; an output of one row per image is returned as it is."""
     if isinstance(tree, Tensor) and tree.ndim == 2:
         return tree
-    return torch.cat([tensor.flatten(1) for tensor in tensors_of(tree).values()], dim=1)
+    # Not flattened: a tensor may have one number per image.
+    return torch.cat([tensor.reshape(len(tensor), -1) for tensor in tensors_of(tree).values()], dim=1)
