@@ -131,6 +131,7 @@ class OpenClipFamily(ReaderFamily):
     def reader(self, source: nn.Module) -> Reader:
         tower: Any = source
         pooling = {"tok": "class", "avg": "mean"}.get(tower.pool_type, str(tower.pool_type))
+        pooling = pooling if tower.attn_pool is None else "attention"
         # The mean before the last norm.
         pooling = "mean without a norm" if tower.final_ln_after_pool and pooling == "mean" else pooling
         return Reader(
