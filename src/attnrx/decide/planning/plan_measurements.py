@@ -35,7 +35,7 @@ from attnrx.vit.models import family_of
 MIN_IMAGES, FEWEST, MIN_MACS, FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
 # The rounds of a final measurement, as many times more as a batch is smaller than MIN_IMAGES; fewer for a pass of
 # LONG multiply-accumulates, about a second, which varies less.
-ROUNDS, LONG, LONG_ROUNDS = 32, 4e10, 9
+ROUNDS, LONG, LONG_ROUNDS = 32, 4e10, 6
 
 
 def rounds_of(batch: int, macs: float = 0.0) -> int:

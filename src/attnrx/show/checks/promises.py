@@ -73,7 +73,7 @@ class Promises(Check):
         graphs = promised.get("graphs", False) and torch.device(comparison.device).type == "cuda"
         conditions = Conditions(str(comparison.device), promised["precision"], promised["threads"], graphs=graphs)
         # As the plan was timed: by the same clock, and in processes of its own if it was.
-        processes = min(PROCESSES, max(self.rounds // 3, 1)) if promised.get("in_subprocess", False) else 1
+        processes = min(PROCESSES, max(self.rounds // 2, 1)) if promised.get("in_subprocess", False) else 1
         # As long passes have few rounds, one is enough to warm up.
         warmup = 2 if self.rounds >= 4 * processes else 1
         settings = {"clock": promised["clock"], "kernels": False, "processes": processes}
