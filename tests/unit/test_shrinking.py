@@ -317,4 +317,4 @@ def test_models_of_other_precisions_are_saved_with_their_exports(dtype: torch.dt
 )
 def test_a_model_is_timed_at_its_own_precision(dtype: torch.dtype, form: str | None, precision: str) -> None:
     model = copy.deepcopy(original()).to(dtype)
-    assert timing_conditions(model, None, None if form is None else parse_format(form)).precision == precision
+    assert timing_conditions(model, None, 1, None if form is None else parse_format(form)).precision == precision

@@ -276,7 +276,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         # As bytes, because NumPy has no bfloat16.
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 
