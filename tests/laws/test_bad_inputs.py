@@ -823,7 +823,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "verify by a class": (lambda: verify(checks=[rx.checks.Fidelity]), "Fidelity'>: give instances"),
     "verify with a seed": (lambda: verify(seed=-1), "seed=-1"),
     "verify by another prescription": (lambda: verify(prescription=other_prescription()), "was made for the model"),
-    "verify by a file": (lambda: verify(prescription="plan.json"), "prescription='plan.json'): give a Prescription"),
+    "verify by a file": (lambda: verify(prescription="plan.json"), "'plan.json'): give an instance of Prescription"),
     "verify by a folder": (lambda: verify(diagnosis="runs"), "diagnosis='runs'): give a Diagnosis"),
     "agreement": (lambda: rx.checks.Fidelity(least_agreement=101.0), "least_agreement=101.0: give a share"),
     "half an epoch": (lambda: rx.TrainingConfig(epochs=1.5), "(epochs=1.5): give a positive whole number"),  # type: ignore[arg-type]

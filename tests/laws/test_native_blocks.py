@@ -1,7 +1,9 @@
 """A block in one call of the C++ kernel computes what its parts compute, and only where nothing observes them."""
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from attnrx.vit.tokens import parse_policy
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 
 WIDTH = 48
+HF_NAMES = ("ViT", "Dinov2", "Dinov2WithRegisters")
 
 
 class OneBlock(nn.Module):
@@ -237,20 +240,33 @@ def test_what_the_kernel_would_misread_is_refused() -> None:
 
 def timm_model() -> nn.Module:
     timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
     shape = {"img_size": 64, "patch_size": 8, "embed_dim": WIDTH, "depth": 4, "num_heads": 3, "num_classes": 5}
-    source = timm.create_model("vit_tiny_patch16_224", init_values=0.5, **shape)
-    with torch.no_grad():
-        for parameter in source.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return load_model(source.eval()).eval()
+    return timm.create_model("vit_tiny_patch16_224", init_values=0.5, **shape)
+
+
+def transformers_model(name: str) -> nn.Module:
+    library = pytest.importorskip("transformers")
+    shape = {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 3, "image_size": 64, "patch_size": 8}
+    config = getattr(library, f"{name}Config")(**shape, num_labels=5, intermediate_size=4 * WIDTH)
+    return getattr(library, f"{name}ForImageClassification")(config)
+
+
+MODELS = {"timm": timm_model} | {name: partial(transformers_model, name) for name in HF_NAMES}
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("policy", ["", "ward:0.5@2,3", "ward(relevance=0.3):0.5@2,3", "evit:0.7@3"])
-def test_models_of_timm_are_computed_block_by_block(policy: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_computed_block_by_block(
+    name: str, policy: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.set_num_threads(threads)
-    model = timm_model()
+    torch.manual_seed(0)
+    source = MODELS[name]()
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model = load_model(source.eval()).eval()
     if policy:
         attach_tokens_(model, family_of(model), parse_policy(policy))
     images, calls = draws(2, 3, 64, 64), []
@@ -259,10 +275,11 @@ def test_models_of_timm_are_computed_block_by_block(policy: str, threads: int, m
     with torch.no_grad():
         found = model(images)
         assert len(calls) == 4
-        copied = copy.deepcopy(model)
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
         assert torch.equal(copied(images), found)
-        for block in copied.source.blocks:  # type: ignore[union-attr]
-            block.norm1.register_forward_hook(lambda *call: None)
+        for part in copied.modules():
+            if isinstance(part, nn.LayerNorm):
+                part.register_forward_hook(lambda *call: None)
         calls.clear()
         expected = copied(images)
         assert not calls

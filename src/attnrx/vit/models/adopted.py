@@ -17,6 +17,7 @@ from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenB
 from attnrx.vit.attention import Attention, AttentionContext, Positions
 from attnrx.vit.kernels.cached_weights import CachedWeights
 from attnrx.vit.models.chunked_forward import chunked_forward, is_watched, require_images
+from attnrx.vit.models.fused_block import children, fused_block, is_idle
 from attnrx.vit.models.mlp import Pair
 from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.token_hooks import forward_pass
@@ -314,6 +315,42 @@ class Adapter(nn.Module):
         total = sum(present[1:], present[0])
         total = total if total.ndim == 4 else total[None]  # [images, heads, tokens, tokens]
         return replace(rotations or Positions(self.prefix), bias=total)
+
+
+@dataclass(frozen=True)
+class BlockParts:
+    """The names of the parts of a pre-norm block: the attention (an `Adapter`), the norms before attention and MLP, the
+    MLP, and the modules that scale both branches, of which `factor` names the parameter and `scale_kinds` the classes.
+    `others` change nothing in evaluation mode.
+    """
+
+    attention: str
+    norms: tuple[str, str]
+    mlp: str
+    scales: tuple[str, ...] = ()
+    factor: str = ""
+    scale_kinds: tuple[type[nn.Module], ...] = ()
+    others: tuple[str, ...] = ()
+
+
+def fused_parts(block: nn.Module, tokens: TokenBatch, names: BlockParts) -> TokenBatch | None:
+    """Returns the output of a block by `fused_block`; None where its parts have to be called one by one."""
+    # In the dictionary: `nn.Module.__getattr__` takes longer than all comparisons here.
+    parts = children(block)
+    adapter, scales = parts[names.attention], [parts[name] for name in names.scales]
+    if not isinstance(adapter, Adapter) or not is_idle(adapter):
+        return None
+    if any(type(scale) not in names.scale_kinds for scale in scales):
+        return None
+    first, second = [scale._parameters.get(names.factor) for scale in scales] or (None, None)
+    others = (*scales, *[parts[name] for name in names.others])
+    norms, attention = (parts[names.norms[0]], parts[names.norms[1]]), children(adapter)["attention"]
+    # In the last block `tokens` may be the first ones of all.
+    entered = tokens if adapter.call.entered is None else adapter.call.entered[0]
+    fused = fused_block(entered, norms, attention, parts[names.mlp], (first, second), others, tokens.shape[1])
+    if fused is not None:
+        adapter.call.entered = None
+    return fused
 
 
 class PairBias(nn.Module):

@@ -433,6 +433,12 @@ class HuggingFaceFamily(AdoptedFamily):
             if mask is not None and mask.default is inspect.Parameter.empty:
                 block.register_forward_pre_hook(_without_mask, with_kwargs=True)
 
+    def fuse_block_(self, block: nn.Module) -> None:
+        if type(block).__module__.startswith("transformers."):  # so that its models can be imported
+            from attnrx.vit.models.huggingface_blocks import fuse_  # imports transformers
+
+            fuse_(block)
+
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention, rotations: RotationCache) -> Adapter:
         adapter = super().adapter(source, module, attention, rotations)
         assert isinstance(adapter, HuggingFaceAttention)
