@@ -69,7 +69,7 @@ MAX_VERIFICATION_IMAGES = 10_000
 # Outputs with a number per position vary less between images, and a quick call verifies them on as many images as take
 # so many multiply-accumulates, and on so many at least: of 128 the mean error of a saliency map has an interval of
 # +- 20 %, of 324 of +- 13 % (docs/results/dense.md).
-VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 1e12, 128
+VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 7.5e11, 96
 REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
 STATE_FOLDER = ".state"  # in the folder of a call: what it needs to go on after an interruption
 
@@ -343,7 +343,7 @@ class ShrinkRun:
         if decoder and (smaller := smaller_decoder(outputs, images.planned, settings.seed)) is not None:
             planned_model, divergence = smaller
             # The search of ten plans gained 5 % in 53 CPU seconds, of which the fit of the decoder needs fewer.
-            settings = replace(settings, trials=-(-3 * settings.trials // 4))
+            settings = replace(settings, trials=-(-settings.trials // 2))
             units = " + ".join(str(cut.units) for cut in planned_model.around.cuts)
             log(f"decoder: {units} channels are left; divergence {divergence:.3g}, before the plan")
         is_halved = effort == "quick" and family_of(original).costs(original).macs > LARGE
