@@ -69,7 +69,9 @@ MAX_VERIFICATION_IMAGES = 10_000
 # Outputs with a number per position vary less between images, and a quick call verifies them on as many images as take
 # so many multiply-accumulates, and on so many at least: of 128 the mean error of a saliency map has an interval of
 # +- 20 %, of 324 of +- 13 % (docs/results/dense.md).
-VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 7.5e11, 96
+VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 7.5e11, 64
+# Of models of more MACs per image it plans and fits on fewer images: those of a ViT-S with a decoder at 224 pixels.
+MAP_MACS = 8e9
 REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
 STATE_FOLDER = ".state"  # in the folder of a call: what it needs to go on after an interruption
 
@@ -333,10 +335,7 @@ class ShrinkRun:
             log(f"the outputs are large: verified on {most:,} of {len(images.verified):,} images")
             images = images._replace(verified=images.verified.take(most))
         if effort == "quick" and kind.needed_images < 1:
-            enough = max(round(VERIFICATION_MACS / family_of(original).costs(original).macs), MIN_VERIFICATION_IMAGES)
-            if len(images.verified) > enough:
-                log(f"a quick call: verified on {enough:,} of {len(images.verified):,} images")
-                images = images._replace(verified=images.verified.take(enough))
+            images, settings = _fewer_maps(images, settings, family_of(original).costs(original).macs)
         planned = images.planned.take(min(settings.num_images, len(images.planned)))
         planned_model, outputs = original, KeptOutputs(original)
         begin("diagnosing")
@@ -446,6 +445,24 @@ class ShrinkRun:
         diagnosis = replace(self.diagnosis, fingerprint=model_fingerprint(self.original))
         parts = diagnosis, samples, names, self.images, maps
         return Shrunk(model, prescription, evidence, plan, target, *parts)
+
+
+def _fewer_maps(images: Parts, settings: PlanSettings, macs: float) -> tuple[Parts, PlanSettings]:
+    """Returns as few images as a quick call takes of a model with a number per position and so many MACs: the more
+    positions an image has, the less it varies.
+    """
+    enough = max(round(VERIFICATION_MACS / macs), MIN_VERIFICATION_IMAGES)
+    if len(images.verified) > enough:
+        settings.log(f"a quick call: verified on {enough:,} of {len(images.verified):,} images")
+        images = images._replace(verified=images.verified.take(enough))
+    share = min(1.0, MAP_MACS / macs)
+
+    def some(part: ImageSet) -> ImageSet:
+        return part.take(max(round(share**0.5 * len(part)), 1))
+
+    names = ("num_images", "sensitivity_images", "trial_images")
+    fewer = {name: max(round(share * getattr(settings, name)), 1) for name in names}
+    return images._replace(planned=some(images.planned), predicted=some(images.predicted)), replace(settings, **fewer)
 
 
 def _at_size_of(images: ImageSet, model: nn.Module, splits: Splits, log: Log) -> tuple[nn.Module, Splits]:
