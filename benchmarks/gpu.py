@@ -41,7 +41,7 @@ from attnrx.support.storage import read_json, write_json, write_text
 from attnrx.support.tables import markdown_table
 from attnrx.vit.attention import Attention, Backend, Eager, Fused
 from attnrx.vit.costs import Conditions, Ratio, interleave
-from attnrx.vit.costs.conditions import PRECISIONS
+from attnrx.vit.costs.conditions import PRECISIONS, RecordedCalls
 from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec
 
@@ -341,20 +341,6 @@ def peak_bytes(run: Run, forward: Callable[[], object]) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def graphed(forward: Callable[[], object]) -> Callable[[], object]:
-    """Records a pass as a CUDA graph and returns its replay: the same kernels without the time to launch them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            forward()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        forward()
-    return graph.replay
-
-
 def timed(
     run: Run, runs: Mapping[str, Callable[[], object]], anchor: str, clock: str | None = None, rounds: int | None = None
 ) -> dict[str, dict[str, Any]]:
@@ -407,9 +393,10 @@ def eager_section(run: Run, result: dict[str, Any]) -> None:
                     row["eager"][name]["kernels"] = kernels(run, forward)
             if run.on_cuda:
                 graphs = {}
-                for name, forward in runs.items():
+                for name in runs:
                     try:
-                        graphs[name] = graphed(forward)
+                        graphs[name] = partial(RecordedCalls(placed[name]), batch)
+                        graphs[name]()  # records
                     except Exception as error:
                         row["failures"][f"{name}, CUDA graph"] = short(error)
                         torch.cuda.synchronize()
@@ -687,7 +674,8 @@ def shrink_part(run: Run, part: dict[str, Any], model: nn.Module, splits: Mappin
                 row: dict[str, Any] = {"batch": count, "precision": precision, "eager": timed(run, runs, "timm")}
                 if run.on_cuda:
                     try:
-                        row["graph"] = timed(run, {name: graphed(forward) for name, forward in runs.items()}, "timm")
+                        graphs = {name: partial(RecordedCalls(each), batch) for name, each in placed.items()}
+                        row["graph"] = timed(run, graphs, "timm")
                     except Exception as error:
                         row["failures"] = {"CUDA graph": short(error)}
                 part["speeds"].append(row)

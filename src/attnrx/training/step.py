@@ -11,6 +11,7 @@ from torch import nn
 
 from attnrx.data import Batch
 from attnrx.support.errors import NotSupported
+from attnrx.support.hardware import on_another_stream
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import LossContext, Task, TeacherSource
@@ -57,15 +58,6 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
     return graph.replay
-
-
-def on_another_stream(work: Callable[[], None]) -> None:
-    """Runs `work` as PyTorch requires of the steps before a recording."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
 
 
 class RecordedStep:

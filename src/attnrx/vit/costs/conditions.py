@@ -10,7 +10,7 @@ from torch import nn
 
 from attnrx.support.arguments import one_of, require_fields
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.hardware import device_name
+from attnrx.support.hardware import device_name, on_another_stream
 from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, ImageBatch, Tensor
 
@@ -48,12 +48,7 @@ class RecordedCalls:
         return outputs
 
     def _record(self, inputs: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Any]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(PASSES_BEFORE):
-                self.model(inputs)
-        torch.cuda.current_stream().wait_stream(stream)
+        on_another_stream(lambda: [self.model(inputs) for _ in range(PASSES_BEFORE)])
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
