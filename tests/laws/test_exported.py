@@ -169,21 +169,28 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
         rx.load(path)
 
 
-class Wrong(Onnx):
-    """Writes another model than it was given."""
+def wrong(form: Format) -> Format:
+    """Returns the format, but that it writes another model than it was given."""
 
-    def write(self, program, path, images) -> None:  # type: ignore[no-untyped-def]
-        name = next(name for name in program.state_dict if name.endswith("head.bias"))
-        program.state_dict[name] = nn.Parameter(program.state_dict[name] + 1)
-        super().write(program, path, images)
+    class Wrong(type(form)):  # type: ignore[misc]
+        def write(self, program, path, images) -> None:  # type: ignore[no-untyped-def]
+            name = next(name for name in program.state_dict if name.endswith("head.bias"))
+            program.state_dict[name] = nn.Parameter(program.state_dict[name] + 1)
+            super().write(program, path, images)
+
+    return Wrong(**vars(form))
 
 
+@pytest.mark.parametrize(
+    ("policy", "to"), [(None, "onnx"), ("ward:0.6@2,4", "onnx"), ("ward:0.6@2,4", "openvino(precision=bf16)")]
+)
 @pytest.mark.slow
-def test_a_file_that_answers_otherwise_is_not_left(tmp_path: Path) -> None:
-    small = realized(None, "compress")
+def test_a_file_that_answers_otherwise_is_not_left(policy: str | None, to: str, tmp_path: Path) -> None:
+    small = realized(policy, "compress")
     before = answers(small)
+    form = wrong(parse_format(to))
     with pytest.raises(NotSupported, match="does not match the model"):
-        rx.export(copy.deepcopy(small), tmp_path / "small.onnx", Wrong(), batch=2)
+        rx.export(copy.deepcopy(small), tmp_path / f"small{form.suffix}", form, batch=2)
     assert not list(tmp_path.iterdir())
     assert torch.equal(answers(small), before)
 
