@@ -51,7 +51,7 @@ def images(family: AdoptedFamily, model: nn.Module, count: int = 3) -> torch.Ten
 def of_library(model: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     """The arguments with which a model of transformers takes a batch."""
     reader = reader_of(model)
-    return reader.input.arguments(batch, reader.body_of(model).config)
+    return reader.inputs(model).arguments(batch)[1]
 
 
 def logits(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -383,8 +383,6 @@ def test_wrong_images_and_statistics_are_refused() -> None:
         load(gray)
     gray.pretrained_cfg.update(mean=(0.5,), std=(0.5,))
     assert TIMM.normalization(load(gray)) == ((0.5,), (0.5,))
-    with pytest.raises(InvalidInput, match="img_size="):
-        TIMM.adopt(model, input_shape=(3, 32, 32))
     with pytest.raises(InvalidInput, match="not adopted by the family"):
         HF.attention(adopted)
     with pytest.raises(InvalidInput, match="give one for each"):
@@ -400,13 +398,14 @@ def test_models_that_fit_their_positions_take_other_sizes(name: str) -> None:
         "transformers": (HF, partial(of_hf, "Dinov2ForImageClassification")),
     }[name]
     foreign = model()
-    adopted = family.adopt(foreign, input_shape=(3, 24, 32))
+    adopted: Any = load(foreign)
+    family.resize_(adopted, 24, 32)
     batch = images(family, adopted)
     torch.testing.assert_close(logits(adopted, batch), logits(foreign, batch), rtol=0, atol=1e-12)
     assert family.build(family.describe(adopted)).origin.input_shape == (3, 24, 32)
     assert family.costs(adopted).patches.macs == 12 * (3 * 8 * 8) * 12
     with pytest.raises(InvalidInput, match="do not tile"):
-        family.adopt(foreign, input_shape=(3, 20, 32))
+        family.resize_(adopted, 20, 32)
 
 
 def test_twins_of_both_libraries_are_one_model() -> None:

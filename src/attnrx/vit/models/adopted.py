@@ -17,7 +17,6 @@ from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenB
 from attnrx.vit.attention import Attention, AttentionContext, Positions
 from attnrx.vit.kernels.cached_weights import CachedWeights
 from attnrx.vit.models.chunked_forward import chunked_forward, is_watched, require_images
-from attnrx.vit.models.fused_block import children, fused_block, is_idle
 from attnrx.vit.models.mlp import Pair
 from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.token_hooks import forward_pass
@@ -68,15 +67,13 @@ def image_shape(values: Iterable[int]) -> tuple[int, int, int]:
 class _LastLayerCall(CallState):
     """`at_work` states whether the shortcut is active in this forward pass."""
 
-    def __init__(self) -> None:  # called in every thread
-        self.at_work = False
+    at_work = False
 
 
 class _AdapterCall(CallState):
     """`entered` are all tokens before the block, and the norm before the attention, where only some pass through it."""
 
-    def __init__(self) -> None:
-        self.entered: tuple[Tensor, nn.Module | None] | None = None
+    entered: tuple[Tensor, nn.Module | None] | None = None
 
 
 class LastLayer:
@@ -119,6 +116,7 @@ class LastLayer:
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Passes the tokens before the patches to the block, and all tokens to the attention as key/value tokens."""
+        # Of the block that is called: that of a replica of `DataParallel` is another one than `self.block`.
         tokens = args[0] if args else kwargs["hidden_states"]  # timm passes them by position, transformers by name
         adapter: Any = block.get_submodule(self.attention)
         attention: Attention = adapter.attention
@@ -282,8 +280,11 @@ class Adapter(nn.Module):
     """Replaces the attention module of a layer and calls attnrx attention.
 
     `rotations` is the cache of all layers, `prefix` the number of tokens before the patches. `pair_bias` returns the
-    bias of pairs that belongs to this layer, if it has one.
+    bias of pairs that belongs to this layer, if it has one. `returns_weights`: whether the block takes a pair, whose
+    second element is None here.
     """
+
+    returns_weights = False
 
     def __init__(self, attention: Attention, rotations: RotationCache, prefix: int, pair_bias: nn.Module | None = None):
         super().__init__()
@@ -317,40 +318,29 @@ class Adapter(nn.Module):
         return replace(rotations or Positions(self.prefix), bias=total)
 
 
-@dataclass(frozen=True)
-class BlockParts:
-    """The names of the parts of a pre-norm block: the attention (an `Adapter`), the norms before attention and MLP, the
-    MLP, and the modules that scale both branches, of which `factor` names the parameter and `scale_kinds` the classes.
-    `others` change nothing in evaluation mode.
-    """
+class PlainAttention(Adapter):
+    """attnrx attention in the place of an attention module that is called with tokens, or as nn.MultiheadAttention."""
 
-    attention: str
-    norms: tuple[str, str]
-    mlp: str
-    scales: tuple[str, ...] = ()
-    factor: str = ""
-    scale_kinds: tuple[type[nn.Module], ...] = ()
-    others: tuple[str, ...] = ()
+    batch_first = False  # nn.TransformerEncoderLayer then calls its parts, and no kernel that has their weights
 
+    def forward(
+        self, tokens: TokenBatch, key: Tensor | None = None, value: Tensor | None = None, **options: Any
+    ) -> TokenBatch | tuple[TokenBatch, None]:
+        """Returns the attention output; `key` and `value`, if given, are `tokens` [batch, tokens, width] themselves.
 
-def fused_parts(block: nn.Module, tokens: TokenBatch, names: BlockParts) -> TokenBatch | None:
-    """Returns the output of a block by `fused_block`; None where its parts have to be called one by one."""
-    # In the dictionary: `nn.Module.__getattr__` takes longer than all comparisons here.
-    parts = children(block)
-    adapter, scales = parts[names.attention], [parts[name] for name in names.scales]
-    if not isinstance(adapter, Adapter) or not is_idle(adapter):
-        return None
-    if any(type(scale) not in names.scale_kinds for scale in scales):
-        return None
-    first, second = [scale._parameters.get(names.factor) for scale in scales] or (None, None)
-    others = (*scales, *[parts[name] for name in names.others])
-    norms, attention = (parts[names.norms[0]], parts[names.norms[1]]), children(adapter)["attention"]
-    # In the last block `tokens` may be the first ones of all.
-    entered = tokens if adapter.call.entered is None else adapter.call.entered[0]
-    fused = fused_block(entered, norms, attention, parts[names.mlp], (first, second), others, tokens.shape[1])
-    if fused is not None:
-        adapter.call.entered = None
-    return fused
+        Raises:
+            NotSupported: A mask, or keys or values of other tokens are given.
+        """
+        # Blocks around nn.MultiheadAttention call it with (x, x, x).
+        if any(side is not None and side is not tokens for side in (key, value)):
+            raise NotSupported("attention to other tokens (key or value is not query) is not supported.")
+        masks = [
+            name for name in ("attn_mask", "key_padding_mask", "mask", "attn_bias") if options.get(name) is not None
+        ]
+        if masks or options.get("is_causal"):
+            raise NotSupported(f"attention masks ({', '.join(masks) or 'is_causal'}) are not supported.")
+        mixed = self.mixed(tokens)
+        return (mixed, None) if self.returns_weights else mixed
 
 
 class PairBias(nn.Module):

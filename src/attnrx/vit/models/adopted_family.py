@@ -1,27 +1,34 @@
 """The base class of the families of other libraries: adopt, describe, rebuild, count costs."""
 
-import re
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from attnrx.support.arguments import described_error
 from attnrx.support.dataclass_records import fields_of, from_dict, of_fields, to_dict
-from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.hub import local_copies_if_unreachable
-from attnrx.support.modules import copy_module
+from attnrx.support.modules import copy_module, random_images
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.maps import LINEAR_MAPS
-from attnrx.vit.models.adopted import Adapter, Adopted, LastLayer, Origin, RotationCache, image_shape
+from attnrx.vit.models.adopted import (
+    Adapter,
+    Adopted,
+    LastLayer,
+    Origin,
+    PlainAttention,
+    RotationCache,
+    attention_from_projections,
+)
 from attnrx.vit.models.adoption_proof import (
     LAYERS,
     build_part,
@@ -32,39 +39,15 @@ from attnrx.vit.models.adoption_proof import (
 from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.family import Family, LayerShapes, num_outputs, require_ordinary_weights, require_weights
 from attnrx.vit.models.foreign_code import merged, require_own_weights, require_unchanged, require_uncompiled
+from attnrx.vit.models.library_blocks import fuse_
 from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, Pair, halve_, hidden_units, keep_units_of_, rank_of
-from attnrx.vit.models.token_hooks import resize_tokens_
+from attnrx.vit.models.observation_hooks import evaluating
+from attnrx.vit.models.parts import ModelParts, Refusal, changed_linears, model_name, reading_parts
+from attnrx.vit.models.separate_units import unmixed
 from attnrx.vit.models.token_reduction import reduction_of
-from attnrx.vit.models.unsupported_features import Refusal, changed_linears, model_name
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
-
-
-@contextmanager
-def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
-    """Raises NotSupported, with the error as its cause, where the parts of a model are not those of its class."""
-    try:
-        yield
-    except AttnrxError:
-        raise
-    except Exception as error:  # a missing attribute, a part of another class, a weight of another shape ...
-        named = re.match(r"'(\w+)' object has no attribute", str(error))
-        parts = [name for name, part in model.named_modules() if named and type(part).__name__ == named[1]]
-        where = f" of {parts[0]}" if len(parts) == 1 and parts[0] else ""
-        raise NotSupported(
-            f"{model_name(model)} is not supported: reading {what}{where} raised {type(error).__name__}: "
-            f"{described_error(error)}. A part was replaced or removed after the model was created, or has weights of "
-            "another shape. Undo the change, or state the parts in a reader (attnrx.Reader)."
-        ) from error
-
-
-def require_parts(module: nn.Module, paths: Sequence[str], name: str) -> None:
-    """Raises InvalidInput for a module that was created anew without one of these parts."""
-    named = dict(module.named_modules())
-    missing = next((path for path in paths if path not in named), None)
-    if missing is not None:
-        raise InvalidInput(f"{name} was created without the part {missing!r:.80}.")
 
 
 @contextmanager
@@ -92,46 +75,11 @@ def creating(library: str, name: str, arguments: Mapping[str, Any], pretrained: 
             raise InvalidInput(f"{library} cannot create {name} with {dict(arguments)}: {error}") from error
 
 
-@dataclass(frozen=True)
-class ModelParts:
-    """Where the parts of a library's model are, how many tokens it has besides the patches, and how it pools them.
-
-    Paths are those of modules in the model: `blocks` the list of blocks or each of them, `patches` the convolution of
-    the patch embedding (or the linear map of patches that come ready), `norm` the norm after the last block, "" for
-    none, `heads` the classifiers with the norms before them, `classifiers` the classifiers alone; paths that a
-    model lacks are skipped.
-
-    In a block are `attention`, `norm_before` (the norm before the attention, None if there is none), the modules `mlp`
-    that form its MLP, and its two linear maps `maps`. The MLP is compressed if the class of the first of its modules is
-    in `mlp_classes`: then only an activation is between its maps. `gated` states, by the class of a gated MLP, the
-    paths of the map of its values, of the map of its gate, and of the map that reads their product; `PATH.first` and
-    `PATH.second` are the halves of the outputs of one map.
-
-    `prefix_tokens` are before the patches (class, distillation and register tokens), the first of them a class token
-    if the model has one. `pooling` is "class", "mean", or another name for an unsupported kind of pooling.
-    """
-
-    blocks: str | tuple[str, ...]
-    attention: str
-    patches: str
-    norm: str
-    mlp_classes: tuple[str, ...]
-    heads: tuple[str, ...]
-    classifiers: tuple[str, ...]
-    norm_before: str | None = None
-    mlp: tuple[str, ...] = ("mlp",)
-    maps: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
-    gated: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
-    prefix_tokens: int = 0
-    has_class_token: bool = False
-    pooling: str = "class"
-
-
 class AdoptedFamily(Family):
     """A family of models of another library: adoption by proof, description, rebuilding, costs.
 
     A subclass states where the parts of the library's models are (`parts`), how their attention is converted
-    (`convert_attention`, `adapter`) and how they are created, and lists unsupported features (`refusals`).
+    (`projected`, `traits`, `adapter`) and how they are created, and lists unsupported features (`refusals`).
 
     Raises:
         NotSupported: By methods that need the library, where it is not installed.
@@ -141,9 +89,7 @@ class AdoptedFamily(Family):
     library: str
     """The package of the library."""
     model_type: type[Adopted]
-    adapter_type: type[Adapter]
-    shapes_are_stated = False
-    """Whether the input shape is stated by the user instead of the model."""
+    adapter_type: type[Adapter] = PlainAttention
     takes_weights = False
     """Whether `load` takes the weights of a file, or downloads them."""
 
@@ -172,10 +118,6 @@ class AdoptedFamily(Family):
         """Returns the origin of a model inside a user's own module, which creates it."""
         return self._stated(model, {})
 
-    def takes(self, model: nn.Module, shape: tuple[int, int, int]) -> bool:
-        """Returns whether a model takes images of another shape than it was created for."""
-        return False
-
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         """Creates a model of the library, read or not, without pretrained weights; `origin` or `creation` states how.
 
@@ -200,18 +142,59 @@ class AdoptedFamily(Family):
         return module
 
     def prove_units(self, adopted: Adopted) -> None:
-        """Raises NotSupported where the hidden units of an MLP, in a model of a user's class, are not separate."""
+        """Raises NotSupported where MLPs may be of any class, and the hidden units of one are not separate."""
+        source, parts = adopted.source, self.parts(adopted.source)
+        pairs = adopted.pairs if parts.mlp_classes is None and self.has_plain_units(adopted) else ()
+        if not pairs:
+            return
+        with evaluating((source,)):
+            separate = unmixed(source, pairs, random_images(source, adopted.origin.input_shape, 1))
+        for index, pair in enumerate(pairs):
+            if pair not in separate:
+                raise NotSupported(
+                    f"{adopted.origin.architecture} cannot be adopted: in block {index} more than an activation is "
+                    f"between the maps {parts.maps} of the MLP, or their order is another one. State maps=None in the "
+                    "reader for an MLP of another kind (e.g. with a gate), which is then not compressed."
+                )
 
     def restore_buffers_(self, source: nn.Module) -> None:
         """Computes the buffers that are not saved with the weights, on the CPU, in a model on the meta device."""
 
     def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
         """Returns attnrx attention with the weights of an attention module of `source`."""
-        raise NotImplementedError
+        parts = self.parts(source)
+        weights, biases = self.projected(source, module)
+        name = "num_heads" if isinstance(module, nn.MultiheadAttention) else parts.num_heads
+        heads = name if isinstance(name, int) else int(getattr(module, name))
+        scale = getattr(module, parts.scale) if isinstance(parts.scale, str) else parts.scale
+        scale = scale or (weights[0].shape[0] // heads) ** -0.5
+        return attention_from_projections(weights, biases, heads, scale, **self.traits(source, module))
+
+    def projected(self, source: nn.Module, module: nn.Module) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Returns the weights and the biases of query, key, value and output of an attention module."""
+        part: Any = module
+        if isinstance(module, nn.MultiheadAttention):  # its fused projection is a parameter, not a module
+            weights: list[Any] = [part.in_proj_weight, part.out_proj.weight]
+            biases: list[Any] = [part.in_proj_bias, part.out_proj.bias]
+        else:
+            linears: list[Any] = [module.get_submodule(name) for name in self.parts(source).projections]
+            weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        if len(weights) == 2:  # the rows of a fused projection: all queries, all keys, all values
+            weights = [*weights[0].chunk(3), weights[1]]
+            biases = [*([None] * 3 if biases[0] is None else biases[0].chunk(3)), biases[1]]
+        return weights, biases
+
+    def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:
+        """Returns what `attention_from_projections` needs besides the projections: rotation, bias of pairs, norms."""
+        return {}
 
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention, rotations: RotationCache) -> Adapter:
         """Returns the module that replaces an attention module of `source` and calls `attention`."""
-        return self.adapter_type(attention, rotations, self.parts(source).prefix_tokens, self.pair_bias(module))
+        parts = self.parts(source)
+        adapter = self.adapter_type(attention, rotations, parts.prefix_tokens, self.pair_bias(module))
+        # nn.MultiheadAttention returns a pair also where its weights are not requested.
+        adapter.returns_weights = parts.returns_weights or isinstance(module, nn.MultiheadAttention)
+        return adapter
 
     def inner_norm(self, module: nn.Module, name: str) -> nn.Module:
         """Returns the library's norm of this name (INNER_NORMS) in one of its attention modules."""
@@ -237,28 +220,23 @@ class AdoptedFamily(Family):
         norm = self.parts(source).norm
         return dict(source.named_modules()).get(norm, nn.Identity()) if norm else nn.Identity()
 
-    def adopt(
-        self,
-        model: nn.Module,
-        mean: tuple[float, ...] | None = None,
-        std: tuple[float, ...] | None = None,
-        input_shape: tuple[int, int, int] | None = None,
-        preprocessing: Mapping[str, Any] | None = None,
-        plain: nn.Module | None = None,
-    ) -> Adopted:
+    def adopt(self, model: nn.Module, plain: nn.Module | None = None, **stated: Any) -> Adopted:
         """Returns a deep copy of the model with attnrx attention in every layer; the model itself is not changed.
 
         Two properties are checked on random images first: the copy returns the logits of the model, and so does a model
-        rebuilt from the description of the copy. `mean` and `std` override the model's own normalization; `input_shape`
-        overrides its image size, only for models that resize their position embeddings; `preprocessing` are the
-        settings of the library's transform of pictures, where the model does not hold them. Weights that are computed
-        from other tensors (masks of pruning, weight norms, adapters) are plain weights in the copy, and activations
-        that its parts keep are detached. `plain` is that copy, `merged(model)`, where the caller has it.
+        rebuilt from the description of the copy. Weights that are computed from other tensors (masks of pruning, weight
+        norms, adapters) are plain weights in the copy, and activations that its parts keep are detached.
+
+        Args:
+            model: The model of the library.
+            plain: `merged(model)`, where the caller has it.
+            **stated: Fields of `Origin` that override what the model states: `mean` and `std` of the normalization,
+                `preprocessing`, the settings of the library's transform of pictures.
 
         Raises:
             NotSupported: The model has an unsupported feature, named in the message, an attribute that cannot be
                 copied, or a function (a replaced `forward`, a hook) that holds one of its own parts.
-            InvalidInput: The model was adopted already, has no weights, or takes images that its patches do not tile.
+            InvalidInput: The model was adopted already, or has no weights.
         """
         if isinstance(model, Adopted):
             raise InvalidInput(f"{model.origin.architecture} was adopted already.")
@@ -267,7 +245,6 @@ class AdoptedFamily(Family):
         self.require_supported(plain)
         require_uncompiled(model)
         require_weights(model)
-        stated = {"mean": mean, "std": std, "input_shape": input_shape, "preprocessing": preprocessing}
         origin = self._stated(plain, stated)
         wrapped = self.model_type(model, origin)
         require_unchanged(model, wrapped, origin.input_shape)
@@ -283,6 +260,7 @@ class AdoptedFamily(Family):
         require_own_weights(adopted, model, origin.input_shape)
         # A model that was changed after its creation would be saved, and loaded as another one.
         self._require_rebuilt(adopted)
+        self.prove_units(adopted)
         return adopted
 
     def library_model(self, model: nn.Module) -> nn.Module:
@@ -426,15 +404,12 @@ class AdoptedFamily(Family):
                 elif type(part) is nn.Linear:
                     native_(part)
             _fuse_mlp_(block, parts)
-            self.fuse_block_(block)
+            fuse_(block)
         vars(adopted)["pairs"] = self._found_pairs(source)
         if blocks and parts.pooling == "class":  # every other pooling uses the patches of the last block
             adopted.last = LastLayer(
                 blocks[-1], parts.attention, parts.norm_before, self.last_norm(source), parts.prefix_tokens
             )
-
-    def fuse_block_(self, block: nn.Module) -> None:
-        """Makes a block call the kernel of whole blocks (`fused_block`), where its code is known."""
 
     def require_supported(self, model: nn.Module) -> None:
         """Raises NotSupported with every unsupported feature of the model; does not read its weights."""
@@ -452,10 +427,11 @@ class AdoptedFamily(Family):
         parts = self.parts(model)
         for block in self.blocks(model):
             named = dict(block.named_modules())
-            kind = type(named.get(parts.mlp[0])).__name__
-            if kind in parts.mlp_classes:
+            mlp = named.get(parts.mlp[0])
+            if parts.compresses(mlp):
                 yield from changed_linears(block, tuple(name for name in parts.maps if name in named))
-            paths = (name if name in named else name.rpartition(".")[0] for name in parts.gated.get(kind, ()))
+            gated = parts.gated.get(type(mlp).__name__, ())
+            paths = (name if name in named else name.rpartition(".")[0] for name in gated)
             yield from changed_linears(block, tuple(dict.fromkeys(paths)))
 
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
@@ -510,7 +486,7 @@ class AdoptedFamily(Family):
                 maps = tuple(f"{parts.mlp[0]}.{name}" for name in LINEAR_MAPS)
             elif kind in parts.gated:
                 maps = parts.gated[kind]
-            elif kind not in parts.mlp_classes:
+            elif not parts.compresses(mlp):
                 return ()
             first, *between, second = (f"{path}.{name}" for name in maps)
             pairs.append(Pair(first, second, tuple(between), path))
@@ -573,11 +549,6 @@ class AdoptedFamily(Family):
         """Gives the MLPs of a model as its library creates it the described ranks and numbers of units, and the buffers
         that are not saved their types.
         """
-        if description.get("linear_mlps"):
-            raise InvalidInput(
-                "an earlier version made this model, with linear maps in place of MLPs, which are no longer there. "
-                "Make it again without depth=..."
-            )
         for name, dtype in description.get("buffer_dtypes", {}).items():
             owner, _, buffer = name.rpartition(".")
             module = adopted.get_submodule(owner)
@@ -613,20 +584,21 @@ class AdoptedFamily(Family):
             )
         shape = (channels, height, width)
         convolution = adopted.source.get_submodule(self.parts(adopted.source).patches)
-        down, right = getattr(convolution, "stride", (1, 1))
+        down, right = getattr(convolution, "stride", (1, 1))[-2:]
         if height % down or width % right or not self.num_patches(adopted.source, shape):
             raise InvalidInput(f"patches of {down} x {right} of {name} do not tile images of {height} x {width}.")
         adopted.origin = replace(self._resized(adopted, height, width), input_shape=shape)
-        resize_tokens_(adopted, self)
+        reduction = reduction_of(adopted)
+        if reduction is not None:  # it keeps the same shares of the patches
+            reduction.resize_(self.token_shape(adopted, reduction.shape.heads))
 
-    def fit_created_(self, source: nn.Module, origin: Origin) -> None:
-        """Makes a model that a user's module created take images of the size of `origin`."""
-        self.resize_created_(source, self.origin_inside(source), origin.input_shape[1:])
-
-    def resize_created_(self, source: nn.Module, origin: Origin, size: tuple[int, int]) -> None:
-        """Resizes the position embeddings of the library's own model, which a user's module created at another size."""
-        if origin.input_shape[1:] != size:
-            self._resized(self.model_type(source, origin), *size)
+    def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
+        """Makes the library's own model, which a user's module created, take images of the size of `origin`; `before`
+        is the origin of the created one, by default as it states.
+        """
+        before = before or self.origin_inside(source)
+        if before.input_shape[1:] != origin.input_shape[1:]:
+            self._resized(self.model_type(source, before), *origin.input_shape[1:])
 
     def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
         """Resizes the position embeddings in place as the library does it; returns how such a model is created.
@@ -674,15 +646,21 @@ class AdoptedFamily(Family):
         heads = (named.get(name) for name in self.parts(self._adopted(model).source).classifiers)
         return tuple(head for head in heads if head is not None and num_outputs(head))
 
+    def output_kind(self, model: nn.Module) -> str:
+        return "logits" if self.heads(model) else "embedding"
+
     def positions(self, adopted: Adopted) -> int:
         """Returns the number of patches of an image."""
         return self.num_patches(adopted.source, adopted.origin.input_shape)
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
-        """Returns the number of patches of an image of this shape; a border narrower than a patch is not read."""
+        """Returns the number of patches of an image of this shape, or of a video; a border is not read."""
         patches: Any = source.get_submodule(self.parts(source).patches)
-        (height, width), (down, right) = input_shape[1:], patches.stride
-        return (height // down) * (width // right)
+        channels, *size = input_shape
+        sides = (channels // patches.in_channels, *size)[-len(patches.stride) :]
+        pads = (0,) * len(sides) if isinstance(patches.padding, str) else patches.padding
+        geometry = zip(sides, patches.kernel_size, patches.stride, pads, strict=True)
+        return math.prod(max((side + 2 * pad - kernel) // stride + 1, 0) for side, kernel, stride, pad in geometry)
 
     def num_tokens(self, model: nn.Module) -> int:
         adopted = self._adopted(model)
@@ -735,24 +713,9 @@ class AdoptedFamily(Family):
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Returns the origin of a model, in which the values in `stated` have precedence."""
-        origin = self.origin(model)
-        given = {name: value for name, value in stated.items() if value is not None}
-        shape = given["input_shape"] = image_shape(given.get("input_shape", origin.input_shape))
-        if shape != origin.input_shape and not self.takes(model, shape):
-            raise InvalidInput(
-                f"{origin.architecture} takes images of {origin.input_shape}, not of {shape}: create it for those, "
-                "e.g. with img_size=... of timm."
-            )
-        origin = replace(origin, **given)
-        height, width = origin.input_shape[1:]
-        convolution = model.get_submodule(self.parts(model).patches)
-        # A library's model may leave a border unread; a shape that a user states may not.
-        is_stated = self.shapes_are_stated or stated.get("input_shape")
-        if is_stated and isinstance(convolution, nn.Conv2d):
-            down, right = convolution.stride
-            if height % down or width % right:
-                raise InvalidInput(f"patches of {down} x {right} do not tile {height} x {width}.")
+        origin = replace(self.origin(model), **stated)
         if not self.num_patches(model, origin.input_shape):
+            height, width = origin.input_shape[1:]
             raise InvalidInput(f"images of {height} x {width} are smaller than a patch of {origin.architecture}.")
         return origin
 
@@ -784,8 +747,8 @@ class AdoptedFamily(Family):
         self._require_equal((adopted, rebuilt), because)
 
     def _require_equal(self, models: tuple[Adopted, Adopted], because: str) -> None:
-        path = self.parts(models[1].source).attention
-        require_equal_logits(models, because, lambda model: self.blocks(model.source), path)
+        parts = self.parts(models[1].source)
+        require_equal_logits(models, because, self.block_names(models[1]), parts.attention)
 
 
 def unsaved_buffers(model: nn.Module, meta: bool = False) -> dict[str, dict[str, Tensor]]:
@@ -821,7 +784,7 @@ def _fuse_mlp_(block: nn.Module, parts: ModelParts) -> None:
     """Replaces the library's MLP by one with the same parts, if it is one module without other ones."""
     name, *others = parts.mlp
     mlp = block.get_submodule(name)
-    if others or type(mlp).__name__ not in parts.mlp_classes:
+    if others or not parts.compresses(mlp):
         return
     first, second = (path.removeprefix(f"{name}.") for path in parts.maps)
     inside = {child: part for child, part in mlp.named_children() if type(part) is not nn.Identity}

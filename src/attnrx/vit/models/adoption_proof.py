@@ -1,7 +1,7 @@
 """The proof of an adoption: equal outputs, and a library that creates the same parts but those that a user replaced."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -30,13 +30,11 @@ def difference_in_structure(model: nn.Module, rebuilt: nn.Module) -> str:
     return f"It has {differing[0].strip()}, and the rebuilt one has {differing[1].strip()}." if differing else ""
 
 
-def require_equal_logits(
-    models: tuple[Adopted, Adopted], because: str, blocks: Callable[[Adopted], Sequence[nn.Module]], attention: str
-) -> None:
+def require_equal_logits(models: tuple[Adopted, Adopted], because: str, blocks: Sequence[str], attention: str) -> None:
     """Raises NotSupported unless both models return the same logits for the same random images, up to rounding.
 
-    The message names the first block whose output differs; `blocks` returns those of a model, and `attention` is the
-    path of the attention in a block. `because` is the reason where the outputs of the attention differ too.
+    The message names the first block whose output differs; `blocks` are the paths of all, and `attention` is that of
+    the attention in a block. `because` is the reason where the outputs of the attention differ too.
 
     Raises:
         InvalidInput: The model has no weights.
@@ -76,16 +74,12 @@ def _outputs(model: Adopted, images: Tensor, because: str) -> Float[Tensor, "ima
 
 
 def _first_difference(
-    models: tuple[Adopted, Adopted],
-    blocks: Callable[[Adopted], Sequence[nn.Module]],
-    attention: str,
-    images: Tensor,
-    because: str,
+    models: tuple[Adopted, Adopted], blocks: Sequence[str], attention: str, images: Tensor, because: str
 ) -> tuple[str, str]:
     """Returns where the outputs of the blocks first differ by more than rounding, and why."""
     outputs: list[list[Tensor]] = []
     for model in models:
-        parts = [part for block in blocks(model) for part in (block.get_submodule(attention), block)]
+        parts = [model.get_submodule(path) for block in blocks for path in (f"{block}.{attention}", block)]
         # Recording also switches the last-layer class-token shortcut off, so that both models process all tokens.
         with evaluating((model,)), recording_calls(parts, lambda call: (call.module, call.output_tokens)) as calls:
             model(images)

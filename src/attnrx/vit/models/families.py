@@ -14,18 +14,18 @@ from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, No
 from attnrx.support.hub import NAME, download
 from attnrx.support.modules import copy_module
 from attnrx.support.plugins import import_plugins
-from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts
+from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
 from attnrx.vit.models.family import Family, require_ordinary_tensors
 from attnrx.vit.models.foreign_code import merged, without_wrapper
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.vit.models.module_inputs import ModuleInputs, taking
+from attnrx.vit.models.parts import model_name, reading_parts
 from attnrx.vit.models.reader import Factory, ModuleFamily, Reader
 from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.timm_family import TimmFamily
 from attnrx.vit.models.tower_families import OpenClipFamily, TorchvisionFamily
 from attnrx.vit.models.transformer import AttnrxFamily, ViTFamily, initialize_
-from attnrx.vit.models.unsupported_features import model_name
 from attnrx.vit.models.whole import WholeFamily, named_function
 
 # The families of other libraries, by the prefix of a model name.
@@ -118,13 +118,10 @@ def at_size_of(model: nn.Module, other: nn.Module) -> nn.Module:
         NotSupported: The library does not interpolate the position embeddings of this model.
         InvalidInput: Patches do not tile such images.
     """
-    shapes = []
-    for each in (model, other):
-        found = next((family for family in FAMILIES if family.matches(each)), None)
-        if found is None:  # a file of a runtime, or any other module
-            return model
-        shapes.append(found.input_shape(each))
-    return accepting(model, shapes[1])
+    # One without a family is a file of a runtime, or any other module.
+    if not all(any(family.matches(each) for family in FAMILIES) for each in (model, other)):
+        return model
+    return accepting(model, family_of(other).input_shape(other))
 
 
 def known_families() -> tuple[Family, ...]:
@@ -292,7 +289,13 @@ def _adopt(model: nn.Module, whole: WholeFamily, takes_images: bool) -> nn.Modul
     if library is None and takes_images:
         _require_no_supported_part(model)
     if (library is None or refusals) and (trunks := whole.trunks_of(plain)):
-        return whole.adopt_largest(model, trunks, plain)
+        errors: list[NotSupported] = []
+        for path, family in trunks:  # the first that the module calls; its others stay as they are
+            try:
+                return whole.adopt(model, path, family, plain)
+            except NotSupported as error:
+                errors.append(error)
+        raise errors[0]
     if library is None:
         structured = whole.structure.found(plain) if takes_images else None
         if structured is not None:
@@ -320,7 +323,7 @@ def _adopt_units(
 ) -> nn.Module:
     """Adopts the MLPs of a model that no reader reads; without any it is refused as before, by `refuse`."""
     try:
-        return whole.adopt_units(model, named, plain)
+        return whole.adopt(model, "", whole.units, plain, named)
     except NotSupported as error:
         try:
             refuse()

@@ -16,8 +16,8 @@ from attnrx.support.storage import fingerprint, require_finite_tensors
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, TokenCosts, token_costs
 from attnrx.vit.models.mlp import hidden_units, rank_of
+from attnrx.vit.models.parts import model_name
 from attnrx.vit.models.token_reduction import reduction_of, require_all_tokens
-from attnrx.vit.models.unsupported_features import model_name
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenLayout, TokenPolicy
 
@@ -133,8 +133,8 @@ class Family(ABC):
         return None
 
     def inputs(self, model: nn.Module) -> Any:
-        """Returns how inputs of the model's own library become images (`huggingface_readers.ImageInput`); None
-        where they are images of channels, height and width.
+        """Returns what the model of a library or a user takes (`ModuleInputs`); None for images of channels, height
+        and width.
         """
         return None
 

@@ -27,22 +27,22 @@ from attnrx.vit.models.adopted import (
     Origin,
     PairBias,
     RotationCache,
-    attention_from_projections,
     image_shape,
 )
-from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, unsaved_buffers
+from attnrx.vit.models.adopted_family import AdoptedFamily, unsaved_buffers
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.huggingface_readers import (
     READERS,
     VISION_PARTS,
-    ImageInput,
-    OrderedImageInput,
-    PatchInput,
+    OrderedImages,
+    PatchInputs,
+    images_of,
     reader_of,
     unread_settings,
 )
+from attnrx.vit.models.module_inputs import ModuleInputs
+from attnrx.vit.models.parts import ModelParts, Refusal, unread_attention, without_reader
 from attnrx.vit.models.token_reduction import reduction_of
-from attnrx.vit.models.unsupported_features import Refusal, unread_attention, without_reader
 
 
 def is_transformers_folder(folder: Path | str) -> bool:
@@ -82,7 +82,7 @@ class HuggingFaceModel(Adopted):
         inputs = {name: value for name, value in named.items() if value is not None}
         options = {**self.interpolation, **options}
         if images is not None and not inputs:
-            return super().forward(reader_of(self.source).input.images(images, 4))
+            return super().forward(self.inputs.images(images, 4))
         name: Any = self.source.main_input_name
         if images is not None or name not in inputs:
             raise InvalidInput(f"give images, or {name}=... (with labels=... or not) as transformers does.")
@@ -95,6 +95,11 @@ class HuggingFaceModel(Adopted):
     @property
     def takes_any_size(self) -> bool:
         return reader_of(self.source).takes_any_size
+
+    @cached_property
+    def inputs(self) -> ModuleInputs:
+        """What the model of transformers takes."""
+        return reader_of(self.source).inputs(self.source)
 
     def _with_hidden_states(self, options: dict[str, Any]) -> Any:
         """Returns the output of transformers with the tokens of all patches after every block."""
@@ -112,17 +117,16 @@ class HuggingFaceModel(Adopted):
         return output.to_tuple() if as_tuple else output
 
     def _last_tokens(self, images: Tensor) -> Tensor:
-        reader = reader_of(self.source)
-        body = reader.body_of(self.source)
+        body = reader_of(self.source).body_of(self.source)
         with self.forward_pass((self._depth - 1,)):
-            return body(**reader.input.arguments(images, body.config), **self.interpolation).last_hidden_state
+            return body(**self.inputs.arguments(images)[1], **self.interpolation).last_hidden_state
 
     @property
     def interpolation(self) -> dict[str, bool]:
         """The argument with which transformers resizes position embeddings, where images have not the size of the
         configuration and the model takes such an argument.
         """
-        return interpolation(self.source, self.origin.input_shape)
+        return interpolation(self.source, self.inputs.shape, self.origin.input_shape)
 
     @property
     def _depth(self) -> int:
@@ -135,14 +139,15 @@ class HuggingFaceModel(Adopted):
 
     def logits(self, images: Tensor) -> Tensor:
         """Returns the logits or the embedding, [batch, features], without outputs that attnrx attention lacks."""
-        return answer(self.source, images, {**self.interpolation, "output_attentions": False, "return_dict": True})
+        options = {**self.interpolation, "output_attentions": False, "return_dict": True}
+        return answer(self.source, self.inputs, images, options)
 
     @cached_property
     def dense_head_macs(self) -> int:
         """The MACs of a DPT's neck and head, which are convolutions over the patches of several layers."""
         source: Any = self.source
-        config, shape = source.config, self.origin.input_shape
-        tokens = 1 + reader_of(source).input.num_patches(config, shape)
+        config = source.config
+        tokens = 1 + HuggingFaceFamily().num_patches(source, self.origin.input_shape)
         # Counted, not derived: the reassembly and fusion of a DPT are many convolutions at several resolutions.
         with torch.device("meta"), FlopCounterMode(display=False) as counter:
             neck, head = type(source.neck)(config), type(source.head)(config)
@@ -153,7 +158,6 @@ class HuggingFaceModel(Adopted):
 class HuggingFaceAttention(Adapter):
     """attnrx attention with the call signature of a transformers layer; returns no attention weights."""
 
-    returns_weights = True
     takes_mask = False  # of padding
 
     def forward(
@@ -263,14 +267,12 @@ class HuggingFaceFamily(AdoptedFamily):
         reader = READERS.get(type(model).__name__)
         return self.adopt(model, **_processor(name, reader is not None and reader.takes_any_size)).eval()
 
-    def inputs(self, model: nn.Module) -> ImageInput:
-        return reader_of(self._adopted(model).source).input
+    def inputs(self, model: nn.Module) -> ModuleInputs:
+        return self._own(model).inputs
 
     def accepts_(self, model: nn.Module, shape: tuple[int, ...]) -> bool:
-        adopted = self._adopted(model)
-        reader = reader_of(adopted.source)
-        config = reader.body_of(adopted.source).config
-        if not (isinstance(reader.input, PatchInput) and reader.input.is_padded(shape, config)):
+        adopted: HuggingFaceModel = self._own(model)
+        if not (isinstance(adopted.inputs, PatchInputs) and adopted.inputs.is_padded(shape)):
             return False
         # The values are not pixels alone.
         facts: dict[str, Any] = {"mean": (0.0,), "std": (1.0,), "preprocessing": {}}
@@ -344,21 +346,17 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def origin(self, model: nn.Module) -> Origin:
         """Reads the configuration; mean and std are 0.5, as in ViTImageProcessor."""
-        reader = reader_of(model)
-        shape = image_shape(reader.input.shape(reader.body_of(model).config))
+        shape = reader_of(model).inputs(model).shape
         half = (0.5,) * shape[0]
         return Origin(type(model).__name__, _settings(model.config), shape, half, half)
-
-    def takes(self, model: nn.Module, shape: tuple[int, int, int]) -> bool:
-        return interpolates(model) and shape[0] == self.origin(model).input_shape[0]
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         # The image processor of the folder or hub id that the model was loaded from.
         reader, source = reader_of(model), getattr(model.config, "_name_or_path", "")
         if source and not stated.get("preprocessing"):
             saved = _processor(source, reader.takes_any_size, local_files_only=True)
-            if len(saved.get("mean", ())) == reader.input.shape(reader.body_of(model).config)[0]:
-                stated = saved | {field: value for field, value in stated.items() if value is not None}
+            if len(saved.get("mean", ())) == reader.inputs(model).shape[0]:
+                stated = {**saved, **stated}
         return super()._stated(model, stated)
 
     def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
@@ -408,8 +406,12 @@ class HuggingFaceFamily(AdoptedFamily):
                 module._buffers[name] = computed.get_buffer(name)
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
-        reader = reader_of(source)
-        return reader.input.num_patches(reader.body_of(source).config, input_shape)
+        inputs, (channels, height, width) = reader_of(source).inputs(source), input_shape
+        if isinstance(inputs, PatchInputs):
+            is_padded = inputs.is_padded(input_shape)
+            return height if is_padded else (height // inputs.size) * (width // inputs.size)
+        # AST exchanges time and bins before its convolution.
+        return super().num_patches(source, (channels, width, height) if inputs.dimensions == 2 else input_shape)
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
         source: Any = adopted.source
@@ -433,32 +435,20 @@ class HuggingFaceFamily(AdoptedFamily):
             if mask is not None and mask.default is inspect.Parameter.empty:
                 block.register_forward_pre_hook(_without_mask, with_kwargs=True)
 
-    def fuse_block_(self, block: nn.Module) -> None:
-        if type(block).__module__.startswith("transformers."):  # so that its models can be imported
-            from attnrx.vit.models.huggingface_blocks import fuse_  # imports transformers
-
-            fuse_(block)
-
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention, rotations: RotationCache) -> Adapter:
         adapter = super().adapter(source, module, attention, rotations)
         assert isinstance(adapter, HuggingFaceAttention)
-        adapter.returns_weights = reader_of(source).returns_weights
-        adapter.takes_mask = isinstance(reader_of(source).input, PatchInput)
+        adapter.takes_mask = isinstance(reader_of(source).inputs(source), PatchInputs)
         return adapter
 
-    def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
-        reader = reader_of(source)
-        body: Any = reader.body_of(source)
-        linears: list[Any] = [module.get_submodule(name) for name in reader.projections]
-        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        heads = body.config.num_attention_heads
+    def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:
+        body: Any = reader_of(source).body_of(source)
         names = "use_relative_position_bias", "use_shared_relative_position_bias"
-        # transformers rotates halves of a row (`rotate_half`).
-        return attention_from_projections(
-            weights, biases, heads, (weights[0].shape[0] // heads) ** -0.5,
-            rotary=HALVES if hasattr(body, "rope_embeddings") else None,
-            pair_bias=any(getattr(body.config, name, False) for name in names),
-        )  # fmt: skip
+        return {
+            # transformers rotates halves of a row (`rotate_half`).
+            "rotary": HALVES if hasattr(body, "rope_embeddings") else None,
+            "pair_bias": any(getattr(body.config, name, False) for name in names),
+        }
 
     def pair_bias(self, module: nn.Module) -> nn.Module | None:
         """Returns the bias that an attention module computes itself (Data2Vec); BEiT's layers pass theirs as a mask."""
@@ -483,31 +473,32 @@ class LibraryAnswer(nn.Module):
 
     def __init__(self, source: nn.Module, input_shape: tuple[int, int, int]):
         super().__init__()
-        self.source, self.options = source, interpolation(source, input_shape)
+        self.source, self.inputs = source, reader_of(source).inputs(source)
+        self.options = interpolation(source, self.inputs.shape, input_shape)
 
     def forward(self, images: ImageBatch) -> Tensor:
         """Returns the logits or the embedding, [batch, features]."""
-        return answer(self.source, images, self.options)
+        return answer(self.source, self.inputs, images, self.options)
 
 
-def answer(source: nn.Module, images: ImageBatch, options: Mapping[str, Any]) -> Tensor:
+def answer(source: nn.Module, inputs: ModuleInputs, images: ImageBatch, options: Mapping[str, Any]) -> Tensor:
     """Returns the logits or the embedding of a model of transformers for images, [batch, features]."""
-    reader = reader_of(source)
-    return reader.answer_of(source(**reader.input.arguments(images, reader.body_of(source).config), **options))
+    return reader_of(source).answer_of(source(**inputs.arguments(images)[1], **options))
 
 
-def interpolation(source: nn.Module, input_shape: tuple[int, int, int]) -> dict[str, bool]:
-    """Returns the argument with which a model of transformers takes images of this shape; {} where it needs none."""
-    reader = reader_of(source)
-    is_other = reader.input.shape(reader.body_of(source).config) != input_shape
-    return {INTERPOLATE: True} if is_other and not reader.takes_any_size and interpolates(source) else {}
+def interpolation(source: nn.Module, shape: tuple[int, int, int], input_shape: tuple[int, int, int]) -> dict[str, bool]:
+    """Returns the argument with which a model of transformers, made for images of `shape`, takes those of
+    `input_shape`; {} where it needs none.
+    """
+    is_other = shape != input_shape and not reader_of(source).takes_any_size
+    return {INTERPOLATE: True} if is_other and interpolates(source) else {}
 
 
 def interpolates(source: nn.Module) -> bool:
     """Returns whether a model of transformers resizes its position embeddings: always, or where a call asks for it."""
     reader = reader_of(source)
     return reader.takes_any_size or (
-        type(reader.input) in (ImageInput, OrderedImageInput)
+        reader.input in (images_of, OrderedImages.of_config)
         and all(
             INTERPOLATE in inspect.signature(type(part).forward).parameters for part in (source, reader.body_of(source))
         )

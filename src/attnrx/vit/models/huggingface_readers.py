@@ -2,78 +2,68 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from attnrx.support.errors import NotSupported
-from attnrx.support.shapes import Float, ImageBatch, Tensor
-from attnrx.vit.models.adopted_family import ModelParts
-from attnrx.vit.models.unsupported_features import Refusal
+from attnrx.support.shapes import ImageBatch, Tensor
+from attnrx.vit.models.module_inputs import Field, ModuleInputs
+from attnrx.vit.models.parts import ModelParts, Refusal
 
 
-class ImageInput:
-    """Images of channels, height and width, cut into patches by the model.
-
-    `name` is the argument of the model of transformers, and `dimensions` are those of one input of it.
-    """
-
-    name, dimensions = "pixel_values", 3
-
-    def images(self, inputs: Float[Tensor, "*sizes"], dimensions: int) -> Float[Tensor, "*sizes"]:
-        """Returns inputs of transformers as inputs in attnrx, of `dimensions` axes: 3 for one input, 4 for a batch;
-        others are returned as they are.
-        """
-        if self.dimensions == 3 or inputs.ndim != self.dimensions + dimensions - 3:
-            return inputs
-        return inputs.unsqueeze(-3) if self.dimensions == 2 else inputs.flatten(-4, -3)
-
-    def require_exportable(self, shape: Sequence[int]) -> None:
-        """Raises NotSupported if a model that takes inputs of this shape cannot be written as a file."""
-
-    def image_in(self, fields: Mapping[str, Any]) -> Any:
-        """Returns the input in a batch, or an item, with the arguments of the model of transformers; None without."""
-        return fields.get(self.name)
-
-    def shape(self, config: Any) -> tuple[int, int, int]:
-        """Returns the shape of one input in attnrx: three numbers, the first of which are the channels."""
-        return config.num_channels, *_pair(config.image_size)
-
-    def arguments(self, images: ImageBatch, config: Any) -> dict[str, Tensor]:
-        """Returns the arguments of the model of transformers for inputs of this shape."""
-        return {"pixel_values": images}
-
-    def num_patches(self, config: Any, shape: tuple[int, int, int]) -> int:
-        """Returns the number of patch tokens of one input."""
-        (_, height, width), (down, right) = shape, _pair(config.patch_size)
-        return (height // down) * (width // right)
+def images_of(config: Any) -> ModuleInputs:
+    """Returns the inputs of a class that takes images, and cuts them into patches itself."""
+    return ModuleInputs((Field(("pixel_values",), (config.num_channels, *_pair(config.image_size))),))
 
 
-class OrderedImageInput(ImageInput):
+def spectrograms_of(config: Any) -> ModuleInputs:
+    """Returns the inputs of a class that takes spectrograms [batch, time, mel bins] (AST)."""
+    return ModuleInputs((Field(("input_values",), (config.max_length, config.num_mel_bins)),))
+
+
+def videos_of(config: Any) -> ModuleInputs:
+    """Returns the inputs of a class that takes videos [batch, frames, channels, height, width]."""
+    shape = (config.num_frames, config.num_channels, *_pair(config.image_size))
+    return ModuleInputs((Field(("pixel_values",), shape),))
+
+
+@dataclass(frozen=True)
+class OrderedImages(ModuleInputs):
     """Images whose patches the model would shuffle by random noise (ViTMAE): increasing noise keeps their order."""
 
-    def arguments(self, images: ImageBatch, config: Any) -> dict[str, Tensor]:
+    patch: tuple[int, int]
+
+    @classmethod
+    def of_config(cls, config: Any) -> "OrderedImages":
+        return cls(images_of(config).fields, _pair(config.patch_size))
+
+    def arguments(self, images: ImageBatch) -> tuple[list[Any], dict[str, Tensor]]:
         # ViTMAE sorts the patches by this noise, also where it masks none (mask_ratio 0).
-        count = self.num_patches(config, (images.shape[1], images.shape[2], images.shape[3]))
+        count = (images.shape[2] // self.patch[0]) * (images.shape[3] // self.patch[1])
         noise = torch.arange(count, device=images.device, dtype=images.dtype)
-        return {"pixel_values": images, "noise": noise.expand(images.shape[0], -1)}
+        return [], {"pixel_values": images, "noise": noise.expand(images.shape[0], -1)}
 
 
-class PatchInput(ImageInput):
+@dataclass(frozen=True)
+class PatchInputs(ModuleInputs):
     """Images that are cut into patches before they enter the model (SigLIP 2), as its image processor does it.
 
     Images of any aspect ratio have up to so many patches, the rest of which is padding: those are one channel
     [patches, features + 3] in attnrx, whose last columns are the mask of patches, and height and width in patches.
     """
 
-    ABOUT = "pixel_attention_mask", "spatial_shapes"
+    ABOUT: ClassVar = ("pixel_attention_mask", "spatial_shapes")
+    size: int
+    """The side of a patch."""
 
-    def shape(self, config: Any) -> tuple[int, int, int]:
+    @classmethod
+    def of_config(cls, config: Any) -> "PatchInputs":
         # SigLIP 2 takes any aspect ratio up to num_patches; attnrx models have one input shape, so the square of them.
         side = math.isqrt(config.num_patches) * config.patch_size
-        return config.num_channels, side, side
+        return cls((Field(("pixel_values",), (config.num_channels, side, side)),), config.patch_size)
 
     def image_in(self, fields: Mapping[str, Any]) -> Any:
         patches, mask, grid = (fields.get(name) for name in (self.name, *self.ABOUT))
@@ -83,21 +73,19 @@ class PatchInput(ImageInput):
         columns = (mask[..., None], grid[..., None, :].expand(*mask.shape, 2))
         return torch.cat([patches, *(column.to(patches) for column in columns)], dim=-1).unsqueeze(-3)
 
-    def arguments(self, images: ImageBatch, config: Any) -> dict[str, Tensor]:
-        size = config.patch_size
-        if self.is_padded(images.shape[1:], config):
-            patches, mask, grid = images[:, 0].split((size * size * config.num_channels, 1, 2), dim=-1)
+    def arguments(self, images: ImageBatch) -> tuple[list[Any], dict[str, Tensor]]:
+        if self.is_padded(images.shape[1:]):
+            patches, mask, grid = images[:, 0].split((self.features, 1, 2), dim=-1)
             # Rounded: half precision has all integers up to 2048.
-            about = mask[..., 0].round().long(), grid[:, 0].round().long().cpu()
-            return {self.name: patches, **dict(zip(self.ABOUT, about, strict=True))}
-        cut = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # batch, channels, down, size, right, size
-        # On the CPU, because the model reads the grid of every image as Python integers.
-        grid = torch.tensor([cut.shape[2], cut.shape[4]], device="cpu")
-        # Channels last within a patch, the order of the linear patch embedding: [batch, patches, size * size *
-        # channels].
-        patches = cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
-        mask = torch.ones(patches.shape[:2], dtype=torch.long, device=images.device)
-        return {self.name: patches, **dict(zip(self.ABOUT, (mask, grid.expand(images.shape[0], -1)), strict=True))}
+            mask, grid = mask[..., 0].round().long(), grid[:, 0].round().long().cpu()
+        else:
+            cut = images.unflatten(3, (-1, self.size)).unflatten(2, (-1, self.size))  # ..., down, size, right, size
+            # On the CPU, because the model reads the grid of every image as Python integers.
+            grid = torch.tensor([cut.shape[2], cut.shape[4]], device="cpu").expand(images.shape[0], -1)
+            # Channels last within a patch, the order of the linear patch embedding: [batch, patches, features].
+            patches = cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+            mask = torch.ones(patches.shape[:2], dtype=torch.long, device=images.device)
+        return [], {self.name: patches, **dict(zip(self.ABOUT, (mask, grid), strict=True))}
 
     def require_exportable(self, shape: Sequence[int]) -> None:
         if shape[0] == 1:
@@ -107,49 +95,14 @@ class PatchInput(ImageInput):
                 "loaded for square images, or save the result without a file (onnx=False)."
             )
 
-    def is_padded(self, shape: Sequence[int], config: Any) -> bool:
+    @property
+    def features(self) -> int:
+        """Numbers of one patch."""
+        return self.size**2 * self.fields[0].shape[0]
+
+    def is_padded(self, shape: Sequence[int]) -> bool:
         """Returns whether inputs of this shape are padded patches."""
-        return shape[0] == 1 and shape[2] == config.patch_size**2 * config.num_channels + 3
-
-    def num_patches(self, config: Any, shape: tuple[int, int, int]) -> int:
-        return shape[1] if self.is_padded(shape, config) else super().num_patches(config, shape)
-
-
-class SpectrogramInput(ImageInput):
-    """Spectrograms [batch, 1, time, mel bins], with patches that may overlap (AST)."""
-
-    name, dimensions = "input_values", 2
-
-    def shape(self, config: Any) -> tuple[int, int, int]:
-        return 1, config.max_length, config.num_mel_bins
-
-    def arguments(self, images: Float[Tensor, "batch 1 time mel"], config: Any) -> dict[str, Tensor]:
-        return {self.name: images[:, 0]}
-
-    def num_patches(self, config: Any, shape: tuple[int, int, int]) -> int:
-        _, time, bins = shape
-        # Patches overlap where a stride is smaller than the patch, so the side is not a multiple of the stride.
-        sides = (time, config.time_stride), (bins, config.frequency_stride)
-        return math.prod((side - config.patch_size) // stride + 1 for side, stride in sides)
-
-
-class VideoInput(ImageInput):
-    """Videos whose frames are one after the other along the channels: [batch, frames * channels, height, width]."""
-
-    dimensions = 4
-
-    def shape(self, config: Any) -> tuple[int, int, int]:
-        return config.num_frames * config.num_channels, *_pair(config.image_size)
-
-    def arguments(self, images: ImageBatch, config: Any) -> dict[str, Tensor]:
-        return {"pixel_values": images.unflatten(1, (config.num_frames, config.num_channels))}
-
-    def num_patches(self, config: Any, shape: tuple[int, int, int]) -> int:
-        # A patch of a video, a tubelet, spans several frames.
-        if isinstance(config.tubelet_size, int):
-            return config.num_frames // config.tubelet_size * super().num_patches(config, shape)
-        sides = zip((config.num_frames, *shape[1:]), config.tubelet_size, strict=True)  # ViViT
-        return math.prod(side // step for side, step in sides)
+        return shape[0] == 1 and shape[2] == self.features + 3
 
 
 def _pair(size: int | Iterable[int]) -> tuple[int, int]:
@@ -203,7 +156,7 @@ class ModelReader:
     answer: str = "logits"
     heads: tuple[str, ...] = ()
     takes_any_size: bool = False
-    input: ImageInput = field(default_factory=ImageInput)
+    input: Callable[[Any], ModuleInputs] = images_of
 
     def answer_of(self, output: Any) -> Tensor:
         """Returns the answer, [batch, classes or features]."""
@@ -212,9 +165,13 @@ class ModelReader:
     def body_of(self, source: nn.Module) -> nn.Module:
         return source.get_submodule(self.body)
 
+    def inputs(self, source: nn.Module) -> ModuleInputs:
+        """Returns what a model of this class takes."""
+        return self.input(self.body_of(source).config)
+
     def parts(self, source: nn.Module) -> ModelParts:
         """Returns where the parts of a model of this class are."""
-        body = self.body_of(source)
+        body: Any = self.body_of(source)
         layers, norm, patches, head, pooler = (
             f"{self.body}.{path}".strip(".") for path in (self.layers, self.norm, self.patches, "head", "pooler")
         )
@@ -227,6 +184,8 @@ class ModelReader:
             blocks=layers, attention=self.attention, patches=patches, norm=norm, mlp=self.mlp,
             mlp_classes=(f"{self.word}{self.mlp_class}",),
             heads=(*HEADS, *self.heads, "fc_norm", "visual_projection", norm, head, pooler), classifiers=CLASSIFIERS,
+            projections=self.projections, num_heads=body.config.num_attention_heads,
+            returns_weights=self.returns_weights,
             norm_before=next((name for block in last_block for name in NORMS_BEFORE if hasattr(block, name)), None),
             gated=dict.fromkeys((f"{self.word}SwiGLUFFN", f"{self.word}GatedMLP"), GATED), maps=self.maps,
             prefix_tokens=prefix_tokens, has_class_token=prefix_tokens > 0, pooling=self.pooling_of(config),
@@ -275,7 +234,7 @@ READERS: Mapping[str, ModelReader] = {
     "DeiTModel": ModelReader("DeiT", answer=CLASS_TOKEN),
     "ViTMSNForImageClassification": ModelReader("ViTMSN", "vit"),
     "ViTMSNModel": ModelReader("ViTMSN", answer=CLASS_TOKEN),
-    "ViTMAEModel": ModelReader("ViTMAE", answer=CLASS_TOKEN, input=OrderedImageInput()),
+    "ViTMAEModel": ModelReader("ViTMAE", answer=CLASS_TOKEN, input=OrderedImages.of_config),
     "IJepaForImageClassification": ModelReader("IJepa", "ijepa", pooling="mean"),
     "IJepaModel": ModelReader("IJepa", pooling="mean", answer="mean"),
     "BeitForImageClassification": ModelReader("Beit", "beit", pooling="mean"),
@@ -299,11 +258,11 @@ READERS: Mapping[str, ModelReader] = {
     "SiglipVisionModel": ModelReader("Siglip", pooling="attention", answer="pooler_output", **TOWER),
     "SiglipForImageClassification": ModelReader("Siglip", "vision_model", pooling="mean", **TOWER),
     "Siglip2VisionModel": ModelReader(
-        "Siglip2", pooling="attention", answer="pooler_output", input=PatchInput(), **TOWER
+        "Siglip2", pooling="attention", answer="pooler_output", input=PatchInputs.of_config, **TOWER
     ),
     # The mean of the patches that are not padded.
     "Siglip2ForImageClassification": ModelReader(
-        "Siglip2", "vision_model", pooling="mean without padding", input=PatchInput(), **TOWER
+        "Siglip2", "vision_model", pooling="mean without padding", input=PatchInputs.of_config, **TOWER
     ),
     "YolosForObjectDetection": ModelReader(
         "Yolos", "vit", pooling="detection tokens", answer="detections",
@@ -314,12 +273,12 @@ READERS: Mapping[str, ModelReader] = {
         **NESTED_TENSOR,
     ),
     # The mean of the class token and the distillation token.
-    "ASTForAudioClassification": ModelReader("AST", "audio_spectrogram_transformer", input=SpectrogramInput()),
+    "ASTForAudioClassification": ModelReader("AST", "audio_spectrogram_transformer", input=spectrograms_of),
     "VideoMAEForVideoClassification": ModelReader(
-        "VideoMAE", "videomae", pooling="mean without a norm", input=VideoInput(), **NESTED_TENSOR
+        "VideoMAE", "videomae", pooling="mean without a norm", input=videos_of, **NESTED_TENSOR
     ),
-    "VivitForVideoClassification": ModelReader("Vivit", "vivit", input=VideoInput()),
-    "VivitModel": ModelReader("Vivit", answer=CLASS_TOKEN, input=VideoInput()),
+    "VivitForVideoClassification": ModelReader("Vivit", "vivit", input=videos_of),
+    "VivitModel": ModelReader("Vivit", answer=CLASS_TOKEN, input=videos_of),
 }  # fmt: skip
 # The part of a saved model of several towers that is read.
 VISION_PARTS: Mapping[str, str] = {

@@ -111,7 +111,7 @@ class ModuleInputs:
             raise InvalidInput(f"inputs: {_named(next(iter(tensors)))} was not in the first batch.")
         return torch.cat(rows, 1).unflatten(1, self.shape)
 
-    # As `ImageInput` of transformers' models, for data that name the arguments.
+    # For data that name the arguments.
 
     @property
     def name(self) -> str:
@@ -157,7 +157,8 @@ class ModuleInputs:
         if self.is_plain:
             # Of any height and width.
             channels = self.fields[0].shape[:-2]
-            parts = [images.unflatten(1, channels) if channels else images[:, 0]]
+            is_cut = len(channels) != 1
+            parts = [images if not is_cut else images.unflatten(1, channels) if channels else images[:, 0]]
         else:
             sizes = [field.size for field in self.fields]
             rows = images.flatten(1).split(sizes, 1)

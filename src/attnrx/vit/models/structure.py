@@ -7,7 +7,7 @@ for granted: a copy that returns something else is refused, as for every model.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,14 +20,12 @@ from attnrx.support.errors import NotSupported
 from attnrx.support.modules import containing, copy_module, outermost, random_images
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.models.adopted import Adopted, Origin
-from attnrx.vit.models.adopted_family import ModelParts, require_parts
+from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls
-from attnrx.vit.models.reader import Reader, ReaderFamily
+from attnrx.vit.models.parts import ModelParts, model_name, require_parts
 from attnrx.vit.models.units import UnitsFamily
-from attnrx.vit.models.unsupported_features import Refusal, model_name
 
 HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "num_attention_heads", "h")
-SINGLE_MAPS = ("Linear", "NativeLinear", "LowRankLinear")  # the classes of the maps of an MLP that is no module
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class StructureModel(Adopted):
     """A Vision Transformer of a user's class with attnrx attention."""
 
 
-class StructureFamily(ReaderFamily):
+class StructureFamily(AdoptedFamily):
     """Vision Transformers whose structure was found; `WholeFamily` adopts them, as modules of users."""
 
     name = "structure"
@@ -114,9 +112,6 @@ class StructureFamily(ReaderFamily):
 
     def adopts(self, model: nn.Module) -> bool:
         return "attnrx_structure" in vars(model)
-
-    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
-        return iter(())  # the structure was found, and the outputs are compared
 
     def found(self, model: nn.Module) -> tuple[nn.Module, str] | None:
         """Returns a copy of a module in which the structure of a Vision Transformer was found, with the path of that;
@@ -153,26 +148,13 @@ class StructureFamily(ReaderFamily):
         vars(holder[0].get_submodule(path))["attnrx_structure"] = structure
         return holder[0]
 
-    def reader(self, source: nn.Module) -> Reader:
-        found = _structure(source)
-        return Reader(
-            found.shape, attention=found.attention, projections=found.projections or ("qkv", "proj"),
-            heads=found.heads, scale=found.scale, returns_weights=found.returns_weights,
-            norm_before=found.norm_before, patches=found.patches, prefix_tokens=found.prefix_tokens,
-            pooling="class" if found.prefix_tokens else "mean",
-        )  # fmt: skip
-
     def parts(self, source: nn.Module) -> ModelParts:
         found = _structure(source)
-        classes = SINGLE_MAPS
-        if found.mlp:
-            mlps = (source.get_submodule(f"{block}.{found.mlp}") for block in found.blocks)
-            classes = tuple({type(mlp).__name__ for mlp in mlps})
         return ModelParts(
             blocks=found.blocks, attention=found.attention, patches=found.patches, norm=found.norm,
-            mlp_classes=classes if len(found.maps) == 2 else (), heads=(), classifiers=(),
-            norm_before=found.norm_before, mlp=(found.mlp,) if found.mlp else found.maps,
-            maps=(found.maps[0], found.maps[1]) if len(found.maps) == 2 else ("", ""),
+            projections=found.projections, num_heads=found.heads, scale=found.scale,
+            returns_weights=found.returns_weights, norm_before=found.norm_before,
+            mlp=(found.mlp,) if found.mlp else found.maps, maps=found.maps if len(found.maps) == 2 else (),
             prefix_tokens=found.prefix_tokens, has_class_token=found.prefix_tokens > 0,
             pooling="class" if found.prefix_tokens else "mean",
         )  # fmt: skip

@@ -27,13 +27,12 @@ from attnrx.vit.models.adopted import (
     Origin,
     PairBias,
     RotationCache,
-    attention_from_projections,
     image_shape,
 )
-from attnrx.vit.models.adopted_family import AdoptedFamily, ModelParts, creating, unsaved_buffers
+from attnrx.vit.models.adopted_family import AdoptedFamily, creating, unsaved_buffers
 from attnrx.vit.models.family import num_outputs
+from attnrx.vit.models.parts import NOT_PLAIN, ModelParts, Refusal, unread_attention, without_reader
 from attnrx.vit.models.substitute import Substitute
-from attnrx.vit.models.unsupported_features import NOT_PLAIN, Refusal, unread_attention, without_reader
 
 NO_BLOCKS = "Of timm, attnrx adopts models with one list of blocks, whose attention is attn."
 POST_NORM = ("ResPostBlock", "EvaBlockPostNorm", "ResPostRelPosBlock")
@@ -44,6 +43,7 @@ INNER_NORM_PATHS = {"query_norm": "q_norm", "key_norm": "k_norm", "output_norm":
 # Where the classes of layers are that a model may be created with, and the name under which they are saved.
 LAYER_MODULES, LAYER = ("torch.nn", "timm.layers"), "layer class"
 CLASSIFIERS = ("head", "head_dist")
+FUSED, SEPARATE = ("qkv", "proj"), ("q_proj", "k_proj", "v_proj", "proj")
 GATED = {
     "SwiGLU": ("mlp.fc1_x", "mlp.fc1_g", "mlp.fc2"),
     "GluMlp": ("mlp.fc1.first", "mlp.fc1.second", "mlp.fc2"),
@@ -80,10 +80,6 @@ class TimmModel(Adopted):
 
     default_cfg = pretrained_cfg  # its older name in timm
 
-    @property
-    def num_classes(self) -> int:
-        return int(self.source.num_classes)  # type: ignore[arg-type]
-
     def no_weight_decay(self) -> set[str]:
         """Returns the names of the parameters that are trained without weight decay, as timm's optimizers read them."""
         return {f"source.{name}" for name in self.source.no_weight_decay()}  # type: ignore[operator, union-attr]
@@ -105,10 +101,6 @@ class TimmModel(Adopted):
         Pruned and merged patches are restored (`attnrx.models.TokenRestoration`).
         """
         return self.all_tokens(images)
-
-    def forward_head(self, tokens: TokenBatch, pre_logits: bool = False) -> Tensor:
-        """Returns the logits of all tokens, or the pooled features."""
-        return self.source.forward_head(tokens, pre_logits)  # type: ignore[operator]
 
     def forward_intermediates(
         self,
@@ -288,9 +280,6 @@ class TimmFamily(AdoptedFamily):
         settings = {field: data[field] for field in ("crop_pct", "crop_mode", "interpolation")}
         return Origin(name, arguments, shape, mean, std, settings)
 
-    def takes(self, model: nn.Module, shape: tuple[int, int, int]) -> bool:
-        return bool(getattr(model, "dynamic_img_size", False))
-
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
         facts = getattr(model, "pretrained_cfg", None) or {}
         return (
@@ -357,48 +346,39 @@ class TimmFamily(AdoptedFamily):
         if getattr(model, "pool_include_prefix", False):
             pooling = f"{model.global_pool} with the tokens before the patches"
         post_norm = any(type(block).__name__ in POST_NORM for block in model.blocks)
+        is_fused = getattr(model.blocks[0].attn, "qkv", None) is not None
         return ModelParts(
             blocks="blocks", attention="attn", patches="patch_embed.proj", norm="norm", mlp_classes=("Mlp",),
             gated=GATED, heads=("norm", "fc_norm", "attn_pool", *CLASSIFIERS), classifiers=CLASSIFIERS,
+            projections=FUSED if is_fused else SEPARATE, scale="scale",
             norm_before=None if post_norm else "norm1", prefix_tokens=int(model.num_prefix_tokens),
             has_class_token=getattr(model, "cls_token", None) is not None, pooling=pooling,
         )  # fmt: skip
 
-    def output_kind(self, model: nn.Module) -> str:
-        # With num_classes=0 timm's head is an identity.
-        return "logits" if self.heads(model) else "embedding"
-
-    def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
-        """Splits the fused projection into query, key and value; keys and values of grouped heads are repeated."""
+    def projected(self, source: nn.Module, module: nn.Module) -> tuple[list[Tensor], list[Tensor | None]]:
         attention: Any = module
-        if getattr(attention, "qkv", None) is not None:
-            weights = list(attention.qkv.weight.chunk(3))
-            biases = [None] * 3 if attention.qkv.bias is None else list(attention.qkv.bias.chunk(3))
-            if getattr(attention, "q_bias", None) is not None:  # BEiT and EVA, whose key bias is a buffer of zeros
-                biases = [attention.q_bias, None, attention.v_bias]
-        else:
-            linears = [attention.q_proj, attention.k_proj, attention.v_proj]
-            groups = getattr(attention, "num_kv_groups", 1)
-            weights = [linear.weight for linear in linears]
-            biases = [linear.bias for linear in linears]
-            # Repetition is exact, and gives every head rows of its own, as a spec describes them.
-            for side in (1, 2) if groups > 1 else ():
-                weights[side] = _repeated(weights[side], attention.num_kv_heads, groups)
-                biases[side] = None if biases[side] is None else _repeated(biases[side], attention.num_kv_heads, groups)
-        rotary = _layout(attention) if getattr(source, "rope", None) is not None else None
+        weights, biases = super().projected(source, module)
+        if getattr(attention, "q_bias", None) is not None:  # BEiT and EVA, whose key bias is a buffer of zeros
+            biases[:3] = attention.q_bias, None, attention.v_bias
+        groups = getattr(attention, "num_kv_groups", 1)
+        # Keys and values of grouped heads: repetition is exact, and gives every head rows of its own, as a spec
+        # describes them.
+        sides: list[Any]
+        for sides in (weights, biases) if groups > 1 else ():
+            sides[1:3] = [
+                None if rows is None else _repeated(rows, attention.num_kv_heads, groups) for rows in sides[1:3]
+            ]
+        return weights, biases
+
+    def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:
         # A bias that all layers share belongs to the model, which passes it to every block.
         shared = getattr(source, "rel_pos_bias", None) or getattr(source, "shared_rel_pos", None)
-        found = {name: getattr(attention, path, None) for name, path in INNER_NORM_PATHS.items()}
-        norms = {name: norm for name, norm in found.items() if not isinstance(norm, nn.Identity | None)}
-        return attention_from_projections(
-            (*weights, attention.proj.weight), (*biases, attention.proj.bias), attention.num_heads, attention.scale,
-            rotary=rotary, pair_bias=shared is not None or self.pair_bias(attention) is not None, inner_norms=norms,
-        )  # fmt: skip
-
-    def fuse_block_(self, block: nn.Module) -> None:
-        from attnrx.vit.models.timm_blocks import fuse_  # imports timm
-
-        fuse_(block)
+        norms = {name: getattr(module, path, None) for name, path in INNER_NORM_PATHS.items()}
+        return {
+            "rotary": None if getattr(source, "rope", None) is None else _layout(module),
+            "pair_bias": shared is not None or self.pair_bias(module) is not None,
+            "inner_norms": {name: norm for name, norm in norms.items() if not isinstance(norm, nn.Identity | None)},
+        }
 
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention, rotations: RotationCache) -> Adapter:
         adapter = super().adapter(source, module, attention, rotations)
@@ -489,7 +469,7 @@ def _unread(attention: nn.Module) -> Iterator[Refusal]:
     if unread:
         yield Refusal(f"the attention {name} has parts that are not read ({', '.join(unread)})", NOT_PLAIN)
     is_fused = getattr(attention, "qkv", None) is not None
-    yield from unread_attention(attention, ("qkv", "proj") if is_fused else ("q_proj", "k_proj", "v_proj", "proj"))
+    yield from unread_attention(attention, FUSED if is_fused else SEPARATE)
 
 
 def _timm(module: str) -> ModuleType:

@@ -61,17 +61,6 @@ def attach_tokens_(
     return reduction.train(model.training)
 
 
-def resize_tokens_(model: nn.Module, family: Family) -> None:
-    """Keeps the same shares of the patches of an image after the model was made to take images of another size.
-
-    Raises:
-        InvalidInput: A share keeps no patch.
-    """
-    reduction = reduction_of(model)
-    if reduction is not None:
-        reduction.resize_(family.token_shape(model, reduction.shape.heads))
-
-
 def _hook_blocks_(blocks: Sequence[nn.Module], reduction: TokenReduction) -> None:
     """Registers the hooks of stages, of scores and of restoration, which run in the reverse order on an input."""
     policy = reduction.policy

@@ -56,17 +56,14 @@ class RestorableStage:
 
         It is the token that represents the patch; for a pruned patch, the remaining one of the most similar direction.
         """
-        if self._sources is None:
-            self._sources = self._found_sources()
+        if self._sources is None and not self.prunes:
+            self._sources = self.destinations.clamp(min=0)  # -1 for a patch that an earlier stage masked
+        elif self._sources is None:
+            # Cosines of [before, remaining] pairs of patches. Computed on first use, for stages that are restored only.
+            unit = nn.functional.normalize(self.remaining, dim=-1)
+            similarity = nn.functional.normalize(self.before, dim=-1) @ unit.transpose(1, 2)
+            self._sources = torch.where(self.destinations < 0, similarity.argmax(-1), self.destinations)
         return self._sources
-
-    def _found_sources(self) -> Int[Tensor, "batch before"]:
-        if not self.prunes:
-            return self.destinations.clamp(min=0)  # -1 for a patch that an earlier stage masked
-        # Cosines of [before, remaining] pairs of patches. Computed on first use, for stages that are restored only.
-        unit = nn.functional.normalize(self.remaining, dim=-1)
-        similarity = nn.functional.normalize(self.before, dim=-1) @ unit.transpose(1, 2)
-        return torch.where(self.destinations < 0, similarity.argmax(-1), self.destinations)
 
     def restored(
         self, patches: Float[Tensor, "batch after width"], num_layers: int

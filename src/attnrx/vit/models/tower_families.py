@@ -12,11 +12,10 @@ from attnrx.support.errors import NotSupported, UnknownName
 from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
-from attnrx.vit.models.adopted_family import creating
-from attnrx.vit.models.reader import Reader, ReaderFamily
-from attnrx.vit.models.unsupported_features import Refusal, without_reader
+from attnrx.vit.models.adopted_family import AdoptedFamily, creating
+from attnrx.vit.models.input_validation import IMAGENET
+from attnrx.vit.models.parts import ModelParts, Refusal, last_linear, without_reader
 
-IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 # The arguments of VisionTransformer that the model stores as attributes; the other three are those of its blocks.
 ARGUMENTS = ("image_size", "patch_size", "hidden_dim", "mlp_dim", "dropout", "num_classes", "representation_size")
 
@@ -25,18 +24,18 @@ class TorchvisionModel(Adopted):
     """A Vision Transformer of torchvision with attnrx attention."""
 
 
-class TorchvisionFamily(ReaderFamily):
+class TorchvisionFamily(AdoptedFamily):
     """`torchvision:NAME`, e.g. `torchvision:vit_b_16`, and any VisionTransformer of torchvision."""
 
     name = library = "torchvision"
     model_type = TorchvisionModel
     takes_weights = True
 
-    def reader(self, source: nn.Module) -> Reader:
-        size: Any = source.image_size  # torchvision's models take square images of three channels only
-        return Reader(
-            input_shape=(3, size, size), blocks="encoder.layers", attention="self_attention", norm_before="ln_1",
-            maps=("0", "3"), patches="conv_proj", norm="encoder.ln", head="heads", mean=IMAGENET[0], std=IMAGENET[1],
+    def parts(self, source: nn.Module) -> ModelParts:
+        return ModelParts(
+            blocks="encoder.layers", attention="self_attention", norm_before="ln_1", maps=("mlp.0", "mlp.3"),
+            patches="conv_proj", norm="encoder.ln", heads=("encoder.ln", "heads"),
+            classifiers=last_linear(source, "heads"), prefix_tokens=1, has_class_token=True,
         )  # fmt: skip
 
     def has(self, name: str) -> bool:
@@ -71,14 +70,15 @@ class TorchvisionFamily(ReaderFamily):
         if name != "VisionTransformer":
             yield Refusal(without_reader(model), "Of torchvision, attnrx adopts VisionTransformer.")
             return
-        yield from super().refusals(model)
+        yield from self.parts(model).refusals(model)
 
     def origin(self, model: nn.Module) -> Origin:
         """Reads the arguments of the class from the model; mean and std are those of ImageNet."""
-        reader, stored = self.reader(model), {name: getattr(model, name) for name in ARGUMENTS}
+        stored: dict[str, Any] = {name: getattr(model, name) for name in ARGUMENTS}
         blocks: Any = self.blocks(model)
         arguments = {**stored, "num_layers": len(blocks), "num_heads": blocks[0].num_heads, "attention_dropout": 0.0}
-        return Origin("VisionTransformer", arguments, image_shape(reader.input_shape), *IMAGENET)
+        size = stored["image_size"]  # torchvision's models take square images of three channels only
+        return Origin("VisionTransformer", arguments, image_shape((3, size, size)), *IMAGENET)
 
     def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
         source: Any = adopted.source
@@ -121,29 +121,24 @@ class OpenClipModel(Adopted):
         return output[0] if isinstance(output, tuple) else output
 
 
-class OpenClipFamily(ReaderFamily):
+class OpenClipFamily(AdoptedFamily):
     """`open_clip:NAME` with fresh weights, e.g. `open_clip:ViT-B-32`, and the module `visual` of such a model."""
 
     name = "open_clip"
     library = "open_clip"
     model_type = OpenClipModel
 
-    def reader(self, source: nn.Module) -> Reader:
+    def parts(self, source: nn.Module) -> ModelParts:
         tower: Any = source
         pooling = {"tok": "class", "avg": "mean"}.get(tower.pool_type, str(tower.pool_type))
         pooling = pooling if tower.attn_pool is None else "attention"
         # The mean before the last norm.
         pooling = "mean without a norm" if tower.final_ln_after_pool and pooling == "mean" else pooling
-        return Reader(
-            input_shape=(3, *tower.image_size),
-            blocks="transformer.resblocks",
-            norm_before="ln_1",
-            maps=("c_fc", "c_proj"),
-            patches="conv1",
-            norm="ln_post",
-            head=None,  # the projection is a parameter (`head_macs`)
-            pooling=pooling,
-        )
+        # The head, a projection, is a parameter (`head_macs`).
+        return ModelParts(
+            blocks="transformer.resblocks", attention="attn", norm_before="ln_1", maps=("mlp.c_fc", "mlp.c_proj"),
+            patches="conv1", norm="ln_post", heads=("ln_post",), prefix_tokens=1, has_class_token=True, pooling=pooling,
+        )  # fmt: skip
 
     def has(self, name: str) -> bool:
         return name in _open_clip("").list_models()
@@ -174,7 +169,7 @@ class OpenClipFamily(ReaderFamily):
         kinds = type(tower.transformer.resblocks[0].mlp.gelu).__name__, type(tower.ln_post).__name__
         if kinds[0] not in ACTIVATIONS or kinds[1] not in NORMS:
             yield Refusal(f"the activation {kinds[0]} or the norm {kinds[1]} of another library")
-        yield from super().refusals(model)
+        yield from self.parts(model).refusals(model)
 
     def origin(self, model: nn.Module) -> Origin:
         """Reads the arguments of the class from the model; mean and std are those of CLIP, unless it states others."""

@@ -4,7 +4,7 @@ import copy
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,13 +22,14 @@ from attnrx.support.trees import rows_of, tensors_of
 from attnrx.vit.costs import ModelCosts, PartCosts
 from attnrx.vit.costs.flop_counting import frozen
 from attnrx.vit.models.adopted import Adopted
-from attnrx.vit.models.adopted_family import AdoptedFamily, reading_parts, require_parts
+from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.chunked_forward import chunked_forward
 from attnrx.vit.models.family import Family, LayerShapes, require_ordinary_weights, require_weights
 from attnrx.vit.models.foreign_code import LIBRARIES, merged, require_own_weights, require_unchanged, require_uncompiled
 from attnrx.vit.models.library_costs import num_params
 from attnrx.vit.models.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
-from attnrx.vit.models.observation_hooks import evaluating
+from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
+from attnrx.vit.models.parts import reading_parts, require_parts
 from attnrx.vit.models.reader import created_by, imported_class
 from attnrx.vit.models.structure import StructureFamily
 from attnrx.vit.models.substitute import Substitute, remove_capturing_
@@ -191,11 +192,9 @@ class Whole(Substitute, _Around):
         """The numbers per image of every tensor that is returned, by their places."""
         return self.around.sizes
 
-    @contextmanager
-    def forward_pass(self) -> Iterator[None]:
+    def forward_pass(self) -> AbstractContextManager[None]:
         """Runs one forward pass in its context; patches are restored after the blocks whose patches are read."""
-        with self.trunk.forward_pass(self.around.read_blocks):
-            yield
+        return self.trunk.forward_pass(self.around.read_blocks)
 
     def pairs_around(self) -> tuple[Pair, ...]:
         """Returns the pairs of maps around the Vision Transformer between which every unit, e.g. a channel of a
@@ -254,32 +253,6 @@ class WholeFamily(Family):
 
         return sorted(outermost(model, family_of), key=lambda each: -num_params(model.get_submodule(each[0])))
 
-    def adopt_largest(self, model: nn.Module, trunks: Sequence[tuple[str, AdoptedFamily]], plain: nn.Module) -> Whole:
-        """Adopts the first of the Vision Transformers in a module that it calls once; its others stay as they are.
-
-        Raises:
-            NotSupported: It calls none once, or is refused as by `adopt`.
-        """
-        errors: list[NotSupported] = []
-        for path, family in trunks:
-            try:
-                return self.adopt(model, path, family, plain)
-            except NotSupported as error:
-                errors.append(error)
-        raise errors[0]
-
-    def adopt_units(
-        self, model: nn.Module, named: Mapping[str, Any] | None = None, plain: nn.Module | None = None
-    ) -> Whole:
-        """Returns a deep copy of a module that no reader reads, of which MLPs are adopted.
-
-        `named` is how a library creates it, where that is known. The module itself is compared with what is created so.
-
-        Raises:
-            NotSupported: It has no MLP whose units are separate, or is refused as by `adopt`.
-        """
-        return self.adopt(model, "", self.units, plain, named)
-
     def _creation(self, plain: nn.Module) -> Mapping[str, Any] | None:
         """Returns how a library creates a module, as far as the module states it."""
         library = next((each for each in self.libraries.values() if each.adopts(plain)), None)
@@ -301,7 +274,8 @@ class WholeFamily(Family):
         """Returns a deep copy of a module whose Vision Transformer, at `path`, has attnrx attention in every layer.
 
         The copy returns what the module returns, which is checked on random images. `path` is that in `plain`, by
-        default `merged(model)`, in which all weights are plain parameters.
+        default `merged(model)`, in which all weights are plain parameters. `named` is how a library creates it, where
+        that is known; the module itself is compared with what is created so.
 
         Raises:
             NotSupported: The outputs differ, are no tensors with one entry per image, or the Vision Transformer is
@@ -357,7 +331,7 @@ class WholeFamily(Family):
             creation=creation,
             sizes=_sizes(tensors),
             outputs=_kind_of(family, whole, tensors),
-            macs=_outer_macs(replaced, whole, family) if path or family.name == self.structure.name else 0,
+            macs=_outer_macs(replaced, whole, family),
             read_blocks=_read_blocks(whole, family, images[:1]) if every else (),
         )
         if every and not _answers_alike(whole, images, tensors):
@@ -372,11 +346,10 @@ class WholeFamily(Family):
         before = trunk.origin
         family.resize_inside_(trunk, height, width)
         fresh = whole.shape.fresh()
-        family.resize_created_(fresh.get_submodule(whole.around.path), before, (height, width))
+        family.fit_created_(fresh.get_submodule(whole.around.path), trunk.origin, before)
         vars(whole)["shape"] = _Shape(fresh)
         outputs = _outputs_at_size(whole)
-        is_counted = whole.around.path or family.name == self.structure.name
-        macs = _outer_macs(_of_images(whole.module, whole, family), whole, family) if is_counted else 0
+        macs = _outer_macs(_of_images(whole.module, whole, family), whole, family)
         whole.around = replace(whole.around, sizes=_sizes(outputs), macs=macs)
 
     def keep_units_around_(self, model: nn.Module, pair: Pair, keep: Bool[Tensor, "units"]) -> None:
@@ -652,29 +625,24 @@ def _proved(model: _OfImages, whole: Whole, family: AdoptedFamily, images: Tenso
         NotSupported: They differ, or are no tensors of real numbers with one entry per image.
     """
     name = whole.around.name
-    calls: list[int] = []  # the images of every call
-
-    def count(_: nn.Module, args: tuple[Any, ...]) -> None:
-        calls.append(len(args[0]) if args and isinstance(args[0], Tensor) else len(images))
-
     source = whole.trunk.source  # of which a method other than `forward` may be called
     patches = source.get_submodule(family.parts(source).patches)
-    counting = patches.register_forward_pre_hook(count)
-    try:
-        with evaluating((model, whole)):
-            try:
-                expected = tensors_of(model(images))
-            except Exception as error:  # the code of a module raises errors of any type
-                raise _OtherInputs(
-                    f"{name} cannot be adopted: with images of shape {tuple(images.shape)} it raises "
-                    f"{type(error).__name__}: {described_error(error)}. Of a module that takes other inputs give "
-                    "an example of them, attnrx.load(module, inputs=...), or one around it whose forward takes images."
-                ) from error
-            single, again = tensors_of(model(images[:1])), tensors_of(model(images))
-            with whole.forward_pass():
-                actual = tensors_of(_answer(whole.module, whole.around, whole.trunk, images))
-    finally:
-        counting.remove()
+
+    def count(call: ModuleCall) -> int:  # the images of a call
+        return len(call.tokens) if isinstance(call.tokens, Tensor) else len(images)
+
+    with evaluating((model, whole)):
+        try:
+            expected = tensors_of(model(images))
+        except Exception as error:  # the code of a module raises errors of any type
+            raise _OtherInputs(
+                f"{name} cannot be adopted: with images of shape {tuple(images.shape)} it raises "
+                f"{type(error).__name__}: {described_error(error)}. Of a module that takes other inputs give "
+                "an example of them, attnrx.load(module, inputs=...), or one around it whose forward takes images."
+            ) from error
+        single, again = tensors_of(model(images[:1])), tensors_of(model(images))
+        with recording_calls((patches,), count) as calls:
+            actual = tensors_of(whole._forward_chunk(images))
     if not calls or sum(calls) % len(images):
         raise NotSupported(
             f"{name} cannot be adopted: for {len(images)} inputs it calls {whole.around.path or 'its parts'} with "
@@ -708,9 +676,9 @@ def _proved(model: _OfImages, whole: Whole, family: AdoptedFamily, images: Tenso
 
 def _answers_alike(whole: Whole, images: Tensor, expected: Mapping[str, Tensor]) -> bool:
     """Whether the copy returns the same without hooks, where its last block may compute the class token alone."""
-    with evaluating((whole,)), whole.forward_pass():
+    with evaluating((whole,)):
         try:
-            return not _differing(expected, tensors_of(_answer(whole.module, whole.around, whole.trunk, images)))
+            return not _differing(expected, tensors_of(whole._forward_chunk(images)))
         except Exception:  # e.g. a norm with one weight per token
             return False
 

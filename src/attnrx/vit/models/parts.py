@@ -1,0 +1,203 @@
+"""Where the parts of a Vision Transformer are: the one description that every family of another library states."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from attnrx.support.arguments import described_error
+from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
+
+# The attention of a library's own block, and what it is part of; not something that a user can create otherwise.
+NOT_PLAIN = "Only softmax attention of queries and keys, rotated or not, with or without a bias, can be adopted."
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a model cannot be adopted, and a remedy where the reason does not include one."""
+
+    reason: str
+    remedy: str = ""
+
+    @property
+    def is_of_class(self) -> bool:
+        """Whether the architecture is not read, rather than a part or a setting that its user can change."""
+        return self.remedy == NOT_PLAIN or self.reason.startswith(("the class ", "the block ", "the patch embedding "))
+
+
+def without_reader(model: nn.Module) -> str:
+    """Returns why a class of models cannot be read: what kind of network it is, as far as its parts show."""
+    kinds = {type(part).__name__ for part in model.modules()}
+    attention = {kind for kind in kinds if "Att" in kind and "Pool" not in kind}
+    if any("Window" in kind or "Swin" in kind for kind in attention):
+        described = "is a hierarchical Vision Transformer with attention inside windows, not between all patches"
+    elif not attention and any(isinstance(part, nn.Conv2d) for part in model.modules()):
+        # Mixers have one convolution, which makes the patches.
+        convolutions = sum(isinstance(part, nn.Conv2d) for part in model.modules())
+        described = "is a convolutional network without attention" if convolutions > 1 else "has no attention layers"
+    else:
+        described = "has no reader"
+    return f"the class {type(model).__name__} {described}"
+
+
+def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refusal]:
+    """Yields the projections that are not a plain nn.Linear: adapters, quantization, parametrizations."""
+    for name in names:
+        # The exact class: a subclass may compute something else, and quantized or adapted ones do.
+        kind = type(module.get_submodule(name))
+        if kind is not nn.Linear:
+            shown = kind.__name__ if kind.__name__ != "Linear" else f"{kind.__module__}.Linear"
+            yield Refusal(
+                f"the projection {name} is a {shown}, not a plain Linear",
+                "Merge adapters, undo quantization or parametrizations before adoption.",
+            )
+
+
+def unread_attention(attention: nn.Module, projections: tuple[str, ...], remedy: str = "") -> Iterator[Refusal]:
+    """Yields why an attention module is not read: one of its projections, by their paths, lacks or is not a plain
+    nn.Linear, or there is dropout, whose rate is an attribute or that of a module.
+    """
+    named = dict(attention.named_modules())
+    missing = [path for path in projections if path not in named]
+    if missing:
+        yield Refusal(f"the attention {type(attention).__name__} has no module {', '.join(missing)}", remedy)
+        return
+    yield from changed_linears(attention, projections)
+    # Not in timm's bias of positions, which stays.
+    parts = [part for path, part in named.items() if not path.startswith("rel_pos")]
+    rates = [getattr(part, name, 0.0) for part in parts for name in ("attention_dropout", "dropout", "dropout_prob")]
+    rates += [part.p for part in parts if isinstance(part, nn.Dropout)]
+    if any(isinstance(rate, float) and rate for rate in rates):
+        yield Refusal(
+            "dropout inside attention (create it without: attn_drop_rate=0 and proj_drop_rate=0 of timm, "
+            "attention_dropout=0.0, hidden_dropout_prob=0.0 or attention_probs_dropout_prob=0.0 of others)"
+        )
+
+
+def model_name(model: nn.Module) -> str:
+    """Returns the full name of a model's class."""
+    return f"{type(model).__module__}.{type(model).__name__}"
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """Where the parts of a model are, how many tokens it has besides the patches, and how it pools them.
+
+    Paths are those of modules in the model: `blocks` the list of blocks or each of them, `patches` the map that makes
+    the patch tokens, `norm` the norm after the last block, "" for none, `heads` the classifiers with the norms before
+    them, `classifiers` the classifiers alone; paths that a model lacks are skipped.
+
+    In a block are `attention`, `norm_before` (the norm before the attention, None if there is none), the modules `mlp`
+    that form its MLP, and its two linear maps `maps`, () for an MLP of another kind. The MLP is compressed if the class
+    of the first of its modules is in `mlp_classes`: then only an activation is between its maps; with None it may be of
+    any class, and a pass of random images shows whether that is so. `gated` states, by the class of a gated MLP, the
+    paths of the map of its values, of the map of its gate, and of the map that reads their product; `PATH.first` and
+    `PATH.second` are the halves of the outputs of one map.
+
+    In the attention are `projections`: one map to query, key and value, and the output map; or the four maps;
+    `nn.MultiheadAttention` needs none. `num_heads` is the number of heads, or the attribute of the attention that holds
+    it; `scale` multiplies the scores, or is the attribute that holds the factor, None for head_dim ** -0.5.
+    `returns_weights`: whether the attention returns a pair, whose second element is None here.
+
+    `prefix_tokens` are before the patches (class, distillation and register tokens), the first of them a class token
+    if the model has one. `pooling` is "class", "mean", or another name for an unsupported kind of pooling.
+    """
+
+    blocks: str | tuple[str, ...]
+    attention: str
+    patches: str
+    norm: str
+    heads: tuple[str, ...] = ()
+    classifiers: tuple[str, ...] = ()
+    projections: tuple[str, ...] = ("qkv", "proj")
+    num_heads: int | str = "num_heads"
+    scale: float | str | None = None
+    returns_weights: bool = False
+    norm_before: str | None = None
+    mlp: tuple[str, ...] = ("mlp",)
+    mlp_classes: tuple[str, ...] | None = None
+    maps: tuple[str, ...] = ("mlp.fc1", "mlp.fc2")
+    gated: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
+    prefix_tokens: int = 0
+    has_class_token: bool = False
+    pooling: str = "class"
+
+    def compresses(self, mlp: nn.Module | None) -> bool:
+        """Returns whether only an activation is between the two maps of an MLP of this class."""
+        return bool(self.maps) and (self.mlp_classes is None or type(mlp).__name__ in self.mlp_classes)
+
+    def refusals(self, model: nn.Module) -> Iterator[Refusal]:
+        """Yields the parts that a model lacks, and attention that is not read."""
+        assert isinstance(self.blocks, str)
+        named = dict(model.named_modules())
+        required = dict.fromkeys((self.patches, self.norm, self.blocks, *self.heads))
+        lacking = [path for path in required if path not in named]
+        if lacking:
+            yield Refusal(f"it has no module {', '.join(lacking)}")
+            return
+        if not isinstance(named[self.patches], nn.Conv2d):
+            kind = type(named[self.patches]).__name__
+            yield Refusal(f"{self.patches} is a {kind}, not the convolution that makes the patch tokens")
+        blocks = tuple(named[self.blocks].children())
+        if not blocks:
+            yield Refusal(f"{self.blocks} has no blocks")
+        for index, block in enumerate(blocks):
+            inside = dict(block.named_modules())
+            norms = () if self.norm_before is None else (self.norm_before,)
+            missing = [path for path in (self.attention, *norms, *self.mlp, *self.maps) if path not in inside]
+            if missing:
+                yield Refusal(f"block {index} ({type(block).__name__}) has no module {', '.join(missing)}")
+            else:
+                yield from self._unread(inside[self.attention])
+
+    def _unread(self, attention: nn.Module) -> Iterator[Refusal]:
+        """Yields why an attention module cannot be read."""
+        if isinstance(attention, nn.MultiheadAttention):
+            if not attention.batch_first:
+                yield Refusal("an nn.MultiheadAttention with batch_first=False", "Create it with batch_first=True.")
+            # `in_proj_weight` is absent where keys or values have other widths; the other options append keys of no
+            # token.
+            if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
+                yield Refusal("an nn.MultiheadAttention with other widths of keys and values, or with added keys")
+            yield from unread_attention(attention, ())
+            return
+        yield from unread_attention(attention, self.projections, "State its projections in the reader.")
+        if isinstance(self.num_heads, str) and not hasattr(attention, self.num_heads):
+            kind = type(attention).__name__
+            yield Refusal(
+                f"the attention {kind} has no attribute {self.num_heads}", "State heads=NUMBER in the reader."
+            )
+
+
+def last_linear(model: nn.Module, path: str) -> tuple[str, ...]:
+    """Returns the path of the last linear map in a part of a model, which may be an MLP; () where there is none."""
+    linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    return tuple(name for name in linears if f"{name}.".startswith(f"{path}."))[-1:]
+
+
+@contextmanager
+def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
+    """Raises NotSupported, with the error as its cause, where the parts of a model are not those of its class."""
+    try:
+        yield
+    except AttnrxError:
+        raise
+    except Exception as error:  # a missing attribute, a part of another class, a weight of another shape ...
+        named = re.match(r"'(\w+)' object has no attribute", str(error))
+        parts = [name for name, part in model.named_modules() if named and type(part).__name__ == named[1]]
+        where = f" of {parts[0]}" if len(parts) == 1 and parts[0] else ""
+        raise NotSupported(
+            f"{model_name(model)} is not supported: reading {what}{where} raised {type(error).__name__}: "
+            f"{described_error(error)}. A part was replaced or removed after the model was created, or has weights of "
+            "another shape. Undo the change, or state the parts in a reader (attnrx.Reader)."
+        ) from error
+
+
+def require_parts(module: nn.Module, paths: Sequence[str], name: str) -> None:
+    """Raises InvalidInput for a module that was created anew without one of these parts."""
+    named = dict(module.named_modules())
+    missing = next((path for path in paths if path not in named), None)
+    if missing is not None:
+        raise InvalidInput(f"{name} was created without the part {missing!r:.80}.")
