@@ -152,7 +152,7 @@ def test_the_representatives_are_a_partition_of_the_patches(kind: str) -> None:
         patches(model)
     reduction, run = reduction_of(model), runs[-1]
     assert reduction is not None
-    found, sizes = run.representatives, run.sizes
+    found, sizes = run.representatives(), run.sizes
     assert found is not None and sizes is not None and run.patch_indices is not None
     prefix = reduction.shape.layout.prefix
     left = sizes.shape[1] - prefix

@@ -25,12 +25,7 @@ from support.wrong_arguments import Case, of_class, of_function
 
 SECONDS = 20  # of one call
 FUNCTIONS = tuple(name for name in rx.__all__ if inspect.isfunction(getattr(rx, name)))
-# The empty text is the default of this field; no further checks may be any iterable without one.
-ACCEPTED = {
-    "Target(minimized: empty text)",
-    "verify(if_possible: empty dict)",
-    "verify(if_possible: generator)",
-}
+ACCEPTED = {"Target(minimized: empty text)"}  # the default of this field
 # Arguments that the function itself validates: data, rules and sources of models, which have many forms.
 OWN_VALIDATION = {
     "data",
@@ -38,7 +33,6 @@ OWN_VALIDATION = {
     "others",
     "calibration",
     "checks",
-    "if_possible",
     "rules",
     "source",
     "name_or_path",

@@ -91,13 +91,6 @@ def test_models_whose_tokens_leave_are_asked_like_all_others():
     assert any(finding.details["agreement"]["value"] < 100 for finding in compressed if "severity" in finding.details)
 
 
-def test_several_candidates_in_one_pass_are_each_as_alone():
-    check, tokens = Robustness(("snow", "saturate"), (2,)), Tokens()
-    together = check.of_each({"same": tokens.reference, **tokens.made}, tokens.comparison())
-    assert together["compress"] == check(tokens.comparison("compress"))
-    assert {finding.value for finding in together["same"]} == {0.0}
-
-
 def test_only_the_first_images_are_used_and_a_limit_makes_a_claim(setting: Setting):
     check = Robustness(("gaussian_blur",), (1,), images=7, most_drop=100.0)
     findings = check(setting.comparison(setting.compressed))

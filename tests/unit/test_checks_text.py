@@ -41,13 +41,8 @@ from support.comparisons import pixels
     ],
 )
 def test_a_text_is_read(text: str, read: dict) -> None:
-    assert {requested.name: dict(requested.knobs) for requested in parse_checks(text)} == read
-
-
-def test_a_check_is_made_of_what_was_read() -> None:
-    (requested,) = parse_checks("robustness(severities=3,corruptions=common)")
-    made = Robustness(**requested.knobs)
-    assert made.severities == (3,) and len(made.corruptions) == 15
+    checks = {check.name: check for check in parse_checks(text)}
+    assert checks == {name: all_checks()[name](**knobs) for name, knobs in read.items()}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +93,7 @@ def test_what_is_only_on_request_is_not_standard() -> None:
         "features",
         "promises",
         "retrieval",
+        "robustness",
         "transfer",
     }
     assert {check.name for check in standard_checks()} == {

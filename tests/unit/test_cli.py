@@ -43,7 +43,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
             "realize", run, "--prescription", files["rx"], "--norms", "refit", "--data", data, "--out", slim
         ),
     }
-    checks = ("--checks", "accuracy(most_drop=100),fidelity,costs,controls", "--draws", 2)
+    checks = ("--checks", "accuracy(most_drop=100),fidelity,costs,controls(draws=2)")
     verify = ("verify", slim, "--reference", run, "--data", data, "--diagnosis", files["diagnosis"], *checks)
     verify = (*verify, "--out", slim / "evidence.json")
     steps["verify"] = json.loads(call(*verify, "--json").out)

@@ -70,7 +70,7 @@ def test_a_model_realized_twice_is_verified_against_the_first_original(made: Sim
 def test_an_unrelated_prescription_is_refused(made: SimpleNamespace) -> None:
     assert record(*verify(made, made.slim, "--prescription", made.rx))["about"]["rules"]
     for words, message in (
-        (("--prescription", made.foreign_rx), "the reference is"),
+        (("--prescription", made.foreign_rx), "this model is"),
         (("--prescription", made.other), "is not the one that"),
     ):
         done = call(*verify(made, made.slim, *words))
@@ -85,8 +85,8 @@ def test_a_function_takes_the_folders_that_the_command_takes(made: SimpleNamespa
     assert {finding.details["base"] for finding in evidence.findings} >= {"masked"}
     for name in ("rules", "realization", "removed_share", "notes"):
         assert evidence.about[name] == reported["about"][name]
-    diagnosis = rx.Diagnosis.load(made.root / "diagnosis.json")
-    controls = rx.verify(made.slim, made.model, splits.test, "controls", diagnosis=diagnosis, splits=splits, draws=1)
+    inputs = {"diagnosis": rx.Diagnosis.load(made.root / "diagnosis.json"), "splits": splits}
+    controls = rx.verify(made.slim, made.model, splits.test, "controls(draws=1)", **inputs)
     assert {finding.check for finding in controls.findings} == {"controls"}
     with pytest.raises(InvalidInput, match="prescribed from a diagnosis"):
         rx.verify(made.slim, made.model, splits.test, "controls")
@@ -97,7 +97,7 @@ def test_a_function_takes_the_folders_that_the_command_takes(made: SimpleNamespa
     [
         ("verify {slim} --reference {model} --data {data} --most-drop 1", "use --checks 'accuracy(most_drop=1)"),
         ("verify {slim} --reference {model} --data {data} --controls", "use --checks controls"),
-        ("verify {slim} --reference {model} --data {data} --checks fidelity --draws 3", "--draws belongs to"),
+        ("verify {slim} --reference {model} --data {data} --draws 3", "use --checks 'controls(draws=10)'"),
         ("verify {slim} --reference {model} --data {data} --diagnosis {root}/diagnosis.json", "--diagnosis belongs to"),
         ("realize {model} --prescription {rx} --by mask --norms refit --out {root}/x", "no effect"),
         ("plan {model} --target macs=0.9x --data {data} --clock cuda --out {root}/x", "--clock belongs to"),

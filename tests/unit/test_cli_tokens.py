@@ -62,8 +62,8 @@ def test_fresh_predictors_must_be_trained_and_trained_ones_are_taken_along(made:
 
 
 def test_verify_checks_a_model_whose_tokens_leave(made: SimpleNamespace) -> None:
-    words = ("--reference", made.run, "--data", made.data, "--diagnosis", made.diagnosis, "--draws", 1)
-    names = "accuracy(most_drop=100),fidelity,calibration,costs,controls"
+    words = ("--reference", made.run, "--data", made.data, "--diagnosis", made.diagnosis)
+    names = "accuracy(most_drop=100),fidelity,calibration,costs,controls(draws=1)"
     done = call("verify", made.slim, *words, "--checks", names, "--json")
     found = json.loads(done.out)["findings"]
     counted = {each["claim"]: each for each in found if each["details"].get("quantity") == "counted costs"}

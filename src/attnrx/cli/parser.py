@@ -15,6 +15,7 @@ PROCESS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # 
 _FORMER = {
     "--most-drop": "--checks 'accuracy(most_drop=1),...'",
     "--controls": "--checks controls,...",
+    "--draws": "--checks 'controls(draws=10)'",
     "--opset": "--to 'onnx(opset=18)'",
     "--accumulate": "a smaller --batch-size with a smaller --learning-rate",
     "--layer-decay": "timm's param_groups_layer_decay in a loop of your own",

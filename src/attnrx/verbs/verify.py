@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,8 +22,6 @@ from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import (
     Check,
     Comparison,
-    RequestedCheck,
-    all_checks,
     parse_checks,
     possible_checks,
     require_possible,
@@ -32,7 +30,7 @@ from attnrx.show.checks import (
 from attnrx.show.checks.comparison import chance_notes
 from attnrx.show.checks.metric import Metric as MetricCheck
 from attnrx.show.checks.statistics import Estimate
-from attnrx.support.arguments import COUNT, checked, instance, optional
+from attnrx.support.arguments import checked, instance, optional
 from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported
 from attnrx.support.optional import installed_versions
 from attnrx.verbs.load import SOURCE, load
@@ -42,63 +40,46 @@ from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import Divergence, Logits, Metric, current_judgement, judged, most_images
 
 
-@dataclass(frozen=True)
-class CandidateOrigin:
-    """The prescription that made the candidate of the reference, the recorded settings `how`, and notes."""
-
-    prescription: Prescription | None = None
-    how: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-    @property
-    def realization(self) -> str | None:
-        """The kind of realization in a few words; None if it is unknown."""
-        words = zip(FITS, ("repaired", "distilled"), strict=True)
-        fitted = [word for name, word in words if self.how.get(name)]
-        # Weights that were fitted no longer follow from the kind of norms.
-        if fitted:
-            return " and ".join(fitted)
-        return "mask" if self.how.get("by") == "mask" else self.how.get("norms")
+def realization_of(prescription: Prescription | None) -> str | None:
+    """Returns how a prescription was realized, in a few words; None if it is unknown."""
+    how = {} if prescription is None else prescription.about.get("realized", {})
+    fitted = [word for name, word in zip(FITS, ("repaired", "distilled"), strict=True) if how.get(name)]
+    # Weights that were fitted no longer follow from the kind of norms.
+    return " and ".join(fitted) or ("mask" if how.get("by") == "mask" else how.get("norms"))
 
 
-def origin_of(
-    candidate: nn.Module, source: str | Path, reference: nn.Module, prescription: Prescription | None = None
-) -> CandidateOrigin:
-    """Returns the origin of a candidate that was loaded from `source`: by the prescription in its folder, or a given
-    one.
+def stored_prescription(
+    candidate: nn.Module, source: str | Path, fingerprint: str, given: Prescription | None = None
+) -> tuple[Prescription | None, tuple[str, ...]]:
+    """Returns the prescription in the folder of a candidate, else the given one, and notes.
 
     A model that was realized twice has the prescription of its second step, which is for another model than the first
     original: against that it is not used, with a note.
 
     Raises:
-        InvalidInput: The given prescription is for another reference, or decides otherwise than the candidate's own.
+        InvalidInput: The given prescription decides otherwise than the candidate's own.
     """
-    fingerprint, path, notes = model_fingerprint(reference), stored_folder(source, candidate) / "prescription.json", ()
-    stored = Prescription.load(path) if path.exists() else None
-    if stored is not None and stored.fingerprint != fingerprint:
-        notes = (
+    path = stored_folder(source, candidate) / "prescription.json"
+    if not path.exists():
+        return given, ()
+    stored = Prescription.load(path)
+    if stored.fingerprint != fingerprint:
+        note = (
             f"the prescription in {source} is for the model {stored.fingerprint}, and the reference is {fingerprint}: "
-            "it is not used, so there are no comparison with a masked model and no bounds of the pruned directions.",
+            "it is not used, so there are no comparison with a masked model and no bounds of the pruned directions."
         )
-        stored = None
-    how = {} if stored is None else dict(stored.about.get("realized", {}))
-    if prescription is None:
-        return CandidateOrigin(stored, how, notes)
-    if prescription.fingerprint != fingerprint:
-        raise InvalidInput(
-            f"the prescription {prescription} is for the model {prescription.fingerprint}, and the reference is "
-            f"{fingerprint}; give the prescription that the candidate was made by, or omit it."
-        )
+        return given, (note,)
     # By rules and ranks, not by tensors: refits and calibrated thresholds are written into the prescription of a
     # realized model, and its policy.
-    both = prescription, stored or prescription
-    given, own = ((replace(each, tokens=None).rules, each.ranks, each.tokens is None) for each in both)
-    if given != own:
+    decided = [
+        (replace(each, tokens=None).rules, each.ranks, each.tokens is None) for each in (given or stored, stored)
+    ]
+    if decided[0] != decided[1]:
         raise InvalidInput(
-            f"the prescription {prescription} is not the one that {source} was made by ({stored}); omit it, or give "
+            f"the prescription {given} is not the one that {source} was made by ({stored}); omit it, or give "
             "the candidate that was made by it."
         )
-    return CandidateOrigin(prescription, how, notes)
+    return stored, ()
 
 
 def stored_folder(source: str | Path, model: nn.Module) -> Path:
@@ -121,26 +102,23 @@ def stored_folder(source: str | Path, model: nn.Module) -> Path:
 
 
 CHECK_LIST = instance("checks, e.g. [attnrx.checks.Accuracy(most_drop=0.5)], or their text", str, Iterable, Check, type)
-RANDOM_CONTROLS = 10
 
 
-@checked(candidate=SOURCE, reference=SOURCE, checks=optional(CHECK_LIST), if_possible=CHECK_LIST, draws=COUNT)
+@checked(candidate=SOURCE, reference=SOURCE, checks=optional(CHECK_LIST))
 @judged
 @verb
 def verify(  # noqa: PLR0913  (the inputs of all checks)
     candidate: nn.Module | str | Path,
     reference: nn.Module | str | Path,
     data: ImageData,
-    checks: str | Iterable[Check | RequestedCheck] | None = None,
+    checks: str | Iterable[Check] | None = None,
     about: Mapping[str, Any] | None = None,
     *,
-    if_possible: str | Iterable[Check | RequestedCheck] = (),
     origin: str | Path | None = None,
     prescription: Prescription | None = None,
     masked: nn.Module | None = None,
     diagnosis: Diagnosis | None = None,
     splits: Splits | None = None,
-    draws: int = RANDOM_CONTROLS,
     seed: int = 0,
     batch_size: int = 256,
     device: torch.device | str | None = None,
@@ -158,7 +136,6 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         data: Images with labels, in any form that `data.image_set` reads. Checks that compare labels need them.
         checks: Checks, or their text such as "accuracy(most_drop=0.5),fidelity"; by default the standard ones.
         about: Added to the record of the evidence.
-        if_possible: More checks, which are skipped with a note where the data or the models do not allow them.
         origin: The folder that the candidate was loaded from, by default that of a candidate given by name: its
             prescription is used if it is one for the reference, and the masked model is made by it.
         prescription: The prescription that the candidate was made by.
@@ -166,7 +143,6 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
             made by the prescription of a candidate from a folder.
         diagnosis: The diagnosis of the reference, for "controls" by name.
         splits: The data with their training images, which "controls" and "transfer" by name are fitted on.
-        draws: Random controls.
         seed: Seeds every random draw.
         batch_size: Images per forward pass.
         device: The device of the models, by default the reference's.
@@ -201,30 +177,30 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     # Before any measurement, which may take long.
     for model in (candidate, reference):
         require_ordinary_weights(model)
-    found = CandidateOrigin(prescription) if origin is None else origin_of(candidate, origin, reference, prescription)
-    if masked is None and origin is not None and found.how.get("by") == "mask":
-        masked = candidate
-    elif masked is None and origin is not None and found.prescription is not None:
-        masked = realize(reference, found.prescription, by="mask")
-    images, most, limited = images_for(reference, data, seed=seed), most_images(reference), list[str]()
+    fingerprint, notes = model_fingerprint(reference), list[str]()
+    if prescription is not None:
+        prescription.require(fingerprint)
+    if origin is not None:
+        prescription, found = stored_prescription(candidate, origin, fingerprint, prescription)
+        notes += found
+    if masked is None and origin is not None and prescription is not None:
+        is_mask = realization_of(prescription) == "mask"
+        masked = candidate if is_mask else realize(reference, prescription, by="mask")
+    images, most = images_for(reference, data, seed=seed), most_images(reference)
+    notes += images.notes
     if len(images) > most:
-        limited = [f"the outputs are large: {most:,} of {len(images):,} images are used"]
+        notes.append(f"the outputs are large: {most:,} of {len(images):,} images are used")
         images = images.take(most)
-    inputs = {"prescription": found.prescription, "diagnosis": diagnosis, "seed": seed, "batch_size": batch_size}
-    comparison = Comparison(candidate, reference, images, masked, device=device, **inputs)
-    candidate_fingerprint, reference_fingerprint = model_fingerprint(candidate), model_fingerprint(reference)
-    # Its rules are recorded in the evidence.
-    if found.prescription is not None:
-        found.prescription.require(reference_fingerprint)
-    requested = () if checks is None else _instances(checks, comparison, found, splits, draws)
-    if checks is not None and not requested:
-        raise InvalidInput("verify was given no check; omit `checks` to run the standard ones.")
-    # By type, because a comparison with an array has no truth value.
-    nothing = checks is None and isinstance(if_possible, tuple) and not if_possible
-    others = tuple(standard_checks()) if nothing else if_possible
-    others, skipped = possible_checks(_instances(others, comparison, found, splits, draws), comparison)
-    measures = () if current_judgement().metric is None else (MetricCheck(),)
-    chosen, notes = (*measures, *requested, *others), [*found.notes, *images.notes, *limited, *skipped]
+    inputs = {"prescription": prescription, "diagnosis": diagnosis, "splits": splits}
+    settings = {"seed": seed, "batch_size": batch_size, "device": device}
+    comparison = Comparison(candidate, reference, images, masked, **inputs, **settings)
+    if checks is None:
+        chosen, skipped = possible_checks(standard_checks(), comparison)
+        notes += skipped
+    else:
+        chosen = _instances(checks)
+    if current_judgement().metric is not None:
+        chosen = (MetricCheck(), *chosen)
     require_possible(chosen, comparison)
     if any("labels" in check.needs for check in chosen):
         require_labels(images)
@@ -235,9 +211,9 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         findings = _findings(chosen, comparison, notes)
     written_from = candidate.facts.get("model", {}).get("fingerprint") if isinstance(candidate, Exported) else None
     facts = {
-        "candidate": candidate_fingerprint,
-        "reference": reference_fingerprint,
-        "nothing_removed": reference_fingerprint in (candidate_fingerprint, written_from),
+        "candidate": model_fingerprint(candidate),
+        "reference": fingerprint,
+        "nothing_removed": fingerprint in (model_fingerprint(candidate), written_from),
         "data": images.fingerprint,
         "images": len(images),
         "outputs": comparison.kind.name,
@@ -245,7 +221,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         "seed": comparison.seed,
         "batch_size": comparison.batch_size,
         "checks": [check.describe() for check in chosen],
-        "rules": None if found.prescription is None else dict(found.prescription.rules),
+        "rules": None if prescription is None else dict(prescription.rules),
         "tokens": described_tokens(candidate),
         "versions": installed_versions("attnrx", "torch"),
         "threads": torch.get_num_threads(),
@@ -253,8 +229,8 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         "warnings": _chance_notes(findings, comparison),
     }
     if origin is not None:
-        removed_share = None if found.prescription is None else found.prescription.removed_share
-        facts |= {"realization": found.realization, "removed_share": removed_share}
+        removed_share = None if prescription is None else prescription.removed_share
+        facts |= {"realization": realization_of(prescription), "removed_share": removed_share}
     return Evidence(findings, {**facts, **dict(about or {})})  # the last: it may replace any of these
 
 
@@ -265,28 +241,20 @@ def _loaded(source: nn.Module | str | Path, device: torch.device | str | None) -
     return model if device is None else model.to(device)
 
 
-def _instances(
-    checks: Any, comparison: Comparison, origin: CandidateOrigin, splits: Splits | None, draws: int
-) -> tuple[Check, ...]:
-    """Returns the checks; those that are given by name get the inputs that they need."""
+def _instances(checks: Any) -> tuple[Check, ...]:
+    """Returns the checks of a text, or those of an iterable."""
     if isinstance(checks, str):
-        checks = parse_checks(checks)
-    elif not isinstance(checks, Iterable):
-        checks = (checks,)
-
-    def instance_of(check: Any) -> Check:
-        if isinstance(check, Check):
-            return check
-        if not isinstance(check, RequestedCheck):
+        return parse_checks(checks)
+    found = tuple(checks) if isinstance(checks, Iterable) else (checks,)
+    for check in found:
+        if not isinstance(check, Check):
             raise InvalidInput(
                 f"verify was given the check {check!r:.80}: give instances with their knobs, e.g. "
                 "checks=[attnrx.checks.Accuracy(most_drop=0.5)], or their text."
             )
-        # Inputs are prepared, and missing ones are an error, only for a check that was requested.
-        kind: Any = all_checks()[check.name]
-        return kind(**check.knobs, **kind.inputs(comparison, origin.how, splits, draws))
-
-    return tuple(map(instance_of, checks))
+    if not found:
+        raise InvalidInput("verify was given no check; omit `checks` to run the standard ones.")
+    return found
 
 
 def _findings(checks: Sequence[Check], comparison: Comparison, notes: list[str]) -> tuple[Finding, ...]:

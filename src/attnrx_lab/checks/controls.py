@@ -11,7 +11,6 @@ from torch import nn
 
 from attnrx.change.predictions import Predictions
 from attnrx.change.realization.fits import realize_and_fit, recorded_fits
-from attnrx.data import Splits
 from attnrx.nouns.evidence import Finding
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks.check import Check
@@ -30,29 +29,37 @@ class Controls(Check):
     """The candidate against matched controls, which prune the same number of directions by another criterion.
 
     `prescriptions` holds one or several draws per kind ("random", "largest", "uniform"); `realize` builds a model from
-    each with the settings of the candidate. Two findings per kind: the control's discrepancy minus the candidate's
-    (SVDA, Eq. 46), and the candidate's accuracy minus the control's in points; values above 0 favour the candidate.
-    Intervals resample the images, paired, and the draws if there are several. For "largest" the smaller discrepancy is
-    a claim: it holds if the whole interval is above 0 and fails if no part of it is. The details contain the rules and
-    the token policy of the control; maps without a rule are the candidate's.
+    each with the settings of the candidate. By default they are `draws` random ones and one of each other kind, from
+    the diagnosis of the comparison, realized as its prescription records it.
+
+    Two findings per kind: the control's discrepancy minus the candidate's (SVDA, Eq. 46), and the candidate's accuracy
+    minus the control's in points; values above 0 favour the candidate. Intervals resample the images, paired, and the
+    draws if there are several. For "largest" the smaller discrepancy is a claim: it holds if the whole interval is
+    above 0 and fails if no part of it is. The details contain the rules and the token policy of the control; maps
+    without a rule are the candidate's.
     """
 
     name: ClassVar[str] = "controls"
     needs: ClassVar[tuple[str, ...]] = ("labels", "decisions")
     on_request: ClassVar[bool] = True
-    prescriptions: Mapping[str, tuple[Prescription, ...]]
-    realize: Callable[[Prescription], nn.Module]
+    prescriptions: Mapping[str, tuple[Prescription, ...]] | None = None
+    realize: Callable[[Prescription], nn.Module] | None = None
+    draws: int = 10
 
-    @classmethod
-    def inputs(
-        cls, comparison: Comparison, how: Mapping[str, Any], splits: Splits | None, draws: int
-    ) -> dict[str, Any]:
-        """Returns controls with the candidate's ranks, and how they are realized: with its settings and recorded seeds.
+    def require(self, comparison: Comparison) -> None:
+        """Raises InvalidInput if the diagnosis, the splits or the settings of the candidate are not known."""
+        self._matched(comparison)
 
-        Raises:
-            InvalidInput: The diagnosis, the splits or the settings of the candidate are not known.
+    def _matched(
+        self, comparison: Comparison
+    ) -> tuple[Mapping[str, tuple[Prescription, ...]], Callable[[Prescription], nn.Module]]:
+        """Returns controls with the candidate's ranks, and how they are realized: with its settings and recorded
+        seeds.
         """
-        prescription, diagnosis = comparison.prescription, comparison.diagnosis
+        if self.prescriptions is not None and self.realize is not None:
+            return self.prescriptions, self.realize
+        prescription, diagnosis, splits = comparison.prescription, comparison.diagnosis, comparison.splits
+        how = {} if prescription is None else prescription.about.get("realized", {})
         if prescription is None or diagnosis is None or not how or splits is None:
             raise InvalidInput(
                 "controls are prescribed from a diagnosis and realized with the candidate's settings on training "
@@ -61,18 +68,19 @@ class Controls(Check):
             )
         images = splits.train.take(min(how["calibration_images"], len(splits.train)))
         settings = {"images": images, "fits": recorded_fits(how), "by": how["by"], "norms": how["norms"]}
-        prescriptions = control_prescriptions(diagnosis, prescription, draws=draws, seed=comparison.seed)
-        return {"prescriptions": prescriptions, "realize": partial(realize_and_fit, comparison.reference, **settings)}
+        prescriptions = control_prescriptions(diagnosis, prescription, draws=self.draws, seed=comparison.seed)
+        return prescriptions, partial(realize_and_fit, comparison.reference, **settings)
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Realizes the controls one at a time to limit memory, and compares each with the candidate."""
+        prescriptions, realize = self._matched(comparison)
         predictions = comparison.predictions
         candidate = tallied(predictions, "candidate", predictions)
         findings: list[Finding] = []
-        for kind, draws in self.prescriptions.items():
+        for kind, draws in prescriptions.items():
             models = [candidate]
             for prescription in draws:
-                control = comparison.of(self.realize(prescription)).predictions
+                control = comparison.of(realize(prescription)).predictions
                 models.append(tallied(control, "candidate", predictions))
             findings += self._against(kind, dict(draws[0].rules), torch.stack(models, dim=1), comparison.seed)
         return tuple(findings)

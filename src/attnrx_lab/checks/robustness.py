@@ -1,11 +1,10 @@
 """Robustness: paired change of accuracy on corrupted images."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from attnrx.change.predictions import outputs_of
 from attnrx.data import Normalization, require_labelled
@@ -23,7 +22,8 @@ ROUNDING = 1e-3
 # One of each kind, by default.
 FEW = ("gaussian_noise", "gaussian_blur", "jpeg_compression", "contrast")
 
-LABELS = "labels of the images"  # beside the names of the models
+LABELS = "labels of the images"  # beside the roles of the models
+ROLES = ("reference", "candidate")
 
 Way = tuple[str, int]  # a corruption and its severity
 Classes = Mapping[str, Int[Tensor, "images"]]  # that every model predicts, and the LABELS
@@ -43,6 +43,7 @@ class Robustness(Check):
     """
 
     name: ClassVar[str] = "robustness"
+    on_request: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("labels", "logits")
     corruptions: tuple[str, ...] = FEW
     severities: tuple[int, ...] = SEVERITIES
@@ -66,28 +67,21 @@ class Robustness(Check):
         object.__setattr__(self, "severities", tuple(sorted(set(self.severities))))
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        return self.of_each({"candidate": comparison.candidate}, comparison)["candidate"]
-
-    def of_each(self, candidates: Mapping[str, nn.Module], comparison: Comparison) -> dict[str, tuple[Finding, ...]]:
-        """Returns the findings of several candidates; images are corrupted and the reference is run only once.
+        """Compares the models on every corruption and severity, and their means.
 
         Raises:
             InvalidInput: The images, without the model's normalization, are outside [0, 1].
         """
         comparison = comparison.taking(self.images)
-        models = {"": comparison.reference, **candidates}  # no candidate has the empty name
         ways = [(corruption, severity) for corruption in self.corruptions for severity in self.severities]
-        classes = dict(zip(ways, _predicted(models, ways, comparison), strict=True))
+        classes = {way: _predict(way, comparison) for way in ways}
         # The limit is on the mean over everything, which comes last; the other means are reported.
         *parts, whole = self._parts()
         limits = [*((part, None) for part in parts), (whole, self.most_drop)]
-        return {
-            name: (
-                *(self._single(way, name, predictions, comparison.seed) for way, predictions in classes.items()),
-                *(self._mean(part, name, classes, limit, comparison.seed) for part, limit in limits),
-            )
-            for name in candidates
-        }
+        return (
+            *(self._single(way, predictions, comparison.seed) for way, predictions in classes.items()),
+            *(self._mean(part, classes, limit, comparison.seed) for part, limit in limits),
+        )
 
     def _parts(self) -> list[Part]:
         """Returns the groups to average over: everything and, where they differ, its common part and each severity."""
@@ -102,9 +96,9 @@ class Robustness(Check):
             parts.append((f" over {words}", corruptions, self.severities))
         return parts
 
-    def _single(self, way: Way, name: str, classes: Classes, seed: int) -> Finding:
-        before, after = classes[""] == classes[LABELS], classes[name] == classes[LABELS]
-        agreement = proportion(int((classes[""] == classes[name]).sum()), len(before)).scaled(100.0)
+    def _single(self, way: Way, classes: Classes, seed: int) -> Finding:
+        before, after = (classes[role] == classes[LABELS] for role in ROLES)
+        agreement = proportion(int((classes["reference"] == classes["candidate"]).sum()), len(before)).scaled(100.0)
         details = {
             "corruption": way[0],
             "severity": way[1],
@@ -117,15 +111,13 @@ class Robustness(Check):
         # No limit for a single corruption: the claim is about their mean.
         return self.change_of_accuracy(where, change, None, len(before), seed=seed, details=details)
 
-    def _mean(
-        self, part: Part, name: str, classes: Mapping[Way, Classes], most_drop: float | None, seed: int
-    ) -> Finding:
+    def _mean(self, part: Part, classes: Mapping[Way, Classes], most_drop: float | None, seed: int) -> Finding:
         """Averages image by image, so that the interval is over images."""
         where, corruptions, severities = part
         predictions = [classes[corruption, severity] for corruption in corruptions for severity in severities]
         # [corruptions, images] -> images
         before, after = (
-            torch.stack([each[role] == each[LABELS] for each in predictions]).double().mean(0) for role in ("", name)
+            torch.stack([each[role] == each[LABELS] for each in predictions]).double().mean(0) for role in ROLES
         )
         details = {
             "corruptions": list(corruptions),
@@ -137,13 +129,8 @@ class Robustness(Check):
         return self.change_of_accuracy(where, change, most_drop, n, quantity=quantity, seed=seed, details=details)
 
 
-def _predicted(models: Mapping[str, nn.Module], ways: Sequence[Way], comparison: Comparison) -> Iterator[Classes]:
-    """Yields the predictions for each corruption and severity."""
-    for way in ways:
-        yield _predict(models, way, comparison)
-
-
-def _predict(models: Mapping[str, nn.Module], way: Way, comparison: Comparison) -> Classes:
+def _predict(way: Way, comparison: Comparison) -> Classes:
+    models = {role: comparison.models[role] for role in ROLES}
     classes: dict[str, list[Tensor]] = {role: [] for role in (LABELS, *models)}
     decisions = comparison.require_logits(Robustness.name).decisions
     normalization = Normalization(*family_of(comparison.reference).normalization(comparison.reference))

@@ -1,14 +1,14 @@
 """Transfer: the accuracy of a new head trained on another dataset, on the frozen features of each model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from attnrx.data import ImageSet, Splits, dataset_labels, num_dataset_classes, require_labelled
+from attnrx.data import ImageSet, dataset_labels, num_dataset_classes, require_labelled
 from attnrx.data.images import generator
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check
@@ -34,16 +34,16 @@ class Transfer(Check):
     the features have equal width, from the same weights, by AdamW with a cosine schedule to zero. The learning rate and
     the epochs are the paper's.
 
-    `per_class` is the number of training images per class, None for all; `classes` are those of the dataset. An image
-    counts by the share of the `seeds` whose head is right, so intervals are over images only; the details contain the
-    change of every seed. A model with two heads (distilled) uses both. `most_drop` limits, in points, the loss of the
-    candidate; None only reports.
+    `training` and `classes`, their number, are by default those of the comparison's `splits`; `per_class` is the number
+    of training images per class, None for all. An image counts by the share of the `seeds` whose head is right, so
+    intervals are over images only; the details contain the change of every seed. A model with two heads (distilled)
+    uses both. `most_drop` limits, in points, the loss of the candidate; None only reports.
     """
 
     name: ClassVar[str] = "transfer"
     on_request: ClassVar[bool] = True
-    training: ImageSet
-    classes: int
+    training: ImageSet | None = None
+    classes: int | None = None
     per_class: int | None = None
     seeds: tuple[int, ...] = (0, 1, 2)
     epochs: int = 80
@@ -52,7 +52,8 @@ class Transfer(Check):
 
     def __post_init__(self):
         super().__post_init__()
-        least = min(self.epochs, self.classes - 1, 1 if self.per_class is None else self.per_class)
+        classes = 2 if self.classes is None else self.classes
+        least = min(self.epochs, classes - 1, 1 if self.per_class is None else self.per_class)
         if least < 1 or self.learning_rate <= 0 or not self.seeds or min(self.seeds) < 0:
             raise InvalidInput(
                 f"Transfer(classes={self.classes}, per_class={self.per_class}, seeds={self.seeds}, "
@@ -60,66 +61,58 @@ class Transfer(Check):
                 "epoch, one seed, and a learning rate above 0."
             )
 
-    @classmethod
-    def inputs(
-        cls, comparison: Comparison, how: Mapping[str, Any], splits: Splits | None, draws: int
-    ) -> dict[str, Any]:
-        """Returns the training images and the number of their classes.
+    def require(self, comparison: Comparison) -> None:
+        """Raises InvalidInput without training images."""
+        self._data(comparison)
 
-        Raises:
-            InvalidInput: There are no splits.
-        """
-        if splits is None:
+    def _data(self, comparison: Comparison) -> tuple[ImageSet, int]:
+        """Returns the training images and the number of their classes."""
+        if self.training is not None and self.classes is not None:
+            return self.training, self.classes
+        if comparison.splits is None:
             raise InvalidInput("the check transfer trains a head on other images: give splits=attnrx.load_data(...).")
-        return {"training": splits.train, "classes": num_dataset_classes(splits)}
+        return comparison.splits.train, num_dataset_classes(comparison.splits)
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
-        return self.of_each({"candidate": comparison.candidate}, comparison)["candidate"]
-
-    def of_each(self, candidates: Mapping[str, nn.Module], comparison: Comparison) -> dict[str, tuple[Finding, ...]]:
-        """Returns the findings of several candidates; the features and head of the reference are computed only once.
+        """Trains the heads of both models and compares their accuracies.
 
         Raises:
             InvalidInput: There are too few training images, or a model has no head or returns NaN or infinity.
             DataError: The training images have one class, or lack a class of the test images.
         """
-        count = len(self.training) if self.per_class is None else self.per_class * self.classes
-        if count > len(self.training):
+        all_images, classes = self._data(comparison)
+        count = len(all_images) if self.per_class is None else self.per_class * classes
+        if count > len(all_images):
             raise InvalidInput(
-                f"Transfer(per_class={self.per_class}): {count:,} images of {self.classes} classes were requested, the "
-                f"training split holds {len(self.training):,}; ask for fewer."
+                f"Transfer(per_class={self.per_class}): {count:,} images of {classes} classes were requested, the "
+                f"training split holds {len(all_images):,}; ask for fewer."
             )
         # `take` goes round the classes. The new head has the classes of the dataset, so labels that were mapped to
         # those of the model's head are mapped back.
-        training = dataset_labels(self.training if self.per_class is None else self.training.take(count))
-        before = self._probed("reference", comparison.reference, training, comparison)
-        findings = {}
-        for name, model in candidates.items():
-            after = self._probed(name, model, training, comparison)
-            # The mean over the seeds first: the results of several heads for one image are not independent samples.
-            change = mean_change(after.mean(0) - before.mean(0), comparison.seed)
-            details = {
-                "seeds": list(self.seeds),
-                "by_seed": (100 * (after - before).mean(1)).tolist(),
-                "training_images": len(training),
-                "training": self.training.fingerprint,
-                "interval": "paired bootstrap over images",
-            }
-            where, n, seed = " of a fresh head", before.shape[1], comparison.seed
-            finding = self.change_of_accuracy(where, change, self.most_drop, n, seed=seed, details=details)
-            findings[name] = (
-                self._accuracy("reference", before, comparison.seed),
-                self._accuracy("candidate", after, comparison.seed),
-                finding,
-            )
-        return findings
+        training = dataset_labels(all_images if self.per_class is None else all_images.take(count))
+        before, after = (self._probed(role, training, classes, comparison) for role in ("reference", "candidate"))
+        n, seed = before.shape[1], comparison.seed
+        # The mean over the seeds first: the results of several heads for one image are not independent samples.
+        change = mean_change(after.mean(0) - before.mean(0), seed)
+        details = {
+            "seeds": list(self.seeds),
+            "by_seed": (100 * (after - before).mean(1)).tolist(),
+            "training_images": len(training),
+            "training": all_images.fingerprint,
+            "interval": "paired bootstrap over images",
+        }
+        return (
+            self._accuracy("reference", before, seed),
+            self._accuracy("candidate", after, seed),
+            self.change_of_accuracy(" of a fresh head", change, self.most_drop, n, seed=seed, details=details),
+        )
 
     def _probed(
-        self, role: str, model: nn.Module, training: ImageSet, comparison: Comparison
+        self, role: str, training: ImageSet, classes: int, comparison: Comparison
     ) -> Float[Tensor, "seeds images"]:
         """Returns 1 for every seed and test image that is classified as labelled, else 0."""
-        rows, labels = _features(role, model, training, comparison)
-        test_rows, test_labels = _features(role, model, dataset_labels(comparison.data), comparison)
+        rows, labels = _features(role, training, comparison)
+        test_rows, test_labels = _features(role, dataset_labels(comparison.data), comparison)
         unknown_labels = sorted(set(test_labels.tolist()) - set(labels.tolist()))
         if unknown_labels or len(labels.unique()) < 2:
             raise DataError(
@@ -127,15 +120,17 @@ class Transfer(Check):
                 f"{unknown_labels[:5]}. A head learns from two classes or more, and all of the test; use more training "
                 "images."
             )
-        heads = [self._head(rows, labels, seed) for seed in self.seeds]
+        heads = [self._head(rows, labels, classes, seed) for seed in self.seeds]
         right = torch.stack([(head(test_rows).argmax(-1) == test_labels).double() for head in heads])
         return right.cpu()
 
     # The caller may have disabled gradients.
     @torch.enable_grad()
-    def _head(self, rows: Float[Tensor, "images features"], labels: Int[Tensor, "images"], seed: int) -> nn.Linear:
+    def _head(
+        self, rows: Float[Tensor, "images features"], labels: Int[Tensor, "images"], classes: int, seed: int
+    ) -> nn.Linear:
         draws, (count, width) = generator(seed), rows.shape
-        head = nn.Linear(width, self.classes, device=rows.device, dtype=rows.dtype)
+        head = nn.Linear(width, classes, device=rows.device, dtype=rows.dtype)
         bound = width**-0.5  # PyTorch's start, but from draws on the CPU: the same on every device
         with torch.no_grad():
             for parameter in head.parameters():
@@ -159,7 +154,8 @@ class Transfer(Check):
         return self.finding("accuracy", claim, share, "%", n=right.shape[1], seed=seed, details=details)
 
 
-def _features(role: str, model: nn.Module, images: ImageSet, comparison: Comparison) -> Features:
+def _features(role: str, images: ImageSet, comparison: Comparison) -> Features:
+    model = comparison.models[role]
     heads = family_of(model).heads(model)
     if not heads:
         raise InvalidInput(

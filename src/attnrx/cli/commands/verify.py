@@ -15,8 +15,9 @@ SUMMARY = "collect evidence of what a candidate costs against its reference"
 EXAMPLE = "attnrx verify runs/cifar10-slim --reference runs/cifar10 --data cifar10 --out evidence.json"
 
 CHECKS = (
-    "names with knobs in brackets: accuracy(most_drop=0.5),robustness(severities=3,corruptions=fog/snow); controls "
-    "compares with rank-matched ones, promises with the plan (all but controls, promises and transfer)"
+    "names with knobs in brackets: accuracy(most_drop=0.5),robustness(severities=3,corruptions=fog/snow); "
+    "controls(draws=10) compares with rank-matched ones, promises with the plan (accuracy, fidelity, calibration, "
+    "costs and latency, where data and models allow them)"
 )
 
 
@@ -33,7 +34,6 @@ def add(parser: Parser) -> None:
     options.option(origin, "--diagnosis", "FILE", "needed for controls")
     checks = parser.add_argument_group("checks")
     options.option(checks, "--checks", "CHECKS", CHECKS)
-    options.option(checks, "--draws", options.DRAWS, "random controls (10)")
     options.add_backend(parser)
     options.add_split(parser, "test")
     options.add_running(parser, 256)
@@ -44,10 +44,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
     # Before the models are loaded, so that a typing error is reported at once.
     checks = None if arguments.checks is None else rx.checks.parse_checks(arguments.checks)
-    for name in ("draws", "diagnosis"):
-        if getattr(arguments, name) is not None and "controls" not in [check.name for check in checks or ()]:
-            raise InvalidInput(f"--{name} belongs to the check controls: add it to --checks, or omit --{name}.")
-    standard = ",".join(name for name, check in rx.checks.all_checks().items() if not check.on_request)
+    if arguments.diagnosis is not None and "controls" not in [check.name for check in checks or ()]:
+        raise InvalidInput("--diagnosis belongs to the check controls: add it to --checks, or omit --diagnosis.")
     diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
     prescription = None if arguments.prescription is None else rx.Prescription.load(arguments.prescription)
     backend = None if arguments.backend is None else backend_of(arguments.backend)
@@ -65,12 +63,11 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         reference,
         images,
         checks,
-        if_possible=standard if checks is None else (),
         origin=arguments.candidate,
         prescription=prescription,
         diagnosis=diagnosis,
         splits=splits,
-        **options.given_arguments(arguments, "draws", "seed", "batch_size"),
+        **options.given_arguments(arguments, "seed", "batch_size"),
     )
     if arguments.out is not None:
         evidence.save(arguments.out)

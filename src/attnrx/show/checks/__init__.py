@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from attnrx.change.predictions import Predictions
 from attnrx.show.checks.accuracy import Accuracy
 from attnrx.show.checks.calibration import Calibration
-from attnrx.show.checks.check import Check, RequestedCheck, possible_checks, require_possible
+from attnrx.show.checks.check import Check, possible_checks, require_possible
 from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.costs import Costs
 from attnrx.show.checks.dense import Features
@@ -49,7 +49,6 @@ __all__ = [
     "Latency",
     "Predictions",
     "Promises",
-    "RequestedCheck",
     "Retrieval",
     "all_checks",
     "parse_checks",
@@ -87,19 +86,19 @@ class _Reader(TextReader):
     )
 
 
-def parse_checks(text: str) -> tuple[RequestedCheck, ...]:
-    """Parses checks with their knobs, each given once, e.g. `accuracy,robustness(severities=3,corruptions=common)`.
+def parse_checks(text: str) -> tuple[Check, ...]:
+    """Returns the checks of a text, each given once, e.g. `accuracy,robustness(severities=3,corruptions=common)`.
 
     Raises:
         InvalidInput: The text has another form, or a check is given twice.
         UnknownName: There is no such check or knob.
     """
-    reader, requested = _Reader(text), dict[str, RequestedCheck]()
+    reader, requested = _Reader(text), dict[str, Check]()
     while not requested or reader.take(","):
         name, kind = reader.read_name(all_checks(), "check")
         if name.text in requested:
             raise InvalidInput(f"the check {name.text} was given twice in {text!r}; give it once, with all its knobs.")
-        requested[name.text] = RequestedCheck(name.text, reader.read_knobs(name, kind))
+        requested[name.text] = reader.build(name, kind, reader.read_knobs(name, kind))
     reader.expect("end", "',' and another check, or the end")
     return tuple(requested.values())
 

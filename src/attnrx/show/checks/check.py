@@ -2,10 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, ClassVar
 
-from attnrx.data import ImageSet, Splits
+from attnrx.data import ImageSet
 from attnrx.nouns.evidence import Estimate, Finding, judged
 from attnrx.show.checks.comparison import Comparison
 from attnrx.support.arguments import COUNT, NOT_NEGATIVE, optional, require_fields
@@ -39,14 +39,8 @@ class Check(ABC):
         knobs = knobs_of(type(self)).values()
         require_fields(self, **{knob.name: kinds[knob.type] for knob in knobs if knob.type in kinds})
 
-    @classmethod
-    def inputs(
-        cls, comparison: Comparison, how: Mapping[str, Any], splits: Splits | None, draws: int
-    ) -> dict[str, Any]:
-        """Returns the fields that a check has beside its knobs, where it is requested by name: made of the models, of
-        `how` the candidate was realized, and of training images.
-        """
-        return {}
+    def require(self, comparison: Comparison) -> None:  # noqa: B027  (most checks need nothing else)
+        """Raises InvalidInput if the comparison lacks an input of the check, e.g. a prescription or training images."""
 
     @abstractmethod
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
@@ -157,6 +151,7 @@ def require_possible(checks: Sequence[Check], comparison: Comparison) -> None:
     """Raises InvalidInput for a check that cannot mean anything with these images, outputs and models."""
     unmet = unmet_needs(comparison)
     for check in checks:
+        check.require(comparison)
         for need, reason in unmet.items():
             # Missing labels are reported as an error of the data, with what to do (`require_labels`).
             if need in check.needs and need != "labels":
@@ -184,11 +179,3 @@ def _plain(knob: Any) -> Any:
         return list(knob)  # JSON has no tuples
     # Modules, functions and tensors are no settings that a record could repeat.
     return knob if isinstance(knob, bool | int | float | str) else None
-
-
-@dataclass(frozen=True)
-class RequestedCheck:
-    """The name of a check, and the knobs that differ from the defaults."""
-
-    name: str
-    knobs: Mapping[str, Any] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from attnrx.change.predictions import Predictions, predict
-from attnrx.data import ImageSet
+from attnrx.data import ImageSet, Splits
 from attnrx.data.fixed_images import start_hint
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Estimate
@@ -22,10 +22,10 @@ class Comparison:
     """A candidate and its reference on one set of images.
 
     `masked` is the reference with the pruned directions set to zero, `prescription` and `diagnosis` are those the
-    candidate was made from; each is needed by some findings only. For a candidate that is an exported file `verify`
-    sets `runtime`, the name of its runtime and precision, and `unchanged`, a file of the reference in both, with which
-    a speed is divided into what the runtime gave and what the compression gave. The models are on `device`; `seed`
-    seeds all random draws of the checks.
+    candidate was made from, `splits` the data with training images; each is needed by some checks only. For a candidate
+    that is an exported file `verify` sets `runtime`, the name of its runtime and precision, and `unchanged`, a file of
+    the reference in both, with which a speed is divided into what the runtime gave and what the compression gave. The
+    models are on `device`; `seed` seeds all random draws of the checks.
     """
 
     candidate: nn.Module
@@ -36,6 +36,7 @@ class Comparison:
     runtime: str | None = None
     prescription: Prescription | None = None
     diagnosis: Diagnosis | None = None
+    splits: Splits | None = None
     seed: int = 0
     batch_size: int = 256
     device: torch.device | str = "cpu"

@@ -1,11 +1,8 @@
 """Samples for reports: the attention that the patches of a few images receive, and the patches that are kept."""
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -25,7 +22,7 @@ from attnrx.vit.models import (
     token_run,
 )
 from attnrx.vit.observation import Observation
-from attnrx.vit.tokens import TokenPolicy, TokenState
+from attnrx.vit.tokens import TokenPolicy
 from attnrx.vit.tokens.merging import Merging
 
 
@@ -220,10 +217,8 @@ def sample_tokens(
         raise InvalidInput("no image to show tokens on: give at least one.")
     _require_labels(labels, images)
     family, layout, policy = family_of(model), reduction.shape.layout, reduction.policy
-    records = _StageRecords()
-    with _recording(reduction, records):
-        weight = next(model.parameters())
-        run = token_run(model, images.to(weight.device, weight.dtype))
+    weight = next(model.parameters())
+    run = token_run(model, images.to(weight.device, weight.dtype), tracked=True)
     if run.trail and len(run.trail[0]) != len(images):
         raise InvalidInput("this model gets several images for one input, so the tokens of an input are no one grid.")
     left = patches_left_by(reduction, run, len(images))
@@ -241,7 +236,7 @@ def sample_tokens(
         tokens=tuple(tokens),
         grid=_grid(layout.patches, *family.input_shape(model)[1:]),
         labels=labels,
-        groups=records.groups(left, run.trail),
+        groups=_groups(reduction, run),
     )
 
 
@@ -271,70 +266,16 @@ def _grid(patches: int, height: int, width: int) -> tuple[int, int]:
     return rows, patches // rows
 
 
-class _StageRecords:
-    """What a token reducer merged at each of its stages; a batch may run in chunks of images, in order.
-
-    `goals` holds the indices of the patches before a stage and the index of the token after it into which each was
-    merged.
-    """
-
-    def __init__(self):
-        self.goals: dict[int, list[tuple[Tensor, Tensor]]] = {}
-
-    def groups(
-        self, left: Bool[Tensor, "images stages patches"], trail: list[Tensor]
-    ) -> Int[Tensor, "images stages patches"] | None:
-        """Returns the patch whose token represents each patch after every stage; None without merging.
-
-        `trail` holds the patch indices of the tokens after each stage.
-        """
-        if not self.goals:
-            return None
-        # Follows every patch through the stages: the patch that represents it, then the patch that represents that one.
-        group, after = torch.arange(left.shape[2]).expand(len(left), -1), []
-        for stage in range(left.shape[1]):
-            if stage in self.goals:
-                # [images, patches before], and for each of them its token after the stage.
-                before, into = (torch.cat(chunks) for chunks in zip(*self.goals[stage], strict=True))
-                goals = trail[stage].cpu().gather(1, into)
-                group = torch.zeros_like(group).scatter(1, before, goals).gather(1, group)
-            after.append(group)
-        return torch.stack(after, dim=1)
-
-
-@contextmanager
-def _recording(reduction: TokenReduction, records: _StageRecords) -> Iterator[None]:
-    """Records the stages of a temporary copy of the token reducer, if it merges."""
-    policy = reduction.policy
-    original, recording = policy.reducer, copy.copy(policy.reducer)
-    changes = _recorded_merging(original, records) if isinstance(original, Merging) else {}
-    for name, method in changes.items():
-        # Reducers are frozen. An attribute of the copy hides the method of its class; the model's own reducer is
-        # unchanged.
-        object.__setattr__(recording, name, method)
-    # The C++ kernel merges no further tables.
-    uses_kernel, reduction.uses_kernel = reduction.uses_kernel, False
-    reduction.policy = replace(policy, reducer=recording)
-    try:
-        yield
-    finally:
-        reduction.policy, reduction.uses_kernel = policy, uses_kernel
-
-
-def _recorded_merging(original: Merging, records: _StageRecords) -> dict[str, Callable[..., Any]]:
-    """Returns methods that merge one more table: a one-hot row per patch, whose merged rows name their patches."""
-    states: list[TokenState] = []
-
-    def tables(state: TokenState) -> dict[str, Tensor]:
-        states.append(state)
-        merged_tables = original.tables(state)
-        identity = torch.eye(state.patches.shape[1], dtype=state.tokens.dtype, device=state.tokens.device)
-        return {**merged_tables, "members": identity.expand(len(state.tokens), -1, -1)}
-
-    def finished(tables: dict[str, Tensor]) -> Tensor:
-        # [images, tokens after, patches before]: the row in which a patch has a share. argmax does not take booleans.
-        state, into = states.pop(), (tables.pop("members") > 0).to(torch.int8).argmax(1)
-        records.goals.setdefault(state.stage, []).append((state.patch_indices.cpu(), into.cpu()))
-        return original.finished(tables)
-
-    return {"tables": tables, "finished": finished}
+def _groups(reduction: TokenReduction, run: TokenRun) -> Int[Tensor, "images stages patches"] | None:
+    """Returns the patch whose token represents each patch after every stage; None without merging."""
+    stages = zip(reduction.policy.layers, run.trail, strict=False)  # without a trail no stage pruned a token
+    found = [(run.representatives(layer), indices) for layer, indices in stages]
+    if not isinstance(reduction.policy.reducer, Merging) or all(tokens is None for tokens, _ in found):
+        return None
+    groups = []
+    for tokens, indices in found:
+        if tokens is None:  # before the first stage that merges
+            groups.append(indices)
+        else:  # a mask keeps every token at its patch
+            groups.append(tokens if reduction.by == "mask" else indices.gather(1, tokens))
+    return torch.stack(groups, dim=1).cpu()

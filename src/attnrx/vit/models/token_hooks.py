@@ -155,17 +155,20 @@ def forward_pass(model: nn.Module, restored_blocks: Container[int] | None = None
     return reduction.forward_pass(restored_blocks)
 
 
-def recording_tokens(model: nn.Module) -> AbstractContextManager[list[TokenRun]]:
+def recording_tokens(model: nn.Module, tracked: bool = False) -> AbstractContextManager[list[TokenRun]]:
     """Returns a context that collects the statistics of the model's tokens, one run per forward pass of this thread.
 
     The list stays empty where the model has no token policy, or one that keeps every patch.
     """
     reduction = reduction_of(model)
-    return nullcontext([]) if reduction is None else reduction.recording()
+    return nullcontext([]) if reduction is None else reduction.recording(tracked)
 
 
-def token_run(model: nn.Module, images: ImageBatch) -> TokenRun:
-    """Runs the model on the images in evaluation mode, and returns the statistics of its tokens."""
-    with evaluating((model,)), recording_tokens(model) as runs:
+def token_run(model: nn.Module, images: ImageBatch, tracked: bool = False) -> TokenRun:
+    """Runs the model on the images in evaluation mode, and returns the statistics of its tokens.
+
+    With `tracked` they state which token represents each patch after every stage (`TokenRun.representatives`).
+    """
+    with evaluating((model,)), recording_tokens(model, tracked) as runs:
         model(images)
     return runs[-1] if runs else TokenRun()

@@ -115,9 +115,8 @@ class TokenRestoration:
             patches = stage.restored(patches, num_layers)
         return torch.cat([tokens[:, : self.prefix], patches], dim=1)
 
-    @property
-    def representatives(self) -> Int[Tensor, "batch patches"] | None:
-        """The index, among the present patch tokens, of the one that represents each patch of the image.
+    def representatives(self, layer: int | None) -> Int[Tensor, "batch patches"] | None:
+        """Returns the index, among the patch tokens in a layer (the last one), of the one that represents each patch.
 
         -1 for a pruned patch; None before the first stage.
         """
@@ -125,6 +124,8 @@ class TokenRestoration:
         # composed from the first stage to the last.
         representatives = None
         for stage in self.stages:
+            if layer is not None and stage.layer > layer:
+                break
             after = stage.destinations
             if representatives is not None:
                 # A patch that was pruned before has the index -1, which gather refuses.
@@ -153,7 +154,7 @@ class TokenRun:
     `sizes` is None until a token is pruned. `patches` is the number of patches of an image, known from the first stage
     on. `patch_indices` holds the index of every patch token in the image, -1 for tokens added by a stage; `trail` holds
     those indices after each stage. `restorations` has one for every chunk of the batch, if features of all patches are
-    requested, which are those after `restored_blocks`.
+    requested, which are those after `restored_blocks`, or patches are tracked.
     `image_keys` are hashes of the images, for reducers that need them. In training, `sampled` holds the mask sampled at
     each stage: 1 for a kept patch, 0 for a pruned one, with a gradient; `drawn` holds the stages: one that
     keeps every patch samples none.
@@ -181,12 +182,17 @@ class TokenRun:
         return self.restorations[-1] if self.restorations else None
 
     @property
-    def representatives(self) -> Int[Tensor, "batch patches"] | None:
-        """The index, among the patch tokens after the last stage, of the one that represents each patch of the image.
+    def restores(self) -> bool:
+        """Whether the tokens of all patches are restored after some blocks."""
+        return bool(self.restored_blocks) and self.restoration is not None
+
+    def representatives(self, layer: int | None = None) -> Int[Tensor, "batch patches"] | None:
+        """Returns the index, among the patch tokens in a layer (the last one), of the one that represents each patch of
+        the image.
 
         -1 for a pruned patch; None where features of all patches are not requested, or no patch was pruned or merged.
         """
-        per_chunk = [restoration.representatives for restoration in self.restorations]
+        per_chunk = [restoration.representatives(layer) for restoration in self.restorations]
         indices = [chunk for chunk in per_chunk if chunk is not None]
         return torch.cat(indices) if indices else None
 
@@ -208,7 +214,7 @@ class _ReductionCall(CallState):
 
     `is_inside` states whether a `forward_pass` context ends the run; otherwise the last hook does. `predictors` are
     those of the model that is called: hooks refer to the reduction of the model that a replica of `DataParallel` was
-    made of, whose weights are on another device.
+    made of, whose weights are on another device. `tracked` states whether runs have the representatives of patches.
     """
 
     def __init__(self) -> None:  # called in every thread
@@ -217,6 +223,7 @@ class _ReductionCall(CallState):
         self.predictors: nn.ModuleList | None = None
         self.restored_blocks: Container[int] | None = None
         self.records: list[list[TokenRun]] = []
+        self.tracked = False
 
 
 class TokenReduction(nn.Module):
@@ -293,18 +300,20 @@ class TokenReduction(nn.Module):
             yield
 
     @contextmanager
-    def recording(self) -> Iterator[list[TokenRun]]:
+    def recording(self, tracked: bool = False) -> Iterator[list[TokenRun]]:
         """Collects the statistics of every forward pass of this thread in the context; a chunked batch is one pass.
 
-        Of nested contexts the innermost one collects.
+        Of nested contexts the innermost one collects. With `tracked` they state which token represents each patch.
         """
-        records = self.call.records
+        records, before = self.call.records, self.call.tracked
         runs: list[TokenRun] = []
         records.append(runs)
+        self.call.tracked = tracked
         try:
             yield runs
         finally:
             records.pop()
+            self.call.tracked = before
 
     @property
     def is_recorded(self) -> bool:
@@ -387,7 +396,7 @@ class TokenReduction(nn.Module):
         blocks = self.call.restored_blocks
         run = self.call.run = TokenRun(self.restored_blocks if blocks is None else blocks)
         # In training every patch stays in its place, so none has to be restored.
-        if run.restored_blocks and not self.samples_patches:
+        if (run.restored_blocks or self.call.tracked) and not self.samples_patches:
             run.restorations.append(TokenRestoration(self.shape.layout.prefix))
         if "image_keys" in self.policy.reducer.needs:
             run.image_keys = image_keys(images)
@@ -404,7 +413,7 @@ class TokenReduction(nn.Module):
             restored = run.restoration.leave(tokens, block + 1)
         run.is_past_blocks = block + 1 == self.shape.depth
         # Restored tokens are pooled unchanged, and so is a class token: `pooled` needs no run.
-        if run.is_past_blocks and (self.shape.layout.pooled == "class" or run.restoration is not None):
+        if run.is_past_blocks and (self.shape.layout.pooled == "class" or run.restores):
             self._end_outside()
         return restored
 
@@ -545,7 +554,7 @@ class TokenReduction(nn.Module):
         if run.is_past_blocks:  # a method of a library may call the norm after several blocks
             self._end_outside()
         # Restored tokens are those of all patches, so every one counts.
-        if run.sizes is None or run.restoration is not None:
+        if run.sizes is None or run.restores:
             return tokens
         prefix = self.shape.layout.prefix
         patches, sizes = tokens[:, prefix:], run.sizes[:, prefix:]
