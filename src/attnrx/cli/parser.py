@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from attnrx.support.atomic_writes import require_replaceable
 from attnrx.support.errors import AttnrxError, InvalidInput, nearest
 
 PROCESS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # set by torchrun and accelerate
@@ -34,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, command: str, summary: str, example: str):
         # `add_out` sets them; `require_out` reads them after parsing.
-        self.writes_folder, self.kind = False, ""  # --out: a folder, or a file of this kind ("": of none)
+        self.writes_folder, self.kind = False, ""  # --out: a folder, or a file of this kind
         super().__init__(
             prog=f"attnrx {command}",
             description=f"{summary[0].upper()}{summary[1:]}.",
@@ -107,43 +108,31 @@ def require_environment() -> None:
 
 
 def require_out(arguments: Namespace, parser: Parser) -> None:
-    """Raises InvalidInput if --out would overwrite an input, or exists and is not a regular file (or a folder).
+    """Raises InvalidInput if --out would overwrite an input, or is not what the command writes.
 
-    An existing file inside an input folder, or one named after an input file (its tensors or facts), may be replaced
-    only if attnrx wrote it with the `kind` of the command's output. A file that attnrx wrote with another kind is never
-    replaced.
+    An existing file is replaced only if attnrx wrote it with the `kind` of the command's output.
     """
     if getattr(arguments, "out", None) is None or not Path(arguments.out).exists():
         return
     out = Path(arguments.out)
-    if parser.writes_folder and not out.is_dir():
-        raise InvalidInput(f"--out {out} cannot be written: it is not a folder; name one.")
-    if not parser.writes_folder and not out.is_file():
-        problem = "a folder; name a file in it" if out.is_dir() else "not a regular file; name one"
-        raise InvalidInput(f"--out {out} cannot be written: it is {problem}.")
-    for name, input_path in _inputs(arguments):
-        if parser.writes_folder:
-            # The command replaces these files of its folder, so an input among them would be lost.
-            replaced = input_path.is_file() and input_path.name in _REPLACED and out.samefile(input_path.parent)
-            advice = "Inputs are never changed; choose another folder."
-        else:
-            replaced = _belongs(out, input_path) and not _is(out, parser.kind)
-            advice = "Nothing was changed; choose another file."
-        # samefile, because a link or another spelling may name the input.
-        if replaced or out.samefile(input_path):
-            described = f"{input_path} (--{name.replace('_', '-')})"
-            raise InvalidInput(f"--out {out} would overwrite an input: {described}. {advice}")
-    if not parser.writes_folder:
-        _require_kind(out, parser.kind)
-
-
-def _require_kind(out: Path, kind: str) -> None:
-    """Raises InvalidInput for a file that attnrx wrote with another kind."""
+    for name, path in _inputs(arguments):
+        # Files of its folder that the command replaces. samefile, because a link or another spelling may name an input.
+        is_replaced = parser.writes_folder and path.name in _REPLACED and out.samefile(path.parent)
+        if is_replaced or out.samefile(path):
+            described = f"{path} (--{name.replace('_', '-')})"
+            raise InvalidInput(f"--out {out} would overwrite an input: {described}; choose another place.")
+    if parser.writes_folder:
+        if not out.is_dir():
+            raise InvalidInput(f"--out {out} cannot be written: it is not a folder; name one.")
+        return
+    require_replaceable(out)
     from attnrx.support.storage import file_kind  # imports torch
 
-    found = file_kind(out)
-    if found is not None and kind and not _is(out, kind):
-        raise InvalidInput(f"--out {out} would replace an {found} by an {kind}; choose another file, or delete it.")
+    # For an exported model the kind is in its facts, FILE.json.
+    found = file_kind(out) or file_kind(out.with_name(f"{out.name}.json"))
+    if found != parser.kind:
+        what = "a file that attnrx did not write" if found is None else f"an {found}"
+        raise InvalidInput(f"--out {out} would replace {what} by an {parser.kind}; choose another file, or delete it.")
 
 
 def _inputs(arguments: Namespace) -> Iterator[tuple[str, Path]]:
@@ -156,17 +145,3 @@ def _inputs(arguments: Namespace) -> Iterator[tuple[str, Path]]:
                 exists = False
             if exists:
                 yield name, Path(text)
-
-
-def _belongs(out: Path, given: Path) -> bool:
-    """Whether a file is inside an input folder, or next to an input file whose name is a prefix of its own."""
-    if given.is_dir():
-        return out.resolve().is_relative_to(given.resolve())
-    return out.name.startswith(f"{given.name}.") and out.parent.samefile(given.parent)
-
-
-def _is(out: Path, kind: str) -> bool:
-    """Whether attnrx wrote a file of this kind; for an exported model the kind is in its facts, FILE.json."""
-    from attnrx.support.storage import file_kind  # imports torch
-
-    return kind != "" and kind in (file_kind(out), file_kind(out.with_name(f"{out.name}.json")))
