@@ -25,7 +25,6 @@ from attnrx.decide.rules import EnergyRetention
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.errors import NoOpPrescription
 from attnrx.support.storage import read_json, write_json
-from attnrx.training import Reporter
 from attnrx.vit.models import build_model, evaluating
 from attnrx_lab.papers.table import t_interval
 
@@ -99,7 +98,7 @@ def measure(start: Start, seed: int, arguments: argparse.Namespace) -> list[dict
         precision="fp32",
         seed=seed,
     )
-    rx.train(fresh, splits, config, folder / "train", reporter=Reporter())
+    rx.train(fresh, splits, config, folder / "train")
     model = rx.load(folder / "train")
     diagnosis = rx.diagnose(model, splits.validation)  # not of the test images, on which the distances are measured
     calibration = splits.train.take(min(arguments.images, len(splits.train)))

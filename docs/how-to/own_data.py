@@ -64,7 +64,7 @@ print(evidence.about["notes"][0])
 # %%
 config = rx.TrainingConfig(epochs=1, batch_size=32, learning_rate=1e-4, precision="fp32")
 data = {"train": loader, "validation": TensorDataset(images, labels)}
-run = rx.train(slim, data, config, "runs/own-data", reporter=rx.training.Reporter())
+run = rx.train(slim, data, config, "runs/own-data")
 print(f"{len(run.history)} epoch")
 
 # %% [markdown]

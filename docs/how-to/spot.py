@@ -41,7 +41,7 @@ config = rx.TrainingConfig(
     augmentation=rx.data.Augmentation(padding=0, flip=False),  # leave out for photographs
     precision="fp32",  # bf16 on a GPU
 )
-run = rx.train(reducing, splits, config, "runs/spot", reporter=rx.training.Reporter())
+run = rx.train(reducing, splits, config, "runs/spot")
 for epoch in run.history:
     print(f"epoch {epoch['epoch']}: loss {epoch['loss']:.3f}")
 
@@ -53,7 +53,7 @@ for epoch in run.history:
 # %%
 random = rx.realize(model, rx.prescribe(model, f"tokens=random:0.7@{LAYERS}"))
 plain = replace(config, losses=(rx.losses.Task(0.0),))
-control = rx.train(random, splits, plain, "runs/random", reporter=rx.training.Reporter())
+control = rx.train(random, splits, plain, "runs/random")
 checks = [rx.checks.Accuracy()]
 for name, trained in {"spot": run.model, "random": control.model}.items():
     evidence = rx.verify(trained, model, splits.test, checks)

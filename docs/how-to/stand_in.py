@@ -45,4 +45,4 @@ training = rx.TrainingConfig(
     augmentation=rx.data.Augmentation(padding=0, flip=False),
     precision="fp32",
 )
-model = rx.train(fresh, splits, training, "runs/stand-in", reporter=rx.training.Reporter()).model.eval()
+model = rx.train(fresh, splits, training, "runs/stand-in").model.eval()

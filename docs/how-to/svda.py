@@ -46,7 +46,7 @@ config = rx.TrainingConfig(
     strength_learning_rate=20.0,
     precision="fp32",  # bf16 on a GPU
 )
-run = rx.train(model, splits, config, "runs/svda", reporter=rx.training.Reporter())
+run = rx.train(model, splits, config, "runs/svda")
 print(f"test accuracy: {100 * run.record['accuracy']['test']:.1f} %")
 
 # %% [markdown]

@@ -16,7 +16,7 @@ from attnrx.show.checks import Latency
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.optional import required_module
 from attnrx.support.progress import Log, no_log
-from attnrx.training import Reporter, TrainingConfig, train
+from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Task
 from attnrx.verbs.load import load
 from attnrx.verbs.shrink import shrink
@@ -58,7 +58,6 @@ def demo(
     *,
     epochs: int = EPOCHS,
     seed: int = 0,
-    reporter: Reporter | None = None,
     log: Log = no_log,
 ) -> DemoResult:
     """Trains a small ViT of timm on a dataset, makes it GAIN times faster by `shrink`, and writes the folder.
@@ -73,7 +72,7 @@ def demo(
     splits = data if isinstance(data, Splits) else load_data(data)
     place = folder / "train" / splits.name.replace("/", "-")
     stage(f"training a small ViT on {len(splits.train):,} images of {splits.name}")
-    train(load_model(small_model(splits, seed)), splits, training_of(splits, epochs, seed), place, reporter=reporter)
+    train(load_model(small_model(splits, seed)), splits, training_of(splits, epochs, seed), place, log=log)
     original = load(place)
     timing = Latency(BATCH, LatencyProtocol(Conditions(threads=THREADS), ROUNDS, warmup=2, kernels=False), library=True)
     # The unchanged model, relative to timm's: what the kernels give.

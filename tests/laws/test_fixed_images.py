@@ -347,7 +347,7 @@ def test_a_dataset_with_random_crops_is_trained_on_and_read_again(tmp_path: Path
     first, second = (next(train.batches(8)).images for _ in range(2))
     assert not torch.equal(first, second)
     vit, config = copy.deepcopy(original()), rx.TrainingConfig(epochs=1, batch_size=8)
-    run = rx.train(vit, data, config, tmp_path / "run", reporter=rx.training.Reporter())
+    run = rx.train(vit, data, config, tmp_path / "run")
     again = rx.train(copy.deepcopy(original()), data, config, tmp_path / "run")
     assert again.history == run.history
     with pytest.raises(InvalidInput, match="its own order"):

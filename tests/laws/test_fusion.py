@@ -18,7 +18,6 @@ from attnrx_lab.papers.ownership import FusionOwnership, nonnegative_fusion, nor
 from attnrx_lab.rules import FusionOwner, SharedRank
 from support import cases
 from support.comparisons import pixels
-from support.tiny_runs import At
 
 DENSE = cases.CONFIGS["dense"]
 IMAGES = pixels(DENSE, 16)
@@ -126,7 +125,7 @@ def test_training_under_the_constraint_finds_an_owner_for_every_direction(shared
         precision="fp32",
     )
     with nonnegative_fusion(shared):
-        made = train(shared, data, config, tmp_path, reporter=At()).model
+        made = train(shared, data, config, tmp_path).model
     assert off_block(made) < 1e-3
     assert all(bool((fusion >= 0).all()) for fusion in fusions(made))
     assert squeezed_apart(made) < 0.1

@@ -14,7 +14,6 @@ from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Distillation, FeatureDistillation, Task
 from attnrx.vit.models import family_of, load_model, recording_blocks, save_model
 from support.pretrained import CASES, adopted_once
-from support.tiny_runs import At
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -56,11 +55,11 @@ def test_a_teacher_alone_needs_no_labels(name: str, tmp_path: Path) -> None:
     )
     first, second = disturbed(name), disturbed(name)
     with pytest.raises(InvalidInput, match=r"5 classes and noise has 3.*teacher only"):
-        train(first, splits(first), replace(config, losses=(Task(), *losses)), tmp_path / "no", reporter=At())
-    made = train(first, splits(first), config, tmp_path / "run", reporter=At())
+        train(first, splits(first), replace(config, losses=(Task(), *losses)), tmp_path / "no")
+    made = train(first, splits(first), config, tmp_path / "run")
     reported = [record["losses"]["distillation"] for record in made.history]
     assert reported[-1] < 0.7 * reported[0]
     saved = load_model(tmp_path / "run").state_dict()
     assert all(torch.equal(tensor, saved[key]) for key, tensor in made.model.state_dict().items())
-    other = train(second, splits(second, shift=1), config, tmp_path / "other labels", reporter=At())
+    other = train(second, splits(second, shift=1), config, tmp_path / "other labels")
     assert all(torch.equal(a, b) for a, b in zip(made.model.parameters(), other.model.parameters(), strict=True))

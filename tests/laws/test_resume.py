@@ -10,7 +10,7 @@ import pytest
 
 from attnrx.support.errors import TrainingInterrupted
 from attnrx.training import TrainingRun, checkpoints
-from support.tiny_runs import At, run, same
+from support.tiny_runs import at, run, same
 
 SCRIPT = Path(__file__).parents[1] / "support" / "tiny_runs.py"
 
@@ -31,17 +31,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 6])
 def test_a_crash_after_any_step_leaves_no_trace(step: int, whole: TrainingRun, tmp_path: Path) -> None:
     with pytest.raises(Crash):
-        run(tmp_path, At(step, crash))
+        run(tmp_path, at(step, crash))
     assert same(run(tmp_path), whole)
 
 
 def test_a_resumed_run_does_not_begin_again(tmp_path: Path) -> None:
     with pytest.raises(Crash):
-        run(tmp_path, At(5, crash))
-    resumed = At()
-    run(tmp_path, resumed)
-    assert resumed.outline is not None
-    assert resumed.outline.step == 4
+        run(tmp_path, at(5, crash))
+    lines: list[str] = []
+    run(tmp_path, log=lines.append)
+    assert lines[0].endswith("resuming at step 4 of 6")
 
 
 OTHER_KNOBS: list[dict] = [
@@ -54,7 +53,7 @@ OTHER_KNOBS: list[dict] = [
 @pytest.mark.parametrize("knobs", OTHER_KNOBS)
 def test_other_knobs_resume_too(knobs: dict, tmp_path: Path) -> None:
     with pytest.raises(Crash):
-        run(tmp_path / "stopped", At(5, crash), **knobs)
+        run(tmp_path / "stopped", at(5, crash), **knobs)
     assert same(run(tmp_path / "stopped", **knobs), run(tmp_path / "whole", **knobs))
 
 
@@ -72,14 +71,14 @@ def test_ctrl_c_saves_the_step_it_came_in(whole: TrainingRun, tmp_path: Path) ->
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(TrainingInterrupted, match=r"after step 2 of 6.*step-00000002"):
-        run(tmp_path, At(1, ctrl_c), checkpoint_every=100)
+        run(tmp_path, at(1, ctrl_c), checkpoint_every=100)
     assert signal.getsignal(signal.SIGINT) is before
     assert same(run(tmp_path, checkpoint_every=100), whole)
 
 
 def test_ctrl_c_in_the_last_step_is_not_swallowed(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, At(6, lambda: os.kill(os.getpid(), signal.SIGINT)))
+        run(tmp_path, at(6, lambda: os.kill(os.getpid(), signal.SIGINT)))
     assert (tmp_path / "training.json").exists()
 
 
@@ -95,9 +94,9 @@ def test_a_crash_while_a_checkpoint_is_written(
 
 
 def test_a_finished_run_is_read_back(whole: TrainingRun) -> None:
-    again = At()
-    assert same(run(whole.folder, again), whole)
-    assert again.outline is None
+    lines: list[str] = []
+    assert same(run(whole.folder, log=lines.append), whole)
+    assert not lines
 
 
 def test_two_runs_are_the_same_and_another_seed_is_another_run(whole: TrainingRun, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from attnrx.training.losses import Distillation, FeatureDistillation, LossContex
 from attnrx.vit.models import initialize_
 from attnrx_lab.papers.similarity import TokenSimilarity
 from support.cases import CONFIGS, images, model
-from support.tiny_runs import MODEL, At, config, splits
+from support.tiny_runs import MODEL, at, config, splits
 from support.tiny_runs import model as student
 
 
@@ -28,7 +28,7 @@ def learning(folder: Path) -> TrainingConfig:
 
 
 def trained(folder: Path, run: Path) -> list[torch.Tensor]:
-    made = train(student(), splits(), learning(folder), run, reporter=At())
+    made = train(student(), splits(), learning(folder), run)
     return [parameter.detach().clone() for parameter in made.model.parameters()]
 
 
@@ -60,7 +60,8 @@ def test_a_teacher_that_is_replaced_during_the_run_is_not_read_again(tmp_path: P
     def replace() -> None:
         rx.save(teacher(2), tmp_path / "teacher")
 
-    made = train(student(), splits(), learning(tmp_path / "teacher"), tmp_path / "run", reporter=At(2, replace))
+    with at(2, replace):
+        made = train(student(), splits(), learning(tmp_path / "teacher"), tmp_path / "run")
     assert all(torch.equal(*pair) for pair in zip(made.model.parameters(), expected, strict=True))
 
 

@@ -42,7 +42,7 @@ from attnrx_lab.tokens import (
 )
 from support.cases import REDUCTIONS
 from support.pretrained import TIMM, VIT, adopted_once, inputs, of_timm
-from support.tiny_runs import At, same, weights
+from support.tiny_runs import at, same, weights
 from support.token_models import fits, reduced
 
 
@@ -108,11 +108,11 @@ def splits(model: nn.Module) -> Splits:
     return Splits("noise", images, images.take(8), images.take(8), tuple("abcde"), 3, 32, scale, Augmentation(0))
 
 
-def run(folder: Path, reducer, *losses, reporter=None, ratio: float = 0.5, **knobs) -> TrainingRun:
+def run(folder: Path, reducer, *losses, ratio: float = 0.5, **knobs) -> TrainingRun:
     model = reducing(reducer, ratio)
     settings = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-3, "precision": "fp32", "checkpoint_every": 2} | knobs
     config = TrainingConfig(losses=losses or (Task(), KeepRatio()), **settings)
-    return train(model, splits(model), config, folder, reporter=reporter or At())
+    return train(model, splits(model), config, folder)
 
 
 @pytest.mark.parametrize("reducer", [Spot(), DynamicViT()], ids=["spot", "dynamicvit"])
@@ -156,8 +156,8 @@ def test_stopped_and_resumed_is_never_stopped(reducer, tmp_path: Path) -> None:
 
     losses = (Task(), KeepRatio()) if reducer.learned else (Task(),)
     knobs: dict[str, Any] = {"temperatures": (2.0, 0.5)}
-    with pytest.raises(Crash):
-        run(tmp_path / "stopped", reducer, *losses, reporter=At(3, crash), **knobs)
+    with pytest.raises(Crash), at(3, crash):
+        run(tmp_path / "stopped", reducer, *losses, **knobs)
     assert same(
         run(tmp_path / "stopped", reducer, *losses, **knobs), run(tmp_path / "whole", reducer, *losses, **knobs)
     )
@@ -305,7 +305,7 @@ def test_extreme_predictors_do_not_end_in_nan(tmp_path: Path) -> None:
     teacher = Distillation(str(save_model(tmp_path / "teacher", adopted_teacher())))
     config = TrainingConfig(epochs=2, batch_size=8, losses=(Task(), KeepRatio(), teacher), precision="fp32")
     try:
-        made = train(model, splits(model), config, tmp_path / "run", reporter=At())
+        made = train(model, splits(model), config, tmp_path / "run")
     except TrainingDiverged as error:  # pragma: no cover
         pytest.fail(str(error))
     assert all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())

@@ -24,7 +24,7 @@ from attnrx.decide.diagnostics import Moments
 from attnrx.training import TrainingRun, train
 from attnrx.training.losses import Task
 from attnrx.training.optimization import strengths_of
-from support.tiny_runs import At, config, model, run, splits
+from support.tiny_runs import at, config, model, run, splits
 
 # The knobs beside which two processes are compared with one: everything on that reads or changes weights.
 COMPRESSED: dict[str, Any] = {"losses": (Task(0.1),), "frozen": ("patches",), "strength_decay": 0.0}
@@ -52,12 +52,12 @@ def compressed() -> nn.Module:
 
 
 def fine_tuned(folder: Path, **changes: Any) -> TrainingRun:
-    return train(compressed(), splits(), config(**COMPRESSED | changes), folder, reporter=At())
+    return train(compressed(), splits(), config(**COMPRESSED | changes), folder)
 
 
 def killed(folder: Path) -> None:
     """Trains in parts until the first process is gone without warning, after the checkpoint of step 4."""
-    run(folder, At(4, lambda: os.kill(os.getpid(), signal.SIGKILL)), parallel="fsdp")
+    run(folder, at(4, lambda: os.kill(os.getpid(), signal.SIGKILL)), parallel="fsdp")
 
 
 CASES: dict[str, Callable[[Path], Any]] = {

@@ -8,16 +8,19 @@ Run as a script it makes one such run, for the tests that need a process of thei
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest import mock
 
 import torch
 
 from attnrx.data import Augmentation, ImageSet, Normalization, Splits, from_tensors
-from attnrx.training import Reporter, TrainingConfig, TrainingRun, train
+from attnrx.support.progress import Log, no_log
+from attnrx.training import TrainingConfig, TrainingRun, train, trainer
 from attnrx.training.losses import PerturbationRobustness, TargetRank, Task
-from attnrx.training.reporters import Outline
 from attnrx.vit.models import VisionTransformer, ViTConfig, initialize_
 
 MODEL = ViTConfig.uniform(
@@ -63,25 +66,16 @@ def config(**changes: Any) -> TrainingConfig:
     return TrainingConfig(**settings | changes)
 
 
-class At(Reporter):
-    """Does something after one step, and nothing else."""
+def at(step: int, action: Callable[[], object]) -> AbstractContextManager[object]:
+    """A context in which every training does something after a step, when its state has been checked and saved."""
+    check = trainer._Run._check
 
-    def __init__(self, step: int = -1, action: Callable[[], None] = lambda: None):
-        self.step, self.action = step, action
-        self.outline: Outline | None = None
+    def acting(run: trainer._Run, interruption: Event) -> None:
+        check(run, interruption)
+        if run.step == step:
+            action()
 
-    def started(self, outline: Outline) -> None:
-        self.outline = outline
-
-    def stepped(self, step: int, loss: float) -> None:
-        if step == self.step:
-            self.action()
-
-    def epoch_ended(self, record: Mapping[str, Any]) -> None:
-        pass
-
-    def ended(self) -> None:
-        pass
+    return mock.patch.object(trainer._Run, "_check", acting)
 
 
 def model() -> VisionTransformer:
@@ -94,8 +88,11 @@ def model() -> VisionTransformer:
         torch.set_default_dtype(before)
 
 
-def run(folder: Path, reporter: Reporter | None = None, **changes: Any) -> TrainingRun:
-    return train(model(), splits(), config(**changes), folder, reporter=reporter or At())
+def run(
+    folder: Path, context: AbstractContextManager[object] | None = None, log: Log = no_log, **changes: Any
+) -> TrainingRun:
+    with context or nullcontext():
+        return train(model(), splits(), config(**changes), folder, log=log)
 
 
 def weights(made: TrainingRun) -> dict[str, torch.Tensor]:
@@ -117,4 +114,4 @@ def same(left: TrainingRun, right: TrainingRun) -> bool:
 
 if __name__ == "__main__":
     last = int(sys.argv[2]) if len(sys.argv) > 2 else -1
-    run(Path(sys.argv[1]), At(last, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    run(Path(sys.argv[1]), at(last, lambda: os.kill(os.getpid(), signal.SIGKILL)))

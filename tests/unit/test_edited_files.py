@@ -87,7 +87,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "model/config.json": lambda path: rx.load(path.parent),
     "model.onnx.json": lambda path: load_exported(path.with_name("model.onnx")),
     "run/training.json": lambda path: tiny_runs.run(path.parent),
-    "stopped/checkpoints/step-00000004/state.json": lambda path: tiny_runs.run(path.parents[2], RESUMED),
+    "stopped/checkpoints/step-00000004/state.json": lambda path: tiny_runs.run(path.parents[2], log=ending),
 }
 
 
@@ -95,12 +95,8 @@ class Resumed(BaseException):
     """Ends a run that has read its checkpoint."""
 
 
-class _EndsAtOnce(tiny_runs.At):
-    def started(self, outline: Any) -> None:
-        raise Resumed
-
-
-RESUMED = _EndsAtOnce()
+def ending(line: str) -> None:
+    raise Resumed
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +135,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     planted(root, "onnx")
     tiny_runs.run(root / "run")
     with pytest.raises(SystemExit):
-        tiny_runs.run(root / "stopped", tiny_runs.At(5, lambda: sys.exit()))
+        tiny_runs.run(root / "stopped", tiny_runs.at(5, sys.exit))
     return root
 
 

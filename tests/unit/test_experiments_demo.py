@@ -9,7 +9,6 @@ import torch
 import attnrx_lab.demo
 from attnrx.data import load_data
 from attnrx.nouns.evidence import Evidence, Finding, judged
-from attnrx.training import Reporter
 from attnrx.verbs.load import load
 from attnrx.vit.models import model_fingerprint
 from attnrx_lab.cluttered_digits import CLUTTER, GRID, PATCH, SPAN, canvases, object_patches
@@ -21,7 +20,7 @@ from attnrx_lab.demo import DemoResult, demo, with_claims
 def test_the_demonstration_writes_a_smaller_model_with_its_evidence(tmp_path: Path) -> None:
     torch.set_default_dtype(torch.float32)
     stages: list[str] = []
-    result = demo(folder=tmp_path, epochs=2, reporter=Reporter(), log=stages.append)
+    result = demo(folder=tmp_path, epochs=2, log=stages.append)
     assert result.report.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert [line for line in stages if line.startswith("[")][-1].startswith("[3/3]")
     slim, written = load(tmp_path), Evidence.load(tmp_path / "evidence.json")
@@ -34,7 +33,7 @@ def test_the_demonstration_writes_a_smaller_model_with_its_evidence(tmp_path: Pa
     assert 50 < result.accuracy < 100
     weights = tmp_path / "train" / "cluttered-digits" / "model.safetensors"
     before = weights.stat().st_mtime_ns
-    demo(folder=tmp_path, epochs=2, reporter=Reporter())
+    demo(folder=tmp_path, epochs=2)
     assert weights.stat().st_mtime_ns == before  # the finished training is used again
 
 

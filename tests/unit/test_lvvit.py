@@ -15,7 +15,7 @@ from attnrx.vit.models import attach_tokens_, build_model, family_of
 from attnrx.vit.tokens import Random, TokenPolicy
 from attnrx_lab.lvvit import SIZES, LVViT, LVViTConfig, LVViTFamily, published_names
 from support.cases import LVVITS, images, own
-from support.tiny_runs import At, config, same, splits
+from support.tiny_runs import at, config, same, splits
 
 SMALL = {"width": 12, "depth": 2, "heads": 3, "image_size": 32, "classes": 5, "stem_channels": 4}
 WIDTH, DEPTH, HEADS, CLASSES, STEM = 12, 2, 3, 5, 4
@@ -223,14 +223,14 @@ def test_stopped_and_resumed_is_never_stopped(step: int, tmp_path: Path) -> None
     def crash() -> None:
         raise Crash
 
-    def run(folder: str, reporter: At | None = None):
+    def run(folder: str):
         shape = LVViTConfig.uniform("svda", **{**SMALL, "image_size": 8, "patch_size": 4, "channels": 1, "classes": 3})
         model = rx.models.initialize_(LVViT(shape), seed=0)
-        return train(model, splits(), config(), tmp_path / folder, reporter=reporter or At())
+        return train(model, splits(), config(), tmp_path / folder)
 
     whole = run("whole")
-    with pytest.raises(Crash):
-        run("stopped", At(step, crash))
+    with pytest.raises(Crash), at(step, crash):
+        run("stopped")
     assert same(run("stopped"), whole)
     stem = whole.model.stem  # type: ignore[union-attr]
     assert not torch.equal(stem.norms[0].running_mean, torch.zeros(STEM))  # type: ignore[union-attr, arg-type]

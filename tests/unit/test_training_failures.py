@@ -9,7 +9,7 @@ import torch
 
 import attnrx as rx
 from attnrx.data import Normalization, from_tensors
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, TrainingDiverged, UserCodeError
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, TrainingDiverged
 from attnrx.support.storage import read_json, write_json
 from attnrx.training import checkpoints, train
 from attnrx.training.preparation import deterministic
@@ -17,7 +17,7 @@ from attnrx.vit.models import VisionTransformer, initialize_, load_model
 from support.cases import CONFIGS
 from support.command_line import call
 from support.pictures import write_folder
-from support.tiny_runs import MODEL, At, config, model, run, splits
+from support.tiny_runs import MODEL, at, config, model, run, splits
 
 RGB = Normalization((0.5,) * 3, (0.5,) * 3)
 
@@ -32,7 +32,7 @@ def crash() -> None:
 
 def interrupted(folder: Path, step: int = 5) -> Path:
     with pytest.raises(Crash):
-        run(folder, At(step, crash))
+        run(folder, at(step, crash))
     return checkpoints.Checkpoints(folder).all()[-1]
 
 
@@ -44,8 +44,8 @@ def test_nan_stops_the_run_with_step_rate_and_the_last_good_checkpoint(tmp_path:
             vit.classifier.bias[0] = float("nan")
 
     message = r"at step 4, with a learning rate of 0\.00\d+; the last good checkpoint is .*step-00000004"
-    with pytest.raises(TrainingDiverged, match=message):
-        train(vit, splits(), config(), tmp_path, reporter=At(4, poison))
+    with pytest.raises(TrainingDiverged, match=message), at(4, poison):
+        train(vit, splits(), config(), tmp_path)
     assert not (tmp_path / "model.safetensors").exists()
     kept = [path.name for path in checkpoints.Checkpoints(tmp_path).all()]
     assert kept == ["step-00000002", "step-00000004"]
@@ -56,7 +56,7 @@ def test_nan_in_the_first_step_says_that_there_is_no_checkpoint(tmp_path: Path) 
     with torch.no_grad():
         vit.classifier.bias[0] = float("inf")
     with pytest.raises(TrainingDiverged, match=r"step 0.*there is no checkpoint yet"):
-        train(vit, splits(), config(), tmp_path, reporter=At())
+        train(vit, splits(), config(), tmp_path)
 
 
 def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
@@ -149,9 +149,9 @@ def test_the_weights_of_another_model_are_refused(step: int, tmp_path: Path) -> 
 
 def test_a_model_that_a_run_changed_goes_on_with_it(tmp_path: Path) -> None:
     vit = model()
-    with pytest.raises(Crash):
-        train(vit, splits(), config(ema=None), tmp_path, reporter=At(4, crash))
-    assert train(vit, splits(), config(ema=None), tmp_path, reporter=At()).record["steps"] == 6
+    with pytest.raises(Crash), at(4, crash):
+        train(vit, splits(), config(ema=None), tmp_path)
+    assert train(vit, splits(), config(ema=None), tmp_path).record["steps"] == 6
     assert train(vit, splits(), config(ema=None), tmp_path).record["steps"] == 6
 
 
@@ -165,18 +165,6 @@ def test_starting_over_never_overwrites(tmp_path: Path) -> None:
     interrupted(tmp_path)
     with pytest.raises(InvalidInput, match="holds a run already"):
         train(model(), splits(), config(), tmp_path, resume=False)
-
-
-@pytest.mark.parametrize("method", ["started", "stepped", "epoch_ended", "ended"])
-def test_a_reporter_that_raises_is_named(method: str, tmp_path: Path) -> None:
-    def fail(*_: object) -> None:
-        raise KeyError("of the user")
-
-    reporter = At()
-    setattr(reporter, method, fail)
-    with pytest.raises(UserCodeError, match=rf"{method} of the reporter At raised KeyError: 'of the user'") as caught:
-        run(tmp_path, reporter)
-    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_a_truncated_checkpoint_is_refused_and_the_one_before_named(tmp_path: Path) -> None:
@@ -220,7 +208,7 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path,
         raise CheckpointError("cannot write: No space left on device")
 
     with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="No space"):
-        run(tmp_path, At(3, lambda: patched.setattr(checkpoints, "write_tensors", full)))
+        run(tmp_path, at(3, lambda: patched.setattr(checkpoints, "write_tensors", full)))
     assert [path.name for path in checkpoints.Checkpoints(tmp_path).all()] == ["step-00000002"]
     assert not list((tmp_path / "checkpoints").glob(".*"))
     assert run(tmp_path).record["steps"] == 6

@@ -17,6 +17,7 @@ from attnrx.data import ImageSet, Splits
 from attnrx.data.model_data import splits_for
 from attnrx.support.arguments import checked
 from attnrx.support.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
+from attnrx.support.progress import Log, no_log, track
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import check_schema, fingerprint, read_json, write_json, write_text
 from attnrx.support.validation import Record, validated
@@ -41,7 +42,6 @@ from attnrx.training.preparation import (
     num_logits,
     with_labels,
 )
-from attnrx.training.reporters import Console, Guarded, Outline, Reporter
 from attnrx.training.sharding import gather_tensors, gathered_weights
 from attnrx.training.step import EPOCH, Learner, derived_seed
 from attnrx.vit.models import family_of, load_model, recording_blocks, require_model_folder, save_model
@@ -68,7 +68,7 @@ def train(
     folder: Path | str,
     *,
     resume: bool = True,
-    reporter: Reporter | None = None,
+    log: Log = no_log,
 ) -> TrainingRun:
     """Trains the model in place and writes the saved model, training.json, history.jsonl and checkpoints to `folder`.
 
@@ -86,7 +86,7 @@ def train(
         config: The settings.
         folder: The folder of the run.
         resume: Whether to continue a run that the folder holds.
-        reporter: Receives the progress; by default lines on stderr.
+        log: Receives a line for every epoch, in the first process.
 
     Returns:
         The trained model with its history and record.
@@ -121,10 +121,10 @@ def train(
     trained_model = copy.deepcopy(model) if sharded else model
     needs_features = any(loss.reads_features for loss in config.losses)
     recording = recording_blocks(trained_model, family_of(trained_model)) if needs_features else nullcontext()
-    reporter = Guarded(reporter or Console()) if accelerator.is_main_process else Reporter()
     with deterministic(), recording as features, interruptible() as interruption:
         learner = Learner(model, trained_model, len(splits.train), config, accelerator, features, teachers)
-        return _Run(learner, splits, folder, requested, reporter).complete(interruption)
+        log = log if accelerator.is_main_process else no_log
+        return _Run(learner, splits, folder, requested, log).complete(interruption)
 
 
 def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> TrainingRun | None:
@@ -170,11 +170,9 @@ class _Run:
     from it.
     """
 
-    def __init__(
-        self, learner: Learner, splits: Splits, folder: Path, requested: Mapping[str, Any], reporter: Reporter
-    ):
+    def __init__(self, learner: Learner, splits: Splits, folder: Path, requested: Mapping[str, Any], log: Log):
         self.learner, self.splits, self.folder, self.requested = learner, splits, folder, requested
-        self.reporter, self.steps_per_epoch = reporter, learner.schedule.steps_per_epoch
+        self.log, self.steps_per_epoch = log, learner.schedule.steps_per_epoch
         self.config, self.accelerator = learner.config, learner.accelerator
         self.checkpoints, self.history = Checkpoints(folder), list[dict[str, Any]]()
         classes = num_logits(learner.target)  # never sharded
@@ -207,15 +205,14 @@ class _Run:
             write_text(self.folder / "history.jsonl", "".join(json.dumps(each) + "\n" for each in self.history))
 
     def complete(self, interruption: Event) -> TrainingRun:
-        self.reporter.started(Outline(self.config.epochs, self.steps_per_epoch, self.step))
-        try:
-            while self.step < self.learner.schedule.steps:
-                began, before = time.perf_counter(), self.step
-                self._run_epoch(interruption)
-                self._end_epoch(self.step - before, time.perf_counter() - began)
-            return self._finish()
-        finally:
-            self.reporter.ended()
+        steps = self.learner.schedule.steps
+        where = f"resuming at step {self.step} of {steps}" if self.step else f"{steps} steps"
+        self.log(f"training {self.config.epochs} epochs of {self.steps_per_epoch} steps: {where}")
+        while self.step < steps:
+            began, before = time.perf_counter(), self.step
+            self._run_epoch(interruption)
+            self._end_epoch(self.step - before, time.perf_counter() - began)
+        return self._finish()
 
     def _run_epoch(self, interruption: Event) -> None:
         """Runs the remaining steps of the epoch."""
@@ -230,6 +227,8 @@ class _Run:
             shard=self.learner.shard,
             start=start,
         )
+        if self.accelerator.is_main_process:
+            batches = track(batches, f"training, epoch {epoch + 1}", self.steps_per_epoch - start)
         for batch in batches:
             self.learner.step_(batch, self.step)
             self.step += 1
@@ -262,9 +261,6 @@ class _Run:
             )
         if due and not ended:
             self._save()
-        if self.accelerator.is_main_process:
-            sums = self.learner.meter.named(self.learner.meter.sums)
-            self.reporter.stepped(self.step, sums["loss"] / max(1.0, sums["steps"]))
 
     def _agree(self, interruption: Event) -> tuple[int, bool]:
         """Returns the first non-finite step and whether to stop, the same in every process."""
@@ -307,7 +303,12 @@ class _Run:
         }
         self.history.append(record)
         self._write_history()
-        self.reporter.epoch_ended(record)
+        shares = (("train", record["accuracy"]), ("validation", validation_accuracy))
+        measured = "".join(f"{name} {share:.2%}  " for name, share in shares if share is not None)
+        self.log(
+            f"epoch {record['epoch']}/{self.config.epochs}  loss {record['loss']:.4f}  {measured}"
+            f"{record['images_per_second']:.0f} images/s"
+        )
         if self.step % self.config.checkpoint_every == 0 or self.step == learner.schedule.steps:
             self._save()
 

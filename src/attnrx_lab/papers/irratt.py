@@ -214,7 +214,7 @@ class IrrattExperiment(sources.DatasetExperiment):
             else:
                 candidate = method.candidate(model, diagnosis, self.seed)
             if self.epochs and method.changes:  # the original is never trained
-                trained = train(candidate, splits, self.training(), folder / "train" / method.name)
+                trained = train(candidate, splits, self.training(), folder / "train" / method.name, log=log)
                 candidate = load(trained.folder)
             # The predictions of the original itself are cached under the reference.
             placed = candidate.to(comparison.device) if method.changes else comparison.reference

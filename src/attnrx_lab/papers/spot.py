@@ -155,7 +155,7 @@ class SmallOriginal:
         """Returns the trained model, which is made in the folder if it is not there."""
         with file_lock(place, math.inf):  # runs of several methods and seeds may need it at the same time
             log(f"the original, {place}")
-            trained = train(self.build(splits.normalization), splits, self.training(), place)
+            trained = train(self.build(splits.normalization), splits, self.training(), place, log=log)
         return load(trained.folder).eval()
 
     def _initialized(self, scale: Normalization | None) -> nn.Module:
@@ -350,7 +350,7 @@ class SpotExperiment(sources.DatasetExperiment):
         if self.method.trained:
             # The test images are excluded: training evaluates on the validation images instead.
             splits = replace(adapted, train=first_images(adapted.train, self.tuning.images), test=adapted.validation)
-            candidate = load(train(candidate, splits, self.training(teacher), folder / "train").folder)
+            candidate = load(train(candidate, splits, self.training(teacher), folder / "train", log=log).folder)
         comparison = comparison_with(original, adapted.test, seed=self.seed, batch_size=BATCH)
         comparison = replace(comparison, candidate=candidate.to(comparison.device))
         evidence = evidence_by([Accuracy(most_drop=None), Fidelity()], comparison, self)

@@ -155,7 +155,7 @@ class SvdaExperiment(Experiment):
         splits = self.images()
         self.claim(folder)
         log(f"{self.name}: training in {folder / 'train'}")
-        trained = train(self.model(splits), splits, self.training(), folder / "train")
+        trained = train(self.model(splits), splits, self.training(), folder / "train", log=log)
         model = load(trained.folder)  # as saved: on the CPU, and not compiled
         diagnosis = diagnose(model, splits.validation, images=min(DIAGNOSED, len(splits.validation)))
         comparison = comparison_with(model, splits.test, seed=self.seed, diagnosis=diagnosis)

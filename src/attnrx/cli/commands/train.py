@@ -63,7 +63,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     if policy is not None:
         # Before training, because predictors are trained with the model.
         model = _reducing(model, policy, config, log)
-    trained = rx.train(model, splits, config, arguments.out, resume=arguments.resume)
+    trained = rx.train(model, splits, config, arguments.out, resume=arguments.resume, log=log)
     accuracy = trained.record["accuracy"]
     best = accuracy["best_epoch"]  # None where the validation images have no labels of the model
     rows = (
