@@ -12,8 +12,8 @@ import torch
 
 import attnrx as rx
 from attnrx.nouns.evidence import Evidence, Finding
-from attnrx.show.reports import completed_card, model_card
-from attnrx.support.errors import CardWarning, CheckpointError, DataError, InvalidInput
+from attnrx.show.reports import model_card
+from attnrx.support.errors import CardWarning, CheckpointError, DataError
 from attnrx.support.hub import local_copies_if_unreachable
 from attnrx.vit.models import load_model
 from support import cases
@@ -118,11 +118,6 @@ def test_a_broken_folder_is_not_published(cloud: Path, saved: Path) -> None:
     with pytest.raises(CheckpointError, match="sha256"):
         rx.push_to_hub(saved, "me/slim")
     assert not cloud.exists()
-
-
-def test_a_card_without_a_head_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="no head"):
-        completed_card("# mine", license="mit")
 
 
 @pytest.mark.parametrize("name", ["hf:nobody/none", "hub:nobody/none", "timm:vit_tiny_patch16_224", "data"])

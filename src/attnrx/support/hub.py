@@ -84,6 +84,19 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
     return str(address)
 
 
+def card_with(card: str, **metadata: str | None) -> str:
+    """Returns a model card with these fields in its YAML header; None keeps that of the card.
+
+    Raises:
+        NotSupported: The package huggingface_hub is not installed.
+    """
+    found = required_module("huggingface_hub", "", "the hub", "huggingface_hub").ModelCard(card)
+    for name, value in metadata.items():
+        if value is not None:
+            setattr(found.data, name, value)
+    return str(found)
+
+
 def download(name: str) -> Path:
     """Returns the local copy of a repository, OWNER/NAME or OWNER/NAME@REVISION, downloading missing files.
 

@@ -10,11 +10,11 @@ from torch import nn
 from attnrx.change.realization.elastic import is_elastic
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.reports import completed_card, is_unedited, model_card
+from attnrx.show.reports import is_unedited, model_card
 from attnrx.support.arguments import Kind, checked, optional
 from attnrx.support.atomic_writes import Parts
 from attnrx.support.errors import CardWarning, FactoryWarning, InvalidInput
-from attnrx.support.hub import upload
+from attnrx.support.hub import card_with, upload
 from attnrx.support.storage import CARD_KIND, file_kind, write_text
 from attnrx.vit.models import family_of, known_families, model_fingerprint, save_model
 from attnrx.vit.models.checkpoint import load_weights
@@ -132,7 +132,12 @@ def _kept_card(folder: Path) -> str:
     return text
 
 
-@checked(repository=OWNER_NAME, base_model=optional(OWNER_NAME))
+LICENSE = Kind(
+    "an identifier of the hub, e.g. 'apache-2.0'", lambda text: bool(re.fullmatch(r"[a-z0-9][a-z0-9.-]*", text))
+)
+
+
+@checked(repository=OWNER_NAME, base_model=optional(OWNER_NAME), license=optional(LICENSE))
 def push_to_hub(
     folder: Path | str,
     repository: str,
@@ -173,7 +178,7 @@ def push_to_hub(
         if is_unedited(text):
             text = _card(folder, model, evidence, prescription)
     if license is not None or base_model is not None:
-        text = completed_card(text, license, base_model)
+        text = card_with(text, license=license, base_model=base_model)
     # The folder is changed only where the card is, so a second upload has the same files.
     if text != written:
         write_text(card, text)

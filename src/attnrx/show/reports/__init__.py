@@ -1,6 +1,6 @@
 """Reports: diagnosis, prescription and evidence as a self-contained HTML page, and as a model card."""
 
-from attnrx.show.reports.card import completed_card, is_unedited, model_card
+from attnrx.show.reports.card import is_unedited, model_card
 from attnrx.show.reports.content import ReportContent
 from attnrx.show.reports.files import files_table, written_files
 from attnrx.show.reports.headline import summary_of
@@ -20,7 +20,6 @@ __all__ = [
     "MapSamples",
     "ReportContent",
     "TokenSamples",
-    "completed_card",
     "files_table",
     "first_images",
     "is_unedited",

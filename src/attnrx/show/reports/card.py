@@ -6,7 +6,6 @@ fifth dependency, for the fifteen lines of the header.
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,18 +15,11 @@ from attnrx.show.reports.headline import statements, summary_parts
 from attnrx.show.reports.numbers import interval, number, percent, plain, quantity, short
 from attnrx.show.reports.sections.evidence import by_severity
 from attnrx.show.reports.sections.verdict import sentence
-from attnrx.support.errors import InvalidInput
 from attnrx.support.tables import Marked, markdown, markdown_code, markdown_table
 
 COUNTED = 100_000  # integers from here on are parameters or MACs, and get thousands separators
 UNNAMED = "Vision Transformer"
 MARKS = {HOLDS: "✓ {}", FAILS: "✗ **{}**", UNDECIDED: "? {}", REPORTED: "{}"}
-
-# The pattern of a valid name on the hub, and an example.
-HUB_NAMES = {
-    "license": (r"[a-z0-9][a-z0-9.-]*", "apache-2.0"),
-    "base_model": (r"[\w.-]+/[\w.-]+", "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"),
-}
 
 # The task of the hub by what a model returns, and the word for it in code.
 TASKS = {
@@ -97,34 +89,6 @@ def is_unedited(card: str) -> bool:
 
 def _seal(text: str) -> str:
     return SEAL.format(hashlib.sha256(text.encode()).hexdigest()[:16])
-
-
-def completed_card(card: str, license: str | None = None, base_model: str | None = None) -> str:
-    """Returns the card with the license of the weights and the base model in its YAML header.
-
-    Args:
-        card: The card of a saved model.
-        license: The name of the license on the hub; None keeps that of the card.
-        base_model: The name of the base model on the hub; None keeps that of the card.
-
-    Returns:
-        The card; other lines are unchanged.
-
-    Raises:
-        InvalidInput: The card has no header, or a name is not valid on the hub.
-    """
-    header = re.match(r"---\n(.*?\n)---\n", card, re.DOTALL)
-    if header is None:
-        raise InvalidInput("the card has no head between two lines of ---: save the model with attnrx.save.")
-    head = header[1]
-    for key, value in (("license", license), ("base_model", base_model)):
-        if value is not None:
-            pattern, example = HUB_NAMES[key]
-            if not re.fullmatch(pattern, value):
-                raise InvalidInput(f"{key} {value!r} is not a name on the hub, such as {example}.")
-            # An earlier value is removed first, because YAML does not allow a key twice.
-            head = re.sub(rf"(?m)^{key}:.*\n", "", head) + f"{key}: {value}\n"
-    return f"---\n{head}---\n{card[header.end() :]}"
 
 
 def _head(facts: Mapping[str, Any], evidence: Evidence | None, task: str) -> str:
