@@ -46,7 +46,6 @@ def test_a_resumed_run_does_not_begin_again(tmp_path: Path) -> None:
 OTHER_KNOBS: list[dict] = [
     {"ema": None},
     {"precision": "bf16"},
-    {"frozen": ("patches", "layers.0.mlp")},
 ]
 
 

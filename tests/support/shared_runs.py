@@ -27,7 +27,7 @@ from attnrx.training.optimization import strengths_of
 from support.tiny_runs import at, config, model, run, splits
 
 # The knobs beside which two processes are compared with one: everything on that reads or changes weights.
-COMPRESSED: dict[str, Any] = {"losses": (Task(0.1),), "frozen": ("patches",), "strength_decay": 0.0}
+COMPRESSED: dict[str, Any] = {"losses": (Task(0.1),), "strength_decay": 0.0}
 
 
 @cache
@@ -48,7 +48,9 @@ def strong() -> nn.Module:
 
 
 def compressed() -> nn.Module:
-    return realize(strong(), prescription())
+    small = realize(strong(), prescription())
+    small.get_submodule("patches").requires_grad_(False)
+    return small
 
 
 def fine_tuned(folder: Path, **changes: Any) -> TrainingRun:

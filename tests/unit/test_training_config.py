@@ -11,7 +11,6 @@ from attnrx.training.losses import LOSSES, Distillation, TargetRank, Task
 CONFIGS = (
     TrainingConfig(),
     TrainingConfig(epochs=1, losses=(Task(0.0), TargetRank(8.0), Distillation("teacher")), ema=0.999, compile=True),
-    TrainingConfig(frozen=("a", "b.*")),
     TrainingConfig(augmentation=Augmentation(padding=2, flip=False), gradient_clip=None, strength_init=2.0),
 )
 

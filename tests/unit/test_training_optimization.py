@@ -7,20 +7,19 @@ import pytest
 import torch
 
 from attnrx.support.errors import InvalidInput
-from attnrx.training import TrainingConfig
+from attnrx.training import TrainingConfig, train
 from attnrx.training.optimization import (
     Schedule,
     WeightMean,
     build_optimizer,
-    freeze_,
     learning_rate_share,
     load_optimizer_,
     optimizer_tensors,
     set_learning_rate,
 )
 from support.cases import CONFIGS, images, model
+from support.tiny_runs import config, splits
 from support.tiny_runs import model as model_of_runs
-from support.tiny_runs import run
 
 
 def test_the_learning_rate_rises_to_one_and_falls_to_zero() -> None:
@@ -119,16 +118,12 @@ def test_the_rate_begins_and_ends_where_it_is_told() -> None:
     assert rates[20:] == sorted(rates[20:], reverse=True)
 
 
-def test_frozen_parameters_stay_and_the_rest_moves(tmp_path: Path) -> None:
-    before = dict(model_of_runs().named_parameters())
-    made = run(tmp_path, frozen=("patches", "layers.0.*"), ema=None)
-    for name, parameter in made.model.named_parameters():
-        stays = name.startswith(("patches.", "layers.0."))
-        assert torch.equal(parameter, before[name]) == stays, name
-        assert parameter.requires_grad
-
-
-@pytest.mark.parametrize(("patterns", "said"), [(("pathces",), "names no parameter"), (("*",), "leaves no parameter")])
-def test_freezing_nothing_or_everything_is_refused(patterns: tuple[str, ...], said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        freeze_(model(CONFIGS["dense"]), patterns)
+def test_parameters_without_gradient_stay_and_the_rest_moves(tmp_path: Path) -> None:
+    vit = model_of_runs()
+    for name, parameter in vit.named_parameters():
+        parameter.requires_grad_(not name.startswith(("patches.", "layers.0.")))
+    before = {name: parameter.detach().clone() for name, parameter in vit.named_parameters()}
+    for name, parameter in train(vit, splits(), config(ema=None), tmp_path).model.named_parameters():
+        assert torch.equal(parameter, before[name]) != parameter.requires_grad, name
+    with pytest.raises(InvalidInput, match="requires a gradient"):
+        train(vit.requires_grad_(False), splits(), config(), tmp_path / "none")

@@ -19,6 +19,7 @@ _FORMER = {
     "--draws": "--checks 'controls(draws=10)'",
     "--opset": "--to 'onnx(opset=18)'",
     "--accumulate": "a smaller --batch-size with a smaller --learning-rate",
+    "--frozen": "attnrx.train with requires_grad_(False) of the parameters",
     "--layer-decay": "timm's param_groups_layer_decay in a loop of your own",
     **dict.fromkeys(("--mixup", "--cutmix"), "--losses distillation, which takes no mixed labels"),
 }

@@ -10,7 +10,6 @@ from attnrx.support.arguments import (
     POSITIVE,
     RATE,
     SEED,
-    TEXT,
     each,
     instance,
     one_of,
@@ -53,8 +52,6 @@ class TrainingConfig:
         gradient_clip: Largest norm of a gradient; None for no limit.
         losses: The terms of the objective.
         augmentation: None for the dataset's own; `Augmentation(padding=0, flip=False)` disables it.
-        frozen: Patterns of parameters that are not trained, with * for any text, e.g. 'source.patch_embed' or
-            '*.mlp.*'.
         predictor_learning_rate: Factor on the learning rate of token predictors.
         temperatures: The sampling temperature of learned token reducers at the first step and at the last; it changes
             by the same factor every step.
@@ -83,7 +80,6 @@ class TrainingConfig:
     gradient_clip: float | None = 1.0
     losses: tuple[Loss, ...] = (Task(label_smoothing=0.1),)
     augmentation: Augmentation | None = None
-    frozen: tuple[str, ...] = ()
     predictor_learning_rate: float = 10.0
     temperatures: tuple[float, float] = (1.0, 1.0)
     strength_init: float | None = None
@@ -108,7 +104,6 @@ class TrainingConfig:
             **dict.fromkeys(("gradient_clip", "strength_init"), optional(POSITIVE)),
             losses=each(instance("a loss", Loss), "losses, e.g. (attnrx.training.losses.Task(),)", least=1),
             augmentation=optional(instance("an Augmentation, e.g. attnrx.data.Augmentation()", Augmentation)),
-            frozen=each(TEXT, "patterns of parameters, e.g. ('source.patch_embed',)"),
             **dict.fromkeys(("compile", "cuda_graph"), FLAG),
             temperatures=each(POSITIVE, "two positive numbers, at the first step and at the last", 2, 2),
             precision=one_of(*PRECISIONS),

@@ -1,15 +1,14 @@
 """What changes the weights: the optimizer, the learning rate schedule, and a running mean."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.errors import CheckpointError
 from attnrx.support.shapes import Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.sharding import copy_whole_, local_shard, shard_like
@@ -17,26 +16,6 @@ from attnrx.vit.attention.forms import SvdaForm
 from attnrx.vit.models import family_of
 
 PREDICTORS = "tokens."  # parameter prefix of the predictors of a token policy
-
-
-def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Enables gradients for all parameters except those that match a pattern or lie in a module that does.
-
-    Raises:
-        InvalidInput: A pattern matches no parameter, or no parameter is left to train.
-    """
-    names = dict(model.named_parameters())
-    model.requires_grad_(True)
-    for pattern in patterns:
-        # Case-sensitive on every system, unlike fnmatch. A pattern of a module names all its parameters.
-        matches = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
-        if not matches:
-            examples = ", ".join(list(names)[:: max(1, len(names) // 6)])
-            raise InvalidInput(f"frozen={pattern!r} names no parameter of this model; it has {examples}, ...")
-        for name in matches:
-            names[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in names.values()):
-        raise InvalidInput(f"frozen={tuple(patterns)} leaves no parameter to train; freeze fewer parameters.")
 
 
 def learning_rate_share(step: int, steps: int, warmup: int) -> float:

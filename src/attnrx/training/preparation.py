@@ -94,6 +94,8 @@ def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Spli
             "give a smaller one."
         )
     require_ordinary_weights(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InvalidInput("no parameter of the model requires a gradient: set requires_grad_(True) for some.")
     _require_image_shape(model, splits)
     classes = _require_classes(model, splits, config)
     if config.reads_labels:

@@ -19,7 +19,6 @@ from attnrx.training.optimization import (
     Schedule,
     WeightMean,
     build_optimizer,
-    freeze_,
     set_learning_rate,
     strengths_of,
 )
@@ -168,8 +167,7 @@ class Learner:
         if config.strength_init is not None:
             for strength in strengths:
                 nn.init.constant_(strength, config.strength_init)
-        # Before wrapping and before the optimizer, which both take the parameters with gradients.
-        freeze_(model.to(device), config.frozen)
+        model.to(device)  # before wrapping and before the optimizer
         self.target, self.model, self.config, self.accelerator = target, model, config, accelerator
         self.features, self.teachers = features, teachers or {}
         self.wrapped: Callable[[Tensor], Tensor]

@@ -81,7 +81,7 @@ def train(
     deterministic too, and an error of operations that cannot be.
 
     Args:
-        model: The model, of any family that `load` reads.
+        model: The model, of any family that `load` reads; parameters with `requires_grad=False` are not trained.
         data: `Splits`, a dataset, or a mapping of "train", "validation" and "test" to data.
         config: The settings.
         folder: The folder of the run.
@@ -92,7 +92,8 @@ def train(
         The trained model with its history and record.
 
     Raises:
-        InvalidInput: The data do not fit the model or the batch size, or, with `resume=False`, the folder holds a run.
+        InvalidInput: The data do not fit the model or the batch size, no parameter requires a gradient, or, with
+            `resume=False`, the folder holds a run.
         DataError: Images or labels are missing.
         CheckpointError: The folder holds a run of another model, config or data, or a damaged checkpoint.
         NotSupported: A setting needs what this model does not have, or the processes were launched in another mode.
@@ -359,4 +360,4 @@ class _Run:
             notes = {"trained_on": self.splits.name, "accuracy": accuracy}
             save_model(self.folder, model, notes, lambda new: write_json(new / "training.json", record))
         self.accelerator.wait_for_everyone()
-        return TrainingRun(model.eval().requires_grad_(True), tuple(self.history), self.folder, record)
+        return TrainingRun(model.eval(), tuple(self.history), self.folder, record)

@@ -48,7 +48,6 @@ def add(parser: Parser) -> None:
     options.option(knobs, "--no-task", bool, "train without the task loss: labels are not read")
     options.option(knobs, "--teacher", "MODEL", "the teacher of distillation losses: a folder or timm:NAME")
     options.option(knobs, "--teacher-weights", "FILE", "the weights of a teacher timm:NAME, in a local file")
-    options.option(knobs, "--frozen", "NAME", "frozen parameters, e.g. 'source.patch_embed'", nargs="+")
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
@@ -83,8 +82,6 @@ def _chosen(arguments: Namespace) -> dict[str, Any]:
     # Otherwise the default losses are those of TrainingConfig, with label smoothing.
     if arguments.losses or shared or arguments.no_task:
         chosen["losses"] = parse_losses(arguments.losses or (), shared, not arguments.no_task)
-    if arguments.frozen:
-        chosen["frozen"] = tuple(arguments.frozen)
     return chosen
 
 
