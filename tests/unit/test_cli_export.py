@@ -133,7 +133,6 @@ def test_all_models_are_timed_in_onnx_runtime(made: SimpleNamespace) -> None:
     ("words", "said"),
     [
         ("export {run} --to onyx --out {root}/x.onnx", "did you mean 'onnx'"),
-        ("export {run} --opset 18 --out {root}/x.onnx", "use --to 'onnx(opset=18)'"),
         ("export {run} --out {root}/x.bin", "ends in .onnx"),
         ("export {run} --batch many --out {root}/x.onnx", "dynamic"),
         ("export {run} --batch -1 --out {root}/x.onnx", "dynamic"),

@@ -95,9 +95,6 @@ def test_a_function_takes_the_folders_that_the_command_takes(made: SimpleNamespa
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("verify {slim} --reference {model} --data {data} --most-drop 1", "use --checks 'accuracy(most_drop=1)"),
-        ("verify {slim} --reference {model} --data {data} --controls", "use --checks controls"),
-        ("verify {slim} --reference {model} --data {data} --draws 3", "use --checks 'controls(draws=10)'"),
         ("verify {slim} --reference {model} --data {data} --diagnosis {root}/diagnosis.json", "--diagnosis belongs to"),
         ("realize {model} --prescription {rx} --by mask --norms refit --out {root}/x", "no effect"),
         ("plan {model} --target macs=0.9x --data {data} --clock cuda --out {root}/x", "--clock belongs to"),

@@ -12,17 +12,6 @@ from attnrx.support.atomic_writes import require_replaceable
 from attnrx.support.errors import AttnrxError, InvalidInput, nearest
 
 PROCESS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # set by torchrun and accelerate
-# Options of earlier versions, and what to use.
-_FORMER = {
-    "--most-drop": "--checks 'accuracy(most_drop=1),...'",
-    "--controls": "--checks controls,...",
-    "--draws": "--checks 'controls(draws=10)'",
-    "--opset": "--to 'onnx(opset=18)'",
-    "--accumulate": "a smaller --batch-size with a smaller --learning-rate",
-    "--frozen": "attnrx.train with requires_grad_(False) of the parameters",
-    "--layer-decay": "timm's param_groups_layer_decay in a loop of your own",
-    **dict.fromkeys(("--mixup", "--cutmix"), "--losses distillation, which takes no mixed labels"),
-}
 # Files that a command may replace in its output folder.
 _REPLACED = ("config.json", "model.safetensors", "prescription.json", "evidence.json", "training.json", "plan.json")
 
@@ -54,10 +43,7 @@ class Parser(argparse.ArgumentParser):
         # By argparse's message, because no exception of it holds the option.
         unrecognized = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         options = [option for option in self._option_string_actions if option.startswith("--")]
-        hint = "."
-        if unrecognized:
-            former = _FORMER.get(unrecognized[1])
-            hint = f": use {former}." if former else f": {nearest(unrecognized[1], options)}"
+        hint = f": {nearest(unrecognized[1], options)}" if unrecognized else "."
         raise UsageError(f"{message}{hint} See `{self.prog} --help`.")
 
     def parse_args(self, *given: Any, **named: Any) -> Any:

@@ -350,7 +350,7 @@ class SpotExperiment(sources.DatasetExperiment):
         if self.method.trained:
             # The test images are excluded: training evaluates on the validation images instead.
             splits = replace(adapted, train=first_images(adapted.train, self.tuning.images), test=adapted.validation)
-            candidate = load(train(candidate, splits, self.training(teacher), folder / "train", log=log).folder)
+            candidate = load(train(candidate, splits, self.training(teacher), folder / "train").folder)
         comparison = comparison_with(original, adapted.test, seed=self.seed, batch_size=BATCH)
         comparison = replace(comparison, candidate=candidate.to(comparison.device))
         evidence = evidence_by([Accuracy(most_drop=None), Fidelity()], comparison, self)

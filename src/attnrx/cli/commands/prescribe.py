@@ -14,30 +14,26 @@ from attnrx.support.progress import Log
 if TYPE_CHECKING:
     from torch import nn
 
-    from attnrx.nouns.prescription import TokenPrescription
-
 SUMMARY = "decide which directions, heads and tokens of a model to prune"
 EXAMPLE = "attnrx prescribe diagnosis.json --rules qk=energy_retention:0.90 --out prescription.json"
 
 
 SUBJECT = (
-    "the file of a diagnosis; or, for tokens=POLICY or --predictors alone, a model: a saved folder, timm:NAME, hf:ID, "
-    "or a name such as dense:cifar10"
+    "the file of a diagnosis; or, for tokens=POLICY alone, a model: a saved folder, timm:NAME, hf:ID, or a name such "
+    "as dense:cifar10"
 )
 RULES = (
     "the rule of every map: qk=RULE for query and key, vo=RULE for value and output, fc1=RULE, fc2=RULE for the MLP, "
     "hidden=RULE for its hidden units, heads=RULE for whole heads, tokens=POLICY. RULE: NAME:KNOB,..., joined by & and "
     "|, e.g. total_rank:0.5, uniform_rank:0.5,metric=weights, 'energy_retention:0.9 | top_rank:8'. POLICY: " + POLICY
 )
-PREDICTORS = "a saved model with a token policy and trained predictors, used instead of tokens=POLICY"
 
 
 def add(parser: Parser) -> None:
     parser.add_argument("diagnosis", metavar="DIAGNOSIS", help=SUBJECT)
     option(parser, "--weights", "FILE", "the weights of that timm:NAME or lvvit:SIZE")
     add_trust(parser)
-    option(parser, "--rules", "MAP=RULE", RULES, nargs="+")
-    option(parser, "--predictors", "FOLDER", PREDICTORS)
+    option(parser, "--rules", "MAP=RULE", RULES, nargs="+", required=True)
     kind = "attnrx prescription"
     add_out(parser, "the prescription: a JSON file, and a second file if it has tensors", kind=kind)
 
@@ -45,14 +41,7 @@ def add(parser: Parser) -> None:
 def run(arguments: Namespace, log: Log) -> Outcome:
     """Prescribes and saves the prescription."""
     # The shell splits the rules at spaces, and a rule may contain some.
-    rules: dict[str, str | TokenPrescription] = dict(rx.rules.split_maps(" ".join(arguments.rules or ())))
-    if not rules and arguments.predictors is None:
-        raise InvalidInput("prescribe needs --rules, e.g. --rules qk=total_rank:0.5, or --predictors.")
-    if arguments.predictors is not None:
-        if "tokens" in rules:
-            raise InvalidInput("--predictors has its own policy; drop tokens=POLICY.")
-        carrier = rx.load(arguments.predictors, trust=arguments.trust)
-        rules["tokens"] = rx.realization.prescribed_tokens(carrier)
+    rules = rx.rules.split_maps(" ".join(arguments.rules))
     prescription = rx.prescribe(_diagnosis(arguments), rules)
     path, tokens = prescription.save(arguments.out), prescription.tokens
     notes = list(prescription.about.get("notes", ()))
