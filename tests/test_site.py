@@ -127,7 +127,9 @@ def test_every_part_is_in_the_table_of_its_kind(pages: dict[str, Page], package:
 def test_every_loss_is_in_the_reference(pages: dict[str, Page]):
     page = pages["api/training.html"]
     assert [
-        loss.__name__ for loss in rx.losses.LOSSES if f"attnrx.training.losses.{loss.__name__}" not in page.anchors
+        loss.__name__
+        for loss in rx.losses.known_losses().values()
+        if f"{loss.__module__}.{loss.__name__}" not in page.anchors
     ] == []
 
 

@@ -12,23 +12,21 @@ import attnrx as rx
 Registry = Mapping[str, type]
 
 
-def _snake_case(name: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-
-
 # Every kind of part: its registry, name in text -> class.
 REGISTRIES: Mapping[str, Callable[[], Registry]] = {
     "rules": rx.rules.known_rules,
     "checks": rx.checks.all_checks,
     "tokens": rx.tokens.known_reducers,
-    "losses": lambda: {_snake_case(kind.__name__): kind for kind in rx.losses.LOSSES},
+    "losses": rx.losses.known_losses,
     "diagnostics": lambda: rx.diagnostics.DIAGNOSTICS,
 }
 
 
 def _address(kind: str, part: type) -> str:
-    lab = part.__module__.startswith("attnrx_lab.")  # which has checks of its own
-    return f"{f'attnrx_lab.{kind}' if lab else getattr(rx, kind).__name__}.{part.__name__}"
+    home = getattr(rx, kind).__name__
+    if part.__module__.startswith("attnrx_lab."):  # which has checks of its own
+        home = f"attnrx_lab.{kind}" if part.__module__.startswith(f"attnrx_lab.{kind}.") else part.__module__
+    return f"{home}.{part.__name__}"
 
 
 def table(kind: str) -> str:

@@ -1,6 +1,8 @@
-"""Perturbation response: the change of attention under a small change of the images."""
+"""SVDA: the change of attention under a small change of the images, and the losses of the paper."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -8,11 +10,23 @@ from torch import nn
 
 from attnrx.data import ImageData
 from attnrx.data.model_data import images_for
+from attnrx.decide.diagnostics.spectral_shape import effective_rank
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.support.arguments import COUNT, POSITIVE, checked
+from attnrx.support.arguments import COUNT, POSITIVE, Kind, checked, number
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.models import InputValidation, evaluating, family_of, model_fingerprint, observing, require_all_tokens
+from attnrx.training.losses import Loss, LossContext, register_loss
+from attnrx.vit.attention.forms import SvdaForm
+from attnrx.vit.models import (
+    InputValidation,
+    evaluating,
+    family_of,
+    model_fingerprint,
+    observing,
+    reduction_of,
+    require_all_tokens,
+)
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.observation import Observation
 
@@ -85,9 +99,105 @@ def noise_like(
     """Returns standard normal noise that depends on the seed and each image's index only, not on batches or devices."""
     generator = torch.Generator()
     draws = []
-    for number in range(first, first + len(images)):
+    for index in range(first, first + len(images)):
         # A seed sequence mixes both numbers, so that neighbouring seeds and images have unrelated noise.
-        state = np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)
+        state = np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)
         generator.manual_seed(int(state[0]))
         draws.append(torch.randn(images.shape[1:], generator=generator, dtype=images.dtype))
     return torch.stack(draws).to(images.device)
+
+
+@dataclass(frozen=True)
+class TargetRank(Loss):
+    """The squared distance of a head's effective rank to `rank` (SVDA, Eq. 28), averaged over the heads of all layers.
+
+    Only the strengths receive gradients. Heads without directions have no effective rank and are skipped. `layers` are
+    the layers that a diagnosis singled out, the first is 1; none are all.
+    """
+
+    kinds: ClassVar[Mapping[str, Kind]] = {"rank": number(1.0, above=False)}
+    rank: float
+    weight: float = 0.01
+    layers: tuple[int, ...] = ()
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        layers = family_of(context.model).attention(context.model)
+        indices = _chosen(self, self.layers, len(layers))
+        ranks = [
+            effective_rank(strength)
+            for index, layer in enumerate(layers)
+            if index in indices and isinstance(layer.scores, SvdaForm)
+            for strength in layer.scores.strength.split(layer.spec.ranks)  # one vector for all heads
+            if strength.numel()
+        ]
+        if not ranks:
+            raise NotSupported("TargetRank needs learned strengths, and this model has none: train an SVDA model.")
+        return (torch.stack(ranks) - self.rank).square().mean()
+
+
+@dataclass(frozen=True)
+class PerturbationRobustness(Loss):
+    """The squared Frobenius change of the attention maps under Gaussian noise (SVDA, Eq. 34).
+
+    Averaged over images, heads and layers: all, or those that a diagnosis singled out (`layers`, the first is 1).
+    `scale` is the standard deviation of the noise in normalized units. Images and noisy images pass once more, through
+    the eager attention, so a step costs about three times as much. With a token policy the layers must lie before its
+    first stage, because after it an image and its noisy copy may have different patches.
+    """
+
+    kinds: ClassVar[Mapping[str, Kind]] = {"scale": POSITIVE}
+    scale: float = 0.05
+    weight: float = 1.0
+    layers: tuple[int, ...] = ()
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        changes: list[Tensor] = []
+        family = family_of(context.model)
+        indices = _chosen(self, self.layers, len(family.attention(context.model)))
+        reduction = reduction_of(context.model)
+        if reduction is not None and reduction.policy.drops and max(indices) + 1 >= reduction.first_layer:
+            before = "/".join(map(str, range(1, reduction.first_layer)))
+            raise NotSupported(
+                f"{self}: from layer {reduction.first_layer} on, {reduction.policy} gives an image and its noisy copy "
+                f"different patches, whose maps cannot be compared; give layers before it, at most layers={before}."
+            )
+
+        def observe(layer: int, observation: Observation) -> None:
+            if layer not in indices:
+                return
+            # The clean images are the first half of the batch: [images, heads, queries, keys] each.
+            clean, noisy = observation.attention.chunk(2)
+            changes.append((clean - noisy).square().sum((-2, -1)).mean())
+
+        # One pass of both halves, so that each layer's hook has the clean and the noisy maps at the same time.
+        images = torch.cat([context.images, context.images + self.scale * step_noise(context)])
+        with observing(context.model, family, observe):
+            context.model.forward(images)  # the bare module, in which the hooks see every layer
+        if not changes:
+            raise NotSupported("PerturbationRobustness needs attention maps, and every head of this model was removed.")
+        return torch.stack(changes).mean()
+
+
+def step_noise(context: LossContext) -> Float[Tensor, "batch channels height width"]:
+    """Returns standard normal noise for the images of a step: drawn for all processes together, then cut.
+
+    So N processes use the same noise as one process with the same global batch, and a repeated step repeats its noise.
+    """
+    (process, processes), count = context.shard, len(context.images)
+    # On the CPU, because generators of devices give other numbers for the same seed.
+    generator = torch.Generator().manual_seed(context.seed)
+    shape = count * processes, *context.images.shape[1:]
+    noise = torch.randn(shape, generator=generator, dtype=context.images.dtype)
+    return noise[count * process : count * (process + 1)].to(context.images.device)
+
+
+def _chosen(loss: Loss, layers: tuple[int, ...], depth: int) -> set[int]:
+    """Returns the indices of the chosen layers, of all if there are none; raises InvalidInput for unknown ones."""
+    unknown = [layer for layer in layers if not 1 <= layer <= depth]
+    if unknown:
+        raise InvalidInput(f"{loss}: the model has the layers 1 to {depth}, and no layer {unknown[0]}.")
+    return {layer - 1 for layer in layers} or set(range(depth))
+
+
+register_loss(TargetRank)
+register_loss(PerturbationRobustness)

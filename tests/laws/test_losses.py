@@ -8,22 +8,22 @@ import torch
 
 from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.training.losses import LOSSES as KINDS
 from attnrx.training.losses import (
     Distillation,
     FeatureDistillation,
     KeepRatio,
     Loss,
     LossContext,
-    PerturbationRobustness,
-    TargetRank,
     Task,
+    known_losses,
 )
 from attnrx.vit.models import family_of, recording_blocks, save_model
 from attnrx_lab.papers.similarity import TokenSimilarity
+from attnrx_lab.perturbation import PerturbationRobustness, TargetRank
 from support.cases import CONFIGS, LOSSES, images, model
 
 NAMES = [*LOSSES, "distillation", "feature_distillation"]
+KINDS = tuple(known_losses().values())
 
 
 @pytest.fixture

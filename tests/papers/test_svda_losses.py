@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from attnrx.support.errors import InvalidInput
-from attnrx.training.losses import LossContext, PerturbationRobustness, TargetRank
+from attnrx.training.losses import LossContext
 from attnrx.training.optimization import strengths_of
 from attnrx.vit.models import family_of, observing
+from attnrx_lab.perturbation import PerturbationRobustness, TargetRank, step_noise
 from support.cases import CONFIGS, images, model
 
 
@@ -59,7 +60,7 @@ def test_target_rank_pulls_the_rank_to_the_target() -> None:
 @pytest.mark.parametrize("config", ["svda", "dense"])
 def test_perturbation_robustness_is_equation_34(config: str) -> None:
     given = context(config, seed=3)
-    noisy = given.images + 0.2 * given.noise()
+    noisy = given.images + 0.2 * step_noise(given)
 
     def attention(inputs: torch.Tensor) -> list[torch.Tensor]:
         seen: list[torch.Tensor] = []

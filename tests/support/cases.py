@@ -11,7 +11,7 @@ from attnrx.data import LoadedImages, Normalization, from_tensors
 from attnrx.decide.rules import EnergyRetention, Rule, TotalRank, UniformRank
 from attnrx.nouns.prescription import HeadDecision, LayerPrescription, Prescription, ScoreDecision
 from attnrx.show.checks import Accuracy, Calibration, Check, Costs, Features, Fidelity, Latency, Promises, Retrieval
-from attnrx.training.losses import Loss, PerturbationRobustness, TargetRank, Task
+from attnrx.training.losses import Loss, Task
 from attnrx.vit.costs import LatencyProtocol
 from attnrx.vit.models import (
     Transformer,
@@ -37,6 +37,7 @@ from attnrx.vit.tokens import (
 )
 from attnrx_lab.checks import Controls, Robustness, Transfer
 from attnrx_lab.lvvit import LVViT, LVViTConfig
+from attnrx_lab.perturbation import PerturbationRobustness, TargetRank
 from attnrx_lab.rules import (
     ContributionEnergy,
     EffectiveRank,

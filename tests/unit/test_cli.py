@@ -18,7 +18,8 @@ from attnrx.cli.inputs import parse_losses
 from attnrx.cli.outcome import Table, show
 from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.nouns.evidence import Finding
-from attnrx.training.losses import Distillation, TargetRank, Task
+from attnrx.training.losses import Distillation, Task
+from attnrx_lab.perturbation import TargetRank
 from support.command_line import call, record
 from support.pictures import write_folder
 

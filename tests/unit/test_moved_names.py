@@ -13,6 +13,7 @@ MOVED = {
     "Threshold": rx.rules,
     "Controls": rx.checks,
     "PerturbationResponse": rx.diagnostics,
+    "TargetRank": rx.losses,
 }
 
 

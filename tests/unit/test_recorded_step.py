@@ -8,8 +8,9 @@ import torch
 
 from attnrx.support.errors import NotSupported
 from attnrx.training import step as recorded_step
-from attnrx.training.losses import TargetRank, Task
+from attnrx.training.losses import Task
 from attnrx.training.trainer import TrainingRun
+from attnrx_lab.perturbation import TargetRank
 from support.tiny_runs import run
 
 ORDINARY = {"ema": None, "losses": (Task(),)}

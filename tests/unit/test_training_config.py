@@ -6,7 +6,8 @@ from attnrx.data import Augmentation
 from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput
 from attnrx.training import TrainingConfig
-from attnrx.training.losses import LOSSES, Distillation, TargetRank, Task
+from attnrx.training.losses import Distillation, Task, known_losses
+from attnrx_lab.perturbation import TargetRank
 
 CONFIGS = (
     TrainingConfig(),
@@ -17,7 +18,7 @@ CONFIGS = (
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_config_survives_a_dictionary(config: TrainingConfig) -> None:
-    assert from_dict(to_dict(config), (TrainingConfig, Augmentation, *LOSSES)) == config
+    assert from_dict(to_dict(config), (TrainingConfig, Augmentation, *known_losses().values())) == config
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
 """Training on one or several processes, with exact resume."""
 
+from typing import TYPE_CHECKING, Any
+
 from attnrx.support.plugins import moved
 from attnrx.training.config import TrainingConfig
-from attnrx.training.trainer import TrainingRun, train
+
+if TYPE_CHECKING:
+    from attnrx.training.trainer import TrainingRun, train
 
 __all__ = [
     "TrainingConfig",
@@ -10,4 +14,13 @@ __all__ = [
     "train",
 ]
 
-__getattr__ = moved({"Mixing": "attnrx.losses.Distillation", "Reporter": "attnrx.train(..., log=...)"})
+_missing = moved({"Mixing": "attnrx.losses.Distillation", "Reporter": "attnrx.train(..., log=...)"})
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: rules of the laboratory need the losses alone, and the trainer imports torch.distributed.
+    if name in ("TrainingRun", "train"):
+        from attnrx.training import trainer
+
+        return getattr(trainer, name)
+    return _missing(name)

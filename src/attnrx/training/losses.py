@@ -12,14 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.data.model_data import normalization_of
-from attnrx.decide.diagnostics.spectral_shape import effective_rank
-from attnrx.support.arguments import BELOW_ONE, COUNT, POSITIVE, Kind, number, optional, require_fields
+from attnrx.support.arguments import BELOW_ONE, COUNT, POSITIVE, Kind, optional, require_fields
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.plugins import import_plugins, moved
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.support.text_parsing import Language, TextReader, knobs_of
-from attnrx.vit.attention.forms import SvdaForm
-from attnrx.vit.models import TokenReduction, TokenRun, family_of, load_model, observing, recording_blocks, reduction_of
-from attnrx.vit.observation import Observation
+from attnrx.vit.models import TokenReduction, TokenRun, family_of, load_model, recording_blocks, reduction_of
 
 TeacherSource = tuple[str, str | None]
 """A folder or a name that `load_model` reads, and the file of its weights, if it needs one."""
@@ -48,19 +46,6 @@ class LossContext:
     progress: float = 1.0
     memory: dict[Any, Any] = field(default_factory=dict)
     teachers: Mapping[TeacherSource, nn.Module] = field(default_factory=dict)
-
-    def noise(self) -> Float[Tensor, "batch channels height width"]:
-        """Returns standard normal noise for the images: drawn for all processes together, then cut.
-
-        So N processes use the same noise as one process with the same global batch, and a repeated step repeats its
-        noise.
-        """
-        process, processes = self.shard
-        count = len(self.images)
-        # On the CPU, because generators of devices give other numbers for the same seed.
-        generator = torch.Generator().manual_seed(self.seed)
-        noise = torch.randn(count * processes, *self.images.shape[1:], generator=generator, dtype=self.images.dtype)
-        return noise[count * process : count * (process + 1)].to(self.images.device)
 
 
 class Loss(ABC):
@@ -115,85 +100,6 @@ class Task(Loss):
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         return F.cross_entropy(context.logits, context.labels, label_smoothing=self.label_smoothing)
-
-
-@dataclass(frozen=True)
-class TargetRank(Loss):
-    """The squared distance of a head's effective rank to `rank` (SVDA, Eq. 28), averaged over the heads of all layers.
-
-    Only the strengths receive gradients. Heads without directions have no effective rank and are skipped. `layers` are
-    the layers that a diagnosis singled out, the first is 1; none are all.
-    """
-
-    kinds: ClassVar[Mapping[str, Kind]] = {"rank": number(1.0, above=False)}
-    rank: float
-    weight: float = 0.01
-    layers: tuple[int, ...] = ()
-
-    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        layers = family_of(context.model).attention(context.model)
-        indices = _chosen(self, self.layers, len(layers))
-        ranks = [
-            effective_rank(strength)
-            for index, layer in enumerate(layers)
-            if index in indices and isinstance(layer.scores, SvdaForm)
-            for strength in layer.scores.strength.split(layer.spec.ranks)  # one vector for all heads
-            if strength.numel()
-        ]
-        if not ranks:
-            raise NotSupported("TargetRank needs learned strengths, and this model has none: train an SVDA model.")
-        return (torch.stack(ranks) - self.rank).square().mean()
-
-
-@dataclass(frozen=True)
-class PerturbationRobustness(Loss):
-    """The squared Frobenius change of the attention maps under Gaussian noise (SVDA, Eq. 34).
-
-    Averaged over images, heads and layers: all, or those that a diagnosis singled out (`layers`, the first is 1).
-    `scale` is the standard deviation of the noise in normalized units. Images and noisy images pass once more, through
-    the eager attention, so a step costs about three times as much. With a token policy the layers must lie before its
-    first stage, because after it an image and its noisy copy may have different patches.
-    """
-
-    kinds: ClassVar[Mapping[str, Kind]] = {"scale": POSITIVE}
-    scale: float = 0.05
-    weight: float = 1.0
-    layers: tuple[int, ...] = ()
-
-    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        changes: list[Tensor] = []
-        family = family_of(context.model)
-        indices = _chosen(self, self.layers, len(family.attention(context.model)))
-        reduction = reduction_of(context.model)
-        if reduction is not None and reduction.policy.drops and max(indices) + 1 >= reduction.first_layer:
-            before = "/".join(map(str, range(1, reduction.first_layer)))
-            raise NotSupported(
-                f"{self}: from layer {reduction.first_layer} on, {reduction.policy} gives an image and its noisy copy "
-                f"different patches, whose maps cannot be compared; give layers before it, at most layers={before}."
-            )
-
-        def observe(layer: int, observation: Observation) -> None:
-            if layer not in indices:
-                return
-            # The clean images are the first half of the batch: [images, heads, queries, keys] each.
-            clean, noisy = observation.attention.chunk(2)
-            changes.append((clean - noisy).square().sum((-2, -1)).mean())
-
-        # One pass of both halves, so that each layer's hook has the clean and the noisy maps at the same time.
-        images = torch.cat([context.images, context.images + self.scale * context.noise()])
-        with observing(context.model, family, observe):
-            context.model.forward(images)  # the bare module, in which the hooks see every layer
-        if not changes:
-            raise NotSupported("PerturbationRobustness needs attention maps, and every head of this model was removed.")
-        return torch.stack(changes).mean()
-
-
-def _chosen(loss: Loss, layers: tuple[int, ...], depth: int) -> set[int]:
-    """Returns the indices of the chosen layers, of all if there are none; raises InvalidInput for unknown ones."""
-    unknown = [layer for layer in layers if not 1 <= layer <= depth]
-    if unknown:
-        raise InvalidInput(f"{loss}: the model has the layers 1 to {depth}, and no layer {unknown[0]}.")
-    return {layer - 1 for layer in layers} or set(range(depth))
 
 
 @dataclass(frozen=True)
@@ -332,14 +238,24 @@ def _run(teacher: nn.Module, context: LossContext) -> Answer:
     return logits, tuple(features)
 
 
-LOSSES: tuple[type[Loss], ...] = (
-    Distillation,
-    FeatureDistillation,
-    KeepRatio,
-    PerturbationRobustness,
-    TargetRank,
-    Task,
-)
+LOSSES: dict[str, type[Loss]] = {
+    kind.text_name(): kind for kind in (Distillation, FeatureDistillation, KeepRatio, Task)
+}
+_REGISTERED: dict[str, type[Loss]] = {}
+
+
+def register_loss(kind: type[Loss]) -> None:
+    """Adds a loss by its name in texts, that of its class in snake case."""
+    _REGISTERED[kind.text_name()] = kind
+
+
+def known_losses() -> Mapping[str, type[Loss]]:
+    """Returns LOSSES and the registered ones, those of other packages among them, by name."""
+    import_plugins()
+    return {**LOSSES, **_REGISTERED}
+
+
+__getattr__ = moved({name: f"attnrx_lab.perturbation.{name}" for name in ("PerturbationRobustness", "TargetRank")})
 
 
 class _Reader(TextReader):
@@ -356,7 +272,7 @@ def parse_loss(text: str, shared: Mapping[str, Any] | None = None) -> Loss:
         InvalidInput: The text has another form, or lacks a knob.
     """
     reader = _Reader(text)
-    name, kind = reader.read_name({each.text_name(): each for each in LOSSES}, "loss")
+    name, kind = reader.read_name(known_losses(), "loss")
     defaults = {knob: value for knob, value in (shared or {}).items() if knob in knobs_of(kind)}
     knobs = reader.read_knobs(name, kind, is_short=True, filled=defaults)
     reader.expect("end", "the end")

@@ -1,9 +1,10 @@
 """Rules of the laboratory: those of SVDA, directions that heads share (IrrAtt), controls, and ones that few need.
 
-An entry point of the group `attnrx.parts` imports this package wherever a text names a rule.
+An entry point of the group `attnrx.parts` imports this package wherever a text names a rule or a loss.
 """
 
 from attnrx.decide.rules import register_rule
+from attnrx_lab import perturbation  # noqa: F401  (registers the losses of SVDA)
 from attnrx_lab.rules.controls import CONTROLS, control_prescriptions
 from attnrx_lab.rules.divergence import DivergenceRank, measure_divergence
 from attnrx_lab.rules.matched import LargestMatched, RandomMatched, UniformMatched
