@@ -161,12 +161,6 @@ def test_a_finished_run_is_not_read_for_other_test_images(tmp_path: Path) -> Non
         train(model(), replace(splits(), test=splits().validation), config(), tmp_path)
 
 
-def test_starting_over_never_overwrites(tmp_path: Path) -> None:
-    interrupted(tmp_path)
-    with pytest.raises(InvalidInput, match="holds a run already"):
-        train(model(), splits(), config(), tmp_path, resume=False)
-
-
 def test_a_truncated_checkpoint_is_refused_and_the_one_before_named(tmp_path: Path) -> None:
     interrupted(tmp_path / "run")
     file = tmp_path / "run" / "checkpoints" / "step-00000004" / "state.safetensors"

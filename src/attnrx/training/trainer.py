@@ -16,7 +16,7 @@ from torch import nn
 from attnrx.data import ImageSet, Splits
 from attnrx.data.model_data import splits_for
 from attnrx.support.arguments import checked
-from attnrx.support.errors import DataError, InvalidInput, TrainingDiverged, TrainingInterrupted
+from attnrx.support.errors import DataError, TrainingDiverged, TrainingInterrupted
 from attnrx.support.progress import Log, no_log, track
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import check_schema, fingerprint, read_json, write_json, write_text
@@ -67,7 +67,6 @@ def train(
     config: TrainingConfig,
     folder: Path | str,
     *,
-    resume: bool = True,
     log: Log = no_log,
 ) -> TrainingRun:
     """Trains the model in place and writes the saved model, training.json, history.jsonl and checkpoints to `folder`.
@@ -85,15 +84,13 @@ def train(
         data: `Splits`, a dataset, or a mapping of "train", "validation" and "test" to data.
         config: The settings.
         folder: The folder of the run.
-        resume: Whether to continue a run that the folder holds.
         log: Receives a line for every epoch, in the first process.
 
     Returns:
         The trained model with its history and record.
 
     Raises:
-        InvalidInput: The data do not fit the model or the batch size, no parameter requires a gradient, or, with
-            `resume=False`, the folder holds a run.
+        InvalidInput: The data do not fit the model or the batch size, or no parameter requires a gradient.
         DataError: Images or labels are missing.
         CheckpointError: The folder holds a run of another model, config or data, or a damaged checkpoint.
         NotSupported: A setting needs what this model does not have, or the processes were launched in another mode.
@@ -108,8 +105,6 @@ def train(
     splits = adapt_data(model, splits, config)
     teachers = load_teachers(config.losses)
     requested = identity(model, splits, config, teachers)
-    if not resume and ((folder / "checkpoints").exists() or (folder / "training.json").exists()):
-        raise InvalidInput(f"{folder} holds a run already: resume it, choose another folder, or delete this one.")
     # Before the accelerator is created, because a finished run needs no processes.
     finished = _finished(folder, model, requested)
     if finished is not None:

@@ -1,6 +1,6 @@
 """attnrx train: trains a model on a dataset and saves it in a folder."""
 
-from argparse import BooleanOptionalAction, Namespace
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,6 @@ def add(parser: Parser) -> None:
     options.add_out(parser, "the folder of the run: model, history, training.json, checkpoints", folder=True)
     tokens = f"train with token pruning or merging: {options.POLICY}; predictors are initialized from --seed"
     options.option(parser, "--tokens", "POLICY", tokens)
-    parser.add_argument("--resume", action=BooleanOptionalAction, default=True, help="resume the run in --out")
     knobs = parser.add_argument_group("training")
     options.add_arguments(knobs, "TrainingConfig", *plain_fields(), precision=PRECISIONS, parallel=PARALLEL)
     options.option(knobs, "--losses", "LOSS", LOSSES, nargs="+")
@@ -62,7 +61,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     if policy is not None:
         # Before training, because predictors are trained with the model.
         model = _reducing(model, policy, config, log)
-    trained = rx.train(model, splits, config, arguments.out, resume=arguments.resume, log=log)
+    trained = rx.train(model, splits, config, arguments.out, log=log)
     accuracy = trained.record["accuracy"]
     best = accuracy["best_epoch"]  # None where the validation images have no labels of the model
     rows = (
