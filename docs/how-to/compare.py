@@ -58,8 +58,7 @@ print(trials.to_markdown())
 
 # %% [markdown]
 # A method that cannot reach the target is listed with its smallest cost. `shares=[0.5]` compares at equal
-# shares instead. `attnrx_lab.comparison.write_page("comparison.html", trials)` writes a page with curves over
-# MACs, also for a file that `MethodComparison.load` reads.
+# shares instead. `MethodComparison.load("comparison.json")` reads the file again.
 #
 # ## Measured latency
 #
@@ -84,7 +83,7 @@ print(speeds.to_markdown())
 #
 # ```bash
 # attnrx compare timm:vit_tiny_patch16_224 --data path/to/images --macs 0.9,0.8,0.7 --out comparison.json \
-#     --report comparison.html --methods 'svd=baseline:svd' \
+#     --methods 'svd=baseline:svd' \
 #     'ranks=qk=total_rank:{share} vo=total_rank:{share} fc1=uniform_rank:{share} fc2=uniform_rank:{share}' \
 #     'tome=tokens=tome:{share}@4,7,10'
 # attnrx bench timm:vit_tiny_patch16_224 --macs 0.8 --batches 1,8,64 --threads 1,2 --out speeds.json \

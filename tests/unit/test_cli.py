@@ -99,8 +99,7 @@ def test_methods_and_baselines_are_compared_at_equal_macs(chain: SimpleNamespace
     out = chain.root / "comparison.json"
     methods = ("--methods", "own=energy_retention:{share}", "svd-llm=baseline:svd_llm", "--macs", "0.97,0.5")
     words = ("compare", chain.run, "--data", chain.data, *methods, "--calibration-images", 4, "--out", out)
-    found = record(*words, "--report", chain.root / "comparison.html")
-    assert 'id="comparison"' in (chain.root / "comparison.html").read_text()
+    found = record(*words)
     assert [(trial["method"], trial["target"]) for trial in found["trials"]] == [
         ("own", 0.97),
         ("svd-llm", 0.97),

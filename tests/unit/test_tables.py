@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 import attnrx as rx
-from attnrx.nouns.evidence import Estimate, Evidence, Finding
+from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.reports import ReportContent, model_card, render
 from attnrx.support.tables import (
     aligned_table,
@@ -15,8 +15,6 @@ from attnrx.support.tables import (
     markdown_code,
     markdown_table,
 )
-from attnrx_lab.comparison import page_content
-from attnrx_lab.comparison.record import MethodComparison, MethodTrial
 from support import report_content
 
 HOSTILE = [
@@ -57,12 +55,6 @@ def evidence(name: str) -> Evidence:
     return Evidence((finding,), {"data": name, name: name, "images": 4, "notes": [name]})
 
 
-def comparison(name: str) -> MethodComparison:
-    number = Estimate(-2.0, -3.0, -1.0)
-    trial = MethodTrial(name, 0.5, 10, 10, 1.0, 0.6, number, number, number, number, 9, 0.1)
-    return MethodComparison((trial,), number, {"methods": [{"name": name}], "data": name})
-
-
 LINKS = ("href", "src")
 
 
@@ -86,8 +78,7 @@ def page(name: str) -> str:
     content = report_content.example()
     assert content.tokens is not None
     tokens = replace(content.tokens, labels=(name,) * len(content.tokens.images))
-    parts = {"tokens": tokens, "evidence": evidence(name), "sections": page_content(comparison(name)).sections}
-    return render(ReportContent(name, {"model": name, name: name}, **parts))
+    return render(ReportContent(name, {"model": name, name: name}, tokens=tokens, evidence=evidence(name)))
 
 
 def test_a_page_has_the_elements_of_one_with_plain_names(name: str) -> None:

@@ -30,7 +30,6 @@ def add(parser: Parser) -> None:
     add_model(parser)
     add_data(parser, "calibration from its training images, measurement on --split")
     add_out(parser, "the comparison, one JSON file", kind="attnrx comparison")
-    option(parser, "--report", "FILE", "a page with curves over the MACs (HTML)")
     add_split(parser, "test")
     add_running(parser, 64)
     add_methods(parser, SHARES)
@@ -68,5 +67,4 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         title = "differences between methods, paired over the images; p-values are corrected for their number"
         tables.append(Table(trials.difference_columns, rows, title))
     original = f"the original: {trials.accuracy.value:.1f} % on {len(test):,} images; intervals are 95 %"
-    pages = () if arguments.report is None else (f"report: {comparison.write_page(arguments.report, trials)}",)
-    return Outcome(rx.serialization.read_json(path), (*tables, original, f"comparison: {path}", *pages))
+    return Outcome(rx.serialization.read_json(path), (*tables, original, f"comparison: {path}"))

@@ -2,7 +2,6 @@
 
 from attnrx_lab.comparison.comparing import compare_methods
 from attnrx_lab.comparison.methods import Method, MethodBench, parse_methods
-from attnrx_lab.comparison.page import page_content, write_page
 from attnrx_lab.comparison.record import MethodComparison, MethodTrial
 from attnrx_lab.comparison.speeds import SPEED_COLUMNS, Rates, Speed, Speeds, compare_speeds, noise_bench
 
@@ -18,7 +17,5 @@ __all__ = [
     "compare_methods",
     "compare_speeds",
     "noise_bench",
-    "page_content",
     "parse_methods",
-    "write_page",
 ]

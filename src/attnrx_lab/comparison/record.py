@@ -10,7 +10,7 @@ from attnrx.nouns.evidence import Estimate
 from attnrx.support import validation as fields
 from attnrx.support.errors import CheckpointError
 from attnrx.support.storage import read_record, write_json
-from attnrx.support.tables import Cell, markdown_table
+from attnrx.support.tables import markdown_table
 from attnrx.vit.outputs import KINDS, OutputKind
 
 KIND, SCHEMA = "attnrx comparison", 2
@@ -194,10 +194,6 @@ class MethodComparison:
         return tuple(
             each.cells for each in sorted((*self.trials, *self.unreached), key=lambda each: order.index(each.method))
         )
-
-    def to_rows(self) -> list[dict[str, Cell]]:
-        """Returns the rows of the table by the names of their columns, as texts; the file has the numbers."""
-        return [dict(zip(self.columns, cells, strict=True)) for cells in self.rows]
 
     def to_markdown(self) -> str:
         """Returns a table of the trials, and where there are any a second one of the differences."""

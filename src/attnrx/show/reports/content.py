@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from attnrx.nouns.diagnosis import Diagnosis
@@ -18,15 +17,13 @@ from attnrx.support.errors import FingerprintMismatch, InvalidInput
 class Section:
     """One part of the page; `name` is its anchor and the file name of its template.
 
-    A section with a `summary` is folded: the page shows this line until the reader opens the section. `folder` has the
-    template of a section that another package makes.
+    A section with a `summary` is folded: the page shows this line until the reader opens the section.
     """
 
     name: str
     title: str
     data: Mapping[str, Any]
     summary: str = ""
-    folder: Path | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,8 +31,7 @@ class ReportContent(Displayed):
     """The parts of one report about one candidate.
 
     `about` is a free record: the model, the data, the versions, the seed, the command. Costs and latency are those of
-    the evidence. The front of the `plan` has the plans that were measured on the way to this candidate. `sections`
-    are those of other packages, and `statement` is the sentence of the result where there is no evidence.
+    the evidence. The front of the `plan` has the plans that were measured on the way to this candidate.
     """
 
     title: str
@@ -47,8 +43,6 @@ class ReportContent(Displayed):
     tokens: TokenSamples | None = None
     outputs: MapSamples | None = None
     plan: Plan | None = None
-    sections: tuple[Section, ...] = ()
-    statement: str = ""
 
     @property
     def measured(self) -> Evidence:
@@ -57,8 +51,7 @@ class ReportContent(Displayed):
 
     def __post_init__(self):
         # By the fields themselves, so that a new part needs no change here.
-        parts = [value for name, value in vars(self).items() if name not in ("title", "about", "statement")]
-        if all(part is None or part == () for part in parts):
+        if all(part is None for name, part in vars(self).items() if name not in ("title", "about")):
             raise InvalidInput(
                 f"the report {self.title!r} has nothing to show: "
                 "give it evidence, a prescription, a diagnosis or another part."

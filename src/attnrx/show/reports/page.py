@@ -96,7 +96,7 @@ def render(content: ReportContent) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([TEMPLATES, *(each.folder for each in content.sections if each.folder)]),
+        loader=jinja2.FileSystemLoader(TEMPLATES),
         # By default Jinja escapes nothing, and an unknown name is an empty text; here it raises an error.
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -107,8 +107,7 @@ def render(content: ReportContent) -> str:
     for function in (fixed, interval, number, percent, quantity, short, typeset, with_unit):
         environment.globals[function.__name__] = function
     # A section decides by the content whether it is shown.
-    built = [section for section in (build(content) for build in SECTIONS) if section is not None]
-    sections = [*content.sections, *built]
+    sections = [section for section in (build(content) for build in SECTIONS) if section is not None]
     script = (TEMPLATES / "script.js").read_text(encoding="utf-8")
     return environment.get_template("report.html.j2").render(
         title=content.title,

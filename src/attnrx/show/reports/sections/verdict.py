@@ -53,7 +53,6 @@ class BarPair:
 
 def verdict(content: ReportContent) -> Section:
     evidence = content.measured
-    words = content.statement if content.evidence is None and content.statement else sentence(content.evidence)
     data = {
         "state": evidence.outcome,
         "statements": statements(evidence),
@@ -61,7 +60,7 @@ def verdict(content: ReportContent) -> Section:
             tuple(map(typeset, (part.amount, part.conditions, part.interval, part.factors)))
             for part in summary_parts(evidence)
         ],
-        "sentence": words,
+        "sentence": sentence(content.evidence),
         "bars": list(_bars(content)),
         "conditions": next((speed.conditions for speed in speeds(evidence)), ""),
         "notes": _notes(content),
