@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from attnrx.data import Splits
+from attnrx.support.atomic_writes import temporary_folder
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import CheckpointError
 from attnrx.support.optional import installed_versions
@@ -68,17 +69,11 @@ class Checkpoints:
         path = self.path(step)
         if path.exists():
             return
-        partial = self.folder / f".{path.name}.partial"
-        try:
-            # Of a process that was killed while it wrote.
-            shutil.rmtree(partial, ignore_errors=True)
+        with temporary_folder(path) as partial:
             file = write_tensors(partial / "state.safetensors", tensors)
             content = {"kind": KIND, "schema": SCHEMA, "step": step, "sha256": file_sha256(file), **record}
             write_json(partial / "state.json", content)
-            # Both files are complete. Until here the name begins with a dot, so `all` does not list the folder.
-            partial.rename(path)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            partial.rename(path)  # both files are complete
         for old in self.all()[:-NUM_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
