@@ -58,7 +58,7 @@ print(trials.to_markdown())
 
 # %% [markdown]
 # A method that cannot reach the target is listed with its smallest cost. `shares=[0.5]` compares at equal
-# shares instead. `MethodComparison.load("comparison.json")` reads the file again.
+# shares instead. The file has every number.
 #
 # ## Measured latency
 #

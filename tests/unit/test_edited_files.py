@@ -17,7 +17,6 @@ import torch
 import attnrx as rx
 from attnrx.change.exporting import load_exported
 from attnrx.change.realization.elastic import Elastic, Size
-from attnrx.nouns.evidence import Estimate
 from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity
 from attnrx.support.errors import AttnrxError, CheckpointError
 from attnrx.support.storage import (
@@ -29,7 +28,6 @@ from attnrx.support.storage import (
     write_json,
     write_with_tensors,
 )
-from attnrx_lab.comparison.record import Difference, MethodComparison, MethodTrial
 from support import tiny_runs
 from support.comparisons import pixels
 from support.exported_files import planted
@@ -82,7 +80,6 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "diagnosis.json": rx.Diagnosis.load,
     "evidence.json": rx.Evidence.load,
     "plan/plan.json": Plan.load,
-    "comparison.json": MethodComparison.load,
     "elastic/elastic.json": lambda path: rx.load(path.parent, macs=0.9),
     "model/config.json": lambda path: rx.load(path.parent),
     "model.onnx.json": lambda path: load_exported(path.with_name("model.onnx")),
@@ -120,11 +117,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     evidence.save(root / "evidence.json")
     expected = {name: PredictedQuantity(0.1, 0.1, 8) for name in ("divergence", "agreement")}
     Plan(prescription, "macs=0.7x", "macs", 0.7, expected, (), (PlanPoint(0.7, 0.01, 0.01),)).save(root / "plan")
-    number = Estimate(1.0, 0.5, 1.5)
-    trial = MethodTrial("a", 0.5, 10, 10, 0.5, 0.5, number, number, number, number, 3, 0.1)
-    pair = Difference("a", "b", 0.5, None, number, 0.5, number, 0.5, 3)
-    about = {"images": 3, "methods": [{"name": "a"}]}
-    MethodComparison((trial, trial), number, about, differences=(pair,)).save(root / "comparison.json")
     costs = [rx.models.family_of(each).costs(each) for each in (model, small)]
     shares = [(each.macs / costs[0].macs, each.params / costs[0].params) for each in costs]
     for name, each in (("original", model), ("macs-0.5", small)):
@@ -176,13 +168,12 @@ def test_a_pipe_is_refused_in_place_of_a_file(kind: str, files: Path, tmp_path: 
         KINDS.get(kind, read_json)(tmp_path / name)
 
 
-@pytest.mark.parametrize(("kind", "field"), [("plan/plan.json", "front"), ("comparison.json", "trials")])
-def test_a_list_without_end_is_refused(kind: str, field: str, files: Path, tmp_path: Path) -> None:
-    record = read_json(files / kind)
-    record[field] *= 6_000
+def test_a_list_without_end_is_refused(files: Path, tmp_path: Path) -> None:
+    record = read_json(files / "plan/plan.json")
+    record["front"] *= 6_000
     write_json(tmp_path / "many.json", record)
-    with pytest.raises(CheckpointError, match=rf"many\.json: {field} has \d+ values"):
-        KINDS[kind](tmp_path / "many.json")
+    with pytest.raises(CheckpointError, match=r"many\.json: front has \d+ values"):
+        KINDS["plan/plan.json"](tmp_path / "many.json")
 
 
 @pytest.mark.parametrize("kind", ["prescription.json", "diagnosis.json"])

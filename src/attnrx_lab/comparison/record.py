@@ -1,68 +1,16 @@
 """A comparison of several ways of compressing one model: costs and quality of each on the same images."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from attnrx.nouns.evidence import Estimate
-from attnrx.support import validation as fields
-from attnrx.support.errors import CheckpointError
-from attnrx.support.storage import read_record, write_json
+from attnrx.support.storage import write_json
 from attnrx.support.tables import markdown_table
 from attnrx.vit.outputs import KINDS, OutputKind
 
 KIND, SCHEMA = "attnrx comparison", 2
-# More than a page can show; their charts would take hours.
-MAX_TRIALS, MAX_PAIRS = 5000, 50_000
-
-# JSON has no NaN: null is a number that could not be measured.
-NUMBER = fields.Optional(fields.Number())
-ESTIMATE = fields.Record(dict.fromkeys(("value", "low", "high"), NUMBER))
-COUNT = fields.Integer(0)
-TRIAL = fields.Record(
-    {
-        "method": fields.Text(),
-        **dict.fromkeys(("accuracy", "change", "agreement", "divergence"), ESTIMATE),
-        **dict.fromkeys(("share", "params_share", "macs_share", "seconds"), NUMBER),
-        **dict.fromkeys(("params", "macs", "n"), COUNT),
-    },
-    {"target": NUMBER},
-    open=True,
-)
-PAIR = fields.Record(
-    {
-        **dict.fromkeys(("first", "second"), fields.Text()),
-        **dict.fromkeys(("divergence", "accuracy"), ESTIMATE),
-        **dict.fromkeys(("share", "target", "divergence_p", "accuracy_p"), NUMBER),
-        "n": COUNT,
-    }
-)
-RECORD = fields.Record(
-    {
-        "trials": fields.Items(TRIAL, 0, MAX_TRIALS),
-        "accuracy": ESTIMATE,
-        "about": fields.Record(
-            more={
-                "outputs": fields.Choice(tuple(KINDS)),
-                "methods": fields.Items(fields.Record({"name": fields.Text()}, open=True)),
-                "images": COUNT,
-                "diagnosis": fields.JSON_OBJECT,
-            },
-            open=True,
-        ),
-    },
-    {
-        "unreached": fields.Items(
-            fields.Record({"method": fields.Text(), "target": fields.Number(), "least": fields.Number()}),
-            0,
-            MAX_TRIALS,
-        ),
-        "differences": fields.Items(PAIR, 0, MAX_PAIRS),
-    },
-    open=True,
-)
 
 
 @dataclass(frozen=True)
@@ -166,13 +114,8 @@ class MethodComparison:
 
     @property
     def outputs(self) -> OutputKind:
-        """What the models return; logits in a file that does not state it."""
-        return KINDS[self.about.get("outputs", "logits")]
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """The names of the methods in the order of the trials, those without any last."""
-        return tuple(dict.fromkeys(each.method for each in (*self.trials, *self.unreached)))
+        """What the models return."""
+        return KINDS[self.about["outputs"]]
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -206,44 +149,7 @@ class MethodComparison:
         """Writes the JSON file, and returns its path."""
         return write_json(path, {"kind": KIND, "schema": SCHEMA, **asdict(self)})
 
-    @classmethod
-    def load(cls, path: Path | str) -> "MethodComparison":
-        """Reads the file of `attnrx compare`; unknown fields are ignored.
-
-        Raises:
-            CheckpointError: The file is not a comparison, is damaged, or contains no trial.
-        """
-        record = read_record(path, KIND, SCHEMA, RECORD)
-        unreached = tuple(Unreached(**each) for each in record.get("unreached", ()))
-        if not record["trials"] and not unreached:
-            raise CheckpointError(f"{path} holds no trial yet; let `attnrx compare` finish its first one.")
-        return cls(
-            tuple(MethodTrial(**_measured(TRIAL, trial)) for trial in record["trials"]),
-            _estimate(record["accuracy"]),
-            record["about"],
-            unreached,
-            tuple(Difference(**_measured(PAIR, pair)) for pair in record.get("differences", ())),
-        )
-
 
 def kept_text(share: float | None) -> str:
     """Formats the kept share of a method for a table."""
     return "-" if share is None else f"{100 * share:.4g} %"
-
-
-def _measured(known: fields.Record, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the known fields of a record, with its measured numbers as estimates."""
-    names = known.known.keys() & record.keys()
-    return {
-        name: _estimate(record[name]) if known.known[name] is ESTIMATE else _number(name, record[name])
-        for name in names
-    }
-
-
-def _number(name: str, value: Any) -> Any:
-    # Of these, null is a number that could not be measured; shares and targets are absent.
-    return math.nan if value is None and name not in ("share", "target") else value
-
-
-def _estimate(record: Mapping[str, float | None]) -> Estimate:
-    return Estimate(*(math.nan if (end := record[name]) is None else end for name in ("value", "low", "high")))
