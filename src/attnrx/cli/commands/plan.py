@@ -90,11 +90,10 @@ def _require_latency(arguments: Namespace, target: "rx.planning.Target") -> None
 def _settings(arguments: Namespace) -> "rx.planning.PlanSettings":
     device, precision = arguments.device or default_device(), arguments.precision or "float32"
     conditions = rx.costs.Conditions(device, precision, arguments.threads)
-    given = {name: getattr(arguments, name) for name in ("reducer", "batch", "clock", "rounds", "trials")}
+    # The effort sets what the options leave open.
+    given = options.given_arguments(arguments, "reducer", "batch", "clock", "rounds", "trials")
     if arguments.axes is not None:
         given["axes"] = tuple(arguments.axes.split(","))
-    # The effort sets what the options leave open.
-    given = {name: value for name, value in given.items() if value is not None}
     return rx.planning.PlanSettings.preset(
         arguments.effort, conditions=conditions, seed=arguments.seed, batch_size=arguments.batch_size, **given
     )
@@ -123,10 +122,7 @@ def _cost_text(plan: "rx.planning.Plan", cost: float) -> str:
 
 def _unit(plan: "rx.planning.Plan") -> str:
     """Returns the unit of the divergence, or its name where it has none, as for embeddings."""
-    from attnrx.vit.outputs import KINDS  # imports torch
-
-    kind = KINDS[plan.about["outputs"]]
-    return kind.unit or kind.distance
+    return plan.outputs.unit or plan.outputs.distance
 
 
 def _predictions(plan: "rx.planning.Plan") -> tuple[str, ...]:
