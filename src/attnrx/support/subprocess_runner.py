@@ -20,11 +20,14 @@ from attnrx.support.errors import AttnrxError, NotSupported
 
 Value = TypeVar("Value")
 
-# By default glibc returns large free blocks to the operating system and faults them in again page by page. This cost is
-# not the model's, and it varied by a tenth within a quarter of an hour. Other systems ignore these two variables.
-KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-# A library that asks for CUDA devices while it is imported must not start CUDA, which no fork could use then.
-FORKABLE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+VARIABLES = {
+    # By default glibc returns large free blocks to the operating system and faults them in again page by page. This
+    # cost is not the model's, and it varied by a tenth within a quarter of an hour. Other systems ignore the two.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    # A library that asks for CUDA devices while it is imported must not start CUDA, which no fork could use then.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
 # Imported ahead in the process if they are loaded here: pickled models need them.
 LIBRARIES = ("timm", "transformers", "attnrx", "attnrx_lab")
 
@@ -41,50 +44,29 @@ ADVICE = (
 _CALLED, _RETURNED, _DONE = "called", "returned", "\0done"
 
 
-class ProcessEnded(NotSupported):
-    """The process of a call ended without a result; `how` is the end of the sentence "the process ..."."""
-
-    def __init__(self, function: str, code: int):
-        self.how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        super().__init__(
-            f"the process that was to run {function} {self.how}; see its output above. Free memory, or measure in this "
-            "process (in_subprocess=False)."
-        )
-
-
 class Subprocess:
     """A Python process that runs calls, on Linux each in a fork of its own.
 
-    With `keeps_memory` it keeps freed memory (KEEPS_MEMORY), like a service with its own allocator. Function, arguments
-    and result are pickled, because they may contain modules of any library, and are exchanged in a private temporary
-    folder. The process imports nothing from the current folder (`child_processes`), and ends with this one.
+    It keeps freed memory, like a service with its own allocator. Function, arguments and result are pickled, because
+    they may contain modules of any library, and are exchanged in a private temporary folder. The process imports
+    nothing from the current folder (`child_processes`), and ends with this one.
     """
 
-    def __init__(self, keeps_memory: bool = True):
+    def __init__(self):
         imports = [name for name in sys.modules if name.partition(".")[0] in LIBRARIES]
-        variables = (KEEPS_MEMORY if keeps_memory else {}) | FORKABLE
-        self.process = start_python(__name__, imports, variables)
-
-    def call(self, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print) -> Value:
-        """Calls a module-level function with the number of threads of this process, and returns its value.
-
-        `on_line` is called with every line that the function prints; its progress goes to stderr.
-
-        Raises:
-            NotSupported: An argument cannot be pickled, or the function raised an error of attnrx, with its message.
-            ProcessEnded: The process ended without a result.
-        """
-        (value,) = self.calls(1, function, *arguments, on_line=on_line)
-        return value
+        self.process = start_python(__name__, imports, VARIABLES)
 
     def calls(
         self, times: int, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print
     ) -> Iterator[Value]:
-        """Yields the values of several calls like `call`, whose arguments are the same and pickled once.
+        """Yields the values of several calls of a module-level function, with the number of threads of this process.
+
+        The arguments are pickled once. `on_line` is called with every line that the function prints; its progress goes
+        to stderr.
 
         Raises:
-            NotSupported: As `call`.
-            ProcessEnded: As `call`.
+            NotSupported: An argument cannot be pickled, the function raised an error of attnrx, with its message, or
+                the process ended without a result.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
         with tempfile.TemporaryDirectory(prefix="attnrx-") as folder:
@@ -106,7 +88,12 @@ class Subprocess:
                         break
                     on_line(line.rstrip("\n"))
                 if not returned.exists():
-                    raise ProcessEnded(function.__name__, self.process.wait())
+                    code = self.process.wait()
+                    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+                    raise NotSupported(
+                        f"the process that was to run {function.__name__} {how}; see its output above. Free memory, or "
+                        "measure in this process (in_subprocess=False)."
+                    )
                 value, failed = pickle.loads(returned.read_bytes())
                 if failed is not None:
                     raise NotSupported(failed)
@@ -153,7 +140,8 @@ def run_in_subprocess(function: Callable[..., Value], *arguments: Any, on_line: 
             failed.
     """
     with shared_subprocess() as process:
-        return process.call(function, *arguments, on_line=on_line)
+        (value,) = process.calls(1, function, *arguments, on_line=on_line)
+        return value
 
 
 def call_in_subprocess_if(
