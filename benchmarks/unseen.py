@@ -23,8 +23,6 @@ from attnrx.cli.options import add_data, add_model, option
 from attnrx.data import FixedImages, ImageSet, three_parts
 from attnrx.data.fixed_images import content_hashes, read_once
 from attnrx.data.images import RowImages
-from attnrx.data.labels import Relabelled, dataset_labels
-from attnrx.data.splits import StoredImages
 from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.show.checks.statistics import mean_estimate
 from attnrx.verbs.shrink import DIAGNOSIS_IMAGES, FITS_BY_EFFORT, PREDICTION_IMAGES
@@ -87,29 +85,10 @@ def unseen_training_images(splits: rx.data.Splits, effort: str) -> FixedImages:
 def unselected_test_images(selected: ImageSet, everything: ImageSet) -> ImageSet:
     """Returns the images of the whole test split that are not in the selected part of it."""
     # Both loads store the test split on its own, so positions differ: an image is identified by its row in the file.
-    unselected = ~torch.isin(file_rows(everything), file_rows(selected))
-    return with_rows(everything, stored(everything).rows[unselected])
-
-
-def stored(images: ImageSet) -> RowImages:
-    rows = dataset_labels(images)
-    assert isinstance(rows, RowImages)  # as all data that the command line loads
-    return rows
-
-
-def file_rows(images: ImageSet) -> torch.Tensor:
-    """Returns the row in the file for every image."""
-    store = stored(images).store
-    # Stores on the disk list the rows of the file; those in memory have them beside pixels and labels.
-    sources = store.sources if isinstance(store, StoredImages) else store.on(torch.device("cpu"))[2]
-    return sources[stored(images).rows]
-
-
-def with_rows(images: ImageSet, rows: torch.Tensor) -> ImageSet:
-    """Returns other rows of the same store, with labels mapped as before."""
-    if isinstance(images, Relabelled):
-        return replace(images, source=with_rows(images.source, rows))
-    return replace(stored(images), rows=rows)
+    assert isinstance(selected, RowImages) and isinstance(everything, RowImages)  # as the command line loads them
+    # The row in the file of every image.
+    chosen, rows = (each.store.sources[each.rows] for each in (selected, everything))
+    return replace(everything, rows=everything.rows[~torch.isin(rows, chosen)])
 
 
 def first_images(sets: Mapping[str, ImageSet], most: int) -> dict[str, ImageSet]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attnrx.cli.main import parsed
-from attnrx.data.locating import DATASETS
+from attnrx.data.loading import DATASETS
 from support import named_extras
 
 timm = pytest.importorskip("timm")

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from attnrx.data import DatasetCard, Normalization, register_dataset
-from attnrx.data.digits import DIGIT_SIDE, digit_images, grey_file
+from attnrx.data.digits import DIGIT_SIDE, digit_images, stored_greys
 from attnrx.data.images import hold_out
-from attnrx.data.splits import DatasetReader, Opened, StoredImages
+from attnrx.data.splits import Opened
 from attnrx.support.errors import UnknownName
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Bool, Int, Tensor, UInt8
@@ -43,15 +43,11 @@ class Canvases:
     objects: Bool[Tensor, "images patches"]
 
 
-@dataclass(frozen=True)
-class ClutteredDigitsReader(DatasetReader):
+def open_cluttered_digits(seed: int = 0) -> Opened:
     """Generates the images; equal seeds give equal images on every machine."""
-
-    seed: int = 0
-
-    def open(self) -> Opened:
-        splits = {split: _stored(canvases(split, self.seed)) for split in PLACEMENTS}
-        return Opened(splits, tuple("0123456789"), (NOTE,))
+    made = {split: canvases(split, seed) for split in PLACEMENTS}
+    splits = {split: stored_greys(each.pixels, each.labels, "cluttered digit {}") for split, each in made.items()}
+    return Opened(splits, tuple("0123456789"), (NOTE,))
 
 
 def object_patches(split: str) -> Bool[Tensor, "images patches"]:
@@ -121,12 +117,6 @@ def _fragments(images: np.ndarray, digits: np.ndarray, random: np.random.Generat
     return (brightness[..., None, None] * windows).astype(np.uint8)
 
 
-def _stored(made: Canvases) -> StoredImages:
-    pixels = made.pixels.numpy()
-    rows = torch.arange(len(pixels))
-    return StoredImages(made.labels, rows, lambda at: grey_file(pixels[at]), lambda at: f"cluttered digit {at}")
-
-
 register_dataset(
     CLUTTERED,
     DatasetCard(
@@ -134,6 +124,6 @@ register_dataset(
         normalization=Normalization((0.1268,), (0.1959,)),
         flip=False,
         shift=False,  # fragments fill whole patches
-        reader=ClutteredDigitsReader,
+        open=open_cluttered_digits,
     ),
 )

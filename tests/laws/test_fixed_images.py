@@ -237,6 +237,8 @@ def test_commands_use_an_image_of_several_splits_once(tmp_path: Path) -> None:
     assert len(splits.test) == len(found.test) and len(splits.validation) == len(found.validation)
     assert any("train: 2 of" in note and "in validation or in test" in note for note in found.notes)
     assert distinct_splits(found) is found
+    mapped = distinct_splits(splits.changed(lambda images: images.relabelled(torch.tensor([5, 2, 7]))))
+    assert len(mapped.train) == len(found.train) and {5, 2, 7} == {*next(mapped.train.batches(50)).labels.tolist()}
 
 
 def test_paths_and_loaders_of_the_same_images_are_the_same_set() -> None:

@@ -13,7 +13,7 @@ import pytest
 from attnrx.change.exporting import parse_format
 from attnrx.cli.inputs import parse_losses
 from attnrx.data import Columns
-from attnrx.data.locating import locate
+from attnrx.data.loading import locate
 from attnrx.decide.planning import Target
 from attnrx.decide.rules import parse_rule, parse_rules
 from attnrx.show.checks import parse_checks

@@ -9,8 +9,8 @@ import torch
 
 from attnrx.data import DATASETS, Columns, load_data, require_labels
 from attnrx.data.images import evenly_spaced
-from attnrx.data.locating import locate
-from attnrx.data.splits import DatasetReader, Opened
+from attnrx.data.loading import locate
+from attnrx.data.splits import Opened
 from attnrx.support.errors import DataError
 from support.pictures import CLASSES, assert_labels_belong, everything, grey, rows, sizes, write_folder, write_parquet
 
@@ -58,12 +58,11 @@ def test_files_with_columns_in_another_order_are_one_table_and_others_are_refuse
 
 def test_a_damaged_copy_of_a_table_is_made_again(tmp_path: Path, own_cache: Path) -> None:
     path = write_parquet(tmp_path / "pets.parquet", rows(60) + rows(12, "test"))
-    reader = locate(path, Columns()).reader
-    assert isinstance(reader, DatasetReader)
-    labels = reader.open().splits["train"].labels
+    opened = locate(path, Columns()).open
+    labels = opened().splits["train"].labels
     (copy,) = (own_cache / "arrow").glob("*.arrow")
     copy.write_bytes(copy.read_bytes()[:99])
-    assert torch.equal(reader.open().splits["train"].labels, labels)
+    assert torch.equal(opened().splits["train"].labels, labels)
 
 
 def test_one_parquet_file_per_split_as_on_the_hub(tmp_path: Path) -> None:
@@ -226,15 +225,13 @@ def test_the_catalogue_is_complete() -> None:
     ]
     for name, card in DATASETS.items():
         assert len(card.normalization.mean) == card.geometry.channels, name
-        assert card.reader or card.hub_id, name
+        assert card.open or card.hub_id, name
 
 
 @pytest.mark.data
 @pytest.mark.parametrize(("name", "counts"), [("fashion_mnist", (60000, 10000)), ("cifar10", (50000, 10000))])
 def test_the_real_files(real_data: Path, name: str, counts: tuple[int, int]) -> None:
-    reader = locate(real_data / f"{name}.parquet", Columns()).reader
-    assert isinstance(reader, DatasetReader)
-    opened = reader.open()
+    opened = locate(real_data / f"{name}.parquet", Columns()).open()
     assert isinstance(opened, Opened)
     assert tuple(len(opened.splits[split]) for split in ("train", "test")) == counts
     card = DATASETS[name]

@@ -12,7 +12,6 @@ from attnrx.data.division import Parts, distinct_splits, three_parts, without_im
 from attnrx.data.fixed_images import MAX_IMAGES, FixedImages
 from attnrx.data.images import Batch, ImageSet
 from attnrx.data.labels import (
-    Relabelled,
     dataset_labels,
     fit_labels,
     imagenet_indices,
@@ -21,8 +20,7 @@ from attnrx.data.labels import (
     require_labels,
 )
 from attnrx.data.loaded_images import LoadedImages, from_tensors
-from attnrx.data.loading import load_data
-from attnrx.data.locating import DATASETS, DatasetCard, register_dataset
+from attnrx.data.loading import DATASETS, DatasetCard, load_data, register_dataset
 from attnrx.data.parquet import Columns
 from attnrx.data.pixels import Augmentation
 from attnrx.data.splits import Splits
@@ -42,7 +40,6 @@ __all__ = [
     "LoadedImages",
     "Normalization",
     "Parts",
-    "Relabelled",
     "Splits",
     "dataset_labels",
     "distinct_splits",

@@ -3,26 +3,25 @@
 import numpy as np
 import torch
 
-from attnrx.data.splits import DatasetReader, Opened, StoredImages
+from attnrx.data.splits import Opened, StoredImages
 from attnrx.support.optional import required_module
 from attnrx.support.shapes import Int, Tensor, UInt8
 
 DIGIT_SIDE, GREYS = 8, 16  # scikit-learn stores the pixels of the digits as counts, 0 to 16
 
 
-class DigitsReader(DatasetReader):
-    """The 1,797 handwritten digits inside scikit-learn, in its order: real data without a download."""
+def open_digits() -> Opened:
+    """Returns the 1,797 handwritten digits inside scikit-learn, in its order: real data without a download."""
+    images, labels = digit_images()
+    return Opened({"train": stored_greys(images, labels, "digit {} of scikit-learn")}, tuple("0123456789"))
 
-    def open(self) -> Opened:
-        images, labels = digit_images()
-        pixels = images.numpy()
-        stored = StoredImages(
-            labels,
-            torch.arange(len(labels)),
-            lambda at: grey_file(pixels[at]),
-            lambda at: f"digit {at} of scikit-learn",
-        )
-        return Opened({"train": stored}, tuple("0123456789"))
+
+def stored_greys(
+    images: UInt8[Tensor, "images height width"], labels: Int[Tensor, "images"], name: str
+) -> StoredImages:
+    """Returns grey images in memory, which messages call by a name with {} for the number of the image."""
+    pixels = images.numpy()
+    return StoredImages(labels, torch.arange(len(labels)), lambda at: _grey_file(pixels[at]), name.format)
 
 
 def digit_images() -> tuple[UInt8[Tensor, "digits side side"], Int[Tensor, "digits"]]:
@@ -37,7 +36,7 @@ def digit_images() -> tuple[UInt8[Tensor, "digits side side"], Int[Tensor, "digi
     return torch.from_numpy(pixels), torch.from_numpy(labels).long()
 
 
-def grey_file(pixels: np.ndarray) -> bytes:
+def _grey_file(pixels: np.ndarray) -> bytes:
     """Encodes the pixels [height, width] of a grey image as PGM: a header before the pixels."""
     # A file, so that these images take the same way as all others.
     height, width = pixels.shape

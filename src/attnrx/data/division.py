@@ -1,7 +1,6 @@
 """Division of a dataset into disjoint images: to plan and fit on, to measure predictions on, and to verify on."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from typing import NamedTuple
@@ -10,7 +9,7 @@ import torch
 
 from attnrx.data.fixed_images import MAX_IMAGES, FixedImages, read_once
 from attnrx.data.images import ImageSet, RowImages, round_robin
-from attnrx.data.splits import NAMES, Splits
+from attnrx.data.splits import NAMES, MissingImages, Splits
 from attnrx.support.errors import DataError
 from attnrx.support.preprocessing import Normalization
 
@@ -154,11 +153,9 @@ def _distinct_sets(splits: Splits) -> dict[str, ImageSet]:
     """Returns the splits that the data have; without a test split the validation images are both (`splits_for`)."""
     sets: dict[str, ImageSet] = {}
     for name in NAMES:
-        with suppress(DataError):
-            images = getattr(splits, name)
-            len(images)  # raises for a split that the data does not have
-            if not any(images is other for other in sets.values()):
-                sets[name] = images
+        images = getattr(splits, name)
+        if not isinstance(images, MissingImages) and not any(images is other for other in sets.values()):
+            sets[name] = images
     if not sets:
         raise DataError(f"{splits.name} has no images.")
     return sets

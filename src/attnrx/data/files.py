@@ -1,15 +1,12 @@
-"""Folders of image files, and the split that a path names."""
+"""Folders of image files."""
 
-import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from attnrx.data.images import round_robin
-from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages
+from attnrx.data.splits import SPLITS, Opened, StoredImages
 from attnrx.support.errors import DataError
 from attnrx.support.shapes import Int, Tensor
 from attnrx.support.validation import require_regular
@@ -19,91 +16,59 @@ MAX_FILES = 10_000_000  # files and folders of one class
 SYSTEM = ("/proc", "/sys")  # folders of the kernel, whose files are no data and never end
 
 
-def split_in_path(path: Path | str) -> str:
-    """Returns the split that a path names (`val/0001.tar`, `train-00000-of-00002.parquet`), or an empty text."""
-    # Whole words: latest.tar does not name the test split.
-    words = re.split(r"[^a-z]+", str(path).lower())
-    return next((SPLITS[word] for word in words if word in SPLITS), "")
-
-
-def group_by_split(files: tuple[Path, ...], root: Path) -> Mapping[str, tuple[Path, ...]]:
-    """Groups files by the split that their name or folder below `root` names; files without one form the group "".
-
-    Raises:
-        DataError: Some of the files name a split and others do not.
-    """
-    groups: dict[str, list[Path]] = defaultdict(list)
-    for file in sorted(files):
-        # A folder above the dataset, e.g. /data/test/set, does not name a split.
-        below = file.relative_to(root) if file.is_relative_to(root) and file != root else Path(file.name)
-        # One file holds all splits, whatever its name.
-        groups[split_in_path(below) if len(files) > 1 else ""].append(file)
-    if "" in groups and len(groups) > 1:
-        raise DataError(
-            f"{root} holds files of {', '.join(sorted(name for name in groups if name))}, but {groups[''][0].name} "
-            "belongs to no split; put train, validation or test into every file name, or into its folder's."
-        )
-    return {name: tuple(group) for name, group in groups.items()}
-
-
 Listing = list[tuple[Path, str]]
 """The images of one split, and the class of each: the name of its folder, or "" without one."""
 
 
-@dataclass(frozen=True)
-class FolderReader(DatasetReader):
-    """`root/train/<class>/*.jpg` and other splits beside it, or `root/<class>/*.jpg`.
+def open_folder(root: Path) -> Opened:
+    """Lists the files of `root/train/<class>/*.jpg` and other splits beside it, or of `root/<class>/*.jpg`.
 
-    Without folders of classes, `root/*.jpg` or `root/train/*.jpg`, the images have no labels.
+    Classes are the folders that hold images, in alphabetical order. Without folders of classes, `root/*.jpg` or
+    `root/train/*.jpg`, the images have no labels.
+
+    Raises:
+        DataError: There are no images, or the splits have different classes.
     """
-
-    root: Path
-
-    def open(self) -> Opened:
-        """Lists the files. Classes are the folders that hold images, in alphabetical order.
-
-        Raises:
-            DataError: There are no images, or the splits have different classes.
-        """
-        listings = self._listings()
-        classes = {name: {of_file for _, of_file in listing} for name, listing in listings.items()}
-        if not any(classes.values()):
+    listings = _listings(root)
+    classes = {name: {of_file for _, of_file in listing} for name, listing in listings.items()}
+    if not any(classes.values()):
+        raise DataError(
+            f"{root} holds no images: expected {root}/train/<class>/*.jpg or {root}/<class>/*.jpg with one of "
+            f"{', '.join(sorted(IMAGES))}."
+        )
+    # Images without folders of classes are those of the class "".
+    flat = [name for name, names in classes.items() if names == {""}]
+    if flat and any(listing and name not in flat for name, listing in listings.items()):
+        raise DataError(
+            f"{root} has folders of classes in some splits and none in {', '.join(flat)}; give all splits folders of "
+            "classes, or none."
+        )
+    names = classes.get("train") or classes.get("") or set[str]().union(*classes.values())
+    for split, split_classes in classes.items():
+        if split_classes - names:
             raise DataError(
-                f"{self.root} holds no images: expected {self.root}/train/<class>/*.jpg or {self.root}/<class>/*.jpg "
-                f"with one of {', '.join(sorted(IMAGES))}."
+                f"label mismatch between the splits of {root}: {split}/ has the class folder "
+                f"{min(split_classes - names)!r}, train/ has not; give every class a folder in train/."
             )
-        # Images without folders of classes are those of the class "".
-        flat = [name for name, names in classes.items() if names == {""}]
-        if flat and any(listing and name not in flat for name, listing in listings.items()):
-            raise DataError(
-                f"{self.root} has folders of classes in some splits and none in {', '.join(flat)}; give all splits "
-                "folders of classes, or none."
-            )
-        names = classes.get("train") or classes.get("") or set[str]().union(*classes.values())
-        for split, split_classes in classes.items():
-            if split_classes - names:
-                raise DataError(
-                    f"label mismatch between the splits of {self.root}: {split}/ has the class folder "
-                    f"{min(split_classes - names)!r}, train/ has not; give every class a folder in train/."
-                )
-        class_names = tuple(sorted(names))
-        listed = {name or "train": _ordered(listing, class_names) for name, listing in listings.items()}
-        notes = ("no folders of classes: the images are used without labels",) if flat else ()
-        splits = {name: _stored(files, labels) for name, (files, labels) in listed.items()}
-        # Relative and with forward slashes, so that the same images are held out on every machine.
-        keys = [file.relative_to(self.root).as_posix() for file in listed.get("train", ((), ()))[0]]
-        return Opened(splits, () if flat else class_names, notes, keys)
+    class_names = tuple(sorted(names))
+    listed = {name or "train": _ordered(listing, class_names) for name, listing in listings.items()}
+    splits = {name: _stored(files, labels) for name, (files, labels) in listed.items()}
+    # Relative and with forward slashes, so that the same images are held out on every machine.
+    keys = [file.relative_to(root).as_posix() for file in listed.get("train", ((), ()))[0]]
+    if not flat:
+        return Opened(splits, class_names, keys=keys)
+    notes = ("no folders of classes: the images are used without labels",)
+    return Opened(splits, (), notes, keys, remedy="put the images of every class into a folder of their own")
 
-    def _listings(self) -> dict[str, Listing]:
-        """Lists the images of every split; the split "" is a folder without split folders."""
-        if _is_system(self.root.resolve()):
-            raise DataError(f"{self.root} is a folder of the operating system, which holds no images.")
-        try:
-            below = [entry for entry in sorted(self.root.iterdir()) if entry.is_dir() and entry.name[0] != "."]
-            splits = {SPLITS[entry.name.lower()]: entry for entry in below if entry.name.lower() in SPLITS}
-            return {name: _listed(folder) for name, folder in (splits or {"": self.root}).items()}
-        except OSError as error:
-            raise DataError(f"{self.root} cannot be listed: {error.strerror or error} ({error.filename}).") from error
+
+def _listings(root: Path) -> dict[str, Listing]:
+    """Lists the images of every split; the split "" is a folder without split folders."""
+    try:
+        below = [entry for entry in sorted(root.iterdir()) if entry.is_dir() and entry.name[0] != "."]
+        splits = {SPLITS[entry.name.lower()]: entry for entry in below if entry.name.lower() in SPLITS}
+        return {name: _listed(folder) for name, folder in (splits or {"": root}).items()}
+    except OSError as error:
+        raise DataError(f"{root} cannot be listed: {error.strerror or error} ({error.filename}).") from error
 
 
 def _listed(folder: Path) -> Listing:
@@ -128,7 +93,7 @@ def _images_below(folder: Path, root: Path) -> Iterator[Path]:
     while waiting:
         each = waiting.pop()
         resolved = each.resolve()
-        if resolved in seen or root.is_relative_to(resolved) or _is_system(resolved):
+        if resolved in seen or root.is_relative_to(resolved) or is_system(resolved):
             continue
         seen.add(resolved)
         for path in each.iterdir():
@@ -141,7 +106,8 @@ def _images_below(folder: Path, root: Path) -> Iterator[Path]:
                 yield path
 
 
-def _is_system(resolved: Path) -> bool:
+def is_system(resolved: Path) -> bool:
+    """Whether a path is in a folder of the kernel."""
     return any(resolved.is_relative_to(each) for each in SYSTEM)
 
 

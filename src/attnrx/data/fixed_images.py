@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from attnrx.data.images import NO_LABELS, UNLABELLED, Batch, ImageSet, Pass, RowImages, digest
+from attnrx.data.images import UNLABELLED, Batch, Pass, RowImages, digest
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.hardware import cache_folder
@@ -109,10 +109,6 @@ class FixedImages(Displayed, RowImages):
         return bool((self.store.numbers[self.rows] >= 0).any())
 
     @property
-    def label_problem(self) -> str | None:
-        return self.problem if self.problem is not None or self.has_labels else NO_LABELS
-
-    @property
     def summary(self) -> str:
         """The number, shape and type of the images, and their size."""
         values, codes = self.store.values[0], self.store.levels is not None
@@ -136,9 +132,9 @@ class FixedImages(Displayed, RowImages):
         """Returns the images at these positions."""
         return replace(self, rows=self.rows[positions])
 
-    def renormalized(self, normalization: Normalization) -> ImageSet:
-        """Returns the set itself: the scale is that of the source."""
-        return self
+    def relabelled(self, numbers: Int[Tensor, "classes"] | None, problem: str | None = None) -> "FixedImages":
+        store = self.store if numbers is None else replace(self.store, numbers=numbers[self.store.numbers])
+        return replace(self, store=store, problem=problem)
 
     def limited_to(self, num_classes: int) -> "FixedImages":
         """Returns the set itself.

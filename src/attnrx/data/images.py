@@ -18,7 +18,7 @@ import torch
 from attnrx.data.pixels import Augmentation, Draws
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.preprocessing import ImageGeometry, Normalization
-from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
+from attnrx.support.shapes import Bool, Float, Int, Tensor
 
 UNLABELLED = -1  # no class number, so it cannot equal an answer
 ORDER, AUGMENTATION = 0, 1  # what a generator is for, so that the two never share random numbers
@@ -104,51 +104,37 @@ class Pass:
     def steps(self, count: int) -> Iterator[tuple[Int[Tensor, "local"], Draws | None]]:
         """Yields the positions, of `count` images, that this process takes at each step, and its random numbers.
 
-        A share without images (at the end of an ordered pass) is skipped.
+        A share without images (at the end of an ordered pass) is skipped. Shares are contiguous, in the order of the
+        processes; only the last batch of an ordered pass has no equal ones.
         """
         steps = self.length(count)
         # Drawn as a whole whatever `start` is, so that a resumed pass continues the same order.
         order = torch.arange(count)
         if self.seed is not None:
             order = torch.randperm(count, generator=generator(self.seed, ORDER))
+        process, processes = self.shard
         for number in range(self.start, steps):
             batch = order[number * self.batch_size : (number + 1) * self.batch_size]
-            share = self.share(len(batch))
-            if share.start < share.stop:
-                yield batch[share], self.draws(number, len(batch), share)
-
-    def share(self, size: int) -> slice:
-        """Returns the share of this process of a batch of `size` images; it may be empty.
-
-        Shares are contiguous, in the order of the processes. Only the last batch of an ordered pass has no equal ones.
-        """
-        process, processes = self.shard
-        return slice(size * process // processes, size * (process + 1) // processes)
-
-    def draws(self, number: int, size: int, share: slice) -> Draws | None:
-        """Returns this process's random numbers of step `number`: drawn for the whole batch, then cut."""
-        if self.augmentation is None or self.seed is None:
-            return None
-        return self.augmentation.draw(size, generator(self.seed, AUGMENTATION, number)).part(share)
-
-    def finish(
-        self, images: UInt8[Tensor, "batch channels height width"], draws: Draws | None, normalization: Normalization
-    ) -> Float[Tensor, "batch channels height width"]:
-        """Augments and normalises decoded images on the device they are on."""
-        # Augmented as bytes, which is a quarter of the memory of float32, and before normalization, so that borders are
-        # black.
-        if draws is not None and self.augmentation is not None:
-            images = self.augmentation.apply(images, draws)
-        return normalization.apply(images.float() / 255)
+            share = slice(len(batch) * process // processes, len(batch) * (process + 1) // processes)
+            if share.start == share.stop:
+                continue
+            draws = None
+            if self.augmentation is not None and self.seed is not None:
+                # Drawn for the whole batch, then cut.
+                random = generator(self.seed, AUGMENTATION, number)
+                draws = self.augmentation.draw(len(batch), random).part(share)
+            yield batch[share], draws
 
 
 class ImageSet(ABC):
     """One split. It is never consumed: every call of `batches` begins a new pass.
 
-    `notes` are what evidence has to state about the reading of the images.
+    `notes` are what evidence has to state about the reading of the images, and `problem` is why their labels cannot be
+    compared with a model's answers, though they have some.
     """
 
     notes: tuple[str, ...] = ()
+    problem: str | None = None
 
     @property
     def has_labels(self) -> bool:
@@ -158,7 +144,7 @@ class ImageSet(ABC):
     @property
     def label_problem(self) -> str | None:
         """The reason why the labels cannot be compared with a model's answers; None where they can."""
-        return None if self.has_labels else NO_LABELS
+        return self.problem if self.problem is not None or self.has_labels else NO_LABELS
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -176,14 +162,30 @@ class ImageSet(ABC):
             DataError: The set holds fewer images, or `count` is below 1.
         """
 
-    @abstractmethod
     def renormalized(self, normalization: Normalization) -> "ImageSet":
-        """Returns the same images on another scale, for a model that was trained with other statistics."""
+        """Returns the same images on another scale, for a model that was trained with other statistics; the set itself
+        where transforms of the user decide the scale.
+        """
+        del normalization
+        return self
 
     def with_geometry(self, geometry: ImageGeometry) -> "ImageSet":
         """Returns the same pictures fitted to another geometry; the set itself where its pixels are fixed."""
         del geometry
         return self
+
+    def relabelled(self, numbers: Int[Tensor, "classes"] | None, problem: str | None = None) -> "ImageSet":
+        """Returns the same images with labels in the order of a head, or with labels that fit no head.
+
+        Args:
+            numbers: The head's class of every class of the dataset, -1 for no label; None if the labels stay the same.
+            problem: The reason why they fit no head.
+
+        Raises:
+            DataError: The labels are those of a user's dataset, which is read anew in every pass.
+        """
+        del numbers, problem
+        raise DataError("labels of a dataset of your own cannot be mapped here: let its items have the model's.")
 
     @abstractmethod
     def _pass(self, order: Pass) -> Iterator[Batch]:
@@ -217,30 +219,6 @@ class ImageSet(ABC):
             DataError: The pass has no step, or an image cannot be read.
         """
         return self._pass(Pass(batch_size, seed, augmentation, torch.device(device), shard, start))
-
-
-@dataclass(frozen=True, eq=False)
-class WrappedImages(ImageSet):
-    """The images of another set, `source`, which subclasses change in `_pass`."""
-
-    source: ImageSet
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    @property
-    def fingerprint(self) -> str:
-        """That of the source: the images are the same."""
-        return self.source.fingerprint
-
-    def take(self, count: int) -> ImageSet:
-        return replace(self, source=self.source.take(count))
-
-    def renormalized(self, normalization: Normalization) -> ImageSet:
-        return replace(self, source=self.source.renormalized(normalization))
-
-    def with_geometry(self, geometry: ImageGeometry) -> ImageSet:
-        return replace(self, source=self.source.with_geometry(geometry))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,12 +1,13 @@
 """Labels of a dataset against the classes of a head: the same numbers, a map between them, or a reason to refuse."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
-from attnrx.data.images import UNLABELLED, Batch, ImageSet, Pass, WrappedImages
+from attnrx.data.images import ImageSet
+from attnrx.data.loaded_images import LoadedImages
 from attnrx.data.splits import Splits
 from attnrx.support.errors import DataError, UnknownName
 from attnrx.support.shapes import Int, Tensor
@@ -16,46 +17,17 @@ IMAGENET_1K = 1000
 WORDNET_ID = re.compile(r"n\d{8}")
 
 
-@dataclass(frozen=True, eq=False)
-class Relabelled(WrappedImages):
-    """The images of another set with labels in the order of a head, without labels, or with labels that fit no head.
-
-    `source` is the set as it was loaded. `numbers` are the head's class of every class of the dataset, -1 for no label;
-    without them the labels stay as they are, and `problem` is the reason why they fit no head.
-    """
-
-    numbers: Int[Tensor, "classes"] | None
-    problem: str | None = None
-
-    @classmethod
-    def without_labels(cls, source: ImageSet, problem: str) -> "Relabelled":
-        """Returns images that were stored without labels (all are 0); `problem` is raised where labels are needed."""
-        return cls(source, torch.tensor([UNLABELLED]), problem)
-
-    @property
-    def has_labels(self) -> bool:
-        return self.numbers is None or bool((self.numbers != UNLABELLED).any())
-
-    @property
-    def label_problem(self) -> str | None:
-        return self.problem
-
-    def _pass(self, order: Pass) -> Iterator[Batch]:
-        # Not `batches`, which would check the arguments of the pass again.
-        for batch in self.source._pass(order):
-            labels = batch.labels
-            yield batch if self.numbers is None else replace(batch, labels=self.numbers.to(labels.device)[labels])
-
-
 def dataset_labels(images: ImageSet) -> ImageSet:
     """The images with the labels of their dataset, for a head that is trained on them."""
-    return images.source if isinstance(images, Relabelled) and images.has_labels else images
+    if not isinstance(images, LoadedImages) or not images.has_labels:
+        return images
+    return replace(images, numbers=None, problem=None)
 
 
 def num_dataset_classes(splits: Splits) -> int:
     """The number of classes of the dataset itself."""
     train = splits.train
-    mapped = train.numbers if isinstance(train, Relabelled) and train.has_labels else None
+    mapped = train.numbers if isinstance(train, LoadedImages) and train.has_labels else None
     return len(splits.class_names) if mapped is None else len(mapped)
 
 
@@ -115,7 +87,7 @@ def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None
         "cannot be compared with the answers. Give the column with the model's labels (--label-column), or the number "
         "of every class in the model (--label-map FILE, in Python adapt_preprocessing(splits, model, label_map={...}))."
     )
-    return splits.changed(lambda images: Relabelled(images, None, problem))
+    return splits.changed(lambda images: images.relabelled(None, problem))
 
 
 def imagenet_indices(names: tuple[str, ...]) -> tuple[int, ...] | None:
@@ -168,4 +140,4 @@ def _relabelled(splits: Splits, numbers: tuple[int, ...], how: str) -> Splits:
     names = tuple(by_number.get(number, str(number)) for number in range(max(numbers) + 1))
     note = f"labels of its {len(numbers)} classes are mapped {how}"
     as_tensor = torch.tensor(numbers)
-    return splits.changed(lambda images: Relabelled(images, as_tensor), class_names=names, notes=(*splits.notes, note))
+    return splits.changed(lambda images: images.relabelled(as_tensor), class_names=names, notes=(*splits.notes, note))

@@ -6,18 +6,19 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
-from attnrx.data.images import Batch, ImageSet, Pass, RowImages
+from attnrx.data.images import UNLABELLED, Batch, ImageSet, Pass, RowImages
 from attnrx.data.pixels import Augmentation, Draws, random_window, threads
-from attnrx.data.splits import HeldPixels, StoredImages
+from attnrx.data.splits import StoredImages
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidInput
 from attnrx.support.preprocessing import ImageGeometry, Normalization, without_waiting
 from attnrx.support.shapes import Int, Tensor, UInt8
 
+CHUNK = 256  # images per task, so that scheduling costs little compared with decoding
 AHEAD = 2  # batches that are being decoded while the model works on another
 IN_MEMORY = 2 * 2**30  # bytes of decoded pixels of a store that are held in memory; larger ones stream
 
@@ -27,13 +28,27 @@ class LoadedImages(Displayed, RowImages):
     """Some rows of stored images, fitted to a geometry, and cropped and mirrored in batches on the device.
 
     `geometry` is None for pixels that are given as they are. `photos`: whether training crops parts of the pictures,
-    which are then never held decoded.
+    which are then never held decoded. `numbers` are the head's class of every class of the dataset, -1 for no label;
+    without them the labels are those of the dataset. `problem` is the reason why they fit no head.
     """
 
     store: StoredImages
     geometry: ImageGeometry | None
     normalization: Normalization
     photos: bool = False
+    numbers: Int[Tensor, "classes"] | None = None
+    problem: str | None = None
+
+    @property
+    def has_labels(self) -> bool:
+        return self.numbers is None or bool((self.numbers != UNLABELLED).any())
+
+    def relabelled(self, numbers: Int[Tensor, "classes"] | None, problem: str | None = None) -> "LoadedImages":
+        if numbers is None or self.numbers is None:
+            both = self.numbers if numbers is None else numbers
+        else:
+            both = numbers[self.numbers]
+        return replace(self, numbers=both, problem=problem)
 
     def renormalized(self, normalization: Normalization) -> "LoadedImages":
         return replace(self, normalization=normalization)
@@ -60,11 +75,29 @@ class LoadedImages(Displayed, RowImages):
         else:
             yield from self._streamed(order, self.geometry, windows)
 
+    @cached_property
+    def _pixels(self) -> UInt8[Tensor, "images channels height width"]:
+        """The pixels of all images, decoded by several threads."""
+        store, geometry = self.store, self.geometry
+        if geometry is None:
+            assert store.pixels is not None
+            return store.pixels[self.rows]
+        pixels = torch.empty(len(self), *geometry.shape, dtype=torch.uint8)
+
+        def decode(block: Tensor, rows: Tensor) -> None:
+            for position, row in enumerate(rows.tolist()):
+                block[position] = store.fitted(geometry, row)
+
+        with ThreadPoolExecutor(threads()) as pool:
+            # In order, so that the first corrupt image is the same one in every run; it cancels the rest.
+            list(pool.map(decode, pixels.split(CHUNK), self.rows.split(CHUNK)))
+        return pixels
+
     def _held(self, order: Pass) -> Iterator[Batch]:
-        pixels = self.store.held(self.geometry, self.rows).on(order.device)
+        pixels = self._pixels.to(order.device)
         for positions, draws in order.steps(len(self)):
-            rows = self.rows[positions]
-            yield self._batch(pixels[without_waiting(rows, order.device)], rows, draws, order)
+            images = pixels[without_waiting(positions, order.device)]
+            yield self._batch(images, self.rows[positions], draws, order)
 
     def _streamed(self, order: Pass, geometry: ImageGeometry, windows: Augmentation | None) -> Iterator[Batch]:
         # A queue of batches in order, each with its decoding tasks; the first is collected once AHEAD more are
@@ -108,10 +141,13 @@ class LoadedImages(Displayed, RowImages):
         draws: Draws | None,
         order: Pass,
     ) -> Batch:
-        labels, sources = (
-            without_waiting(each[rows], order.device) for each in (self.store.labels, self.store.sources)
-        )
-        return Batch(order.finish(images, draws, self.normalization), labels, sources)
+        # Augmented as bytes, which is a quarter of the memory of float32, and before normalization, so that borders are
+        # black.
+        if draws is not None and order.augmentation is not None:
+            images = order.augmentation.apply(images, draws)
+        labels = self.store.labels[rows] if self.numbers is None else self.numbers[self.store.labels[rows]]
+        labels, sources = (without_waiting(each, order.device) for each in (labels, self.store.sources[rows]))
+        return Batch(self.normalization.apply(images.float() / 255), labels, sources)
 
 
 def from_tensors(
@@ -136,8 +172,5 @@ def from_tensors(
             f"{name}: {len(pixels)} images and {len(labels)} labels; give one label for each, at least one."
         )
     rows = torch.arange(len(labels))
-    decoded: dict[ImageGeometry | None, HeldPixels] = {
-        None: HeldPixels(pixels, torch.ones(len(labels), dtype=torch.bool))
-    }
-    store = StoredImages(labels, rows, lambda row: pixels[row].numpy().tobytes(), lambda row: f"{name}, {row}", decoded)
+    store = StoredImages(labels, rows, lambda row: pixels[row].numpy().tobytes(), lambda row: f"{name}, {row}", pixels)
     return LoadedImages(name, store, rows, None, normalization)

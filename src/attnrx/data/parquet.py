@@ -1,6 +1,8 @@
 """Tables of encoded images: parquet files, read with pyarrow, and hub datasets, read with the `datasets` library."""
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attnrx.data.files import group_by_split
 from attnrx.data.images import IMAGE_KEYS, LABEL_KEYS
-from attnrx.data.splits import SPLITS, DatasetReader, Opened, StoredImages, numbered_classes
-from attnrx.support.arguments import require_fields
+from attnrx.data.splits import SPLITS, Opened, StoredImages, numbered_classes
+from attnrx.support.arguments import described_error, require_fields
 from attnrx.support.atomic_writes import write_atomically
 from attnrx.support.errors import CheckpointError, DataError, nearest
 from attnrx.support.hardware import cache_folder
@@ -87,105 +88,102 @@ class Table:
         return column.cast(kind.value_type) if hasattr(kind, "index_type") else column
 
 
-@dataclass(frozen=True)
-class HubReader(DatasetReader):
-    """A hub dataset. `ignored` names splits without use, such as a test split with hidden labels."""
+def open_hub(
+    hub_id: str,
+    columns: Columns,
+    folder: str | None = None,
+    revision: str | None = None,
+    ignored: Sequence[str] = (),
+) -> Opened:
+    """Downloads a dataset, or finds it in the hub's own cache, and reads the labels.
 
-    hub_id: str
-    columns: Columns
-    folder: str | None = None
-    revision: str | None = None
-    ignored: tuple[str, ...] = ()
+    `ignored` names splits without use, such as a test split with hidden labels.
 
-    def open(self) -> Opened:
-        """Downloads the dataset, or finds it in the hub's own cache, and reads the labels.
-
-        Raises:
-            DataError: The dataset cannot be loaded, has no split to use, or its columns or labels do not fit.
-            NotSupported: `datasets` is not installed.
-        """
-        source = f"the hub dataset {self.hub_id}"
-        tables = {name: table for name, table in self._load().items() if name not in self.ignored}
-        if not tables:
-            raise DataError(f"{source} has no split to use; check the name.")
-        return _opened(tables, self.columns, source, lambda name, row: f"row {row} of split {name} of {source}")
-
-    def _load(self) -> dict[str, Table]:
-        datasets = required_module("datasets", "data", "hub datasets")
-        # After the import of `datasets`: only imported modules can be switched to their local copies.
-        with local_copies_if_unreachable() as unreachable:
-            try:
-                loaded = datasets.load_dataset(self.hub_id, data_dir=self.folder, revision=self.revision)
-                return {str(name): _table_of(split) for name, split in loaded.items()}
-            except Exception as error:  # of five libraries: network, gating, cache, disk, parsing
-                reason = unreachable or _first_line(error)
-                raise DataError(
-                    f"cannot load the hub dataset {self.hub_id}: {reason.rstrip('.')}. Check the network and, for a "
-                    "dataset behind a licence, that you accepted it and are logged in; or give the path of a local "
-                    "copy (parquet, a folder of images), or put <name>.parquet into the folder in "
-                    "ATTNRX_DATA."
-                ) from error
+    Raises:
+        DataError: The dataset cannot be loaded, has no split to use, or its columns or labels do not fit.
+        NotSupported: `datasets` is not installed.
+    """
+    datasets = required_module("datasets", "data", "hub datasets")
+    # After the import of `datasets`: only imported modules can be switched to their local copies.
+    with local_copies_if_unreachable() as unreachable:
+        try:
+            loaded = datasets.load_dataset(hub_id, data_dir=folder, revision=revision)
+            tables = {str(name): _table_of(split) for name, split in loaded.items() if name not in ignored}
+        except Exception as error:  # of five libraries: network, gating, cache, disk, parsing
+            reason = unreachable or described_error(error)
+            raise DataError(
+                f"cannot load the hub dataset {hub_id}: {reason.rstrip('.')}. Check the network and, for a dataset "
+                "behind a licence, that you accepted it and are logged in; or give the path of a local copy (parquet, "
+                "a folder of images), or put <name>.parquet into the folder in ATTNRX_DATA."
+            ) from error
+    source = f"the hub dataset {hub_id}"
+    if not tables:
+        raise DataError(f"{source} has no split to use; check the name.")
+    return _opened(tables, columns, source, lambda name, row: f"row {row} of split {name} of {source}")
 
 
-@dataclass(frozen=True)
-class ParquetReader(DatasetReader):
-    """Parquet files, grouped into splits by their names, or by a column where the names contain no split."""
+def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
+    """Maps parquet files into memory, grouped into splits by their names, or by a column where the names contain no
+    split, and reads the labels.
 
-    root: Path
-    files: tuple[Path, ...]
-    columns: Columns
+    Raises:
+        DataError: A file is damaged or empty, or the labels of the files do not fit together.
+        NotSupported: pyarrow is not installed.
+    """
+    import pyarrow.parquet as parquet
 
-    def require_readable(self) -> None:
-        """Checks that every file is whole and has the columns.
+    groups = _group_by_split(files, root)
+    # From the footers of the files; the rows of a table are those of its files, in this order.
+    counts = {name: {file: parquet.read_metadata(file).num_rows for file in group} for name, group in groups.items()}
+    for name, rows_by_file in counts.items():
+        if not any(rows_by_file.values()):
+            raise DataError(f"the {name or 'train'} split of {root} is empty; give it images or remove it.")
 
-        Raises:
-            DataError: A file is damaged, lacks a column, or names other classes than the others.
-        """
-        self._columns()
+    def name_row(name: str, row: int) -> str:
+        """Returns `file, row n`, counting from 0 inside the file."""
+        ends = zip(counts[name].items(), accumulate(counts[name].values()), strict=True)
+        return next(f"{file}, row {row - end + count}" for (file, count), end in ends if row < end)
 
-    def open(self) -> Opened:
-        """Maps the files into memory and reads the labels.
+    return _opened({name: _load_parquet(group) for name, group in groups.items()}, columns, str(root), name_row)
 
-        Raises:
-            DataError: A file is damaged or empty, or the columns or labels of the files do not fit together.
-            NotSupported: pyarrow is not installed.
-        """
-        import pyarrow.parquet as parquet
 
-        groups = group_by_split(self.files, self.root)
-        columns = self._columns()
-        # From the footers of the files; the rows of a table are those of its files, in this order.
-        counts = {
-            name: {file: parquet.read_metadata(file).num_rows for file in files} for name, files in groups.items()
-        }
-        for name, rows_by_file in counts.items():
-            if not any(rows_by_file.values()):
-                raise DataError(f"the {name or 'train'} split of {self.root} is empty; give it images or remove it.")
+def parquet_columns(files: Sequence[Path], columns: Columns) -> Columns:
+    """Returns the columns of the first file; checks that every file is whole, has them and numbers the same classes.
 
-        def name_row(name: str, row: int) -> str:
-            """Returns `file, row n`, counting from 0 inside the file."""
-            ends = zip(counts[name].items(), accumulate(counts[name].values()), strict=True)
-            return next(f"{file}, row {row - end + count}" for (file, count), end in ends if row < end)
+    The class names of a table are those of its first file, so another order would mislabel images.
 
-        tables = {name: _load_parquet(files) for name, files in groups.items()}
-        return _opened(tables, columns, str(self.root), name_row)
+    Raises:
+        DataError: A file is damaged, lacks a column, or names other classes than the others.
+        NotSupported: pyarrow is not installed.
+    """
+    schemas = {file: _read_schema(file) for file in files}
+    first, classes = schemas[files[0]]
+    columns = columns.in_table(first, str(files[0]))
+    for file, (names, file_classes) in schemas.items():
+        label = columns.in_table(names, str(file)).label_column
+        if label is not None and file_classes.get(label) != classes.get(label):
+            raise DataError(
+                f"label mismatch between {files[0]} and {file}: their schemas name different classes for {label!r}; "
+                "write both with the same list of classes."
+            )
+    return columns
 
-    def _columns(self) -> Columns:
-        """Returns the columns of the first file; checks that every file has them and numbers the same classes.
 
-        The class names of a table are those of its first file, so another order would mislabel images.
-        """
-        schemas = {file: _read_schema(file) for file in self.files}
-        first, classes = schemas[self.files[0]]
-        columns = self.columns.in_table(first, str(self.files[0]))
-        for file, (names, file_classes) in schemas.items():
-            label = columns.in_table(names, str(file)).label_column
-            if label is not None and file_classes.get(label) != classes.get(label):
-                raise DataError(
-                    f"label mismatch between {self.files[0]} and {file}: their schemas name different classes for "
-                    f"{label!r}; write both with the same list of classes."
-                )
-        return columns
+def _group_by_split(files: Sequence[Path], root: Path) -> Mapping[str, Sequence[Path]]:
+    """Groups files by the split that their name or folder below `root` names; files without one form the group ""."""
+    groups: dict[str, list[Path]] = defaultdict(list)
+    for file in sorted(files):
+        # A folder above the dataset, e.g. /data/test/set, does not name a split, and one file holds all splits.
+        below = file.relative_to(root) if file.is_relative_to(root) and file != root else Path(file.name)
+        # Whole words: latest.parquet does not name the test split, train-00000-of-00002.parquet the train split.
+        words = re.split(r"[^a-z]+", str(below).lower()) if len(files) > 1 else ()
+        groups[next((SPLITS[word] for word in words if word in SPLITS), "")].append(file)
+    if "" in groups and len(groups) > 1:
+        raise DataError(
+            f"{root} holds files of {', '.join(sorted(name for name in groups if name))}, but {groups[''][0].name} "
+            "belongs to no split; put train, validation or test into every file name, or into its folder's."
+        )
+    return groups
 
 
 def _table_of(dataset: Any) -> Table:
@@ -205,10 +203,12 @@ def _read_schema(file: Path) -> tuple[list[str], dict[str, tuple[str, ...]]]:
         names = {name: feature.get("names") for name, feature in features.items() if isinstance(feature, dict)}
         return schema.names, {name: tuple(map(str, classes)) for name, classes in names.items() if classes}
     except Exception as error:  # pyarrow's, or of the metadata
-        raise DataError(f"{file} is not a whole parquet file ({_first_line(error)}); make or copy it again.") from error
+        raise DataError(
+            f"{file} is not a whole parquet file ({described_error(error)}); make or copy it again."
+        ) from error
 
 
-def _load_parquet(files: tuple[Path, ...]) -> Table:
+def _load_parquet(files: Sequence[Path]) -> Table:
     """Converts parquet files to a memory-mapped table in the user's cache folder, once."""
     pa, parquet = (required_module(name, "data", "parquet files") for name in ("pyarrow", "pyarrow.parquet"))
     # A copy for every state of the files.
@@ -246,28 +246,24 @@ def _load_parquet(files: tuple[Path, ...]) -> Table:
     except Exception as error:  # of pyarrow: damaged pages, unlike columns
         raise DataError(
             f"cannot read {files[0]}{' and its siblings' if len(files) > 1 else ''} as one table: "
-            f"{_first_line(error)}. The files of a split must be whole and have the same columns."
+            f"{described_error(error)}. The files of a split must be whole and have the same columns."
         ) from error
     return Table(table, _read_schema(files[0])[1])
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _opened(tables: Mapping[str, Table], columns: Columns, source: str, name_row: Callable[[str, int], str]) -> Opened:
     columns = columns.in_table([*dict.fromkeys(name for table in tables.values() for name in table.columns)], source)
     for table in tables.values():
         columns.in_table(table.columns, source)
+    notes, remedy = (), ""
     if columns.label_column is not None:
         read = {name: _labels(table, columns.label_column, source) for name, table in tables.items()}
         labels, class_names = _unify_labels(read, source)
-        notes = ()
     else:
-        labels = {name: torch.zeros(len(table), dtype=torch.int64) for name, table in tables.items()}
-        class_names = ()
+        labels, class_names = {name: torch.zeros(len(table), dtype=torch.int64) for name, table in tables.items()}, ()
         found = ", ".join(next(iter(tables.values())).columns)
         notes = (f"no label column (it has {found}): the images are used without labels",)
+        remedy = 'name their column (--label-column NAME, in Python columns=Columns(label_column="NAME"))'
     splits = {}
     for name, table in tables.items():
         # One table for all splits of a file; each has its own rows of it.
@@ -279,7 +275,7 @@ def _opened(tables: Mapping[str, Table], columns: Columns, source: str, name_row
             f"{source} has no test split (it has {', '.join(splits)}), whose rows the column {columns.test_column!r} "
             "could choose; omit --test-column, in Python Columns(test_column=...)."
         )
-    return Opened(splits, class_names, notes)
+    return Opened(splits, class_names, notes, remedy=remedy)
 
 
 def _is_test(split: str) -> bool:
@@ -346,16 +342,12 @@ def _encoded_images(table: Table, columns: Columns, source: str) -> "pa.ChunkedA
     return column
 
 
-@dataclass(frozen=True)
-class _LabelColumn:
-    """One label column: numbers or words, and the class names that the schema or another column gives to numbers."""
+_LabelColumn = tuple[np.ndarray, tuple[str, ...] | None]
+"""Numbers or words, and the class names that the schema or another column gives to numbers."""
 
-    values: np.ndarray
-    names: tuple[str, ...] | None
 
-    @property
-    def words(self) -> bool:
-        return self.values.dtype.kind not in "iu"
+def _are_words(column: _LabelColumn) -> bool:
+    return column[0].dtype.kind not in "iu"
 
 
 def _labels(table: Table, label_column: str, source: str) -> _LabelColumn:
@@ -367,7 +359,7 @@ def _labels(table: Table, label_column: str, source: str) -> _LabelColumn:
         row = column.is_null().index(True).as_py()
         raise DataError(f"{source} has {column.null_count} rows without a label, the first is row {row}; remove them.")
     if kinds.is_string(column.type) or kinds.is_large_string(column.type):
-        return _LabelColumn(np.asarray(column.to_pylist()), None)
+        return np.asarray(column.to_pylist()), None
     if not kinds.is_integer(column.type):
         raise DataError(
             f"column {label_column!r} of {source} holds {column.type}, not class numbers or names. "
@@ -378,7 +370,7 @@ def _labels(table: Table, label_column: str, source: str) -> _LabelColumn:
     named = f"{label_column}_name"
     if named in table.columns:
         names = _names_by_number(values, table.column(named).to_pylist(), names, source)
-    return _LabelColumn(values, names)
+    return values, names
 
 
 def _names_by_number(
@@ -404,25 +396,24 @@ def _unify_labels(
     """Returns every split's labels as numbers of one list of classes."""
     first_name, first = next(iter(columns.items()))
     for name, column in columns.items():
-        if column.words != first.words or (column.names and first.names and column.names != first.names):
+        if _are_words(column) != _are_words(first) or (column[1] and first[1] and column[1] != first[1]):
             raise DataError(
                 f"label mismatch between the splits of {source}: {first_name} has {_summary(first)}, {name} has "
                 f"{_summary(column)}; give all splits the same classes in the same order."
             )
-    if first.words:
+    numbered = {name: values for name, (values, _) in columns.items()}
+    if _are_words(first):
         # Sorted, so that the numbers do not depend on the order of the rows or splits.
-        names = tuple(np.unique(np.concatenate([column.values for column in columns.values()])).tolist())
-        numbered = {name: np.searchsorted(names, column.values) for name, column in columns.items()}
+        names = tuple(np.unique(np.concatenate([*numbered.values()])).tolist())
+        numbered = {name: np.searchsorted(names, values) for name, values in numbered.items()}
     else:
-        numbered = {name: column.values for name, column in columns.items()}
         highest = max(int(values.max(initial=-1)) for values in numbered.values())
-        names = first.names or numbered_classes(highest, source)
+        names = first[1] or numbered_classes(highest, source)
     return {name: torch.as_tensor(values, dtype=torch.int64) for name, values in numbered.items()}, names
 
 
 def _summary(column: _LabelColumn) -> str:
-    if column.words:
+    if _are_words(column):
         return "words"
-    if column.names is None:
-        return "numbers"
-    return f"{len(column.names)} classes ({', '.join(column.names[:3])}, ...)"
+    names = column[1]
+    return "numbers" if names is None else f"{len(names)} classes ({', '.join(names[:3])}, ...)"

@@ -3,8 +3,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,6 @@ from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
 
 Box = tuple[int, int, int, int]  # top, left, height, width
 
-CHUNK = 256  # images per task, so that scheduling costs little compared with decoding
 SMALL = 96  # sets whose pictures have no shorter side above this are resized as they are
 ATTEMPTS = 10  # tries at a crop that fits inside the picture, as torchvision's RandomResizedCrop makes
 RATIO = (3 / 4, 4 / 3)  # widths over heights that such a crop may have
@@ -44,26 +42,6 @@ def decode(
     except Exception as error:  # Pillow's readers raise many types: SyntaxError, struct.error, EOFError
         raise ValueError(str(error) or type(error).__name__) from error
     return torch.from_numpy(pixels).permute(2, 0, 1)
-
-
-def decode_all(
-    picture: Callable[[int], UInt8[Tensor, "channels height width"]],
-    positions: Sequence[int],
-    pixels: UInt8[Tensor, "stored channels height width"],
-) -> None:
-    """Decodes the images at these positions into `pixels`, several at once."""
-
-    def work(chunk: Sequence[int]) -> None:
-        for position in chunk:
-            pixels[position] = picture(position)
-
-    pool = ThreadPoolExecutor(threads())
-    try:
-        # In the order of submission, so that the first corrupt image is the same one in every run.
-        for task in [pool.submit(work, positions[first : first + CHUNK]) for first in range(0, len(positions), CHUNK)]:
-            task.result()
-    finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C and the first corrupt image stop the rest
 
 
 def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | tuple[int, int] | None) -> ImageGeometry:

@@ -1,21 +1,18 @@
 """Train, validation and test from the stored splits that a dataset has."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 
 from attnrx.data.images import ImageSet, hold_out
-from attnrx.data.pixels import Augmentation, decode, decode_all, padding_for
+from attnrx.data.pixels import Augmentation, decode, padding_for
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError
 from attnrx.support.preprocessing import ImageGeometry, Normalization
-from attnrx.support.shapes import Bool, Int, Tensor, UInt8
+from attnrx.support.shapes import Int, Tensor, UInt8
 
-CPU = torch.device("cpu")
 NAMES = ("train", "validation", "test")
 SPLITS = {  # the names of splits in datasets, in lower case
     "train": "train",
@@ -55,7 +52,8 @@ class Splits(Displayed):
 
     def changed(self, change: Callable[[ImageSet], ImageSet], **others: Any) -> "Splits":
         """Returns the splits with `change` applied to each image set, and with other fields as given."""
-        return replace(self, **{name: change(getattr(self, name)) for name in NAMES}, **others)
+        present = {name: images for name in NAMES if not isinstance(images := getattr(self, name), MissingImages)}
+        return replace(self, **{name: change(images) for name, images in present.items()}, **others)
 
     def renormalized(self, normalization: Normalization) -> "Splits":
         """Returns the same images on another scale, for a model that was trained with other statistics."""
@@ -87,43 +85,7 @@ class MissingImages(ImageSet):
 
     @property
     def fingerprint(self) -> str:
-        """Has no value.
-
-        Raises:
-            DataError: Always.
-        """
         self._refuse()
-
-    # No error: the other splits can be adapted to a model and used.
-    def renormalized(self, normalization: Normalization) -> ImageSet:
-        return self
-
-
-class HeldPixels:
-    """The pixels of all stored images, of which those that `is_decoded` marks are filled in; copied once to each
-    device.
-    """
-
-    def __init__(self, pixels: UInt8[Tensor, "stored channels height width"], is_decoded: Bool[Tensor, "stored"]):
-        self.is_decoded = is_decoded
-        self._copies = {CPU: pixels}
-
-    def decode(
-        self, rows: Int[Tensor, "images"], picture: Callable[[int], UInt8[Tensor, "channels height width"]]
-    ) -> None:
-        """Fills in the images of these rows, several at once."""
-        missing = rows[~self.is_decoded[rows]]
-        if len(missing):
-            pixels = self._copies[CPU]
-            decode_all(picture, missing.tolist(), pixels)
-            self.is_decoded[missing] = True
-            self._copies = {CPU: pixels}
-
-    def on(self, device: torch.device) -> UInt8[Tensor, "stored channels height width"]:
-        """Returns the pixels on a device, copying them the first time."""
-        if device not in self._copies:
-            self._copies[device] = self._copies[CPU].to(device)
-        return self._copies[device]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,14 +93,14 @@ class StoredImages:
     """The encoded images of one split in storage order: what every storage format is read into.
 
     `sources` are their rows in the source. `content` reads the bytes of the image at a position, and `where` returns
-    its file and row, for messages. `decoded` has the pixels that are held, by geometry.
+    its file and row, for messages. `pixels` are those of images that are given decoded.
     """
 
     labels: Int[Tensor, "stored"]
     sources: Int[Tensor, "stored"]
     content: Callable[[int], bytes]
     where: Callable[[int], str]
-    decoded: dict[ImageGeometry | None, HeldPixels] = field(default_factory=dict)
+    pixels: UInt8[Tensor, "stored channels height width"] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -157,16 +119,6 @@ class StoredImages:
         except (ValueError, OSError) as error:
             raise DataError(f"cannot decode the image {self.where(position)}: {error}. Repair or remove it.") from error
 
-    def held(self, geometry: ImageGeometry | None, rows: Int[Tensor, "images"]) -> HeldPixels:
-        """Returns the pixels, with these rows decoded, which are held however many splits look at them."""
-        if geometry is not None:
-            if geometry not in self.decoded:
-                # The memory of images that are never used is never touched.
-                pixels = torch.empty(len(self), *geometry.shape, dtype=torch.uint8)
-                self.decoded[geometry] = HeldPixels(pixels, torch.zeros(len(self), dtype=torch.bool))
-            self.decoded[geometry].decode(rows, partial(self.fitted, geometry))
-        return self.decoded[geometry]
-
     def fitted(self, geometry: ImageGeometry, position: int) -> UInt8[Tensor, "channels height width"]:
         """Decodes one image and fits it as evaluation does, without randomness.
 
@@ -184,34 +136,15 @@ class StoredImages:
 class Opened:
     """An opened dataset: stored images by split, class names, and notes about decisions made on opening.
 
-    Without class names the images have no labels; those that are stored are zeros. `keys` name the training images, by
-    which some are held out; without keys their rows do.
+    Without class names the images have no labels; those that are stored are zeros, and `remedy` is how labels can be
+    given. `keys` name the training images, by which some are held out; without keys their rows do.
     """
 
     splits: Mapping[str, StoredImages]
     class_names: tuple[str, ...]
     notes: tuple[str, ...] = ()
     keys: Sequence[str] = ()
-
-
-class DatasetReader(ABC):
-    """Opens the dataset of one storage format at one path."""
-
-    def require_readable(self) -> None:  # noqa: B027
-        """Raises for what is wrong with the files and can be found without reading images or labels.
-
-        Raises:
-            DataError: A file is damaged, or lacks a column that was named.
-            NotSupported: The library that reads the format is not installed.
-        """
-
-    @abstractmethod
-    def open(self) -> Opened:
-        """Reads the labels and finds the images.
-
-        Raises:
-            DataError: The files are damaged, or their labels do not agree.
-        """
+    remedy: str = ""
 
 
 def numbered_classes(highest: int, source: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from attnrx.change.exporting import Format
 from attnrx.data import Columns
-from attnrx.data.locating import locate
+from attnrx.data.loading import locate
 from attnrx.support.errors import CheckpointError
 from attnrx.support.optional import require_installed
 
@@ -42,4 +42,4 @@ def preflight(
         if not os.access(existing, os.W_OK | os.X_OK):
             raise CheckpointError(f"{folder} cannot be written: no permission for {existing}; choose another one.")
     if isinstance(data, str | Path):
-        locate(data, columns or Columns()).reader.require_readable()
+        locate(data, columns or Columns())
