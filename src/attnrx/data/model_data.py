@@ -15,7 +15,7 @@ from attnrx.data.user_data import TARGETS
 from attnrx.support.arguments import checked, described_error, instance, optional, user_code
 from attnrx.support.errors import DataError, InvalidInput, ScaleWarning
 from attnrx.support.preprocessing import ImageGeometry, Preprocessing
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.shapes import Tensor
 from attnrx.vit.models import ModuleInputs, accepting, evaluating, family_of, num_outputs
 from attnrx.vit.outputs import Logits, current_judgement, output_kind_of
 
@@ -24,11 +24,13 @@ from attnrx.vit.outputs import Logits, current_judgement, output_kind_of
 class ModelBatches:
     """Batches of any form, of which the function `inputs` makes what the forward of a module takes.
 
-    Labels are what `image_set` takes for labels: the second entry of a pair, or an entry of one of LABEL_KEYS.
+    Labels are what `image_set` takes for labels: the second entry of a pair, or an entry of one of LABEL_KEYS. Batches
+    can be read once `packed` has stated the inputs of the model.
     """
 
     data: Any
     inputs: Callable[[Any], Any]
+    packing: ModuleInputs | None = None
 
     @classmethod
     def of(cls, data: Any, inputs: Callable[[Any], Any] | None) -> Any:
@@ -64,36 +66,28 @@ class ModelBatches:
         with user_code("inputs(batch)", DataError):
             return self.inputs(batch)
 
-    def packed(self, inputs: ModuleInputs | None) -> "_PackedBatches":
-        """Returns the batches as images of a model with these inputs.
+    def packed(self, inputs: ModuleInputs | None) -> "ModelBatches":
+        """Returns the batches as pairs of images of a model with these inputs and of labels.
 
         Raises:
             InvalidInput: The model takes images.
         """
         if inputs is None:
             raise InvalidInput("inputs=... for a model of images: load the model with inputs=..., or omit it.")
-        return _PackedBatches(self, inputs)
-
-
-@dataclass(frozen=True, eq=False)
-class _PackedBatches:
-    """Pairs of packed inputs and labels, in the order of the user's data."""
-
-    source: ModelBatches
-    inputs: ModuleInputs
+        return replace(self, packing=inputs)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
-        for batch in self.source.data:
-            images = self.inputs.packed(self.source.arguments(batch))
+        assert self.packing is not None
+        for batch in self.data:
             labels = None
             if isinstance(batch, tuple | list):
                 labels = batch[1] if len(batch) == 2 else None
             elif hasattr(batch, "keys"):
                 labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
-            yield images, labels
+            yield self.packing.packed(self.arguments(batch)), labels
 
     def __len__(self) -> int:
-        return len(self.source.data)
+        return len(self.data)
 
 
 def normalization_of(model: nn.Module) -> Normalization:
@@ -135,7 +129,7 @@ def images_for(
     inputs = family_of(model).inputs(model)
     if isinstance(data, ModelBatches):
         data, inputs = data.packed(inputs), None
-    scale, preprocess = normalization_of(model), _preprocess_of(model, argument)
+    scale, preprocess = normalization_of(model), preprocessing_of(model)
     kind = output_kind_of(model)
     outputs = kind.name if kind.has_decisions or current_judgement().metric is None else TARGETS
     images = image_set(
@@ -159,18 +153,6 @@ def _require_sizes(model: nn.Module, images: ImageSet, argument: str) -> None:
                 f"{argument} has images of the shapes {shapes[0]} and {shapes[1]}, and this model takes none of the "
                 f"second one: resize them to one ({described_error(error)})"
             ) from error
-
-
-def _preprocess_of(model: nn.Module, argument: str) -> Callable[[Any], Float[Tensor, "channels height width"]]:
-    preprocessing = preprocessing_of(model)
-
-    def preprocess(picture: Any) -> Float[Tensor, "channels height width"]:
-        try:
-            return preprocessing(picture)
-        except Exception as error:  # of Pillow, of many types: a picture may be read from its file only here
-            raise DataError(f"a picture of {argument} cannot be used: {str(error) or type(error).__name__}.") from error
-
-    return preprocess
 
 
 def splits_for(
@@ -204,7 +186,7 @@ def splits_for(
         if split in sets:
             raise InvalidInput(f"{argument} has two {split} splits, one of them called {name!r}; give one.")
         lazy = (
-            training_set(images, _preprocess_of(model, named), named, inputs=family_of(model).inputs(model))
+            training_set(images, preprocessing_of(model), named, inputs=family_of(model).inputs(model))
             if training
             else None
         )

@@ -112,9 +112,9 @@ def image_set(
     """
     if isinstance(data, ImageSet):
         return data
+    reading = _ItemReader(argument, preprocess, outputs=outputs, inputs=inputs)
     with seeded_draws(seed, _generators_of(data)):
-        source = _source_of(data, preprocess, argument, inputs=inputs)
-        return replace(source, reading=replace(source.reading, outputs=outputs)).read(limit, normalization)
+        return _source_of(data, reading).read(limit, normalization)
 
 
 def training_set(
@@ -130,12 +130,12 @@ def training_set(
     if isinstance(data, ImageSet):
         return data
     with seeded_draws(0, _generators_of(data)):  # a sampler may draw its rows
-        source = _source_of(data, preprocess, argument, training=True, inputs=inputs)
+        source = _source_of(data, _ItemReader(argument, preprocess, inputs=inputs), training=True)
     if not isinstance(source, _IndexedData) or not source.is_whole:
         return None
     if len(source.rows) > MAX_ROWS:
         raise DataError(f"{argument} states a length of {len(source.rows):,}; at most {MAX_ROWS:,} are supported.")
-    return IndexedImages(source.reading.name, source, torch.arange(len(source.rows)))
+    return IndexedImages(source.name, source, torch.arange(len(source.rows)))
 
 
 def _generators_of(data: Any) -> list[torch.Generator]:
@@ -145,18 +145,15 @@ def _generators_of(data: Any) -> list[torch.Generator]:
     return [each for each in found if isinstance(each, torch.Generator)]
 
 
-def _source_of(
-    data: Any, preprocess: Preprocess | None, argument: str, training: bool = False, inputs: Any = None
-) -> "_IndexedData | _IterableData":
-    if isinstance(data, Tensor) and data.is_nested:
-        raise InvalidInput(f"{argument} is nested: give one tensor [images, channels, height, width].")
+def _source_of(data: Any, reading: "_ItemReader", training: bool = False) -> "_IndexedData | _IterableData":
     if isinstance(data, Tensor):
-        return _of_tensors((data,), argument, inputs)
+        return _of_tensors((data,), reading)
     # A pair of tensors is (images, labels); a list of tensors is a list of batches.
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(tensor, Tensor) for tensor in data):
-        return _of_tensors(data, argument, inputs)
+        return _of_tensors(data, reading)
     if isinstance(data, DataLoader):
-        return _of_loader(data, argument, training, inputs)
+        return _of_loader(data, reading, training)
+    argument = reading.argument
     # Texts and mappings can be iterated too, but their items are characters and keys.
     if isinstance(data, str | bytes | Mapping | np.generic) or not (
         hasattr(data, "__getitem__") or hasattr(data, "__iter__")
@@ -169,10 +166,9 @@ def _source_of(
         )
     # Before the check for an index, which a list has too: its items are batches, or single items in the list's order.
     if isinstance(data, list | tuple):
-        return _IterableData(data, _ItemReader("batches", argument, preprocess, inputs=inputs), is_list=True)
-    reading = _ItemReader(type(data).__name__, argument, preprocess, inputs=inputs)
-    length = _length(data, argument) if hasattr(data, "__getitem__") else None
-    return _IterableData(data, reading) if length is None else _IndexedData(data, reading, rows=range(length))
+        return _IterableData("batches", data, reading, is_list=True)
+    name, length = type(data).__name__, _length(data, argument) if hasattr(data, "__getitem__") else None
+    return _IterableData(name, data, reading) if length is None else _IndexedData(name, data, reading, range(length))
 
 
 def _length(data: Any, argument: str) -> int | None:
@@ -192,42 +188,40 @@ class _Rows(TensorDataset):
         return self.tensors[1] if len(self.tensors) > 1 else None
 
 
-def _of_tensors(tensors: tuple[Tensor, ...], argument: str, inputs: Any = None) -> "_IndexedData":
+def _of_tensors(tensors: tuple[Tensor, ...], reading: "_ItemReader") -> "_IndexedData":
     for tensor in tensors:
         if not tensor.ndim:
-            raise InvalidInput(f"{argument} has a tensor of one number; give images and one label for each.")
+            raise InvalidInput(f"{reading.argument} has a tensor of one number; give images and one label for each.")
+    images = reading.require_images(tensors[0], 4)  # here, because a sparse tensor has no rows to read
     counts = [len(tensor) for tensor in tensors]
     if len(set(counts)) > 1:
         raise InvalidInput(f"{counts[0]} images and {counts[1]} labels: give one label for each image.")
-    reading = _ItemReader("tensor" if len(tensors) == 1 else "tensors", argument, inputs=inputs)
-    images = reading.require_images(tensors[0], 4)  # here, because a sparse tensor has no rows to read
     # Labels may be on another device, and are read by row.
     rows = _Rows(images.detach(), *(labels.detach().cpu() for labels in tensors[1:]))
-    return _IndexedData(rows, reading, rows=range(counts[0]))
+    return _IndexedData("tensor" if len(tensors) == 1 else "tensors", rows, reading, range(counts[0]))
 
 
-def _of_loader(
-    loader: DataLoader[Any], argument: str, training: bool, inputs: Any = None
-) -> "_IndexedData | _IterableData":
-    reading = _ItemReader(type(loader.dataset).__name__, argument, inputs=inputs)
+def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) -> "_IndexedData | _IterableData":
+    argument, dataset = reading.argument, loader.dataset
+    name = type(dataset).__name__
     # torch defines __getitem__ for iterable datasets too, where it raises; they have no length.
-    length = _length(loader.dataset, argument) if hasattr(loader.dataset, "__getitem__") else None
+    length = _length(dataset, argument) if hasattr(dataset, "__getitem__") else None
     # A class of loaders with an iteration of its own may change its batches there, e.g. normalize them.
     has_own_iteration = type(loader).__iter__ is not DataLoader.__iter__ and not training
     if length is None or loader.batch_sampler is None or has_own_iteration:
-        return _IterableData(loader, reading)
+        return _IterableData(name, loader, reading)
     sampler = loader.sampler
     has_own_batches = type(loader.batch_sampler) is not BatchSampler
     if isinstance(sampler, SequentialSampler) and not has_own_batches:
-        return _IndexedData(loader.dataset, reading, loader, range(len(sampler)))
+        return _IndexedData(name, dataset, reading, range(len(sampler)), loader)
     if isinstance(sampler, RandomSampler) and not (has_own_batches or sampler.replacement) and len(sampler) == length:
-        return _IndexedData(loader.dataset, reading, loader, range(length))
+        return _IndexedData(name, dataset, reading, range(length), loader)
     with user_code(f"the sampler of {argument}", DataError):
         drawn = chain.from_iterable(loader.batch_sampler) if has_own_batches else iter(sampler)
         found = list(islice(drawn, CANDIDATES))
     # A sampler may draw anything that its dataset takes as an index.
     if not all(hasattr(row, "__index__") for row in found):
-        return _IterableData(loader, reading)
+        return _IterableData(name, loader, reading)
     # Each row once: with random transforms another reading of a row would be another image of the same picture.
     rows = list(dict.fromkeys(int(row) for row in found))
     note = None
@@ -235,7 +229,7 @@ def _of_loader(
         note = (
             f"{argument}: its sampler draws {len(found):,} images, {len(rows):,} of them different; each is used once"
         )
-    return _IndexedData(loader.dataset, reading, loader, rows, note, is_whole=False)
+    return _IndexedData(name, dataset, reading, rows, loader, note, is_whole=False)
 
 
 @dataclass(frozen=True)
@@ -245,7 +239,6 @@ class _ItemReader:
     With `num_classes` every image must have a label below it.
     """
 
-    name: str
     argument: str
     preprocess: Preprocess | None = None
     num_classes: int | None = None
@@ -280,29 +273,29 @@ class _ItemReader:
         images, labels = self.fields(given)
         images = self.require_images(images, 4)
         # On the CPU, on whatever device the user's loader puts the batch; `_pass` moves it to the device of the pass.
-        if labels is None or self.outputs in UNREAD:
-            numbers = torch.full((len(images),), UNLABELLED)
-        else:
-            numbers = self._numbers(labels)
+        return Batch(images.detach().cpu(), self._labels(labels, len(images)), torch.arange(len(images)))
+
+    def _labels(self, labels: Any, count: int) -> Tensor:
+        """Returns the labels of `count` images as the outputs of the model need them."""
+        is_read = labels is not None and self.outputs not in UNREAD
+        numbers = self._numbers(labels) if is_read else torch.full((count,), UNLABELLED)
+        found = f"the labels of {self.argument} are {numbers.dtype} {list(numbers.shape)} for {count} images"
         if self.outputs == TARGETS:
-            if not numbers.ndim or len(numbers) != len(images):
-                raise InvalidInput(f"the labels of {self.argument} are {list(numbers.shape)} for {len(images)} images.")
-            return Batch(images.detach().cpu(), numbers, torch.arange(len(images)))
-        if self.outputs == "multilabel" and labels is not None:
-            numbers = self._vectors(numbers, len(images))
-            return Batch(images.detach().cpu(), numbers, torch.arange(len(images)))
+            if not numbers.ndim or len(numbers) != count:
+                raise InvalidInput(f"{found}.")
+            return numbers
+        if self.outputs == "multilabel" and is_read:
+            if numbers.ndim != 2 or len(numbers) != count or not bool(((numbers == 0) | (numbers == 1)).all()):
+                raise InvalidInput(f"{found}; {VECTORS}.")
+            return numbers.long()
         # Floats (soft labels, targets of a regression) would be cut to class numbers without an error.
-        if numbers.shape != (len(images),) or numbers.is_floating_point():
-            raise InvalidInput(
-                f"the labels of {self.argument} are {numbers.dtype} {list(numbers.shape)} for {len(images)} images; "
-                f"{NUMBERS}."
-            )
+        if numbers.shape != (count,) or numbers.is_floating_point():
+            raise InvalidInput(f"{found}; {NUMBERS}.")
         if numbers.dtype == torch.uint64 and bool((numbers.long() < 0).any()):
             raise InvalidInput(f"the labels of {self.argument} have numbers above 2**63; {NUMBERS}.")
-        numbers = numbers.long()
         if self.num_classes is not None:
-            require_classes(numbers, self.num_classes, self.argument)
-        return Batch(images.detach().cpu(), numbers, torch.arange(len(images)))
+            require_classes(numbers.long(), self.num_classes, self.argument)
+        return numbers.long()
 
     def by_size(self, items: Sequence[Any]) -> Iterator[tuple[list[int], Batch]]:
         """Yields single items as one batch for every size of images, with the positions of its items."""
@@ -314,16 +307,6 @@ class _ItemReader:
         for positions in sizes.values():
             batch = self._collated([(images[position], pairs[position][1]) for position in positions])
             yield positions, batch
-
-    def collated(self, items: Sequence[Any]) -> Batch:
-        """Returns single items of one size as one batch; PIL pictures are preprocessed."""
-        batches = [batch for _, batch in self.by_size(items)]
-        if len(batches) > 1:
-            shapes = sorted(tuple(batch.images.shape[1:]) for batch in batches)
-            raise InvalidInput(
-                f"{self.argument} has images of the shapes {shapes[0]} and {shapes[-1]}; resize them to one."
-            )
-        return batches[0]
 
     def _collated(self, pairs: Sequence[tuple[Tensor, Any]]) -> Batch:
         images = [image for image, _ in pairs]
@@ -346,7 +329,11 @@ class _ItemReader:
                 f"{self.argument} holds PIL pictures, and this model states no preprocessing: give the dataset a "
                 "transform that returns float tensors on the model's scale."
             )
-        return self.preprocess(image)
+        try:
+            return self.preprocess(image)
+        except Exception as error:  # of Pillow, of many types: a picture may be read from its file only here
+            reason = str(error) or type(error).__name__
+            raise DataError(f"a picture of {self.argument} cannot be used: {reason}.") from error
 
     def _numbers(self, labels: Any) -> Tensor:
         try:
@@ -355,13 +342,6 @@ class _ItemReader:
             return torch.as_tensor(labels).detach().cpu()
         except (TypeError, ValueError, RuntimeError):  # names of classes, or lists of several lengths
             raise InvalidInput(f"the labels of {self.argument} are {_described(labels)}; {NUMBERS}.") from None
-
-    def _vectors(self, labels: Tensor, count: int) -> Int[Tensor, "images labels"]:
-        if labels.ndim != 2 or len(labels) != count or not bool(((labels == 0) | (labels == 1)).all()):
-            raise InvalidInput(
-                f"the labels of {self.argument} are {labels.dtype} {list(labels.shape)} for {count} images; {VECTORS}."
-            )
-        return labels.long()
 
     def _class_number(self, label: Any) -> int:
         number = label.item() if math.prod(getattr(label, "shape", (0,))) == 1 else label
@@ -376,22 +356,23 @@ class _ItemReader:
         return isinstance(image, Tensor) and image.ndim in (own + 1, 4) and (own <= 3 or image.ndim > own)
 
     def require_images(self, images: Any, dimensions: int) -> Tensor:
-        if self.inputs is not None and isinstance(images, Tensor) and images.layout == torch.strided:
-            images = self.inputs.images(images, dimensions)
+        if isinstance(images, Tensor):
+            if images.layout != torch.strided or images.is_meta or images.is_nested or images.is_quantized:
+                kind = "nested" if images.is_nested else str(images.layout).removeprefix("torch.")
+                raise InvalidInput(
+                    f"the images of {self.argument} are a tensor without plain values "
+                    f"({'on the meta device' if images.is_meta else kind}); give dense tensors, e.g. images.to_dense()."
+                )
+            if self.inputs is not None:
+                images = self.inputs.images(images, dimensions)
         if not isinstance(images, Tensor) or images.ndim != dimensions:
-            description = f"of type {type(images).__name__}"
-            if isinstance(images, Tensor):
-                description = f"a tensor {list(images.shape)}"
+            found = (
+                f"a tensor {list(images.shape)}" if isinstance(images, Tensor) else f"of type {type(images).__name__}"
+            )
             shape = ("images", "channels", "height", "width")[-dimensions:]
             raise InvalidInput(
-                f"the images of {self.argument} are {description}; give float tensors [{', '.join(shape)}] on the "
-                "model's scale."
-            )
-        if images.layout != torch.strided or images.is_meta or images.is_nested or images.is_quantized:
-            kind = "on the meta device" if images.is_meta else str(images.layout).removeprefix("torch.")
-            raise InvalidInput(
-                f"the images of {self.argument} are a tensor without plain values ({kind}); give dense tensors, e.g. "
-                "images.to_dense()."
+                f"the images of {self.argument} are {found}; give float tensors [{', '.join(shape)}] on the model's "
+                "scale."
             )
         if images.dtype not in DTYPES:
             raise InvalidInput(
@@ -414,10 +395,11 @@ class _IndexedData:
     `is_whole` if the rows are those of the dataset, each once, and not what a sampler draws; `note` is about that.
     """
 
+    name: str
     dataset: Any
     reading: _ItemReader
+    rows: Sequence[int]
     loader: DataLoader[Any] | None = None
-    rows: Sequence[int] = ()
     note: str | None = None
     is_whole: bool = True
 
@@ -435,11 +417,11 @@ class _IndexedData:
             rows = [rows[position] for position in positions.sort().values.tolist()]
         size = BATCH if self.loader is None else self.loader.batch_size or BATCH
         batches = self.batches([list(rows[first : first + size]) for first in range(0, len(rows), size)])
-        images = read_once(batches, self.reading.name, total=-(-len(rows) // size), normalization=normalization)
+        images = read_once(batches, self.name, total=-(-len(rows) // size), normalization=normalization)
         again = evenly_spaced(len(images), READ_TWICE)
         # A collate function that drops items leaves no way to compare rows.
         if not isinstance(self.dataset, _Rows) and len(images) == len(rows):
-            batch = self.batch([rows[position] for position in again])
+            (batch,) = self.read_rows([rows[position] for position in again])
             if not torch.equal(content_hashes(batch.images), images.hashes[again]):
                 notes.append(_one_draw(self.reading.argument, len(images)))
         return replace(images, notes=(*notes, *images.notes))
@@ -458,40 +440,26 @@ class _IndexedData:
         chosen = torch.arange(count) * size // count if labels is None else round_robin(labels)[:count]
         return candidates[chosen], labels is not None
 
-    def batch(self, rows: Sequence[int]) -> Batch:
-        argument, items = self.reading.argument, self._items(rows)
-        if self.loader is None:
-            with user_code(f"an image of the items {rows[0]} to {rows[-1]} of {argument}", DataError):
-                batch = self.reading.collated(items)
-        else:
-            with user_code(
-                f"the batch that collate_fn of {argument} makes of the items {rows[0]} to {rows[-1]}", DataError
-            ):
-                collated = self.loader.collate_fn(items)
-            batch = self.reading.batch(collated)
-        return _with_rows(batch, rows)
-
-    def _items(self, rows: Sequence[int]) -> list[Any]:
-        items = []
+    def read_rows(self, rows: Sequence[int]) -> list[Batch]:
+        """Reads some rows in this process: as one batch with a loader, else as one for every size of images."""
+        argument, items = self.reading.argument, []
         for row in rows:
-            with user_code(f"item {row} of {self.reading.argument} ({len(self.rows):,} items)", DataError):
+            with user_code(f"item {row} of {argument} ({len(self.rows):,} items)", DataError):
                 items.append(self.dataset[row])
-        return items
-
-    def _by_size(self, rows: Sequence[int]) -> list[Batch]:
-        with user_code(f"an image of the items {rows[0]} to {rows[-1]} of {self.reading.argument}", DataError):
-            found = list(self.reading.by_size(self._items(rows)))
+        where = f"the items {rows[0]} to {rows[-1]}"
+        if self.loader is not None:
+            with user_code(f"the batch that collate_fn of {argument} makes of {where}", DataError):
+                collated = self.loader.collate_fn(items)
+            return [_with_rows(self.reading.batch(collated), rows)]
+        with user_code(f"an image of {where} of {argument}", DataError):
+            found = list(self.reading.by_size(items))
         return [_with_rows(batch, [rows[position] for position in positions]) for positions, batch in found]
 
     def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
         """Reads batches of rows in this order, with the worker processes of the DataLoader."""
         loader = self.loader
-        if loader is None:
-            for chunk in rows:
-                yield from self._by_size(chunk)
-            return
-        if not loader.num_workers:
-            yield from map(self.batch, rows)
+        if loader is None or not loader.num_workers:
+            yield from chain.from_iterable(map(self.read_rows, rows))
             return
         # The user's loader iterates in the order of its own sampler; this one reads the given rows with the same
         # workers.
@@ -559,6 +527,7 @@ def _as_labels(found: Any, rows: Sequence[int]) -> Int[Tensor, "images"] | None:
 class _IterableData:
     """An iterable of batches, or of single items; a list has its items in memory and yields each once."""
 
+    name: str
     source: Iterable[Any]
     reading: _ItemReader
     is_list: bool = False
@@ -580,7 +549,7 @@ class _IterableData:
         is_endless = _length(self.source, self.reading.argument) is None
         images = read_once(
             chain([first], batches),
-            self.reading.name,
+            self.name,
             normalization=normalization,
             limit=min(limit, MAX_UNCOUNTED) if is_endless else limit,
             seconds=MAX_SECONDS if is_endless else math.inf,
@@ -596,24 +565,18 @@ class _IterableData:
 
     def _batches(self) -> Iterator[Batch]:
         """Yields batches on the CPU, with the position of every image."""
-        count = 0
-        for batch in self._as_given():
-            yield replace(batch, index=torch.arange(count, count + len(batch)))
-            count += len(batch)
-
-    def _as_given(self) -> Iterator[Batch]:
         parts = self._items()
         first = next(parts, None)
         if first is None:
             return
         # The first item decides between batches and single items, and is then put back.
-        image, _ = self.reading.fields(first)
-        parts = chain([first], parts)
-        if self.reading.is_batch(image):
-            yield from map(self.reading.batch, parts)
-        else:
-            while items := list(islice(parts, BATCH)):
-                yield from (batch for _, batch in self.reading.by_size(items))
+        is_batch, parts = self.reading.is_batch(self.reading.fields(first)[0]), chain([first], parts)
+        chunks = iter(lambda: list(islice(parts, BATCH)), [])
+        singles = (batch for items in chunks for _, batch in self.reading.by_size(items))
+        count = 0
+        for batch in map(self.reading.batch, parts) if is_batch else singles:
+            yield replace(batch, index=torch.arange(count, count + len(batch)))
+            count += len(batch)
 
     def _items(self) -> Iterator[Any]:
         with user_code(f"the first item of {self.reading.argument}", DataError):
@@ -639,14 +602,14 @@ class IndexedImages(RowImages):
     def has_labels(self) -> bool:
         # By the first image: the labels of all of them are known only after all items are read.
         with seeded_draws(0):
-            return int(self.store.batch(self._rows(self.rows[:1])).labels[0]) != UNLABELLED
+            return int(self.store.read_rows(self._rows(self.rows[:1]))[0].labels[0]) != UNLABELLED
 
     @property
     def fingerprint(self) -> str:
         """Hashes up to 64 images and their labels, spread over the rows."""
         rows = self._rows(self.rows[evenly_spaced(len(self))])
         with seeded_draws(0):  # the same in every call, whatever random transforms there are
-            batches = [self.store.batch([row]) for row in rows]
+            batches = [self.store.read_rows([row])[0] for row in rows]
         contents = [batch.images.contiguous().view(torch.uint8).numpy().tobytes() for batch in batches]
         contents += [batch.labels.numpy().tobytes() for batch in batches]
         # The rows stand for the labels, of which only those of the sampled images are read.
@@ -659,10 +622,6 @@ class IndexedImages(RowImages):
 
     def _rows(self, positions: Int[Tensor, "chosen"]) -> list[int]:
         return [self.store.rows[position] for position in positions.tolist()]
-
-    def renormalized(self, normalization: Normalization) -> ImageSet:
-        """Returns the set itself: the user's own transforms decide the scale."""
-        return self
 
     def limited_to(self, num_classes: int) -> "IndexedImages":
         """Returns the same images; those without a label below `num_classes` raise DataError where they are read."""
