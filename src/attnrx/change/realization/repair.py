@@ -24,6 +24,7 @@ from attnrx.support.trees import rows_of
 from attnrx.vit.models import (
     InputValidation,
     LowRankLinear,
+    ModuleCall,
     blocks_of,
     evaluating,
     family_of,
@@ -196,18 +197,15 @@ def within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, ima
 Tokens = Float[Tensor, "images tokens width"]
 
 
+@dataclass(frozen=True, eq=False)
 class _Block:
-    """A block, the arguments that its model passes beside the tokens, its attention, and the two maps of its MLP."""
+    """A block, its attention, the two maps of its MLP, and the arguments that its model passes beside the tokens."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        attention: nn.Module,
-        maps: tuple[Any, Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ):
-        self.module, self.attention, self.maps, self.args, self.kwargs = module, attention, maps, args, kwargs
+    module: nn.Module
+    attention: nn.Module
+    maps: tuple[Any, Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
 
     def run(self, tokens: Tokens) -> Tokens:
         output = self.module(tokens, *self.args, **self.kwargs)
@@ -215,14 +213,11 @@ class _Block:
 
     def run_all(self, tokens: Tokens) -> Tokens:
         """Returns the outputs for all images."""
-        outputs = []
-        for part in tokens.split(CHUNK):
-            outputs.append(self.run(part))
-        return torch.cat(outputs)
+        return torch.cat([self.run(part) for part in tokens.split(CHUNK)])
 
     def run_both(self, tokens: Tokens) -> tuple[Tokens, Tokens]:
         """Returns the outputs for all images with zeros for the output of the MLP, and the outputs."""
-        scale = self.scale(tokens[:2], _Branch(self.maps[1], *self.maps))
+        scale = self.scale(tokens[:2], self.maps[1])
         without_mlp, outputs = [], []
         # One pass: what the MLP adds to the stream is known from its output.
         with recording_calls(self.maps[1:], lambda call: call.output) as added:
@@ -240,20 +235,15 @@ class _Block:
                 stack.enter_context(replacing_forward(linear, partial(_zeros, linear.out_features)))
             yield
 
-    def run_recorded(self, tokens: Tokens, branch: "_Branch") -> tuple[Tokens, Tensor, Tensor]:
-        """Returns the outputs for all images without the MLP, the inputs of a branch and its outputs.
+    def run_recorded(self, tokens: Tokens, part: nn.Module) -> tuple[Tokens, list[ModuleCall]]:
+        """Returns the outputs for all images without the MLP, and the calls of a part of the block."""
+        with self.without_mlp(), recording_calls((part,), lambda call: call) as calls:
+            return self.run_all(tokens), calls
 
-        The outputs are empty for the MLP, which is not computed.
+    def scale(self, tokens: Tokens, last: nn.Module) -> Float[Tensor, "width"]:
+        """Returns the factors between the output of a branch, the attention or the MLP, whose last module this is, and
+        its share of the block's output (LayerScale).
         """
-        is_attention = branch.last is self.attention
-        with self.without_mlp(), recording_calls((branch.first,), lambda call: call) as calls:
-            block_outputs = self.run_all(tokens)
-        branch.args, branch.kwargs = calls[-1].args, calls[-1].kwargs
-        outputs = [call.output for call in calls] if is_attention else [tokens[:0]]
-        return block_outputs, torch.cat([call.tokens for call in calls]), torch.cat(outputs)
-
-    def scale(self, tokens: Tokens, branch: "_Branch") -> Float[Tensor, "width"]:
-        """Returns the factors between the output of a branch and its share of the block's output (LayerScale)."""
         # The slope of the block's output, summed over all entries, with respect to the branch's is the factor of every
         # feature, if the branch is added linearly; whether it is the same for all tokens is verified.
         outputs: list[Tensor] = []
@@ -262,10 +252,10 @@ class _Block:
             outputs.append(output.detach().requires_grad_())
             return outputs[0]  # a leaf in place of the branch's output
 
-        hook = branch.last.register_forward_hook(record)
+        hook = last.register_forward_hook(record)
         try:
             # For the attention without the MLP: its target is the stream before the MLP, whose errors are not its own.
-            with torch.enable_grad(), self.without_mlp() if branch.last is self.attention else nullcontext():
+            with torch.enable_grad(), self.without_mlp() if last is self.attention else nullcontext():
                 block_outputs = self.run_all(tokens)
                 (slope,) = torch.autograd.grad(block_outputs.sum(), outputs)
         finally:
@@ -282,37 +272,22 @@ class _Block:
         """Returns a module from the input of the first map to that of the second: the modules in between, where they
         are called one after the other, else the module around both maps.
         """
-        called: list[nn.Module] = []
-        sides: list[Tensor] = []
-
-        def begin(_: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
-            sides.append(given[0])
-
-        def end(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-            sides.append(given[0])
-
-        def record(part: nn.Module, given: object, output: object) -> None:
-            if len(sides) == 1:
-                called.append(part)
-
         # Leaf modules in the order of their calls between both maps: activation, dropout, norm. Functional calls have
         # no hook, so the sequence is compared with the block.
         inside = {id(part) for linear in self.maps for part in linear.modules()}
         leaves = [part for part in self.module.modules() if id(part) not in inside and not list(part.children())]
-        handles = [self.maps[0].register_forward_hook(begin), self.maps[1].register_forward_pre_hook(end)]
-        handles += [part.register_forward_hook(record) for part in leaves]
-        try:
+        with recording_calls((*self.maps, *leaves), lambda call: call) as calls:
             self.run(tokens)
-        finally:
-            for handle in handles:
-                handle.remove()
+        modules = [call.module for call in calls]
+        first, last = (modules.index(linear) for linear in self.maps)
+        called, inputs, units = modules[first + 1 : last], calls[first].tokens, calls[last].tokens
         candidates: list[nn.Module] = [nn.Sequential(self.maps[0], *called)]
         around = [part for part in self.module.modules() if {*self.maps} <= {*part.modules()}]
         if len(around) > 1:  # the smallest one, e.g. a gated MLP
             candidates.append(_UpTo(around[-1], self.maps[1]))
         for candidate in candidates:
             with suppress(RuntimeError):  # a gate has a part of other inputs
-                if torch.allclose(candidate(sides[0]), sides[1], rtol=1e-4, atol=1e-5):
+                if torch.allclose(candidate(inputs), units, rtol=1e-4, atol=1e-5):
                     return candidate
         raise NotSupported(
             "between the two linear maps of an MLP are not only modules that are called one after the other, so repair "
@@ -415,21 +390,6 @@ class _UpTo(nn.Module):
         return found[0]
 
 
-class _Branch:
-    """The attention or the MLP of a block: a module from the input of `first` to the output of `last`.
-
-    `args` and `kwargs` are those that the block passes beside the tokens.
-    """
-
-    def __init__(self, module: nn.Module, first: nn.Module, last: nn.Module):
-        self.module, self.first, self.last = module, first, last
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: Mapping[str, Any] = {}
-
-    def run(self, inputs: Tensor) -> Tensor:
-        return self.module(inputs, *self.args, **self.kwargs)
-
-
 class _BlockFit:
     """The fits of one block to the output of the reference's block, and the relative error on held-out images.
 
@@ -477,37 +437,35 @@ class _BlockFit:
 
     def _fit_attention(self, without_mlp: Tokens) -> None:
         block, weight, fitted, number = self.block, self.weight, self.fitted, self.knobs.images
-        branch = _Branch(block.attention, block.attention, block.attention)
-        scale = block.scale(self.tokens[:2], branch)
-        stream, inputs, outputs = block.run_recorded(self.tokens, branch)
-        # The branch's output that would make the block's output equal to the target, [images, tokens, width].
-        targets = outputs + (without_mlp - stream) / scale
-        del stream, outputs  # as large as the tokens of all images
+        scale = block.scale(self.tokens[:2], block.attention)
+        stream, calls = block.run_recorded(self.tokens, block.attention)
+        inputs, args, kwargs = torch.cat([call.tokens for call in calls]), calls[-1].args, calls[-1].kwargs
+        # The attention's output that would make the block's output equal to the target, [images, tokens, width].
+        targets = torch.cat([call.output for call in calls]) + (without_mlp - stream) / scale
+        del stream, calls  # as large as the tokens of all images
 
         def images_error(generator: torch.Generator) -> Float[Tensor, ""]:
             # Whole images, because attention mixes the tokens of one; few, because these are many tokens.
             images = fitted[torch.randint(len(fitted), (number,), generator=generator)]
             # Times the scale again: features that LayerScale hardly adds count as little as they do in the block.
-            missed = (branch.run(inputs[images]) - targets[images]) * scale
+            missed = (block.attention(inputs[images], *args, **kwargs) - targets[images]) * scale
             return (weight[:, None] * missed.square()).mean()
 
-        self._descend(self._block_error, branch.module, images_error)
+        self._descend(self._block_error, block.attention, images_error)
 
     def _fit_mlp(self) -> Tokens:
         """Fits the MLP, and returns the outputs of the block."""
         block, weight, fitted, number = self.block, self.weight, self.fitted, self.knobs.tokens
         mlp = nn.Sequential(block.features(self.tokens[:2]), block.maps[1])
-        branch = _Branch(mlp, *block.maps)
-        scale = block.scale(self.tokens[:2], branch)
-        stream, inputs, _ = block.run_recorded(self.tokens, branch)
+        scale = block.scale(self.tokens[:2], block.maps[1])
+        stream, calls = block.run_recorded(self.tokens, block.maps[0])
+        inputs = torch.cat([call.tokens for call in calls])
+        del calls
         targets, shares = (self.targets - stream) / scale, weight.cpu()
 
         def outputs_of(images: Tensor) -> Tokens:
             # Of the block, from its stream before the MLP: the rest of the block need not run again.
-            outputs = []
-            for part in images.split(CHUNK):
-                outputs.append(stream[part] + scale * mlp(inputs[part]))
-            return torch.cat(outputs)
+            return torch.cat([stream[part] + scale * mlp(inputs[part]) for part in images.split(CHUNK)])
 
         def mlp_error() -> float:
             return self._error_of(outputs_of(self.held_out))
