@@ -4,10 +4,11 @@ import math
 
 import torch
 
+from attnrx.decide.diagnostics.diagnostic import CentredMoment
 from attnrx.decide.diagnostics.geometry import alignment, key_covariances, query_grams, selectivity
-from attnrx.decide.diagnostics.redundancy import CentredMoment, output_similarity, spectral_redundancy
 from attnrx.decide.diagnostics.spectral_shape import effective_rank, energy, entropy, sensitivity, sparsity
 from attnrx_lab.perturbation import response
+from attnrx_lab.redundancy import output_similarity, spectral_redundancy
 
 STRENGTH = torch.tensor(
     [

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from attnrx.decide.diagnostics import DIAGNOSTICS, Panel, SpectralShape, suited_diagnostics
+from attnrx.decide.diagnostics.diagnostic import CentredMoment
 from attnrx.decide.diagnostics.geometry import alignment, selectivity
-from attnrx.decide.diagnostics.redundancy import CentredMoment, output_similarity, spectral_redundancy
 from attnrx.decide.diagnostics.spectral_shape import effective_rank, energy, entropy, sensitivity, sparsity
 from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.observation import Observation
 from attnrx.vit.spectrum import Spectrum
 from attnrx_lab.perturbation import noise_like
+from attnrx_lab.redundancy import output_similarity, spectral_redundancy
 
 HEADS, DIRECTIONS, TOKENS, HEAD_DIM, WIDTH = 3, 4, 5, 2, 6
 

@@ -82,7 +82,7 @@ def observe_images(
     operation: str,
     task: str,
     batch_size: int = BATCH,
-) -> None:
+) -> list[str]:
     """Runs a model over images and calls `observe` with the number and the intermediate results of every layer.
 
     Args:
@@ -93,6 +93,9 @@ def observe_images(
         task: What is shown as progress.
         batch_size: Images at once.
 
+    Returns:
+        Notes on the images.
+
     Raises:
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
     """
@@ -101,7 +104,7 @@ def observe_images(
     with evaluating([model]), observing(model, family, observe):
         for batch in track(images.batches(batch_size, device=device), task, -(-len(images) // batch_size)):
             model(validation.take(batch.images))
-    validation.notes()  # called for its warning
+    return validation.notes()  # which warns, too
 
 
 def predict(

@@ -1,14 +1,14 @@
 """Diagnosis of a model: passes over images in which diagnostics observe every layer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
+from attnrx.change.predictions import observe_images
 from attnrx.data import MAX_IMAGES, ImageData
 from attnrx.data.model_data import images_for
 from attnrx.decide.diagnostics import (
@@ -20,25 +20,21 @@ from attnrx.decide.diagnostics import (
     singular_directions,
     suited_diagnostics,
 )
-from attnrx.decide.diagnostics.redundancy import CentredMoment
+from attnrx.decide.diagnostics.diagnostic import Averages, CentredMoment
 from attnrx.decide.diagnostics.spectral_shape import effective_rank
 from attnrx.decide.rules.metrics import directions_in, rotary_directions
 from attnrx.decide.rules.rotary import COHERENCE, coherence
 from attnrx.nouns.diagnosis import Computed, Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.support.arguments import COUNT, checked, optional
 from attnrx.support.dataclass_records import to_dict
-from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.errors import InvalidInput
 from attnrx.support.optional import installed_versions
-from attnrx.support.progress import track
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.attention import Attention, Positions
 from attnrx.vit.models import (
-    InputValidation,
-    evaluating,
     family_of,
     model_fingerprint,
-    observing,
     observing_mlp,
     require_all_tokens,
     require_ordinary_weights,
@@ -100,33 +96,31 @@ def diagnose(
     image_set = images_for(model, data, limit=images or MAX_IMAGES, seed=seed)
     shown = image_set if images is None else image_set.take(images)
     # The covariance of all hidden units is the largest table of a diagnosis, and is observed only where it is needed.
-    observe_mlp = any(isinstance(diagnostic, Moments) for diagnostic in chosen)
-    family, watch = family_of(model), _Watch(model, Panel(chosen, spectra), observe_mlp)
-    validation = InputValidation(model, family, "diagnose")
-    batches, num_images = shown.batches(batch_size, device=next(model.parameters()).device), 0
-    with (
-        evaluating([model]),
-        observing(model, family, watch.observe),
-        observing_mlp(model, family, watch.observe_map),
-        watch.rotations.receiving_positions(),
-    ):
-        for batch in track(batches, "diagnosing", -(-len(shown) // batch_size)):
-            model(validation.take(batch.images))
-            num_images += len(batch.images)
-    if not num_images:
-        raise DataError(f"the data {shown.fingerprint} gave no image; diagnose the model on at least one.")
-    measured = watch.panel.readings()  # first: it raises for readings that are not finite
-    parts = zip(measured, watch.rotations.readings(), attention, strict=True)
-    readings = [per_layer | rotation | layer.value_factors() for per_layer, rotation, layer in parts]
-    linears = watch.map_diagnoses(), watch.hidden_diagnoses()
-    layers = [LayerDiagnosis(*parts) for parts in zip(spectra, readings, *linears, strict=True)]
-    if observe_mlp:
-        layers = [_with_metrics(layer) for layer in layers]
-    notes = [*shown.notes, *validation.notes()]
+    family, observe_mlp = family_of(model), any(isinstance(diagnostic, Moments) for diagnostic in chosen)
+    panel, mlp = Panel(chosen, spectra), _MlpWatch(model, observe_mlp)
+    with observing_mlp(model, family, mlp.observe), _receiving_positions(attention) as positions:
+        rotations = {
+            index: Averages(1, partial(_coherence, positions, index, layer.spec.heads))
+            for index, layer in enumerate(attention)
+            if layer.spec.rotates
+        }
+
+        def observe(index: int, observation: Observation) -> None:
+            panel.observe(index, observation)
+            if index in rotations:
+                rotations[index].observe(0, observation)
+
+        notes = [*shown.notes, *observe_images(model, shown, observe, "diagnose", "diagnosing", batch_size)]
+    readings = panel.readings()  # first: it raises for readings that are not finite
+    layers = []
+    for index, (layer, spectrum, measured) in enumerate(zip(attention, spectra, readings, strict=True)):
+        rotation = rotations[index].readings()[0] if index in rotations else {}
+        diagnosed = LayerDiagnosis(spectrum, measured | rotation | layer.value_factors(), *mlp.diagnosed(index))
+        layers.append(_with_metrics(diagnosed) if observe_mlp else diagnosed)
     name = shown.fingerprint.rsplit(":", 2)[0]  # of name:images:hash
     about = {
         "family": family.name,
-        "data": {"name": name, "images": num_images, "fingerprint": shown.fingerprint},
+        "data": {"name": name, "images": len(shown), "fingerprint": shown.fingerprint},
         "seed": seed,
         "diagnostics": [to_dict(diagnostic) for diagnostic in chosen],
         "versions": installed_versions("attnrx", "torch"),
@@ -135,41 +129,26 @@ def diagnose(
     return Diagnosis(tuple(layers), model_fingerprint(model), about)
 
 
-class _RotationWatch:
-    """Measures the coherence of the rotation of every layer of the rotary form."""
+@contextmanager
+def _receiving_positions(attention: Sequence[Attention]) -> Iterator[dict[int, Positions]]:
+    """Collects the positions of the last call of every layer of rotary attention inside the context."""
+    positions: dict[int, Positions] = {}
 
-    def __init__(self, attention: Sequence[Attention]):
-        self.attention = attention
-        self.positions: dict[int, Positions] = {}
-        self.sums: dict[int, Tensor] = {}
-        self.images = 0
+    # An observation has rotated rows; the rotation itself is an argument of the layer.
+    def receive(index: int, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        positions[index] = args[2]
 
-    @contextmanager
-    def receiving_positions(self) -> Iterator[None]:
-        """Receives the positions of every call of a layer inside the context."""
+    with ExitStack() as hooks:
+        for index, layer in enumerate(attention):
+            if layer.spec.rotates:
+                hooks.enter_context(layer.register_forward_pre_hook(partial(receive, index)))
+        yield positions
 
-        # An observation has rotated rows; the rotation itself is an argument of the layer.
-        def receive(index: int, layer: nn.Module, args: tuple[Any, ...]) -> None:
-            self.positions[index] = args[2]
 
-        with ExitStack() as hooks:
-            for index, layer in enumerate(self.attention):
-                if layer.spec.rotates:
-                    hooks.enter_context(layer.register_forward_pre_hook(partial(receive, index)))
-            yield
-
-    def observe(self, index: int, observation: Observation) -> None:
-        if index in self.positions:
-            cosines = coherence(observation.attention, self.positions[index], self.attention[index].spec.heads)
-            images = len(observation.attention)
-            self.sums[index] = self.sums.get(index, torch.zeros(())) + images * cosines
-            # Every layer observes all images; they are counted at one.
-            self.images += images if index == min(self.positions) else 0
-
-    def readings(self) -> list[dict[str, Tensor]]:
-        """Returns the reading of every layer; empty for layers without rotation."""
-        layers = range(len(self.attention))
-        return [{COHERENCE: self.sums[index] / self.images} if index in self.sums else {} for index in layers]
+def _coherence(
+    positions: Mapping[int, Positions], index: int, heads: tuple[int, ...], observation: Observation
+) -> dict[str, Tensor]:
+    return {COHERENCE: coherence(observation.attention, positions[index], heads)}
 
 
 def diagnosis_or_spectra(given: Diagnosis | nn.Module, *rules: object) -> Diagnosis:
@@ -217,50 +196,37 @@ def _with_metrics(layer: LayerDiagnosis) -> LayerDiagnosis:
     return replace(layer, readings=readings)
 
 
-class _Watch:
-    """What is observed in a pass: the attention by a panel and, with `observe_mlp`, the maps of the MLP."""
+class _MlpWatch:
+    """The moments of both maps of every MLP and of its hidden units, where they are `observed`, and their diagnoses."""
 
-    def __init__(self, model: nn.Module, panel: Panel, observe_mlp: bool):
-        self.model, self.family, self.panel = model, family_of(model), panel
-        self.linears = self.family.mlp(model)
-        self.rotations = _RotationWatch(self.family.attention(model))
-        self.watches = {
+    def __init__(self, model: nn.Module, observed: bool):
+        family = family_of(model)
+        # One entry per layer in any case: () where an MLP is not a pair of linear maps.
+        self.pairs = family.mlp(model) or [()] * len(family.attention(model))
+        self.has_units = family.has_plain_units(model)
+        self.maps = {
             (layer, which): MapWatch(linear.in_features, linear.out_features)
-            for layer, pair in enumerate(self.linears if observe_mlp else ())
+            for layer, pair in enumerate(self.pairs if observed else ())
             for which, linear in enumerate(pair)
             if isinstance(linear, nn.Linear)
         }
-        self.hidden = {layer: CentredMoment() for layer, which in self.watches if which == 1}  # inputs of fc2
+        self.hidden = {layer: CentredMoment() for layer, which in self.maps if which == 1}  # inputs of fc2
 
-    def observe(self, layer: int, observation: Observation) -> None:
-        self.panel.observe(layer, observation)
-        self.rotations.observe(layer, observation)
-
-    def observe_map(self, layer: int, which: int, inputs: Tensor, outputs: Tensor) -> None:
+    def observe(self, layer: int, which: int, inputs: Tensor, outputs: Tensor) -> None:
         """Accumulates inputs and outputs of one map."""
-        if (layer, which) in self.watches:
-            self.watches[layer, which].observe(inputs, outputs)
+        if (layer, which) in self.maps:
+            self.maps[layer, which].observe(inputs, outputs)
             if which == 1:
                 self.hidden[layer].add(inputs.flatten(0, -2))
 
-    def map_diagnoses(self) -> list[tuple[MapDiagnosis | None, ...]]:
-        """Returns the diagnoses of the maps per layer; () for models whose MLPs are not pairs of linear maps."""
-        # One entry per layer in any case, as these are zipped with the spectra.
-        pairs = self.linears or [()] * len(self.family.attention(self.model))
-        return [
-            tuple(self._map_diagnosis((layer, which), linear) for which, linear in enumerate(pair))
-            for layer, pair in enumerate(pairs)
-        ]
+    def diagnosed(self, layer: int) -> tuple[tuple[MapDiagnosis | None, ...], HiddenDiagnosis | None]:
+        """Returns the diagnoses of the maps of a layer and of its hidden units; None for what is not one matrix."""
+        pair, hidden = self.pairs[layer], None
+        if pair and self.has_units and all(isinstance(linear, nn.Linear) for linear in pair):
+            hidden = hidden_diagnosis(*pair, self.hidden.get(layer))
+        return tuple(self._map(layer, which, linear) for which, linear in enumerate(pair)), hidden
 
-    def hidden_diagnoses(self) -> list[HiddenDiagnosis | None]:
-        """Returns the diagnoses of the hidden units per layer; None for an MLP that is not two matrices."""
-        diagnoses: list[HiddenDiagnosis | None] = [None] * len(self.family.attention(self.model))
-        for layer, (first, second) in enumerate(self.linears if self.family.has_plain_units(self.model) else ()):
-            if isinstance(first, nn.Linear) and isinstance(second, nn.Linear):
-                diagnoses[layer] = hidden_diagnosis(first, second, self.hidden.get(layer))
-        return diagnoses
-
-    def _map_diagnosis(self, key: tuple[int, int], linear: nn.Module) -> MapDiagnosis | None:
+    def _map(self, layer: int, which: int, linear: nn.Module) -> MapDiagnosis | None:
         if not isinstance(linear, nn.Linear):
             return None
         # Of copies: they are computed when they are read, and the model may be trained until then.
@@ -268,6 +234,6 @@ class _Watch:
         bias = None if linear.bias is None else linear.bias.detach().cpu().clone()
         # The plain SVD needs no images, so every diagnosis has it.
         functions = {"weights": partial(singular_directions, weight, bias)}
-        if key in self.watches:
-            functions["centered"] = partial(self.watches[key].read, weight, bias)
+        if (layer, which) in self.maps:
+            functions["centered"] = partial(self.maps[layer, which].read, weight, bias)
         return MapDiagnosis(linear.in_features, Computed(functions))

@@ -1,10 +1,13 @@
 """Rules of the laboratory: those of SVDA, directions that heads share (IrrAtt), controls, and ones that few need.
 
-An entry point of the group `attnrx.parts` imports this package wherever a text names a rule or a loss.
+An entry point of the group `attnrx.parts` imports this package wherever a text names a rule or a loss, or a model is
+diagnosed.
 """
 
+from attnrx.decide.diagnostics import register_diagnostic
 from attnrx.decide.rules import register_rule
 from attnrx_lab import perturbation  # noqa: F401  (registers the losses of SVDA)
+from attnrx_lab.redundancy import Redundancy
 from attnrx_lab.rules.controls import CONTROLS, control_prescriptions
 from attnrx_lab.rules.divergence import DivergenceRank, measure_divergence
 from attnrx_lab.rules.matched import LargestMatched, RandomMatched, UniformMatched
@@ -53,3 +56,5 @@ for _kind in (
     UniformMatched,
 ):
     register_rule(_kind)
+
+register_diagnostic(Redundancy)  # of which `remove_heads` reads the similarities

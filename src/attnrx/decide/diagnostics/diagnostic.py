@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from attnrx.support.arguments import require_fields
-from attnrx.support.shapes import Tensor
+from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.observation import Observation
 from attnrx.vit.spectrum import Spectrum
 
@@ -62,3 +62,34 @@ class Averages(Accumulator):
             {name: (total / images).cpu() for name, total in sums.items()}
             for sums, images in zip(self.sums, self.images, strict=True)
         ]
+
+
+class CentredMoment:
+    """The sum over rows of (x - mean) (x - mean)^T, of rows that arrive in batches.
+
+    Every batch is centred on its own mean before it is multiplied, in its own precision; batches are merged in float64.
+    The sum of x x^T minus the mean's share would lose small variations of large rows to rounding.
+    """
+
+    def __init__(self):
+        self.rows = 0
+        # Numbers without axes, which broadcast: the first rows set device and width.
+        self.mean = torch.zeros(())
+        self.value = torch.zeros(())
+
+    def covariance(self) -> Float[Tensor, "features features"]:
+        """Returns the moment per row, symmetric, in float64 on the CPU; zero without rows."""
+        covariance = self.value.cpu().double() / max(self.rows, 1)
+        return (covariance + covariance.mT) / 2  # rounding leaves it slightly asymmetric
+
+    def add(self, rows: Float[Tensor, "rows features"]) -> None:
+        count = rows.shape[0]
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        mean = rows.mean(0)
+        centred = rows - mean
+        step = mean.double() - self.mean.to(mean.device)
+        # The pairwise update of a centred second moment: the spread between the means of both parts.
+        between = self.rows * count / (self.rows + count) * torch.outer(step, step)
+        self.value = self.value.to(mean.device) + (centred.T @ centred).double() + between
+        self.mean = self.mean.to(mean.device) + step * (count / (self.rows + count))
+        self.rows += count

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnrx.decide.diagnostics.diagnostic import Accumulator, Averages, Diagnostic
+from attnrx.decide.diagnostics.diagnostic import Accumulator, Averages, CentredMoment, Diagnostic
 from attnrx.decide.diagnostics.geometry import query_grams
-from attnrx.decide.diagnostics.redundancy import OutputMoments
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.observation import Observation
 from attnrx.vit.spectrum import Spectrum
@@ -27,6 +26,20 @@ class Moments(Diagnostic):
 
     def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
         return _Moments(spectra)
+
+
+class OutputMoments(Accumulator):
+    """Collects the second moment of the concatenated head outputs of each layer, and its output projection."""
+
+    def __init__(self, spectra: tuple[Spectrum, ...]):
+        self.spectra = spectra
+        self.outputs = [CentredMoment() for _ in spectra]
+        self.readouts: dict[int, Tensor] = {}
+
+    def observe(self, layer: int, observation: Observation) -> None:
+        # [batch, heads, tokens, dims] to one row per token with all heads side by side.
+        self.outputs[layer].add(observation.output.transpose(1, 2).flatten(2).flatten(0, 1))
+        self.readouts[layer] = observation.readout
 
 
 class _Moments(OutputMoments):

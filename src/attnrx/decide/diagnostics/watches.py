@@ -5,7 +5,7 @@ from torch import nn
 
 from attnrx.change.decompositions.hidden_units import unit_losses
 from attnrx.change.decompositions.low_rank import activation_aware, output_pca, plain_svd
-from attnrx.decide.diagnostics.redundancy import CentredMoment
+from attnrx.decide.diagnostics.diagnostic import CentredMoment
 from attnrx.nouns.diagnosis import HiddenDiagnosis, MapDirections
 from attnrx.support.shapes import Float, Tensor
 

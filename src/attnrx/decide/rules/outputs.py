@@ -16,7 +16,7 @@ from attnrx.change.decompositions import (
 )
 from attnrx.decide.rules.decisions import keep_only
 from attnrx.decide.rules.metrics import OWN
-from attnrx.decide.rules.rule import Rule, inner_rules, metric_of
+from attnrx.decide.rules.rule import Rule, inner_rules, metric_of, readings_needed
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import HeadDecision, HiddenDecision, OutputDecision, ScoreDecision
 from attnrx.support.errors import InvalidRule, MissingMoments, UnknownName
@@ -42,8 +42,6 @@ NEEDS = {
     WEIGHTS: ("value_factor", "readout_factor", "value_bias"),
     OWN: (),
 }
-# Readings of pairs of heads.
-PAIRS = ("spectral_redundancy", "output_similarity")
 
 
 def output_metric(rule: Rule, name: str) -> str:
@@ -89,7 +87,8 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
         identity = torch.eye(len(strength), dtype=torch.float64)[None]  # rules read strengths; a spectrum needs rows
         spectra.append(_spectrum(identity, identity, strength[None], (0,), HEADS))
         numbers = torch.tensor([layer.spectrum.heads])  # in the original model
-        readings.append({**{name: layer.readings[name] for name in PAIRS if name in layer.readings}, "heads": numbers})
+        needed = (name for name in readings_needed(rule) if name in layer.readings)  # of pairs of heads
+        readings.append({**{name: layer.readings[name] for name in needed}, "heads": numbers})
     decided = _decided(rule, diagnosis, spectra, readings)
     decisions = [
         HeadDecision(decision.keep[0], spectrum.strength[0], metric_reasons(decision, metric))

@@ -1,4 +1,4 @@
-"""Redundancy: heads of a layer with the same spectrum, and heads with the same output.
+"""Redundancy: heads of a layer with the same spectrum, and heads with the same output; `remove_heads` reads both.
 
 Similar spectra alone do not make two heads equal, since their projections differ; the similarity of their outputs
 must accompany them (SVDA, Section 3.7).
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attnrx.decide.diagnostics.diagnostic import Accumulator, Diagnostic
+from attnrx.decide.diagnostics import Diagnostic
+from attnrx.decide.diagnostics.diagnostic import Accumulator
+from attnrx.decide.diagnostics.moments import OutputMoments
 from attnrx.support.shapes import Bool, Float, Tensor
-from attnrx.vit.observation import Observation
 from attnrx.vit.spectrum import Spectrum
 
 
@@ -27,20 +28,6 @@ class Redundancy(Diagnostic):
         return _Similarities(spectra)
 
 
-class OutputMoments(Accumulator):
-    """Collects the second moment of the concatenated head outputs of each layer, and its output projection."""
-
-    def __init__(self, spectra: tuple[Spectrum, ...]):
-        self.spectra = spectra
-        self.outputs = [CentredMoment() for _ in spectra]
-        self.readouts: dict[int, Tensor] = {}
-
-    def observe(self, layer: int, observation: Observation) -> None:
-        # [batch, heads, tokens, dims] to one row per token with all heads side by side.
-        self.outputs[layer].add(observation.output.transpose(1, 2).flatten(2).flatten(0, 1))
-        self.readouts[layer] = observation.readout
-
-
 class _Similarities(OutputMoments):
     def readings(self) -> list[dict[str, Tensor]]:
         return [
@@ -50,37 +37,6 @@ class _Similarities(OutputMoments):
             }
             for layer, (spectrum, moment) in enumerate(zip(self.spectra, self.outputs, strict=True))
         ]
-
-
-class CentredMoment:
-    """The sum over rows of (x - mean) (x - mean)^T, of rows that arrive in batches.
-
-    Every batch is centred on its own mean before it is multiplied, in its own precision; batches are merged in float64.
-    The sum of x x^T minus the mean's share would lose small variations of large rows to rounding.
-    """
-
-    def __init__(self):
-        self.rows = 0
-        # Numbers without axes, which broadcast: the first rows set device and width.
-        self.mean = torch.zeros(())
-        self.value = torch.zeros(())
-
-    def covariance(self) -> Float[Tensor, "features features"]:
-        """Returns the moment per row, symmetric, in float64 on the CPU; zero without rows."""
-        covariance = self.value.cpu().double() / max(self.rows, 1)
-        return (covariance + covariance.mT) / 2  # rounding leaves it slightly asymmetric
-
-    def add(self, rows: Float[Tensor, "rows features"]) -> None:
-        count = rows.shape[0]
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        mean = rows.mean(0)
-        centred = rows - mean
-        step = mean.double() - self.mean.to(mean.device)
-        # The pairwise update of a centred second moment: the spread between the means of both parts.
-        between = self.rows * count / (self.rows + count) * torch.outer(step, step)
-        self.value = self.value.to(mean.device) + (centred.T @ centred).double() + between
-        self.mean = self.mean.to(mean.device) + step * (count / (self.rows + count))
-        self.rows += count
 
 
 def spectral_redundancy(
