@@ -2,8 +2,7 @@
 
 from attnrx.change.realization.attention_layers import compressed_spec
 from attnrx.change.realization.fits import realize_and_fit
-from attnrx.change.realization.realizing import realize
-from attnrx.change.realization.token_policies import prescribed_tokens, realize_tokens_
+from attnrx.change.realization.realizing import prescribed_tokens, realize, realize_tokens_
 
 __all__ = [
     "compressed_spec",

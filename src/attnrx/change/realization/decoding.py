@@ -24,7 +24,7 @@ from attnrx.data import FixedImages, ImageSet
 from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.trees import rows_of
-from attnrx.vit.models import evaluating, family_of
+from attnrx.vit.models import ModuleCall, evaluating, family_of, observing_calls
 from attnrx.vit.models.units import Pair, input_weight, set_input_weight_
 from attnrx.vit.models.whole import Whole
 from attnrx.vit.outputs import Map, output_kind_of
@@ -103,11 +103,17 @@ def _batches(model: Whole, images: ImageSet, targets: Float[Tensor, "images numb
     it is not called as a whole.
     """
     weight, found, done = next(model.parameters()), [], 0
+    outputs: list[Any] = []
+
+    def keep(call: Callable[[], Any]) -> Any:
+        outputs.append(call())
+        return outputs[-1]
+
     for batch in images.batches(BATCH, device=weight.device):
         pixels = batch.images.to(weight.dtype)
-        outputs: list[Any] = []
+        outputs.clear()
         # The module itself, because the model computes a large batch in chunks, with a call for each.
-        with model.forward_pass(), _calls_replaced(model, partial(_kept, outputs)):
+        with model.forward_pass(), _calls_replaced(model, keep):
             rows = rows_of(model.module(pixels))
         if len(outputs) != 1:
             return []
@@ -143,11 +149,6 @@ def _calls_replaced(model: Whole, function: Callable[[Callable[[], Any]], Any]) 
         vars(trunk).update(before)
 
 
-def _kept(outputs: list[Any], call: Callable[[], Any]) -> Any:
-    outputs.append(call())
-    return outputs[-1]
-
-
 def _outputs(model: Whole, batch: _Batch) -> Float[Tensor, "images numbers"]:
     """Returns the outputs of the model, whose Vision Transformer returns what is recorded."""
     with _calls_replaced(model, lambda _: batch.features):
@@ -161,17 +162,14 @@ def _remove_(model: Whole, pair: Pair, batches: list[_Batch]) -> None:
     weight, shape = input_weight(second)
     moment = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64)
 
-    def add(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        rows = (args[0].movedim(1, -1) if is_convolution else args[0]).flatten(0, -2)
+    def add(call: ModuleCall) -> None:
+        rows = (call.tokens.movedim(1, -1) if is_convolution else call.tokens).flatten(0, -2)
         rows = rows[:: max(len(rows) // ROWS, 1)].double().cpu()
         moment.add_(rows.T @ rows / len(rows))
 
-    hook = second.register_forward_pre_hook(add)
-    try:
+    with observing_calls((second,), add):
         for batch in batches:
             _outputs(model, batch)
-    finally:
-        hook.remove()
     # Moments about zero: at the border of a map a constant has another effect than inside, so that no bias replaces it.
     weight, moment = weight.double().cpu(), moment / len(batches)
     losses = unit_losses(moment, weight, RIDGE)

@@ -11,9 +11,8 @@ from typing import Any
 from torch import nn
 
 from attnrx.change.realization.distillation import Distill, distill
-from attnrx.change.realization.realizing import realize
+from attnrx.change.realization.realizing import realize, realize_tokens_
 from attnrx.change.realization.repair import Repair, repair
-from attnrx.change.realization.token_policies import realize_tokens_
 from attnrx.data import ImageData
 from attnrx.data.model_data import images_for
 from attnrx.nouns.prescription import Prescription

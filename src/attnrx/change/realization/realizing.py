@@ -1,31 +1,36 @@
-"""Realizes a prescription: ranks layer by layer, then the token policy."""
+"""Realizes a prescription: ranks layer by layer, then the token policy with its predictors."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from attnrx.change.predictions import mean_divergences
+from attnrx.change.decompositions import StrengthFit
+from attnrx.change.predictions import mean_divergences, observe_images
 from attnrx.change.realization.attention_layers import compressed_attention, mask_attention_
-from attnrx.change.realization.strength_refit import refit_strengths
-from attnrx.change.realization.token_policies import realize_tokens_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
-from attnrx.nouns.prescription import HiddenDecision, LayerPrescription, Prescription
+from attnrx.nouns.prescription import HiddenDecision, LayerPrescription, Prescription, TokenPrescription
 from attnrx.support.arguments import IMAGES, checked, one_of, optional
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
+from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.maps import LINEAR_MAPS, REALIZATIONS, REALIZED_NORMS
 from attnrx.vit.models import (
     Family,
     LowRankLinear,
+    TokenReduction,
+    attach_tokens_,
     family_of,
     model_fingerprint,
+    reduction_of,
     require_all_tokens,
 )
 from attnrx.vit.models.verbs import verb
+from attnrx.vit.observation import Observation
 
 
 @checked(by=one_of(*REALIZATIONS), norms=one_of(*REALIZED_NORMS), calibration=optional(IMAGES))
@@ -90,6 +95,38 @@ def realize(
     fits = (refit_strengths(model, prescription, images), prescription.layers)
     candidates = [_realized(model, prescription, layers, by, norms) for layers in fits]
     return nearest_candidate(candidates, model, images)
+
+
+def refit_strengths(model: nn.Module, prescription: Prescription, calibration: ImageSet) -> list[LayerPrescription]:
+    """Returns the layers with the kept strengths refitted on the calibration images; unchanged heads stay
+    bit-identical.
+    """
+    attentions = family_of(model).attention(model)
+    fits = [StrengthFit(*layer.qk.keep.shape) for layer in prescription.layers]
+
+    def observe(index: int, observation: Observation) -> None:
+        # The rows as the compressed layer will compute them: pruned directions zero, and divided by the norm of the
+        # rest.
+        keep = prescription.layers[index].qk.keep.to(observation.query.device)
+        has_norms = attentions[index].spec.has_norms
+        left, right = _kept_rows(observation.query, keep, has_norms), _kept_rows(observation.key, keep, has_norms)
+        fits[index].observe(left, right, observation.scores, observation.scale)
+
+    observe_images(model, calibration, observe, "realize", "fitting strengths")
+    layers = []
+    for layer, fit in zip(prescription.layers, fits, strict=True):
+        keep, strength = layer.qk.keep, layer.qk.strength
+        # A head that keeps all of its directions is exact already, and a refit would only add rounding.
+        changed = keep & ~keep.all(-1, keepdim=True)
+        solved = fit.solve(keep, strength).to(strength.dtype)
+        layers.append(layer.with_scores(replace(layer.qk, strength=torch.where(changed, solved, strength))))
+    return layers
+
+
+def _kept_rows(rows: Float[Tensor, "batch tokens heads directions"], keep: Tensor, has_norms: bool) -> Tensor:
+    masked = rows * keep.to(rows.dtype)
+    # The observed rows are divided by their norms already; dividing again by the norm of the kept part is the same.
+    return nn.functional.normalize(masked, dim=-1) if has_norms else masked
 
 
 def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> nn.Module:
@@ -220,3 +257,46 @@ def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: Hidde
         small[0].bias.copy_(first.bias[keep])
     small[1].weight.copy_(weight)
     small[1].bias.copy_(bias)
+
+
+def prescribed_tokens(model: nn.Module) -> TokenPrescription:
+    """Returns the policy attached to a model as a prescription, with copies of its predictors where they are learned.
+
+    Predictors trained in one model can thus be realized together with other ranks.
+
+    Raises:
+        InvalidInput: The model prunes and merges no tokens.
+    """
+    reduction = reduction_of(model)
+    if reduction is None:
+        raise InvalidInput("this model prunes and merges no tokens, so it has no policy to return.")
+    learned = {name: tensor.detach().cpu().clone() for name, tensor in reduction.stages.state_dict().items()}
+    return TokenPrescription.of(reduction.policy, learned if reduction.policy.reducer.learned else None)
+
+
+def realize_tokens_(model: nn.Module, family: Family, tokens: TokenPrescription, by: str, heads: int) -> None:
+    """Attaches the prescribed token policy to the model, in place.
+
+    Raises:
+        InvalidInput: The predictors were made for another model.
+    """
+    # Fresh predictors depend on the seed of the prescription only, and the random numbers of the caller do not change.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(tokens.seed)
+        reduction = attach_tokens_(model, family, tokens.policy, by, heads)
+    if tokens.predictors is not None:
+        _load_(reduction, tokens.predictors)
+
+
+def _load_(reduction: TokenReduction, predictors: Mapping[str, Tensor]) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in reduction.stages.state_dict().items()}
+    loaded = {name: tuple(tensor.shape) for name, tensor in predictors.items()}
+    wrong = sorted(name for name in expected.keys() | loaded.keys() if expected.get(name) != loaded.get(name))
+    if wrong:
+        shape, first = reduction.shape, wrong[0]
+        raise InvalidInput(
+            f"the predictors of {reduction.policy} were made for another model: this one has width {shape.width} and "
+            f"{shape.heads} heads, so {first} is {expected.get(first, 'absent')}, and the prescription's is "
+            f"{loaded.get(first, 'absent')}. Train predictors for this model, or omit them for fresh ones."
+        )
+    reduction.stages.load_state_dict(dict(predictors))

@@ -317,26 +317,30 @@ def _weight(model: nn.Module) -> nn.Parameter:
 
 def _first_tokens(model: nn.Module, images: ImageSet) -> tuple[Tokens, list[str]]:
     """Returns the tokens before the first block, and notes on the images."""
-    tokens: list[Tensor] = []
-    family = family_of(model)
-    validation = InputValidation(model, family, "repair")
-
-    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens.append((args[0] if args else kwargs["hidden_states"]).detach())
-        raise _Reached
-
-    # Before the block, which is not computed: a hook on its input, and not a recorded call.
-    hook = blocks_of(model, family)[0].register_forward_pre_hook(keep, with_kwargs=True)
-    with hook, warnings.catch_warnings():
+    family, weight = family_of(model), _weight(model)
+    validation, first = InputValidation(model, family, "repair"), blocks_of(model, family)[0]
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScaleWarning)  # the notes have it
-        for batch in images.batches(CHUNK, device=_weight(model).device):
-            with suppress(_Reached):
-                model(validation.take(batch.images))
+        batches = (validation.take(batch.images) for batch in images.batches(CHUNK, device=weight.device))
+        tokens = [_input_of(first, partial(model, pixels)).detach() for pixels in batches]
         return torch.cat(tokens), validation.notes()
 
 
+def _input_of(part: nn.Module, run: Callable[[], object]) -> Tensor:
+    """Returns the first argument of a part of a model in a forward pass, which ends there: the rest is not needed."""
+    found: list[Tensor] = []
+
+    def reach(*args: Tensor, **kwargs: Any) -> None:
+        found.append(args[0] if args else kwargs["hidden_states"])
+        raise _Reached
+
+    with suppress(_Reached), replacing_forward(part, reach):
+        run()
+    return found[0]
+
+
 class _Reached(Exception):
-    """Ends a forward pass at its first block, because the others are not needed."""
+    """Ends a forward pass."""
 
 
 def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "tokens"]]:
@@ -379,15 +383,7 @@ class _UpTo(nn.Module):
         self.part = (part,)  # in a tuple, so that its weights have one name
 
     def forward(self, inputs: Tensor) -> Tensor:
-        found: list[Tensor] = []
-
-        def reach(features: Tensor) -> Tensor:
-            found.append(features)
-            raise _Reached
-
-        with suppress(_Reached), replacing_forward(self.part[0], reach):
-            self.module(inputs)
-        return found[0]
+        return _input_of(self.part[0], partial(self.module, inputs))
 
 
 class _BlockFit:

@@ -1,11 +1,9 @@
 """Diagnostics: readings of the spectra and intermediate results of attention layers."""
 
-from attnrx.decide.diagnostics.diagnostic import Diagnostic
+from attnrx.decide.diagnostics.diagnostic import Diagnostic, Panel
 from attnrx.decide.diagnostics.geometry import Geometry
-from attnrx.decide.diagnostics.moments import Moments
-from attnrx.decide.diagnostics.panel import Panel
+from attnrx.decide.diagnostics.moments import MapWatch, Moments, hidden_diagnosis, singular_directions
 from attnrx.decide.diagnostics.spectral_shape import SpectralShape
-from attnrx.decide.diagnostics.watches import MapWatch, hidden_diagnosis, singular_directions
 from attnrx.support.plugins import import_plugins, moved
 from attnrx.vit.spectrum import Spectrum
 

@@ -90,22 +90,19 @@ class Answers:
 
     def first(self, count: int) -> "Answers":
         """Returns the first batches with at least `count` images in total."""
-        batches, images = [], 0
         # Whole batches, so that no outputs have to be computed again.
-        for batch in self.batches:
-            if images >= count:
-                break
-            batches.append(batch)
-            images += len(batch)
-        labels = None if self.labels is None else self.labels[:images]
-        return Answers(tuple(batches), labels, self.outputs[:images], self.kind)
+        return self._of(self.batches[: -(-count // len(self.batches[0]))])
 
     def exactly(self, count: int) -> "Answers":
         """Returns the first `count` images, of the last batch a part."""
         some = self.first(count)
-        last = some.batches[-1][: len(some.batches[-1]) - max(len(some) - count, 0)]
-        labels = None if some.labels is None else some.labels[:count]
-        return Answers((*some.batches[:-1], last), labels, some.outputs[:count], some.kind)
+        *whole, last = some.batches
+        return self._of((*whole, last[: len(last) - max(len(some) - count, 0)]))
+
+    def _of(self, batches: tuple[Tensor, ...]) -> "Answers":
+        images = sum(map(len, batches))
+        labels = None if self.labels is None else self.labels[:images]
+        return Answers(batches, labels, self.outputs[:images], self.kind)
 
     def measure(self, candidate: nn.Module) -> Deviation:
         """Runs a candidate on the images and returns its deviation."""
