@@ -9,7 +9,7 @@ import torch
 
 from attnrx.support import validation as fields
 from attnrx.support.display import Displayed
-from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
+from attnrx.support.errors import FingerprintMismatch, InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import (
     building_from_tensors,
@@ -194,12 +194,6 @@ class Diagnosis(Displayed):
         # From cheap to costly: kind and version, every field, then the tensors, whose checksum is in the record.
         record = read_record(path, KIND, SCHEMA, RECORD)
         tensors = read_tensors_of(path, record)
-        stored = {name.removeprefix("layers.").partition(".")[0] for name in tensors}
-        if stored != set(map(str, range(len(record["layers"])))):
-            raise CheckpointError(
-                f"{path}: layers has {len(record['layers'])} values, and its tensors are of {len(stored)} layers; "
-                "diagnose again."
-            )
         # Rules sort and sum strengths, which NaN makes undefined without an error; readings are checked where they are
         # made.
         require_finite_tensors({name: tensor for name, tensor in tensors.items() if ".spectrum." in name}, str(path))

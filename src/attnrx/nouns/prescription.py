@@ -27,10 +27,16 @@ from attnrx.vit.maps import HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, TOKENS, UNIT
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
 
-def _lay_out(part: Any, *fields: str) -> None:
+def _require(part: Displayed, fits: bool, rule: str) -> None:
+    """Raises InvalidInput, with the shapes of all fields, for a part that breaks a rule about them."""
+    if not fits:
+        raise InvalidInput(f"{part!r}: {rule}. Prescribe again, or correct the fields.")
+
+
+def _lay_out(part: Any, *names: str) -> None:
     """Converts the tensors to contiguous float64, as after saving and loading, so that products round identically."""
-    for field in fields:  # `__setattr__` of the class is that of a frozen dataclass
-        object.__setattr__(part, field, getattr(part, field).detach().double().contiguous())
+    for name in names:  # `__setattr__` of the class is that of a frozen dataclass
+        object.__setattr__(part, name, getattr(part, name).detach().double().contiguous())
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,18 +59,14 @@ class Basis(Displayed):
     pairs: Int[Tensor, "owners directions"] | None = None
 
     def __post_init__(self):
-        if self.blocks is not None and not (self.shared and sum(self.blocks) == self.left.shape[1]):
-            raise InvalidInput(
-                f"blocks {self.blocks} must divide the directions of the basis among them, {tuple(self.left.shape)} "
-                "[owners, directions, rows], and these must be shared."
-            )
+        divided = self.blocks is None or (self.shared and sum(self.blocks) == self.left.shape[1])
+        _require(self, divided, "blocks must divide the shared directions among them")
         # Rows of query and key are paired: direction r is the product of row r of either table.
-        if self.left.ndim != 3 or self.left.shape != self.right.shape or (self.shared and len(self.left) != 1):
-            owners = "one owner, as the directions are shared" if self.shared else "one owner per head"
-            raise InvalidInput(
-                f"the basis has left {tuple(self.left.shape)} and right {tuple(self.right.shape)}: give both the same "
-                f"shape [owners, directions, rows], with {owners}."
-            )
+        paired = (
+            self.left.ndim == 3 and self.left.shape == self.right.shape and (not self.shared or len(self.left) == 1)
+        )
+        rule = "left and right must have the same shape [owners, directions, rows], with one owner of shared directions"
+        _require(self, paired, rule)
         _lay_out(self, "left", "right")
 
 
@@ -87,11 +89,8 @@ class OutputDecision(Displayed):
 
     def __post_init__(self):
         kept = sum(self.ranks)
-        if self.encode.shape[0] != kept or self.decode.shape != (len(self.center), kept):
-            raise InvalidInput(
-                f"encode {tuple(self.encode.shape)}, decode {tuple(self.decode.shape)} and center "
-                f"{tuple(self.center.shape)} do not fit the ranks {self.ranks}."
-            )
+        fits = len(self.encode) == kept and self.decode.shape == (len(self.center), kept)
+        _require(self, fits, f"encode, decode and center must fit the ranks, {kept} together")
         _lay_out(self, "encode", "decode", "center")
 
 
@@ -109,26 +108,20 @@ class ScoreDecision(Displayed):
     basis: Basis | None = None
 
     def __post_init__(self):
-        if self.keep.shape != self.strength.shape:
-            raise InvalidInput(f"keep {tuple(self.keep.shape)} and strength {tuple(self.strength.shape)} disagree.")
-        if len(self.reasons) != self.keep.shape[0]:
-            raise InvalidInput(f"{len(self.reasons)} reasons for {self.keep.shape[0]} heads: give one each.")
+        fits = self.keep.shape == self.strength.shape and len(self.reasons) == len(self.keep)
+        _require(self, fits, "keep and strength must have the same shape, and every head one reason")
+        if self.basis is None:
+            return
         # `keep` has a row per head in any case: heads may use different ones of the shared directions.
-        owners = 1 if self.is_shared else self.keep.shape[0]
-        if self.basis is not None and self.basis.left.shape[:2] != (owners, self.keep.shape[1]):
-            raise InvalidInput(
-                f"a basis of shape {tuple(self.basis.left.shape)} does not fit keep {tuple(self.keep.shape)}, "
-                f"whose directions have {owners} owners."
-            )
+        owners = 1 if self.basis.shared else len(self.keep)
+        fits = self.basis.left.shape[:2] == (owners, self.keep.shape[1])
+        _require(self, fits, "the basis must have the directions of keep")
         # A block is one score map with one factor per head (mixed attention): a part of it cannot be kept.
-        if self.basis is not None and self.basis.blocks is not None:
+        if self.basis.blocks is not None:
             tables = self.keep, self.strength
             parts = [part for table in tables for part in table.split(self.basis.blocks, 1) if part.shape[1]]
-            if any(bool((part != part[:, :1]).any()) for part in parts):
-                raise InvalidInput(
-                    f"keep and strength differ within the blocks {self.basis.blocks}: give every head one value each "
-                    "for all directions of a block."
-                )
+            uniform = all(bool((part == part[:, :1]).all()) for part in parts)
+            _require(self, uniform, "keep and strength must be the same within the blocks")
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -168,11 +161,8 @@ class HeadDecision(Displayed):
     reasons: tuple[str, ...]
 
     def __post_init__(self):
-        if self.keep.shape != self.strength.shape or len(self.reasons) != 1:
-            raise InvalidInput(
-                f"heads: keep {tuple(self.keep.shape)} and strength {tuple(self.strength.shape)} disagree, or there "
-                f"are {len(self.reasons)} reasons instead of one."
-            )
+        fits = self.keep.shape == self.strength.shape and len(self.reasons) == 1
+        _require(self, fits, "keep and strength must have the same shape, with one reason")
 
 
 @dataclass(frozen=True, repr=False)
@@ -186,16 +176,9 @@ class HiddenDecision(Displayed):
     reasons: tuple[str, ...]
 
     def __post_init__(self):
-        if (
-            self.keep.shape != self.strength.shape
-            or self.weight.shape != (len(self.bias), int(self.keep.sum()))
-            or len(self.reasons) != 1
-        ):
-            raise InvalidInput(
-                f"hidden: keep {tuple(self.keep.shape)} with {int(self.keep.sum())} kept units, strength "
-                f"{tuple(self.strength.shape)}, weight {tuple(self.weight.shape)} and bias {tuple(self.bias.shape)} "
-                f"disagree, or there are {len(self.reasons)} reasons instead of one."
-            )
+        fits = self.keep.shape == self.strength.shape and len(self.reasons) == 1
+        fits = fits and self.weight.shape == (len(self.bias), int(self.keep.sum()))
+        _require(self, fits, "keep and strength must have the same shape, weight the kept units, with one reason")
         _lay_out(self, "weight", "bias")
 
 
@@ -211,19 +194,12 @@ class LayerPrescription(Displayed):
     decisions: Mapping[str, Decision]
 
     def __post_init__(self):
-        unknown = [name for name in self.decisions if name not in LAYER_MAPS]
-        if unknown or "qk" not in self.decisions:
-            raise InvalidInput(
-                f"a layer was given decisions about {', '.join(self.decisions) or 'nothing'}: give one about qk, and "
-                f"others about {', '.join(name for name in LAYER_MAPS if name != 'qk')}."
-            )
+        known = {"qk"} <= self.decisions.keys() <= {*LAYER_MAPS}
+        _require(self, known, f"there must be a decision about qk, and others only about {', '.join(LAYER_MAPS)}")
         # Removed heads are stated twice, by `heads` and by empty rows of qk; a layer of any other combination has no
         # meaning.
-        if self.heads.shape != self.qk.keep.shape[:1] or bool(self.qk.keep[~self.heads].any()):
-            raise InvalidInput(
-                f"{len(self.heads)} heads, of which {int(self.heads.sum())} stay, do not fit the ranks {self.qk.ranks} "
-                "of qk: a removed head keeps no direction."
-            )
+        fits = self.heads.shape == self.qk.keep.shape[:1] and not bool(self.qk.keep[~self.heads].any())
+        _require(self, fits, "the heads must be those of qk, and a removed head keeps no direction")
 
     @property
     def heads(self) -> Bool[Tensor, "heads"]:
