@@ -25,7 +25,6 @@ from attnrx.decide.planning.cost_table import (
     corrected,
     exact_cost_table,
     never_slower,
-    never_slower_mlp,
     nonnegative_fit,
 )
 from attnrx.decide.planning.measured_costs import _Timer
@@ -171,17 +170,18 @@ def test_no_lower_level_is_slower_and_many_times_quiet_the_clock(space: Space) -
     # Fused kernels pad the narrower side: what both have saved counts once more.
     truth = (1 - 0.02 * own - 0.01 * other - 0.03 * np.minimum(own, other))[..., None]
     noisy = truth + 0.02 * random.standard_normal(truth.shape)
-    found = never_slower(noisy, space)
+    both = space.available("qk"), space.available("vo")
+    found = never_slower(noisy, *both)
     assert np.abs(found - truth).mean() < 0.75 * np.abs(noisy - truth).mean()
     for axis in (0, 1):
         assert (np.diff(found, axis=axis) <= 1e-12).all()
-    assert np.abs(never_slower(truth, space) - truth).max() < 1e-9
-    slower = never_slower(2 - truth, space)  # the lower, the slower: nothing is saved
+    assert np.abs(never_slower(truth, *both) - truth).max() < 1e-9
+    slower = never_slower(2 - truth, *both)  # the lower, the slower: nothing is saved
     assert np.ptp(slower) < 1e-9 and slower.mean() == pytest.approx((2 - truth).mean())
-    alone = never_slower(noisy[:, :1], replace(space, axes=("qk",), reducer=None, _pieces={}))
+    alone = never_slower(noisy[:, :1], both[0])
     assert (np.diff(alone, axis=0) <= 1e-12).all()
     saved = -0.03 * levels[:, None] + 0.005 * random.standard_normal((len(levels), 1))
-    mlp = never_slower_mlp(saved, space)
+    mlp = never_slower(saved[:, None], space.available("mlp"), from_zero=True)[:, 0]
     assert mlp[0] == 0 and (np.diff(mlp, axis=0) <= 1e-12).all() and np.abs(mlp - saved).max() < 0.02
 
 

@@ -268,49 +268,31 @@ def _seen_at_stages(choices: Choices, tokens: int) -> int:
     return sum(tokens - gone for gone, count in zip(before, choices.num_pruned, strict=False) if count)
 
 
-def never_slower(attention: np.ndarray, space: Space) -> np.ndarray:
-    """Returns the least-squares fit of the times in which no lower level is slower.
+def never_slower(
+    times: np.ndarray, levels: Collection[int], others: Collection[int] = (), from_zero: bool = False
+) -> np.ndarray:
+    """Returns the least-squares fit of times [level, level of another axis, tokens] in which no lower level is slower.
 
-    The savings of qk and vo are additive, with an interaction term for levels that both have reached, because a kernel
-    may pad one to the other. Fitting few parameters to many times also reduces measurement noise.
+    The savings of both axes are additive, with an interaction term for levels that both have reached, because a kernel
+    may pad one to the other. They are subtracted from a common intercept or, where the times are differences from the
+    full level, `from_zero`. Fitting few parameters to many times also reduces measurement noise.
     """
-    qk, vo = space.available("qk"), space.available("vo")
     # Every level of an axis has an indicator, which is 1 at this level and at all lower ones. With non-negative savings
     # per indicator the fitted times cannot rise from a level to the next.
-    pairs = [(one, other) for one in (0, *qk) for other in (0, *vo)]
-    steps = [
-        [*_reached(one, qk), *_reached(other, vo), *_reached(min(one, other), set(qk) & set(vo))]
-        for one, other in pairs
-    ]
-    fitted, at = attention.copy(), tuple(zip(*pairs, strict=True))  # attention[at] is [pairs, tokens]
-    fitted[at] = _falling(attention[at], np.array(steps))
-    return fitted
-
-
-def never_slower_mlp(mlp: np.ndarray, space: Space) -> np.ndarray:
-    """Returns the least-squares fit of the savings in which no lower level saves less."""
-    # These are differences from the full MLP, so the intercept is 0 (`from_zero`).
-    levels = (0, *space.available("mlp"))
-    fitted = mlp.copy()
-    fitted[levels, :] = _falling(
-        mlp[levels, :], np.array([_reached(level, levels[1:]) for level in levels]), from_zero=True
+    pairs = [(one, other) for one in (0, *levels) for other in (0, *others)]
+    axes = sorted(levels), sorted(others), sorted({*levels} & {*others})
+    steps = np.array(
+        [
+            [float(reached >= level) for reached, axis in zip((*pair, min(pair)), axes, strict=True) for level in axis]
+            for pair in pairs
+        ]
     )
+    fitted, at = times.copy(), tuple(zip(*pairs, strict=True))  # times[at] is [pairs, tokens]
+    if steps.size:
+        mean_step, mean_time = (0.0, 0.0) if from_zero else (steps.mean(0), times[at].mean(0))
+        savings = [nonnegative_fit(steps - mean_step, column) for column in (mean_time - times[at]).T]
+        fitted[at] = mean_time - (steps - mean_step) @ np.array(savings).T
     return fitted
-
-
-def _reached(level: int, levels: Collection[int]) -> list[float]:
-    """Returns one indicator per level: 1 if `level` is at least as low, else 0."""
-    return [float(level >= other) for other in sorted(levels)]
-
-
-def _falling(times: np.ndarray, steps: np.ndarray, from_zero: bool = False) -> np.ndarray:
-    """Fits times [rows, columns] by non-negative savings of the indicators `steps` [rows, steps], subtracted from a
-    common intercept, or from zero."""
-    if not steps.size:
-        return times
-    mean_step, mean_time = (0.0, 0.0) if from_zero else (steps.mean(0), times.mean(0))
-    savings = [nonnegative_fit(steps - mean_step, column) for column in (mean_time - times).T]
-    return mean_time - (steps - mean_step) @ np.array(savings).T
 
 
 def nonnegative_fit(factors: np.ndarray, target: np.ndarray) -> np.ndarray:

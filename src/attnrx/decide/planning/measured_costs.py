@@ -17,7 +17,7 @@ from torch import nn
 
 from attnrx.change.exporting import Format, Runtime
 from attnrx.change.realization import realize
-from attnrx.decide.planning.cost_table import CostTable, never_slower, never_slower_mlp
+from attnrx.decide.planning.cost_table import CostTable, never_slower
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.support.errors import AttnrxError, NotSupported
@@ -173,11 +173,12 @@ def measured_cost_table(
         attention[level, other] = timer.block({"qk": level, "vo": other})
     # First qk, for the pairs with measured levels of vo, then vo for all.
     attention = between_levels(space, "vo", between_levels(space, "qk", attention, qk, 0), vo, 1)
-    attention = never_slower(attention, space)
+    attention = never_slower(attention, space.available("qk"), space.available("vo"))
     mlp = np.zeros((len(space.levels), len(grid) + 1))
     for level in track(mlp_levels[1:], "timing MLPs"):
         mlp[level] = timer.block({"mlp": level}) - attention[0, 0]
-    mlp = never_slower_mlp(between_levels(space, "mlp", mlp, mlp_levels, 0), space)
+    mlp = between_levels(space, "mlp", mlp, mlp_levels, 0)[:, None]
+    mlp = never_slower(mlp, space.available("mlp"), from_zero=True)[:, 0]
     # The last block is timed without compression only; its share of a block's time is assumed for all levels.
     last = timer.last(attention[0, 0]) / attention[0, 0]
     counts = np.arange(tokens + 1)

@@ -15,6 +15,7 @@ from attnrx.nouns.prescription import ScoreDecision
 from attnrx.support.arguments import COUNT, NATURAL, SHARE, Kind, each, either, instance, require_fields
 from attnrx.support.errors import InvalidInput, InvalidRule, NotSupported
 from attnrx.support.shapes import Tensor
+from attnrx.support.text_parsing import knobs_of
 from attnrx.vit.maps import LAYER_MAPS
 from attnrx.vit.spectrum import Spectrum
 
@@ -53,7 +54,7 @@ class Rule(ABC):
             Rule: instance(RULE, Rule),
             tuple[Rule, ...]: each(instance(RULE, Rule), "a tuple of rules", least=1),
         }
-        kinds = {field.name: by_type[field.type] for field in option_fields(type(self)) if field.type in by_type}
+        kinds = {name: by_type[knob.type] for name, knob in knobs_of(type(self), Rule).items() if knob.type in by_type}
         multiple = {"multiple": COUNT} if "multiple" in kinds else {}
         try:
             require_fields(self, **{**kinds, **multiple, **self.kinds})
@@ -156,14 +157,9 @@ def rule_name(kind: type[Rule]) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 
-def option_fields(kind: type[Rule]) -> tuple["dataclasses.Field[Any]", ...]:
-    """Returns the fields of a rule, keyword-only ones last."""
-    return tuple(sorted(dataclasses.fields(kind), key=lambda field: bool(field.kw_only)))
-
-
 def inner_rules(rule: Rule) -> tuple[Rule, ...]:
     """Returns the rules that are fields of a rule."""
-    values = [getattr(rule, field.name) for field in option_fields(type(rule))]  # a rule, a tuple of rules, or a knob
+    values = [getattr(rule, name) for name in knobs_of(type(rule), Rule)]  # a rule, a tuple of rules, or a knob
     flat = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
     return tuple(item for item in flat if isinstance(item, Rule))
 
@@ -193,12 +189,12 @@ def in_metric(rule: Rule, metric: str) -> Rule:
     if not inner_rules(rule):
         return replace(rule, metric=metric)
     changed: dict[str, Any] = {}
-    for field in option_fields(type(rule)):
-        value = getattr(rule, field.name)
+    for name in knobs_of(type(rule), Rule):
+        value = getattr(rule, name)
         if isinstance(value, Rule):
-            changed[field.name] = in_metric(value, metric)
+            changed[name] = in_metric(value, metric)
         elif isinstance(value, tuple):
-            changed[field.name] = tuple(in_metric(part, metric) for part in value)
+            changed[name] = tuple(in_metric(part, metric) for part in value)
     # Stated by the parts alone, so that the text of the rule names a metric once for each of them.
     return replace(rule, metric=None, **changed)
 
@@ -226,7 +222,7 @@ def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
 def _spell_knobs(rule: Rule) -> str:
     """Returns the knobs: those without a default by position, the others by name where they differ from it."""
     knobs = []
-    for field in option_fields(type(rule)):
+    for field in knobs_of(type(rule), Rule).values():
         value = getattr(rule, field.name)
         # repr keeps all digits of a float, so that the text gives an equal rule; names are written without quotes.
         if field.default is not dataclasses.MISSING and value != field.default:
