@@ -26,6 +26,9 @@ from attnrx.support.validation import Invalid
 from attnrx.vit.maps import HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, TOKENS, UNIT_MAPS
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
+# The fields in the safetensors file; keeps, ranks, strengths and reasons are in the JSON file, which people read.
+MATRICES = ("left", "right", "pairs", "encode", "decode", "center", "weight", "bias")
+
 
 def _require(part: Displayed, fits: bool, rule: str) -> None:
     """Raises InvalidInput, with the shapes of all fields, for a part that breaks a rule about them."""
@@ -232,16 +235,9 @@ class LayerPrescription(Displayed):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are stored in the safetensors file, by name."""
-        basis = self.qk.basis
-        # Matrices only: keeps, ranks, strengths and reasons are in the JSON file, which people read.
-        stored = {} if basis is None else {"qk.left": basis.left, "qk.right": basis.right}
-        if basis is not None and basis.pairs is not None:
-            stored["qk.pairs"] = basis.pairs
-        for name, output in self.outputs.items():
-            stored |= {f"{name}.{field}": getattr(output, field) for field in ("encode", "decode", "center")}
-        if self.hidden is not None:
-            stored |= {"hidden.weight": self.hidden.weight, "hidden.bias": self.hidden.bias}
-        return stored
+        parts: dict[str, Any] = {**self.decisions, "qk": self.qk.basis}
+        named = {f"{name}.{field}": getattr(part, field, None) for name, part in parts.items() for field in MATRICES}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 @dataclass(frozen=True, eq=False, repr=False)

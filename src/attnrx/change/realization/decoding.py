@@ -19,7 +19,7 @@ from torch import nn
 
 from attnrx.change.decompositions.hidden_units import compensated, unit_losses
 from attnrx.change.predictions import KeptOutputs
-from attnrx.change.realization.descent import HELD_OUT, descend_
+from attnrx.change.realization.descent import HELD_OUT, descend_, improve_
 from attnrx.data import FixedImages, ImageSet
 from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, Tensor
@@ -190,24 +190,17 @@ def _fit_(model: Whole, batches: list[_Batch], steps: int, seed: int) -> tuple[f
     fitted = [batch for index, batch in enumerate(batches) if index % HELD_OUT] or batches
     inside = {id(weight) for weight in model.trunk.source.parameters()}
     weights = nn.ParameterList([each for each in model.module.parameters() if id(each) not in inside])
-    before = after = _divergence(model, held_out)
+    before = _divergence(model, held_out)
     if not held_out or not len(weights):
-        return before, after
-    start = [weight.detach().clone() for weight in weights]
+        return before, before
 
     def error(generator: torch.Generator) -> Float[Tensor, ""]:
         batch = fitted[int(torch.randint(len(fitted), (1,), generator=generator))]
         return kind.softened(batch.targets, _outputs(model, batch)).mean()
 
     with evaluating((model,)):
-        descend_(weights, error, steps, LEARNING_RATE, seed)
-    after = _divergence(model, held_out)
-    if not after < before:
-        with torch.no_grad():
-            for weight, value in zip(weights, start, strict=True):
-                weight.copy_(value)
-        after = before
-    return before, after
+        fit_ = partial(descend_, weights, error, steps, LEARNING_RATE, seed)
+        return before, improve_(weights, before, partial(_divergence, model, held_out), fit_)
 
 
 def _divergence(model: Whole, batches: list[_Batch]) -> float:

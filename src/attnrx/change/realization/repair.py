@@ -1,6 +1,5 @@
 """Repair: fits the remaining weights of a compressed model, block by block, to the outputs of the original's blocks."""
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from attnrx.change.decompositions.hidden_units import RIDGE
-from attnrx.change.realization.descent import HELD_OUT, Fitted, descend_
+from attnrx.change.realization.descent import HELD_OUT, Fitted, descend_, improve_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.support.arguments import COUNT, NATURAL, RATE, SEED, checked, number, optional, require_fields
@@ -417,19 +416,11 @@ class _BlockFit:
     def _block_error(self) -> float:
         return self._error_of(self.block.run_all(self.tokens[self.held_out]))
 
-    def _fit(self, error: Callable[[], float], fit_: Callable[..., None], module: Any, *arguments: Any) -> None:
-        """Applies a fit, and keeps it if it lowers the error."""
-        state = copy.deepcopy(module.state_dict())
-        fit_(module, *arguments)
-        after = error()
-        if after < self.error:  # false for NaN
-            self.error = after
-        else:
-            module.load_state_dict(state)
-
-    def _descend(self, error: Callable[[], float], module: Any, loss: Any) -> None:
-        if self.knobs.steps:
-            self._fit(error, descend_, module, loss, self.knobs.steps, self.knobs.learning_rate, self.knobs.seed)
+    def _descend(self, module: nn.Module, error: Callable[[], float], loss: Any) -> None:
+        knobs = self.knobs
+        if knobs.steps:
+            fit_ = partial(descend_, module, loss, knobs.steps, knobs.learning_rate, knobs.seed)
+            self.error = improve_(module, self.error, error, fit_)
 
     def _fit_attention(self, without_mlp: Tokens) -> None:
         block, weight, fitted, number = self.block, self.weight, self.fitted, self.knobs.images
@@ -447,7 +438,7 @@ class _BlockFit:
             missed = (block.attention(inputs[images], *args, **kwargs) - targets[images]) * scale
             return (weight[:, None] * missed.square()).mean()
 
-        self._descend(self._block_error, block.attention, images_error)
+        self._descend(block.attention, self._block_error, images_error)
 
     def _fit_mlp(self) -> Tokens:
         """Fits the MLP, and returns the outputs of the block."""
@@ -473,8 +464,9 @@ class _BlockFit:
             drawn = torch.multinomial(shares, number, replacement=True, generator=generator)
             return ((mlp(inputs[images, drawn]) - targets[images, drawn]) * scale).square().mean()
 
-        self._fit(mlp_error, _fit_second_, mlp, inputs, targets, fitted, weight, self.knobs.ridge)
-        self._descend(mlp_error, mlp, tokens_error)
+        fit_ = partial(_fit_second_, mlp, inputs, targets, fitted, weight, self.knobs.ridge)
+        self.error = improve_(mlp, self.error, mlp_error, fit_)
+        self._descend(mlp, mlp_error, tokens_error)
         return outputs_of(torch.arange(len(self.tokens)))
 
 

@@ -186,7 +186,7 @@ class PlanMeasurements:
     ):
         self.space, self.settings, self.minimized = space, settings, minimized
         self.reference, self.known_outputs = reference or space.model, outputs
-        self.images, self.fingerprint = images, images.fingerprint
+        self.images = images
         self.timer = PlanTimer(space, settings, images)
         self._deviations: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
         self._outputs: dict[Choices, list[Tensor]] = {}  # of plans, per batch, on the first images
