@@ -4,7 +4,7 @@ from attnrx.decide.diagnostics.diagnostic import Diagnostic, Panel
 from attnrx.decide.diagnostics.geometry import Geometry
 from attnrx.decide.diagnostics.moments import MapWatch, Moments, hidden_diagnosis, singular_directions
 from attnrx.decide.diagnostics.spectral_shape import SpectralShape
-from attnrx.support.plugins import import_plugins, moved
+from attnrx.support.plugins import import_plugins
 from attnrx.vit.spectrum import Spectrum
 
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {
@@ -46,11 +46,3 @@ def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) 
     import_plugins()
     standard = (SpectralShape(), Geometry(), *(kind() for kind in _REGISTERED.values()))
     return (*standard, Moments()) if moments or any(spectrum.norms == "none" for spectrum in spectra) else standard
-
-
-__getattr__ = moved(
-    {
-        "PerturbationResponse": "attnrx_lab.perturbation.measure_perturbation",
-        "Redundancy": "attnrx_lab.redundancy.Redundancy",
-    }
-)

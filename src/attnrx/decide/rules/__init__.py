@@ -16,7 +16,6 @@ from attnrx.decide.rules.parsing import (
 )
 from attnrx.decide.rules.prescribing import prescribe_maps, require_remainder
 from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, in_metric
-from attnrx.support.plugins import moved
 
 __all__ = [
     "METRICS",
@@ -42,7 +41,3 @@ __all__ = [
     "score_bound",
     "split_maps",
 ]
-
-_OF_SVDA = ("EffectiveRank", "RemoveHeads", "Threshold", "TopRank")
-_CONTROLS = ("CONTROLS", "LargestMatched", "RandomMatched", "UniformMatched", "control_prescriptions")
-__getattr__ = moved({name: f"attnrx_lab.rules.{name}" for name in (*_OF_SVDA, *_CONTROLS)})

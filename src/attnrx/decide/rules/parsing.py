@@ -44,8 +44,6 @@ EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(t
 def parse_rule(text: str) -> Rule:
     """Builds a rule from text such as `energy_retention:0.90` or `threshold:0.1 & remove_heads`."""
     reader = _Reader(text)
-    if "by=divergence" in text:
-        raise reader.problem(0, "total_rank has no knob by=divergence any more; use divergence_rank of the laboratory")
     rule = reader.read_any()
     reader.expect("end", "'&', '|' or the end")
     return rule

@@ -26,6 +26,7 @@ from attnrx.nouns.prescription import (
     Decision,
     HeadDecision,
     LayerPrescription,
+    OutputDecision,
     Prescription,
     ScoreDecision,
     TokenPrescription,
@@ -104,30 +105,18 @@ def require_remainder(prescription: Prescription) -> Prescription:
         kept = [_num_kept(layer, name) for layer in prescription.layers]
         if None not in kept and not any(kept):
             raise InvalidRule(
-                f"{name}={prescription.rules[name]} removes all of {name} in every layer: {_WITHOUT[name]}. Keep more, "
-                "or make such a model on purpose with attnrx.rules.prescribe_maps."
+                f"{name}={prescription.rules[name]} removes all of {name} in every layer. Keep more, or make such a "
+                "model on purpose with attnrx.rules.prescribe_maps."
             )
     return prescription
 
 
-# What is left of a model without one of its maps.
-_WITHOUT = {
-    "qk": "every token would attend to all tokens equally",
-    "vo": "the attention would add the same vector to every token",
-    HEADS: "no head would be left",
-    **dict.fromkeys((*LINEAR_MAPS, HIDDEN), "the MLPs would add the same vector to every token"),
-}
-
-
 def _num_kept(layer: LayerPrescription, name: str) -> int | None:
     """Returns how many directions or units of a map a layer keeps; None if they all stay, without a decision."""
-    if name == "qk":
-        return int(layer.qk.keep.sum())
-    if name == HEADS:
-        return int(layer.heads.sum())
-    if name == HIDDEN:
-        return None if layer.hidden is None else int(layer.hidden.keep.sum())
-    return sum(layer.outputs[name].ranks) if name in layer.outputs else None
+    decision = layer.decisions.get(name)
+    if decision is None:
+        return None
+    return sum(decision.ranks) if isinstance(decision, OutputDecision) else int(decision.keep.sum())
 
 
 def _require_changeable(diagnosis: Diagnosis, names: Collection[str]) -> None:
