@@ -81,7 +81,7 @@ def test_a_block_is_timed_as_it_runs_after_a_stage(space: Space) -> None:
     timing = SETTINGS.protocol, SETTINGS.noise(space.model), [8, 17]
     timer = _Timer(space, *timing)
     layers = range(2, 3)
-    after, before = timer._prepared_after_stage(space.model, layers), timer._prepared(space.model, layers)
+    after, before = (timer._prepared(space.model, layers, after_stage=after) for after in (True, False))
     assert isinstance(after, nn.Module) and isinstance(before, nn.Module)
     tokens = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     with torch.inference_mode():
@@ -110,9 +110,9 @@ def test_blocks_give_the_same_at_every_number_of_tokens_in_a_runtime(name: str |
     timer = _Timer(own, protocol, SETTINGS.noise(own.model), grid, parse_format(form))
     eager = _Timer(own, protocol, SETTINGS.noise(own.model), grid)
     layers = range(1, 3)
-    for place in ("_prepared", "_prepared_after_stage"):
-        run, expected = (getattr(each, place)(own.model, layers) for each in (timer, eager))
-        for n in grid if place == "_prepared_after_stage" else grid[-1:]:
+    for after_stage in (False, True):
+        run, expected = (each._prepared(own.model, layers, after_stage=after_stage) for each in (timer, eager))
+        for n in grid if after_stage else grid[-1:]:
             rows = timer._on_device(timer.rows[n])
             with torch.inference_mode():
                 (found,) = run(rows)

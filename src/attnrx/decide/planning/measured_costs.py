@@ -271,28 +271,22 @@ class _Timer:
         self.spreads: list[float] = []
         self.original = self._prepared(space.model, self.layers)
 
-    def _prepared(self, model: nn.Module, layers: range, shortened: bool = False) -> Callable[[torch.Tensor], Any]:
-        called = self._called(model, layers, shortened)
-        return self.runtime.prepare(called, self._on_device(self.rows[self.grid[-1]]))
-
-    def _called(
-        self, model: nn.Module, layers: range, shortened: bool, reduction: TokenReduction | None = None
-    ) -> _Called:
-        blocks = blocks_of(model, self.family)[layers.start : layers.stop]
-        return _Called(blocks, self.call, getattr(model, "last", None) if shortened else None, reduction)
-
-    def _prepared_after_stage(
-        self, model: nn.Module, layers: range, shortened: bool = False
+    def _prepared(
+        self, model: nn.Module, layers: range, shortened: bool = False, after_stage: bool = False
     ) -> Callable[[torch.Tensor], Any]:
-        reducer, model = self.space.reducer, copy.deepcopy(model)  # hooks are attached below
-        assert reducer is not None
-        policy = TokenPolicy(reducer, (STAGE_LAYER,), (STAGE_KEEP,))
-        reduction = attach_tokens_(model, self.family, policy)
-        # The block is called with the tokens to be timed: its stage, if it has one, keeps them all.
-        reduction.use_policy_(replace(policy, keep=(1.0,)))
-        called = self._called(model, layers, shortened, reduction)
-        # Not an example of all tokens, whose number may be that of a table of positions, and is fixed then.
-        return self.runtime.prepare(called, self._on_device(self.rows[self.grid[0]]))
+        """Returns these blocks as the runtime runs them, before any stage or in their state after one."""
+        # After a stage no example of all tokens, whose number may be that of a table of positions, and is fixed then.
+        rows, reduction = self.rows[self.grid[0 if after_stage else -1]], None
+        if after_stage:
+            reducer, model = self.space.reducer, copy.deepcopy(model)  # hooks are attached below
+            assert reducer is not None
+            policy = TokenPolicy(reducer, (STAGE_LAYER,), (STAGE_KEEP,))
+            reduction = attach_tokens_(model, self.family, policy)
+            # The block is called with the tokens to be timed: its stage, if it has one, keeps them all.
+            reduction.use_policy_(replace(policy, keep=(1.0,)))
+        blocks = blocks_of(model, self.family)[layers.start : layers.stop]
+        called = _Called(blocks, self.call, getattr(model, "last", None) if shortened else None, reduction)
+        return self.runtime.prepare(called, self._on_device(rows))
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
         """Returns the times of a block at several numbers of tokens after a stage; the last entry is that of all tokens
@@ -316,7 +310,7 @@ class _Timer:
     def _times(self, model: nn.Module, layers: range, shortened: bool) -> np.ndarray:
         """Returns the times of all these layers together, the last of which may be `shortened`."""
         before = self._prepared(model, layers, shortened)
-        after = self._prepared_after_stage(model, layers, shortened) if self.prunes_tokens else before
+        after = self._prepared(model, layers, shortened, True) if self.prunes_tokens else before
         rows = {n: self._on_device(tokens) for n, tokens in self.rows.items()}
         runs: dict[str, Callable[[], Any]] = {str(n): partial(after, tokens) for n, tokens in rows.items()}
         all_tokens = rows[self.grid[-1]]
