@@ -81,13 +81,13 @@ def test_damages_are_those_of_each_choice_alone(space: Space, images: ImageSet, 
     nothing = Choices.nothing(3)
     for axis, level, layer in itertools.product(RANKS, THOROUGH.probed_levels, range(3)):
         if level in own.available(axis):
-            alone = answers.measure(made(own, nothing.with_level(axis, layer, level)))
+            alone = answers.measure(made(own, nothing.with_choice(axis, layer, level)))
             for name, sensitivities in found.items():
                 mean = getattr(alone, name).mean().item()
                 assert sensitivities.ranks[axis][layer, level] == pytest.approx(mean, rel=1e-6, abs=1e-8)
     for layer, place in itertools.product((1, 2), found["softened"].log_counts):
         count = round(float(np.exp(place)))
-        alone = answers.measure(made(own, nothing.with_num_pruned(layer, count)))
+        alone = answers.measure(made(own, nothing.with_choice("tokens", layer, count)))
         for name, sensitivities in found.items():
             mean = getattr(alone, name).mean().item()
             assert sensitivities.of_pruning(layer, count, own.patches) == pytest.approx(mean, rel=1e-6, abs=1e-8)
@@ -615,8 +615,8 @@ def test_a_check_of_promises_needs_a_plan(model: VisionTransformer, images: Imag
 
 def test_axes_are_those_of_a_choice() -> None:
     assert AXES == ("qk", "vo", "mlp", "tokens")
-    assert Choices.nothing(2).with_level("mlp", 1, 3).mlp == (0, 3)
-    assert Choices.nothing(3).with_num_pruned(1, 4).with_num_pruned(2, 2).left == (0, 4, 6)
+    assert Choices.nothing(2).with_choice("mlp", 1, 3).mlp == (0, 3)
+    assert Choices.nothing(3).with_choice("tokens", 1, 4).with_choice("tokens", 2, 2).left == (0, 4, 6)
 
 
 def test_where_more_leave_early_fewer_leave_later(space: Space, sensitivities: Sensitivities) -> None:

@@ -226,10 +226,10 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
     assert requested == [("own", *RANKS, JOINT, "1", "3", "None")]  # in one run
     assert found.total(nothing) == pytest.approx(1.25) and found.total(some) == pytest.approx(truth.total(some))
     for axis in RANKS:
-        cut = some.with_level(axis, 0, 4)
+        cut = some.with_choice(axis, 0, 4)
         saved = cost_table.total(some) - cost_table.total(cut)
         assert found.total(some) - found.total(cut) == pytest.approx(1.25 * factors[axis] * saved)
-    both = some.with_level("qk", 0, 4).with_level("vo", 0, 2)
+    both = some.with_choice("qk", 0, 4).with_choice("vo", 0, 2)
     assert found.total(both) == pytest.approx(truth.total(both))
     # What is faster than its layers costs nothing beside them.
     free = corrected(

@@ -230,11 +230,11 @@ class Frontier:
         for layer, (previous, chosen, options) in reversed(list(enumerate(self._solved[1]))):
             parts, *levels = (int(value) for value in options[gone][chosen[gone, saved]])
             for axis, level in zip(RANKS, levels, strict=True):
-                choices = choices.with_level(axis, layer, level)
+                choices = choices.with_choice(axis, layer, level)
             saved -= parts
             before = int(previous[gone, saved])
             if before != gone:
-                choices = choices.with_num_pruned(layer, int(self._gone[gone] - self._gone[before]))
+                choices = choices.with_choice(TOKENS, layer, int(self._gone[gone] - self._gone[before]))
                 saved -= self._saved_by_stage(layer, before)
             gone = before
         return choices

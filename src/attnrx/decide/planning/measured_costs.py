@@ -294,7 +294,7 @@ class _Timer:
         choices, model = Choices.nothing(self.space.depth), self.space.model
         for axis, level in levels.items():
             for layer in self.layers:
-                choices = choices.with_level(axis, layer, level)
+                choices = choices.with_choice(axis, layer, level)
         if any(levels.values()):
             model = realize(model, self.space.prescription(choices))
         return self._times(model, self.layers, False) / len(self.layers)

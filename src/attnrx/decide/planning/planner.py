@@ -18,7 +18,7 @@ from attnrx.decide.planning.plan_search import Trial, refine_plan
 from attnrx.decide.planning.plan_settings import DROP, PlanSettings, Target
 from attnrx.decide.planning.reference_outputs import Answers, Deviation
 from attnrx.decide.planning.sensitivity import Sensitivities
-from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
+from attnrx.decide.planning.space import AXES, RANKS, TOKENS, Choices, Space
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity, limits_of
 from attnrx.support.arguments import checked, instance
@@ -433,15 +433,14 @@ def explained(
     lines, total = [], cost_table.total(choices)
     nothing = Choices.nothing(space.depth)
     for layer in range(space.depth):
-        for axis in (*RANKS, TOKENS):
-            value = _values_of(choices, axis)[layer]
+        for axis in AXES:
+            value = choices.of(axis)[layer]
             if not value:
                 continue
-            back = choices.with_num_pruned(layer, 0) if axis == TOKENS else choices.with_level(axis, layer, 0)
-            single = nothing.with_num_pruned(layer, value) if axis == TOKENS else nothing.with_level(axis, layer, value)
             what = f"{value} patches pruned" if axis == TOKENS else f"{axis} keep {space.levels[value]:g} of their rank"
             # Savings are given all other choices, because those of ranks depend on the tokens that remain.
-            saved, cost = 100 * (cost_table.total(back) - total), sensitivities.total(single)
+            saved = 100 * (cost_table.total(choices.with_choice(axis, layer, 0)) - total)
+            cost = sensitivities.total(nothing.with_choice(axis, layer, value))
             damage = f"alone {cost:.2g} {unit}".rstrip()
             lines.append(f"layer {layer + 1}: {what}; saves {saved:.2f} % of the {cost_table.quantity}, {damage}")
     return tuple(lines)
@@ -449,12 +448,8 @@ def explained(
 
 def described_choices(space: Space, choices: Choices) -> str:
     """Returns the mean share of the ranks that every changed axis keeps, and the patches left at the end."""
-    means = {axis: sum(space.levels[level] for level in _values_of(choices, axis)) / space.depth for axis in RANKS}
+    means = {axis: sum(space.levels[level] for level in choices.of(axis)) / space.depth for axis in RANKS}
     parts = [f"{axis} {100 * mean:.0f} % of the ranks" for axis, mean in means.items() if mean < 1]
     if any(choices.num_pruned):
         parts.append(f"{space.patches - choices.left[-1]} of {space.patches} patches at the end")
     return ", ".join(parts)
-
-
-def _values_of(choices: Choices, axis: str) -> Sequence[int]:
-    return choices.num_pruned if axis == TOKENS else getattr(choices, axis)

@@ -99,7 +99,7 @@ class Sensitivities:
         sensitivity, present = 0.0, self.patches
         for layer, count in enumerate(choices.num_pruned):
             for axis in RANKS:
-                sensitivity += float(self.ranks[axis][layer, getattr(choices, axis)[layer]])
+                sensitivity += float(self.ranks[axis][layer, choices.of(axis)[layer]])
             sensitivity += self.of_pruning(layer, count, present)
             present -= count
         return sensitivity

@@ -57,14 +57,15 @@ class Choices:
         zeros = (0,) * depth
         return cls(zeros, zeros, zeros, zeros)
 
-    def with_level(self, axis: str, layer: int, level: int) -> "Choices":
-        """Returns the plan with another level of one axis in one layer."""
-        levels: tuple[int, ...] = getattr(self, axis)
-        return replace(self, **{axis: (*levels[:layer], level, *levels[layer + 1 :])})
+    def of(self, axis: str) -> tuple[int, ...]:
+        """Returns the levels of a rank axis per layer, or of the tokens the numbers of pruned patches."""
+        return self.num_pruned if axis == TOKENS else getattr(self, axis)
 
-    def with_num_pruned(self, layer: int, count: int) -> "Choices":
-        """Returns the plan with another number of patches pruned before a layer."""
-        return replace(self, num_pruned=(*self.num_pruned[:layer], count, *self.num_pruned[layer + 1 :]))
+    def with_choice(self, axis: str, layer: int, value: int) -> "Choices":
+        """Returns the plan with another level, or another number of pruned patches, in one layer."""
+        values = self.of(axis)
+        name = "num_pruned" if axis == TOKENS else axis
+        return replace(self, **{name: (*values[:layer], value, *values[layer + 1 :])})
 
     @property
     def left(self) -> tuple[int, ...]:
@@ -207,9 +208,9 @@ class Space(Displayed):
         """Returns the prescription of a plan."""
         rules = {
             # The level 0 is the rule of the full rank, a no-op in its layer.
-            axis: by_layer([self.rule(level) for level in getattr(choices, axis)])
+            axis: by_layer([self.rule(level) for level in choices.of(axis)])
             for axis in RANKS
-            if any(getattr(choices, axis))
+            if any(choices.of(axis))
         }
         return self._prescribed(rules, self.policy(choices))
 
@@ -238,26 +239,24 @@ class Space(Displayed):
 
     def relaxations(self, choices: Choices) -> Iterator[Choices]:
         """Yields every plan with one change that keeps more: a higher rank or fewer pruned patches in one layer."""
-        for axis in RANKS:
-            levels, current = (0, *self.available(axis)), getattr(choices, axis)
-            for layer, now in enumerate(current):
-                yield from (choices.with_level(axis, layer, level) for level in levels if level < now)
-        for layer, count in enumerate(choices.num_pruned):
-            yield from (choices.with_num_pruned(layer, less) for less in range(0, count, self.step))
+        for axis in AXES:
+            for layer, now in enumerate(choices.of(axis)):
+                values = range(0, now, self.step) if axis == TOKENS else (0, *self.available(axis))
+                yield from (choices.with_choice(axis, layer, value) for value in values if value < now)
 
     def moves(self, choices: Choices) -> Iterator[Choices]:
         """Yields every plan with one change that keeps less: a lower rank or more pruned patches in one layer."""
         for axis in RANKS:
-            levels, current = self.available(axis), getattr(choices, axis)
-            for layer, now in enumerate(current):
-                yield from (choices.with_level(axis, layer, level) for level in levels if level > now)
+            levels = self.available(axis)
+            for layer, now in enumerate(choices.of(axis)):
+                yield from (choices.with_choice(axis, layer, level) for level in levels if level > now)
         if TOKENS not in self.axes:
             return
         for layer in range(1, self.depth):
             # Jumps that `_fitted` would change are omitted: they would be other, smaller moves, possibly repeated.
             for more in (self.step * jump for jump in JUMPS):
                 count = choices.num_pruned[layer] + more
-                fitted = self._fitted(choices.with_num_pruned(layer, count))
+                fitted = self._fitted(choices.with_choice(TOKENS, layer, count))
                 if fitted.num_pruned[layer] == count:
                     yield fitted
 
