@@ -1,6 +1,5 @@
 """An elastic model: a folder with several sizes of one model, from which a model for any budget is loaded."""
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from torch import nn
 from attnrx.support.dataclass_records import fields_of, of_fields
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.storage import read_record, write_json
-from attnrx.support.validation import Flag, Integer, Invalid, Items, Number, Optional, Record, Text
+from attnrx.support.validation import Flag, Integer, Items, Number, Optional, Record, Text
 from attnrx.vit.models import family_of, load_model, model_fingerprint, reduction_of
 from attnrx.vit.tokens import TokenPolicy
 
@@ -34,13 +33,6 @@ def _require_name(text: str) -> None:
         raise InvalidInput("it must be the name of a folder of letters, digits and . _ + -")
 
 
-def _require_unique_names(record: Mapping[str, Any], where: str) -> None:
-    first: dict[str, int] = {}
-    for index, size in enumerate(record["sizes"]):
-        if first.setdefault(size["name"], index) != index:
-            raise Invalid(f"sizes[{index}].name", f"is {size['name']!r}, as sizes[{first[size['name']]}].name is")
-
-
 SIZE = Record(
     {
         "name": Text(parse=_require_name),
@@ -56,8 +48,7 @@ RECORD = Record(
     {
         "sizes": Items(SIZE, 1, MOST_SIZES),
         "about": Record({}, {"macs": Integer(1), "params": Integer(1), "fingerprint": Text()}, open=True),
-    },
-    then=_require_unique_names,
+    }
 )
 
 
@@ -156,8 +147,7 @@ class Elastic:
             return self.model_of(
                 min(fitting, key=lambda size: (known and (size.divergence or 0.0), -size.params)), **given
             )
-        sizes = self.sizes if quantity == "macs" else self._fastest()
-        macs = limit if quantity == "macs" else self._macs_for(limit, sizes)
+        sizes, macs = (self.sizes, limit) if quantity == "macs" else self._as_fast_as(limit)
         for size in self._candidates(macs, sizes):
             model = self.model_of(size, **given)
             # The MACs of the original, without loading it.
@@ -191,15 +181,6 @@ class Elastic:
                 )
         return model
 
-    def _fastest(self) -> tuple[Size, ...]:
-        """Returns the timed sizes, each of which is faster than all with more MACs."""
-        fastest, least = [], math.inf
-        for size in sorted(self.sizes, key=lambda size: size.macs, reverse=True):
-            if size.latency is not None and size.latency < least:
-                least = size.latency
-                fastest.append(size)
-        return tuple(fastest)
-
     def _candidates(self, macs: float, sizes: Sequence[Size]) -> Iterator[Size]:
         """Yields the sizes that can meet a budget of MACs: the size of these MACs, then by their divergence there.
 
@@ -212,18 +193,24 @@ class Elastic:
 
         yield from sorted((size for size in sizes if size.macs <= macs or size.reduces_tokens), key=order)
 
-    def _macs_for(self, latency: float, sizes: Sequence[Size]) -> float:
-        """Returns the share of the MACs at a share of the latency, by linear interpolation."""
+    def _as_fast_as(self, latency: float) -> tuple[list[Size], float]:
+        """Returns the timed sizes, each of which is faster than all with more MACs, and the share of the MACs at a
+        share of the latency.
+        """
+        timed = [(size.macs, size.latency, size) for size in self.sizes if size.latency is not None]
+        if len(timed) < 2:
+            raise NotSupported(f"{self.folder}: the latency of its sizes was not measured; give macs or params.")
+        fastest: list[tuple[float, float, Size]] = []  # slowest first
+        for each in sorted(timed, key=lambda each: each[0], reverse=True):
+            fastest += [each] * (not fastest or each[1] < fastest[-1][1])
+        sizes = [size for *_, size in fastest]
         # Piecewise linear through the stored sizes, which were timed in turns; beyond the largest there is nothing to
         # gain.
-        timed = sorted((size.latency, size.macs) for size in sizes if size.latency is not None)
-        if sum(size.latency is not None for size in self.sizes) < 2:
-            raise NotSupported(f"{self.folder}: the latency of its sizes was not measured; give macs or params.")
-        if latency >= timed[-1][0]:
-            return timed[-1][1]
-        for (fast, fewer_macs), (slow, more_macs) in pairwise(timed):
-            if fast <= latency <= slow:
-                return fewer_macs + (more_macs - fewer_macs) * (latency - fast) / max(slow - fast, 1e-9)
+        if latency >= fastest[0][1]:
+            return sizes, fastest[0][0]
+        for (more_macs, slow, _), (fewer_macs, fast, _) in pairwise(fastest):
+            if fast <= latency:
+                return sizes, fewer_macs + (more_macs - fewer_macs) * (latency - fast) / max(slow - fast, 1e-9)
         raise self._too_small("latency", latency)
 
     def _too_small(self, quantity: str, limit: float) -> NotSupported:
