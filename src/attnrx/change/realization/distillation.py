@@ -84,8 +84,10 @@ def distill(
     # Steps are smaller than the rounding of half precision.
     work = copy_module(candidate).to(torch.promote_types(weight.dtype, torch.float32))
     fit = _OutputFit(work, reference, images, knobs)
+    validation = InputValidation(reference, family_of(reference), "distill")
     with evaluating((work, reference)):
-        before = after = fit.held_out()
+        before = after = fit.held_out(validation)  # a pass over all images
+        notes = [*images.notes, *validation.notes()]
         start = best = copy.deepcopy(work.state_dict())
         learning_rate = None
         for rate in knobs.learning_rates if before > 0 else ():
@@ -95,7 +97,7 @@ def distill(
             if divergence < after:  # false for NaN
                 best, after, learning_rate = copy.deepcopy(work.state_dict()), divergence, rate
         work.load_state_dict(best)
-    return Fitted(work.to(weight.dtype), [before], [after], fit.notes, learning_rate)
+    return Fitted(work.to(weight.dtype), [before], [after], notes, learning_rate)
 
 
 class _OutputFit:
@@ -104,8 +106,6 @@ class _OutputFit:
     def __init__(self, model: nn.Module, reference: nn.Module, images: ImageSet, knobs: Distill):
         self.model, self.reference, self.images, self.batch = model, reference, images, knobs.batch
         self.kind = output_kind_of(reference)
-        self.notes: list[str] = []
-        self.is_validated = False
         batches = -(-len(images) // knobs.batch)
         self.steps = knobs.epochs * batches
         # In the order of the set, which goes round the classes: decoded once per epoch and never all in memory. A fit
@@ -118,25 +118,19 @@ class _OutputFit:
         pixels = next(self._next)
         return self.kind.softened(*self._outputs(pixels[~_held_out(pixels)])).mean()
 
-    def held_out(self) -> float:
-        """Returns the mean divergence on the images that are held out."""
+    def held_out(self, validation: InputValidation | None = None) -> float:
+        """Returns the mean divergence on the images that are held out; all are validated, if that is requested."""
         with torch.no_grad():
-            held_out = (pixels[_held_out(pixels)] for pixels in self._batches())
+            held_out = (pixels[_held_out(pixels)] for pixels in self._batches(validation))
             parts = [self._outputs(pixels) for pixels in held_out if len(pixels)]
         # Of all images together: the scale of a divergence may be that of the outputs of all images.
         target, outputs = (torch.cat(rows) for rows in zip(*parts, strict=True))
         return float(self.kind.softened(target, outputs).mean())
 
-    def _batches(self) -> Iterator[Tensor]:
+    def _batches(self, validation: InputValidation | None = None) -> Iterator[Tensor]:
         weight = next(self.reference.parameters())
-        # Every image is validated once, in the first pass, which is that before the fit.
-        validation = (
-            None if self.is_validated else InputValidation(self.reference, family_of(self.reference), "distill")
-        )
         for batch in self.images.batches(self.batch, device=weight.device):
             yield batch.images.to(weight.dtype) if validation is None else validation.take(batch.images)
-        if validation is not None:
-            self.notes, self.is_validated = [*self.images.notes, *validation.notes()], True
 
     def _outputs(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the outputs of the reference and of the model."""
