@@ -167,15 +167,12 @@ def _realized(
 
 def _require_shapes(model: nn.Module, prescription: Prescription) -> None:
     """Raises InvalidInput for layers, heads or directions that the model does not have."""
-    specs = family_of(model).specs(model)
-    if len(specs) != len(prescription.layers):
-        raise InvalidInput(f"the prescription has {len(prescription.layers)} layers, and the model has {len(specs)}.")
-    for index, (spec, layer) in enumerate(zip(specs, prescription.layers, strict=True)):
-        shape, expected = tuple(layer.qk.keep.shape), (len(spec.heads), max((*spec.ranks, 1)))
-        if layer.qk.basis is None and shape != expected:
-            raise InvalidInput(
-                f"layers[{index}] of the prescription has (heads, directions) {shape}, the model has {expected}."
-            )
+    expected = [(len(spec.heads), max((*spec.ranks, 1))) for spec in family_of(model).specs(model)]
+    shapes = [tuple(layer.qk.keep.shape) for layer in prescription.layers]
+    own = [layer.qk.basis is None for layer in prescription.layers]  # others combine the rows of the model
+    pairs = zip(own, shapes, expected, strict=False)
+    if len(shapes) != len(expected) or any(is_own and shape != other for is_own, shape, other in pairs):
+        raise InvalidInput(f"the prescription has (heads, directions) {shapes} by layer, and the model {expected}.")
 
 
 def _require_refittable(prescription: Prescription, calibration: ImageData | None) -> ImageData:
@@ -228,11 +225,6 @@ def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: Hidde
     if not (isinstance(first, nn.Linear) and isinstance(second, nn.Linear)):
         raise NotSupported(f"the MLP of layer {index} has factored maps; prescribe hidden on the original model.")
     keep = hidden.keep.to(first.weight.device)
-    if len(keep) != first.out_features or len(hidden.bias) != second.out_features:
-        raise InvalidInput(
-            f"layers[{index}] of the prescription has {len(keep)} hidden units and {len(hidden.bias)} outputs, the "
-            f"model {first.out_features} and {second.out_features}."
-        )
     weight, bias = (part.to(second.weight.device, second.weight.dtype) for part in (hidden.weight, hidden.bias))
     # Units that are removed are still computed, and multiplied by zero columns: their activations do not matter.
     if by == "mask":

@@ -54,11 +54,11 @@ class Target:
             raise InvalidInput(
                 f"{self.quantity}={self.limit:g}x: give a share of the original's below 1, e.g. {self.quantity}=0.6x."
             )
-        if self.quantity == DROP and not 0 <= self.limit <= 100:
+        if self.quantity == DROP and self.limit > 100:
             raise InvalidInput(f"max-drop={self.limit:g}pt: give percentage points from 0 to 100, e.g. max-drop=1pt.")
         # The class is frozen, and the default depends on another field.
         object.__setattr__(self, "minimized", self.minimized or ("macs" if self.quantity == DROP else self.quantity))
-        if self.minimized not in COSTS or (self.quantity in COSTS and self.minimized != self.quantity):
+        if self.quantity in COSTS and self.minimized != self.quantity:
             raise InvalidInput(
                 f"minimized={self.minimized!r} (--spend) with a target for {self.quantity}: it goes with "
                 f"max-drop, and is one of {', '.join(COSTS)}."

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.data import ImageData, ImageSet, require_labels, without_images_of
+from attnrx.data import ImageData, require_labels, without_images_of
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning.allocation import Step, require_reachable
 from attnrx.decide.planning.cost_table import CostTable, prescribed_costs
@@ -23,7 +23,7 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity, limits_of
 from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
-from attnrx.support.progress import Log, begin, phases, track
+from attnrx.support.progress import begin, phases, track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens
 from attnrx.vit.models.verbs import verb
@@ -116,29 +116,24 @@ def plan_each(
     diagnosis.require(model_fingerprint(model), "the model to plan for")
     settings = settings or PlanSettings()
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
-    distinct_images = _distinct(plan_images, other_images, settings.log)
-    known, measurements = outputs if len(distinct_images) == len(plan_images) else None, None
+    # Those that predictions are not measured on.
+    distinct_images, measurements = without_images_of(plan_images, other_images), None
+    if (count := len(plan_images) - len(distinct_images)) > 0:
+        settings.log(f"{count:,} of {len(plan_images):,} images to plan on are among those to predict on: not used")
+        outputs = None
     for target in parsed:
         if target.quantity == DROP:
             require_labels(distinct_images)
         # What was measured depends on the cost and not on its limit.
         if measurements is None or measurements.minimized != target.minimized:
             space = settings.space(model, diagnosis, target)
-            measurements = PlanMeasurements(space, settings, target.minimized, distinct_images, reference, known)
+            measurements = PlanMeasurements(space, settings, target.minimized, distinct_images, reference, outputs)
         planner = Planner(measurements, settings, target)
         # Outputs of the original on the other images are computed per target, after the plan: they need memory only
         # then.
         best, cost = planner.for_drop() if target.quantity == DROP else planner.for_cost(target.limit)
         begin("predicting on other images")
         yield planner.finished(best, cost, Answers.of(reference or model, other_images, settings.batch_size))
-
-
-def _distinct(images: ImageSet, others: ImageSet, log: Log) -> ImageSet:
-    """Returns the images that predictions are not measured on."""
-    new = without_images_of(images, others)
-    if len(new) < len(images):
-        log(f"{len(images) - len(new):,} of {len(images):,} images to plan on are among those to predict on: not used")
-    return new
 
 
 class Planner:
