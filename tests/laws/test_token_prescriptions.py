@@ -11,8 +11,8 @@ from torch import nn
 
 from attnrx.change.realization import prescribed_tokens, realize
 from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.planning import PlanSettings
 from attnrx.decide.planning.cost_table import prescribed_costs
-from attnrx.decide.planning.space import Space
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.show.checks import Comparison
@@ -177,7 +177,7 @@ def test_a_selection_that_means_nothing_before_a_training_says_so(kind: str) -> 
     assert all(("must be trained" in reason) == prescription.must_be_trained for reason in prescription.reasons)
     if prescription.must_be_trained:
         with pytest.raises(NotSupported, match=rf"^{re.escape(str(policy.reducer))} needs training, and planning"):
-            Space(DEEP, diagnose(DEEP, inputs(DEEP, 4)), policy.reducer)
+            PlanSettings(reducer=str(policy.reducer))
 
 
 def test_predictors_of_another_model_are_refused() -> None:

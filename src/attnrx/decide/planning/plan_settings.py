@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from attnrx.change.exporting import Format, parse_format
-from attnrx.decide.planning.space import AXES, LEVELS, RANKS, TOKENS, Space, require_axes, step_for
+from attnrx.decide.planning.space import AXES, LEVELS, RANKS, STEP, TOKENS, Space
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.arguments import (
     COUNT,
@@ -210,10 +210,14 @@ class PlanSettings:
             **dict.fromkeys((*counts, "num_front", "attempts"), COUNT),
         )
         # These raise before the work.
-        if self.reducer is not None:
-            parse_reducer(self.reducer)
-        if self.axes is not None:
-            require_axes(self.axes)
+        reducer = None if self.reducer is None else parse_reducer(self.reducer)
+        if reducer is not None and reducer.untrained_reason is not None:
+            raise NotSupported(
+                f"{reducer} needs training, and planning trains nothing: {reducer.untrained_reason}. Use a reducer "
+                "without training, e.g. ward, tome or class_attention."
+            )
+        if self.axes is not None and not (self.axes and {*self.axes} <= {*AXES}):
+            raise UnknownName("axis of a plan", ", ".join(sorted({*self.axes} - {*AXES})) or "none", AXES)
         if self.to is not None:
             parse_format(self.to)
 
@@ -280,7 +284,7 @@ class PlanSettings:
                     # For maps too, whose divergence is smaller with it (docs/results/dense.md).
                     relevance = RELEVANCE if layout.class_token and layout.pooled == "class" else 0.0
                     reducer = Ward(relevance=relevance) if self.reducer is None else parse_reducer(self.reducer)
-                    space = replace(space, axes=AXES, reducer=reducer, step=step_for(layout.patches))
+                    space = replace(space, axes=AXES, reducer=reducer, step=max(1, min(STEP, layout.patches // 4)))
                 space.require_choices(axis)
                 present.append(axis)
             except (NotSupported, InvalidRule) as error:

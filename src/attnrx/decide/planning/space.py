@@ -1,8 +1,9 @@
 """The search space of a plan: per layer the ranks of qk, vo and MLP, and the number of patches pruned before it."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 from torch import nn
 
@@ -10,7 +11,7 @@ from attnrx.decide.rules import Rule, by_layer, in_metric, parse_rule, prescribe
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.support.display import Displayed
-from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
+from attnrx.support.errors import NoOpPrescription, NotSupported
 from attnrx.vit.maps import HIDDEN, LINEAR_MAPS, TOKENS
 from attnrx.vit.models import family_of
 from attnrx.vit.spectrum import Spectrum
@@ -28,18 +29,6 @@ LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 JUMPS = (1, 2, 4, 8, 16)
 # The step is STEP patches, and less in images of few patches, so that a stage has at least two numbers to choose from.
 STEP = 4
-
-
-def require_axes(axes: Sequence[str]) -> None:
-    """Raises UnknownName for axes that do not exist, or none."""
-    unknown = [axis for axis in axes if axis not in AXES]
-    if unknown or not axes:
-        raise UnknownName("axis of a plan", ", ".join(unknown) or "none", AXES)
-
-
-def step_for(patches: int) -> int:
-    """Returns the step of the number of pruned patches in images of this many."""
-    return max(1, min(STEP, patches // 4))
 
 
 @dataclass(frozen=True)
@@ -70,11 +59,7 @@ class Choices:
     @property
     def left(self) -> tuple[int, ...]:
         """The total number of patches pruned before each layer."""
-        total, totals = 0, []
-        for count in self.num_pruned:
-            total += count
-            totals.append(total)
-        return tuple(totals)
+        return tuple(accumulate(self.num_pruned))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -95,16 +80,6 @@ class Space(Displayed):
     step: int = STEP
     levels: tuple[float, ...] = LEVELS
     _pieces: dict[tuple[str, int], Prescription | None] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self):
-        require_axes(self.axes)
-        if TOKENS in self.axes and self.reducer is None:
-            raise InvalidInput("a plan over tokens needs a reducer, e.g. ward; give one, or omit the axis.")
-        if self.reducer is not None and self.reducer.untrained_reason is not None:
-            raise NotSupported(
-                f"{self.reducer} needs training, and planning trains nothing: {self.reducer.untrained_reason}. Use a "
-                "reducer without training, e.g. ward, tome or class_attention."
-            )
 
     def require_choices(self, axis: str) -> None:
         """Raises NotSupported or InvalidRule if an axis has nothing to choose from in this model."""
