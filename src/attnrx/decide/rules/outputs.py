@@ -177,19 +177,17 @@ def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDec
             f"{name}={rule} needs an MLP of two linear maps in every layer, which the model does not have; omit {name}."
         )
     maps = [layer.mlp[LINEAR_MAPS.index(name)] for layer in diagnosis.layers]
-    entries = [entry for entry in maps if entry is not None]
-    _require_moments(name, rule, {"the moments of its map" for entry in entries if metric not in entry.metrics})
-    tables = [entry.metrics[metric] for entry in entries]
+    entries = {index: entry for index, entry in enumerate(maps) if entry is not None}
+    missing = {"the moments of its map" for entry in entries.values() if metric not in entry.metrics}
+    _require_moments(name, rule, missing)
+    tables = [entry.metrics[metric] for entry in entries.values()]
     spectra = [
         _spectrum(table.directions[None], table.directions[None], table.strength[None], (0,), name) for table in tables
     ]
-    # Of the diagnosed layers only, so that a rule with scope="model" distributes its total over them.
-    decided = iter(zip(_decided(rule, diagnosis, spectra), tables, strict=True))
     decisions: list[OutputDecision | None] = [None] * len(maps)
-    for index, entry in enumerate(maps):
-        if entry is None:
-            continue
-        decision, table = next(decided)
+    # Of the diagnosed layers only, so that a rule with scope="model" distributes its total over them.
+    decided = _decided(rule, diagnosis, spectra)
+    for (index, entry), decision, table in zip(entries.items(), decided, tables, strict=True):
         (rank,) = decision.ranks
         if 0 < rank and pays(rank, table.directions.shape[1], entry.inputs):
             # Directions of outputs are orthonormal rows, so the decoder is the transposed encoder; a copy, because
