@@ -426,10 +426,14 @@ class _BlockFit:
         block, weight, fitted, number = self.block, self.weight, self.fitted, self.knobs.images
         scale = block.scale(self.tokens[:2], block.attention)
         stream, calls = block.run_recorded(self.tokens, block.attention)
-        inputs, args, kwargs = torch.cat([call.tokens for call in calls]), calls[-1].args, calls[-1].kwargs
+        inputs, outputs = (
+            torch.cat(rows) for rows in zip(*((call.tokens, call.output) for call in calls), strict=True)
+        )
+        args, kwargs = calls[-1].args, calls[-1].kwargs
+        del calls  # as large as the tokens of all images
         # The attention's output that would make the block's output equal to the target, [images, tokens, width].
-        targets = torch.cat([call.output for call in calls]) + (without_mlp - stream) / scale
-        del stream, calls  # as large as the tokens of all images
+        targets = outputs + (without_mlp - stream) / scale
+        del stream, outputs
 
         def images_error(generator: torch.Generator) -> Float[Tensor, ""]:
             # Whole images, because attention mixes the tokens of one; few, because these are many tokens.
