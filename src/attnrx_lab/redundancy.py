@@ -5,6 +5,7 @@ must accompany them (SVDA, Section 3.7).
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -13,6 +14,15 @@ from attnrx.decide.diagnostics.diagnostic import Accumulator
 from attnrx.decide.diagnostics.moments import OutputMoments
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.spectrum import Spectrum
+
+
+class _Similarities(OutputMoments):
+    def readings(self) -> list[dict[str, Tensor]]:
+        per_layer = super().readings()
+        for layer, (readings, moment) in enumerate(zip(per_layer, self.outputs, strict=True)):
+            similarity = output_similarity(moment.value, self.readouts[layer].double())
+            readings["output_similarity"] = similarity.cpu()
+        return per_layer
 
 
 @dataclass(frozen=True)
@@ -24,19 +34,10 @@ class Redundancy(Diagnostic):
     itself: its row is zero.
     """
 
-    def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
-        return _Similarities(spectra)
+    accumulator: ClassVar[type[Accumulator]] = _Similarities
 
-
-class _Similarities(OutputMoments):
-    def readings(self) -> list[dict[str, Tensor]]:
-        return [
-            {
-                "spectral_redundancy": spectral_redundancy(spectrum.strength, spectrum.used),
-                "output_similarity": output_similarity(moment.value, self.readouts[layer].double()).cpu(),
-            }
-            for layer, (spectrum, moment) in enumerate(zip(self.spectra, self.outputs, strict=True))
-        ]
+    def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
+        return {"spectral_redundancy": spectral_redundancy(spectrum.strength, spectrum.used)}
 
 
 def spectral_redundancy(

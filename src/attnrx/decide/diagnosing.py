@@ -20,7 +20,7 @@ from attnrx.decide.diagnostics import (
     singular_directions,
     suited_diagnostics,
 )
-from attnrx.decide.diagnostics.diagnostic import Averages, CentredMoment
+from attnrx.decide.diagnostics.diagnostic import Accumulator, CentredMoment
 from attnrx.decide.diagnostics.spectral_shape import effective_rank
 from attnrx.decide.rules.metrics import directions_in, rotary_directions
 from attnrx.decide.rules.rotary import COHERENCE, coherence
@@ -100,7 +100,7 @@ def diagnose(
     panel, mlp = Panel(chosen, spectra), _MlpWatch(model, observe_mlp)
     with observing_mlp(model, family, mlp.observe), _receiving_positions(attention) as positions:
         rotations = {
-            index: Averages(1, partial(_coherence, positions, index, layer.spec.heads))
+            index: Accumulator([{}], partial(_coherence, positions, index, layer.spec.heads))
             for index, layer in enumerate(attention)
             if layer.spec.rotates
         }

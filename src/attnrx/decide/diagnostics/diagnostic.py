@@ -1,7 +1,7 @@
 """Diagnostics: options that start an accumulator, which observes layers and returns readings; and panels of them."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -12,43 +12,20 @@ from attnrx.vit.observation import Observation
 from attnrx.vit.spectrum import Spectrum
 
 
-class Accumulator(ABC):
-    """The state of one diagnostic; its size does not depend on the number of images."""
-
-    @abstractmethod
-    def observe(self, layer: int, observation: Observation) -> None:
-        """Adds the intermediate results of one layer for one batch."""
-
-    @abstractmethod
-    def readings(self) -> list[dict[str, Tensor]]:
-        """Returns the named readings of every layer, the first axis of each being the head, in float64 on the CPU."""
-
-
-class Diagnostic(ABC):
-    """One family of readings; every diagnostic is a final frozen dataclass whose fields are its options.
-
-    Diagnostics receive spectra and observations, never a model. Two laws hold for all: permuting the heads permutes the
-    readings, and observing images in any batches equals observing them at once.
+class Accumulator:
+    """The readings of one diagnostic for every layer: those of the spectra, and averages over images of what `measure`
+    returns; its size does not depend on the number of images.
     """
 
-    def __post_init__(self):
-        require_fields(self)
-
-    @abstractmethod
-    def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
-        """Returns an accumulator for the layers with these spectra."""
-
-
-class Averages(Accumulator):
-    """Averages over images of the readings that `measure` returns; sums are float64, on its device."""
-
-    def __init__(self, layers: int, measure: Callable[[Observation], Mapping[str, Tensor]]):
-        self.measure = measure
-        self.images = [0] * layers
-        self.sums: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+    def __init__(
+        self, of_spectra: Sequence[Mapping[str, Tensor]], measure: Callable[[Observation], Mapping[str, Tensor]]
+    ):
+        self.of_spectra, self.measure = of_spectra, measure
+        self.images = [0] * len(of_spectra)
+        self.sums: list[dict[str, Tensor]] = [{} for _ in of_spectra]  # float64, on the device of what is measured
 
     def observe(self, layer: int, observation: Observation) -> None:
-        """Adds one batch; `measure` returns its mean over the images of the batch."""
+        """Adds the intermediate results of one layer for one batch."""
         images = observation.query.shape[0]
         self.images[layer] += images
         sums = self.sums[layer]
@@ -58,11 +35,38 @@ class Averages(Accumulator):
             sums[name] = sums[name] + total if name in sums else total
 
     def readings(self) -> list[dict[str, Tensor]]:
+        """Returns the named readings of every layer, the first axis of each being the head, in float64 on the CPU."""
         return [
             # Only here on the CPU: a copy in every batch would wait for the GPU.
-            {name: (total / images).cpu() for name, total in sums.items()}
-            for sums, images in zip(self.sums, self.images, strict=True)
+            {**of_spectrum, **{name: (total / images).cpu() for name, total in sums.items()}}
+            for of_spectrum, sums, images in zip(self.of_spectra, self.sums, self.images, strict=True)
         ]
+
+
+class Diagnostic:
+    """One family of readings; every diagnostic is a final frozen dataclass whose fields are its options.
+
+    Diagnostics receive spectra and observations, never a model. Two laws hold for all: permuting the heads permutes the
+    readings, and observing images in any batches equals observing them at once. Readings that are no averages over
+    images have an `accumulator` of their own.
+    """
+
+    accumulator: ClassVar[type[Accumulator]] = Accumulator
+
+    def __post_init__(self):
+        require_fields(self)
+
+    def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
+        """Returns the readings that do not depend on images, by default none."""
+        return {}
+
+    def measure(self, observation: Observation) -> dict[str, Tensor]:
+        """Returns the readings of one layer for one batch, each the mean over its images; by default none."""
+        return {}
+
+    def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
+        """Returns an accumulator for the layers with these spectra."""
+        return self.accumulator([self.of_spectrum(spectrum) for spectrum in spectra], self.measure)
 
 
 class CentredMoment:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from attnrx.decide.diagnostics.diagnostic import Accumulator, Averages, Diagnostic
+from attnrx.decide.diagnostics.diagnostic import Diagnostic
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.observation import Observation
-from attnrx.vit.spectrum import Spectrum
 
 
 @dataclass(frozen=True)
@@ -23,9 +22,6 @@ class Geometry(Diagnostic):
 
     The matrices, [heads, directions, directions], are query_gram and key_covariance, whose diagonals are the moments.
     """
-
-    def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
-        return Averages(len(spectra), self.measure)
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
         # Queries are not centred: softmax ignores a component that all keys share, but not one that all queries share.

@@ -1,17 +1,44 @@
 """Moments: the second moments of keys, head outputs and the MLP that data-aware metrics need."""
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from attnrx.change.decompositions import activation_aware, output_pca, plain_svd, unit_losses
-from attnrx.decide.diagnostics.diagnostic import Accumulator, Averages, CentredMoment, Diagnostic
+from attnrx.decide.diagnostics.diagnostic import Accumulator, CentredMoment, Diagnostic
 from attnrx.decide.diagnostics.geometry import query_grams
 from attnrx.nouns.diagnosis import HiddenDiagnosis, MapDirections
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.observation import Observation
-from attnrx.vit.spectrum import Spectrum
+
+
+class OutputMoments(Accumulator):
+    """Collects the second moment of the concatenated head outputs of each layer, and its output projection."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.outputs = [CentredMoment() for _ in self.of_spectra]
+        self.readouts: dict[int, Tensor] = {}
+
+    def observe(self, layer: int, observation: Observation) -> None:
+        super().observe(layer, observation)
+        # [batch, heads, tokens, dims] to one row per token with all heads side by side.
+        self.outputs[layer].add(observation.output.transpose(1, 2).flatten(2).flatten(0, 1))
+        self.readouts[layer] = observation.readout
+
+
+class _Moments(OutputMoments):
+    def readings(self) -> list[dict[str, Tensor]]:
+        per_layer = super().readings()
+        for layer, (readings, outputs) in enumerate(zip(per_layer, self.outputs, strict=True)):
+            readout = self.readouts[layer].double().cpu()
+            heads, v_head_dim = readout.shape[:2]
+            readings["output_mean"] = outputs.mean.cpu().double().reshape(heads, v_head_dim)
+            readings["output_covariance"] = outputs.covariance().reshape(heads, v_head_dim, heads * v_head_dim)
+            readings["readout_gram"] = readout @ readout.mT
+        return per_layer
 
 
 @dataclass(frozen=True)
@@ -27,52 +54,15 @@ class Moments(Diagnostic):
     projection.
     """
 
-    def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
-        return _Moments(spectra)
+    accumulator: ClassVar[type[Accumulator]] = _Moments
 
-
-class OutputMoments(Accumulator):
-    """Collects the second moment of the concatenated head outputs of each layer, and its output projection."""
-
-    def __init__(self, spectra: tuple[Spectrum, ...]):
-        self.spectra = spectra
-        self.outputs = [CentredMoment() for _ in spectra]
-        self.readouts: dict[int, Tensor] = {}
-
-    def observe(self, layer: int, observation: Observation) -> None:
-        # [batch, heads, tokens, dims] to one row per token with all heads side by side.
-        self.outputs[layer].add(observation.output.transpose(1, 2).flatten(2).flatten(0, 1))
-        self.readouts[layer] = observation.readout
-
-
-class _Moments(OutputMoments):
-    def __init__(self, spectra: tuple[Spectrum, ...]):
-        super().__init__(spectra)
-        self.keys = Averages(len(spectra), measure_keys)
-
-    def observe(self, layer: int, observation: Observation) -> None:
-        super().observe(layer, observation)
-        self.keys.observe(layer, observation)
-
-    def readings(self) -> list[dict[str, Tensor]]:
-        per_layer = self.keys.readings()
-        for layer, (readings, outputs) in enumerate(zip(per_layer, self.outputs, strict=True)):
-            readout = self.readouts[layer].double().cpu()
-            heads, v_head_dim = readout.shape[:2]
-            readings["output_mean"] = outputs.mean.cpu().double().reshape(heads, v_head_dim)
-            readings["output_covariance"] = outputs.covariance().reshape(heads, v_head_dim, heads * v_head_dim)
-            readings["readout_gram"] = readout @ readout.mT
-        return per_layer
-
-
-def measure_keys(observation: Observation) -> dict[str, Tensor]:
-    """Returns both moments of the keys of one batch, each the mean over its images."""
-    return {
-        "key_gram": query_grams(observation.key).mean(0),
-        "key_softmax": softmax_covariance(observation.key, observation.attention),
-        "query_joint_gram": joint_grams(observation.query).mean(0),
-        "key_joint_covariance": joint_grams(observation.key - observation.key.mean(1, keepdim=True)).mean(0),
-    }
+    def measure(self, observation: Observation) -> dict[str, Tensor]:
+        return {
+            "key_gram": query_grams(observation.key).mean(0),
+            "key_softmax": softmax_covariance(observation.key, observation.attention),
+            "query_joint_gram": joint_grams(observation.query).mean(0),
+            "key_joint_covariance": joint_grams(observation.key - observation.key.mean(1, keepdim=True)).mean(0),
+        }
 
 
 def joint_grams(

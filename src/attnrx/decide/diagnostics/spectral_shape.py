@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnrx.decide.diagnostics.diagnostic import Accumulator, Diagnostic
+from attnrx.decide.diagnostics.diagnostic import Diagnostic
 from attnrx.support.shapes import Bool, Float, Tensor
-from attnrx.vit.observation import Observation
 from attnrx.vit.spectrum import Spectrum
 
 # A direction below a tenth of the strongest one's strength has less than a hundredth of its energy.
@@ -21,28 +20,15 @@ INACTIVE_BELOW = 0.1
 class SpectralShape(Diagnostic):
     """Returns energy [heads, directions], and entropy, effective_rank, sparsity and sensitivity [heads]."""
 
-    def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
-        return _Shapes(spectra)
-
-
-@dataclass
-class _Shapes(Accumulator):
-    spectra: tuple[Spectrum, ...]
-
-    def observe(self, layer: int, observation: Observation) -> None:
-        """Does nothing: the strengths are the same for every image."""
-
-    def readings(self) -> list[dict[str, Tensor]]:
-        return [
-            {
-                "energy": energy(spectrum.strength, spectrum.used),
-                "entropy": entropy(spectrum.strength, spectrum.used),
-                "effective_rank": effective_rank(spectrum.strength, spectrum.used),
-                "sparsity": sparsity(spectrum.strength, spectrum.used),
-                "sensitivity": sensitivity(spectrum.strength, spectrum.scale, spectrum.used),
-            }
-            for spectrum in self.spectra
-        ]
+    def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
+        strength, used = spectrum.strength, spectrum.used
+        return {
+            "energy": energy(strength, used),
+            "entropy": entropy(strength, used),
+            "effective_rank": effective_rank(strength, used),
+            "sparsity": sparsity(strength, used),
+            "sensitivity": sensitivity(strength, spectrum.scale, used),
+        }
 
 
 def energy(
