@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.change.decompositions import LowRank, plain_svd
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.diagnosing import diagnose
@@ -26,9 +25,11 @@ from attnrx_lab.baselines import (
 )
 from attnrx_lab.baselines.factoring import (
     MAPS,
+    LowRank,
     factored_model_costs,
     linear_at,
     map_addresses,
+    svd,
     weights_at,
     with_factors,
 )
@@ -49,7 +50,7 @@ def statistics_of(model: VisionTransformer, images: ImageSet) -> MapStatistics:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_all_directions_of_every_map_are_the_original(name: str) -> None:
     model, images = model_of(name), pixels(cases.CONFIGS[name], 8)
-    whole = {address: plain_svd(*weights_at(model, address)) for address in map_addresses(model)}
+    whole = {address: svd(*weights_at(model, address)) for address in map_addresses(model)}
     small = with_factors(model, whole)
     torch.testing.assert_close(logits(small, images), logits(model, images), rtol=1e-9, atol=1e-9)
     layers = family_of(small).attention(small)
@@ -63,9 +64,7 @@ def test_heads_of_different_ranks_are_padded_after_the_factors(pattern: str) -> 
     model = realize(whole, cases.prescription(whole, cases.PATTERNS[pattern]))
     halved = realize(whole, prescribe(diagnose(whole, images, batch_size=8), "vo=total_rank:0.6"))
     for source in (model, halved):
-        small = with_factors(
-            source, {address: plain_svd(*weights_at(source, address)) for address in map_addresses(source)}
-        )
+        small = with_factors(source, {address: svd(*weights_at(source, address)) for address in map_addresses(source)})
         torch.testing.assert_close(logits(small, images), logits(source, images), rtol=1e-9, atol=1e-9)
 
 

@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from attnrx.change.decompositions.low_rank import (
-    LowRank,
     activation_aware,
     break_even_rank,
     output_pca,
     pays,
-    plain_svd,
 )
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Tensor
-from attnrx_lab.baselines.factoring import asvd, fwsvd, svd_llm
+from attnrx_lab.baselines.factoring import LowRank, asvd, fwsvd, svd, svd_llm
 
 SHAPES = [(6, 10), (10, 6), (7, 7)]
 
@@ -43,9 +41,9 @@ class Case:
 
 
 METHODS: dict[str, Callable[[Case], LowRank]] = {
-    "plain": lambda case: plain_svd(case.weight, case.fixed),
-    "moment": lambda case: activation_aware(case.weight, case.fixed, case.moment),
-    "outputs": lambda case: output_pca(case.weight, case.fixed, case.covariance),
+    "plain": lambda case: svd(case.weight, case.fixed),
+    "moment": lambda case: LowRank.of(case.weight, case.fixed, activation_aware(case.weight, case.moment)),
+    "outputs": lambda case: LowRank.of(case.weight, case.fixed, output_pca(case.weight, case.covariance)),
     "asvd": lambda case: asvd(case.weight, case.fixed, case.inputs.abs().mean(0)),
     "fwsvd outputs": lambda case: fwsvd(case.weight, case.fixed, case.fisher, side="outputs"),
     "fwsvd inputs": lambda case: fwsvd(case.weight, case.fixed, case.fisher),
@@ -168,7 +166,7 @@ def test_every_baseline_is_worse_on_the_data_than_the_optimum(rank: int):
 
 def test_scaling_by_nothing_is_the_plain_svd():
     case = Case(6, 10)
-    plain = plain_svd(case.weight).truncated(3).weight
+    plain = svd(case.weight).truncated(3).weight
     assert torch.allclose(asvd(case.weight, None, torch.rand(10), alpha=0.0).truncated(3).weight, plain)
     assert torch.allclose(asvd(case.weight, None, torch.zeros(10)).truncated(3).weight, plain)
     assert torch.allclose(fwsvd(case.weight, None, torch.ones(6, 10)).truncated(3).weight, plain)
@@ -180,15 +178,14 @@ def test_strengths_that_are_rounding_are_zero(shape: tuple[int, int], mean: floa
     outputs, inputs = shape
     data = torch.randn(300, 3) @ torch.randn(3, inputs) + mean
     weight, centred = torch.randn(outputs, inputs), data - data.mean(0)
-    whole = activation_aware(weight, None, centred.T @ centred / 300)
-    assert bool((whole.strength[:3] > 1e-3).all()) and bool((whole.strength[3:] == 0).all())
+    strength, _ = activation_aware(weight, centred.T @ centred / 300)
+    assert bool((strength[:3] > 1e-3).all()) and bool((strength[3:] == 0).all())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_full_rank_is_the_original_even_with_the_statistics_of_other_data(shape: tuple[int, int]):
     case, other = Case(*shape), torch.randn(50, shape[0])
-    whole = output_pca(case.weight, case.fixed, other.T @ other)
-    assert whole.bias is not None and (whole.bias - case.fixed).abs().max() <= 1e-12
+    whole = LowRank.of(case.weight, case.fixed, output_pca(case.weight, other.T @ other))
     assert (whole.weight - case.weight).abs().max() <= 1e-12
 
 
@@ -209,11 +206,11 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
-        (lambda case: activation_aware(case.weight, None, case.moment * NAN), "not finite"),
-        (lambda case: activation_aware(case.weight, None, torch.triu(case.moment)), "not symmetric"),
+        (lambda case: activation_aware(case.weight, case.moment * NAN), "not finite"),
+        (lambda case: activation_aware(case.weight, torch.triu(case.moment)), "not symmetric"),
         (lambda case: svd_llm(case.weight, None, case.moment * 0), "zero or has negative"),
     ],
 )
-def test_what_is_no_map_and_no_statistics_is_refused(attempt: Callable[[Case], LowRank], message: str):
+def test_what_is_no_map_and_no_statistics_is_refused(attempt: Callable[[Case], object], message: str):
     with pytest.raises(InvalidInput, match=message):
         attempt(Case(6, 10))

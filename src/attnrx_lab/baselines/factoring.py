@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.change.decompositions import LowRank, break_even_rank, plain_svd
+from attnrx.change.decompositions import break_even_rank
 from attnrx.change.decompositions.balanced import checked_gram
-from attnrx.change.decompositions.low_rank import Bias, Weight, output_basis
+from attnrx.change.decompositions.low_rank import Directions, Weight, output_basis, plain_svd
 from attnrx.data import ImageSet
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Float, ImageBatch, Tensor
@@ -25,6 +25,46 @@ from attnrx_lab.baselines.compressor import ModelCompressor
 
 # The smallest scale, as a share of the largest: features that are always zero need an invertible scale, too.
 SMALLEST_SCALE = 1e-6
+
+Bias = Float[Tensor, "outputs"] | None
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The map x -> second @ (first @ x) + bias that replaces x -> weight @ x + bias; float64, nested in the rank.
+
+    `strength` is the contribution of each direction in the metric of the method, descending, zero for directions
+    without energy in it. All min(outputs, inputs) strengths are listed for every rank: the squared error in that metric
+    is the sum of their squares beyond the rank. The bias is that of the original.
+    """
+
+    first: Float[Tensor, "rank inputs"]
+    second: Float[Tensor, "outputs rank"]
+    strength: Float[Tensor, "most"]
+    bias: Bias = None
+
+    @classmethod
+    def of(cls, weight: Weight, bias: Bias, found: Directions) -> "LowRank":
+        """Returns the map with its outputs projected on all of these directions."""
+        strength, directions = found
+        return cls(directions @ weight.detach().double(), directions.mT, strength, bias)
+
+    @property
+    def rank(self) -> int:
+        return self.first.shape[0]
+
+    @property
+    def weight(self) -> Float[Tensor, "outputs inputs"]:
+        return self.second @ self.first
+
+    def truncated(self, rank: int) -> "LowRank":
+        """Returns the map with the first `rank` directions."""
+        return LowRank(self.first[:rank], self.second[:, :rank], self.strength, self.bias)
+
+
+def svd(weight: Weight, bias: Bias = None) -> LowRank:
+    """Factors W by its singular value decomposition."""
+    return LowRank.of(weight, bias, plain_svd(weight))
 
 
 def asvd(weight: Weight, bias: Bias, magnitude: Float[Tensor, "inputs"], alpha: float = 0.5) -> LowRank:
@@ -310,7 +350,7 @@ Factor = Callable[[nn.Module, MapAddress, MapStatistics], LowRank]
 # the rank of every layer. fwsvd: weighted by the Fisher information of each input's weights, as printed for x W.
 # svd_llm: whitened inputs, without its updates of the layers that follow.
 FACTORS: Mapping[str, Factor] = {
-    "svd": lambda model, at, data: plain_svd(*weights_at(model, at)),
+    "svd": lambda model, at, data: svd(*weights_at(model, at)),
     "asvd": lambda model, at, data: asvd(*weights_at(model, at), data.moments(at).magnitude),
     "fwsvd": lambda model, at, data: fwsvd(*weights_at(model, at), data.fisher(at), side="inputs"),
     "svd_llm": lambda model, at, data: svd_llm(*weights_at(model, at), data.moments(at).moment),

@@ -5,7 +5,6 @@ from attnrx.change.decompositions.balanced import Balanced, balance, factor_dire
 from attnrx.change.decompositions.hidden_units import compensated, unit_losses
 from attnrx.change.decompositions.least_squares import StrengthFit, elimination_losses
 from attnrx.change.decompositions.low_rank import (
-    LowRank,
     activation_aware,
     break_even_rank,
     output_pca,
@@ -15,7 +14,6 @@ from attnrx.change.decompositions.low_rank import (
 
 __all__ = [
     "Balanced",
-    "LowRank",
     "StrengthFit",
     "activation_aware",
     "balance",

@@ -112,16 +112,12 @@ class MapWatch:
         The leading ones are the best map of every rank. The strength of a direction is the root of its mean square
         about the mean over all tokens.
         """
-        weight = weight.detach().cpu().double()
-        bias = None if bias is None else bias.detach().cpu().double()
-        mean = self.moment.mean.cpu().double()
-        covariance = self.moment.covariance()
+        weight, mean = weight.detach().cpu().double(), self.moment.mean.cpu().double()
         if self.on_inputs:
-            factors = activation_aware(weight, bias, covariance)
-            mean = weight @ mean + (0.0 if bias is None else bias)
-        else:
-            factors = output_pca(weight, bias, covariance)
-        return MapDirections(factors.strength, factors.second.mT.contiguous(), mean)
+            mean = weight @ mean + (0.0 if bias is None else bias.detach().cpu().double())
+        find = activation_aware if self.on_inputs else output_pca
+        strength, directions = find(weight, self.moment.covariance())
+        return MapDirections(strength, directions.contiguous(), mean)
 
 
 def singular_directions(
@@ -132,9 +128,9 @@ def singular_directions(
     The center is the bias, so that the bias is unchanged.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    factors = plain_svd(weight.detach().cpu())
+    strength, directions = plain_svd(weight.detach().cpu())
     center = weight.new_zeros(len(weight)) if bias is None else bias
-    return MapDirections(factors.strength, factors.second.mT.to(dtype).contiguous(), center.detach().cpu().to(dtype))
+    return MapDirections(strength, directions.to(dtype).contiguous(), center.detach().cpu().to(dtype))
 
 
 def hidden_diagnosis(first: nn.Linear, second: nn.Linear, moment: CentredMoment | None) -> HiddenDiagnosis:
