@@ -222,8 +222,9 @@ class _MlpWatch:
     def diagnosed(self, layer: int) -> tuple[tuple[MapDiagnosis | None, ...], HiddenDiagnosis | None]:
         """Returns the diagnoses of the maps of a layer and of its hidden units; None for what is not one matrix."""
         pair, hidden = self.pairs[layer], None
-        if pair and self.has_units and all(isinstance(linear, nn.Linear) for linear in pair):
-            hidden = hidden_diagnosis(*pair, self.hidden.get(layer))
+        matrices = [linear for linear in pair if isinstance(linear, nn.Linear)]
+        if self.has_units and len(matrices) == 2:
+            hidden = hidden_diagnosis(matrices[0], matrices[1], self.hidden.get(layer))
         return tuple(self._map(layer, which, linear) for which, linear in enumerate(pair)), hidden
 
     def _map(self, layer: int, which: int, linear: nn.Module) -> MapDiagnosis | None:
