@@ -22,7 +22,7 @@ from attnrx.show.checks.statistics import mean_estimate
 from attnrx.vit.models import family_of, reduction_of
 from attnrx.vit.tokens import TokenState, parse_policy
 from attnrx.vit.tokens.reducer import odds
-from attnrx.vit.tokens.spot import SpotPredictor
+from attnrx_lab.tokens.spot import SpotPredictor
 
 Measured = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

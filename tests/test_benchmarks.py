@@ -11,7 +11,8 @@ import torch
 from attnrx.data import Columns, load_data
 from attnrx.support.storage import read_json, write_json
 from attnrx.vit.models import attach_tokens_, build_model, family_of, save_model
-from attnrx.vit.tokens import DynamicViT, TokenPolicy
+from attnrx.vit.tokens import TokenPolicy
+from attnrx_lab.tokens import DynamicViT
 from support.pictures import rows, write_folder, write_parquet
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"

@@ -14,9 +14,10 @@ from attnrx.show.reports.sampling import patches_left_by
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.models import reduction_of, token_run
-from attnrx.vit.tokens import Random, TokenState, image_keys, register_reducer
+from attnrx.vit.tokens import TokenState, register_reducer
 from attnrx.vit.tokens.reducer import PerPatch
 from attnrx_lab.cluttered_digits import CLUTTERED, PLACEMENTS, object_patches
+from attnrx_lab.tokens import Random, image_keys
 
 LOOKED_AT = 512  # test images of which the remaining patches are counted
 STAGES = {"first": 0, "last": -1}

@@ -10,8 +10,9 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import attach_tokens_, family_of, token_run
-from attnrx.vit.tokens import Random, TokenPolicy, TokenState, image_keys
-from attnrx.vit.tokens.random import scrambled
+from attnrx.vit.tokens import TokenPolicy, TokenState
+from attnrx_lab.tokens import Random, image_keys
+from attnrx_lab.tokens.random import scrambled
 from support.pretrained import TIMM, VIT, timm
 
 COUNT = 50

@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnrx.vit.models import family_of, observing, token_run
-from attnrx.vit.tokens import AttentionAverage, ClassAttention, Reducer, Spot, TokenPolicy, TokenState
+from attnrx.vit.tokens import ClassAttention, Reducer, TokenPolicy, TokenState
+from attnrx_lab.tokens import AttentionAverage, Spot
 from support.pretrained import inputs
 from support.token_models import reduced
 

@@ -25,19 +25,14 @@ from attnrx.vit.models import (
     save_model,
 )
 from attnrx.vit.models import token_reduction as reducing_module
-from attnrx.vit.tokens import (
-    ClassAttention,
-    DynamicViT,
-    EViT,
-    Spot,
-    TokenPolicy,
-    TokenState,
-    sampled_keep,
-)
+from attnrx.vit.tokens import ClassAttention, TokenPolicy, TokenState, sampled_keep
 from attnrx.vit.tokens.reducer import best, odds
 from attnrx_lab.papers.similarity import TokenSimilarity
 from attnrx_lab.tokens import (
     DTPS,
+    DynamicViT,
+    EViT,
+    Spot,
     SPViT,
 )
 from support.cases import REDUCTIONS

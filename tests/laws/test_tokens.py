@@ -6,16 +6,12 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.vit.models import attach_tokens_, family_of, observing, reduction_of, token_run
-from attnrx.vit.tokens import (
-    MapMoments,
-    Reducer,
-    Spot,
-    TokenPolicy,
-    known_reducers,
-)
+from attnrx.vit.tokens import Reducer, TokenPolicy, known_reducers
 from attnrx_lab.tokens import (
     DTPS,
     HaltingScores,
+    MapMoments,
+    Spot,
 )
 from support import cases
 from support.cases import REDUCTIONS

@@ -6,9 +6,10 @@ import torch
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.models import build_model, family_of
-from attnrx.vit.tokens import DynamicViT, Reducer, Spot, TokenLayout, TokenPolicy
+from attnrx.vit.tokens import Reducer, TokenLayout, TokenPolicy
 from attnrx_lab.costs import NORM_MACS, predictor_norm_features
 from attnrx_lab.lvvit import lvvit_config
+from attnrx_lab.tokens import DynamicViT, Spot
 
 STAGES = {"t": (4, 7, 10), "s": (5, 9, 13)}
 LAYOUT = TokenLayout(1, 196, class_token=True, pooled="max")

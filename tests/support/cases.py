@@ -23,18 +23,7 @@ from attnrx.vit.models import (
     model_fingerprint,
 )
 from attnrx.vit.models.transformer import Model
-from attnrx.vit.tokens import (
-    AttentionAverage,
-    AttentionReceived,
-    ClassAttention,
-    DynamicViT,
-    EViT,
-    Random,
-    Reducer,
-    Spot,
-    ToMe,
-    Ward,
-)
+from attnrx.vit.tokens import AttentionReceived, ClassAttention, Reducer, ToMe, Ward
 from attnrx_lab.checks import Controls, Robustness, Transfer
 from attnrx_lab.lvvit import LVViT, LVViTConfig
 from attnrx_lab.perturbation import PerturbationRobustness, TargetRank
@@ -56,10 +45,15 @@ from attnrx_lab.rules import (
 from attnrx_lab.tokens import (
     ATS,
     DTPS,
+    AttentionAverage,
+    DynamicViT,
+    EViT,
     EvoViT,
     HaltingScores,
     HeadSelector,
     PiToMe,
+    Random,
+    Spot,
     SPViT,
     ZeroTPrune,
 )

@@ -13,7 +13,6 @@ from attnrx.support.atomic_writes import file_lock
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.verbs.load import load
 from attnrx.vit.models import reduction_of
-from attnrx.vit.tokens import Random
 from attnrx_lab.clutter import object_finding
 from attnrx_lab.cluttered_digits import CLUTTERED, object_patches
 from attnrx_lab.papers import sources
@@ -27,6 +26,7 @@ from attnrx_lab.papers.spot import (
     token_price,
 )
 from attnrx_lab.papers.spot_tables import SUBJECTS, at, projected
+from attnrx_lab.tokens import Random
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 

@@ -12,8 +12,9 @@ from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.support.storage import write_tensors
 from attnrx.training import train
 from attnrx.vit.models import attach_tokens_, build_model, family_of
-from attnrx.vit.tokens import Random, TokenPolicy
+from attnrx.vit.tokens import TokenPolicy
 from attnrx_lab.lvvit import SIZES, LVViT, LVViTConfig, LVViTFamily, published_names
+from attnrx_lab.tokens import Random
 from support.cases import LVVITS, images, own
 from support.tiny_runs import at, config, same, splits
 

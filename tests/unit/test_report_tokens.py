@@ -14,16 +14,10 @@ from attnrx.show.reports.figures import patch_picture
 from attnrx.show.reports.page import render
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import attach_tokens_, build_model, family_of, reduction_of, save_model, token_run
-from attnrx.vit.tokens import (
-    AttentionReceived,
-    Random,
-    Reducer,
-    TokenPolicy,
-    ToMe,
-    Ward,
-)
+from attnrx.vit.tokens import AttentionReceived, Reducer, TokenPolicy, ToMe, Ward
 from attnrx_lab.tokens import (
     PiToMe,
+    Random,
 )
 from support import cases, report_content
 from support.command_line import call, record

@@ -9,14 +9,10 @@ from torch import Tensor, nn
 
 from attnrx.vit.attention.backends.capture import sized_softmax
 from attnrx.vit.models import attach_tokens_, family_of
-from attnrx.vit.tokens import (
-    EViT,
-    TokenPolicy,
-    TokenState,
-    parse_policy,
-)
+from attnrx.vit.tokens import TokenPolicy, TokenState, parse_policy
 from attnrx_lab.tokens import (
     ATS,
+    EViT,
 )
 from support.pretrained import deep, inputs
 

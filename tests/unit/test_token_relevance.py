@@ -11,18 +11,9 @@ from torch import nn
 from attnrx.show.reports import sample_tokens
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import attach_tokens_, family_of, token_run
-from attnrx.vit.tokens import (
-    AttentionAverage,
-    AttentionReceived,
-    ClassAttention,
-    EViT,
-    Random,
-    Reducer,
-    Spot,
-    TokenPolicy,
-    ToMe,
-)
+from attnrx.vit.tokens import AttentionReceived, ClassAttention, Reducer, TokenPolicy, ToMe
 from attnrx_lab.clutter import patches_left
+from attnrx_lab.tokens import AttentionAverage, EViT, Random, Spot
 from support.pretrained import adopted_once, deep, inputs
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "token_relevance.py"))

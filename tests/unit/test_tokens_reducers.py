@@ -8,32 +8,23 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.tokens import (
-    ClassAttention,
-    DynamicViT,
-    EViT,
-    Random,
-    Reducer,
-    Reduction,
-    Shape,
-    Spot,
-    TokenLayout,
-    TokenState,
-    ToMe,
-    Ward,
-)
+from attnrx.vit.tokens import ClassAttention, Reducer, Reduction, Shape, TokenLayout, TokenState, ToMe, Ward
 from attnrx.vit.tokens.reducer import first_best
-from attnrx.vit.tokens.spot import attention_features, standardized_features
 from attnrx_lab.tokens import (
     ATS,
     DTPS,
+    DynamicViT,
+    EViT,
     EvoViT,
     HaltingScores,
     PiToMe,
+    Random,
+    Spot,
     SPViT,
     ZeroTPrune,
 )
 from attnrx_lab.tokens.pitome import energy_scores
+from attnrx_lab.tokens.spot import attention_features, standardized_features
 from attnrx_lab.tokens.zero_tprune import page_rank, redundant
 
 SHAPE = Shape(8, 2, TokenLayout(1, 9, True, "class"))

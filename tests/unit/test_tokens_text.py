@@ -7,18 +7,9 @@ import pytest
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import AttnrxError, InvalidInput
 from attnrx.vit import tokens
-from attnrx.vit.tokens import (
-    REDUCERS,
-    Random,
-    Reducer,
-    Spot,
-    TokenLayout,
-    TokenPolicy,
-    ToMe,
-    known_reducers,
-    parse_policy,
-)
+from attnrx.vit.tokens import REDUCERS, Reducer, TokenLayout, TokenPolicy, ToMe, known_reducers, parse_policy
 from attnrx.vit.tokens.policy import PolicyReader
+from attnrx_lab.tokens import Random, Spot
 from support.cases import REDUCTIONS
 
 

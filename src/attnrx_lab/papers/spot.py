@@ -23,7 +23,7 @@ from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Distillation, KeepRatio, Loss, Task
 from attnrx.verbs.load import load
 from attnrx.vit.models import attach_tokens_, build_model, family_of, model_fingerprint
-from attnrx.vit.tokens import Random, TokenPolicy, parse_policy
+from attnrx.vit.tokens import TokenPolicy, parse_policy
 from attnrx_lab.clutter import STAGES, object_finding
 from attnrx_lab.cluttered_digits import CLUTTERED, canvases, object_patches
 from attnrx_lab.costs import NORM_MACS, predictor_norm_features
@@ -39,6 +39,7 @@ from attnrx_lab.papers.experiment import (
     plain_measures,
 )
 from attnrx_lab.papers.similarity import TokenSimilarity
+from attnrx_lab.tokens import Random
 
 DEVIATION = 0.02  # of the weights of attnrx models, by default
 BATCH = 64  # images at a time, for measuring

@@ -15,9 +15,8 @@ from attnrx.support.arguments import NATURAL, checked, each, one_of, optional, w
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
 from attnrx.vit.maps import HEADS, TOKENS
-from attnrx.vit.tokens import Random
-from attnrx.vit.tokens.fusing import Soft
 from attnrx_lab.rules.matched import LargestMatched, RandomMatched, UniformMatched
+from attnrx_lab.tokens import Random, Soft
 
 CONTROLS = ("random", "largest", "uniform")
 

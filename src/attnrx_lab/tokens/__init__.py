@@ -1,17 +1,42 @@
-"""Token reducers of other papers, for comparisons with those of `attnrx.vit.tokens`.
+"""Token reducers of papers, which prune by learned or published scores, and the random control.
 
 An entry point of the group `attnrx.parts` imports this package wherever a text or a file names a reducer.
 """
 
 from attnrx.vit.tokens import register_reducer
-from attnrx_lab.tokens.fusing import DTPS, SPViT
+from attnrx_lab.tokens.fusing import DTPS, EViT, Soft, SPViT
+from attnrx_lab.tokens.learned_scores import DynamicViT
 from attnrx_lab.tokens.pitome import PiToMe
-from attnrx_lab.tokens.scores import ATS, EvoViT, HaltingScores, HeadSelector
+from attnrx_lab.tokens.random import Random, image_keys
+from attnrx_lab.tokens.scores import ATS, AttentionAverage, EvoViT, HaltingScores, HeadSelector
+from attnrx_lab.tokens.spot import MapMoments, Spot
 from attnrx_lab.tokens.zero_tprune import ZeroTPrune
 
-__all__ = ["ATS", "DTPS", "EvoViT", "HaltingScores", "HeadSelector", "PiToMe", "SPViT", "ZeroTPrune"]
+__all__ = [
+    "ATS",
+    "DTPS",
+    "AttentionAverage",
+    "DynamicViT",
+    "EViT",
+    "EvoViT",
+    "HaltingScores",
+    "HeadSelector",
+    "MapMoments",
+    "PiToMe",
+    "Random",
+    "SPViT",
+    "Soft",
+    "Spot",
+    "ZeroTPrune",
+    "image_keys",
+]  # fmt: skip
 
 for _name, _kind in {
+    "random": Random,
+    "attention_average": AttentionAverage,
+    "evit": EViT,
+    "dynamicvit": DynamicViT,
+    "spot": Spot,
     "zero_tprune": ZeroTPrune,
     "halting_scores": HaltingScores,
     "head_selector": HeadSelector,

@@ -1,4 +1,6 @@
-"""Reducers that keep the patches of the highest scores: Evo-ViT's, ATS, A-ViT's, and SPViT's learned selector."""
+"""Reducers that keep the patches of the highest scores: SPOT's heuristic, Evo-ViT's, ATS, A-ViT's, and SPViT's learned
+selector.
+"""
 
 import math
 from dataclasses import dataclass
@@ -8,9 +10,24 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.tokens import AttentionAverage, Predicting, Reducer, Reduction, Selecting, Shape, TokenState
-from attnrx.vit.tokens.learned_scores import KeepScores, TokenFeatures
+from attnrx.vit.tokens import Predicting, Reducer, Reduction, Selecting, Shape, TokenState
 from attnrx.vit.tokens.reducer import KeepDrop, PerPatch, reduced_to_best
+from attnrx_lab.tokens.learned_scores import KeepScores, TokenFeatures
+
+
+@dataclass(frozen=True)
+class AttentionAverage(Selecting):
+    """Keeps the patches of the highest class attention, averaged over heads and all previous layers (SPOT, Table 7).
+
+    Computes one row of every map, and stores one number per patch: the sum, which gives the same order as the mean.
+    """
+
+    needs = ("class_attention", "class_attention_sum")
+
+    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
+        assert state.accumulated is not None
+        # A token that an earlier stage fused starts at 0, so here it counts the layers since that stage only.
+        return state.accumulated
 
 
 @dataclass(frozen=True)

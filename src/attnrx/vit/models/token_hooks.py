@@ -15,7 +15,7 @@ from attnrx.vit.attention import Attention, AttentionCapture, capture_uniform
 from attnrx.vit.models.family import Family
 from attnrx.vit.models.observation_hooks import blocks_of, evaluating
 from attnrx.vit.models.token_reduction import TokenReduction, TokenRun, reduction_of
-from attnrx.vit.tokens import LAST_LAYER, MOMENTS, TokenPolicy
+from attnrx.vit.tokens import LAST_LAYER, TokenPolicy
 
 
 def attach_tokens_(
@@ -116,7 +116,7 @@ def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:
     needs = set(policy.reducer.needs)
     quantities = needs & LAST_LAYER if index + 1 in policy.layers else set()
     if index < policy.layers[-1]:  # statistics over the layers are sums until the last stage
-        quantities |= {"attention"} if needs & MOMENTS else set()
+        quantities |= {"attention"} if "maps" in needs else set()
         quantities |= {"class_attention"} if "class_attention_sum" in needs else set()
     statistics = tuple(sorted(quantities))
     # Before the first stage all sizes are 1, and any backend computes the layer.

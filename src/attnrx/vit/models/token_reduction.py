@@ -16,8 +16,7 @@ from attnrx.vit.attention import CapturedAttention
 from attnrx.vit.kernels.native_merging import Merged, can_merge
 from attnrx.vit.maps import REALIZATIONS
 from attnrx.vit.tokens import (
-    MOMENTS,
-    MapMoments,
+    MapStatistic,
     Reduction,
     Shape,
     TokenPolicy,
@@ -25,7 +24,6 @@ from attnrx.vit.tokens import (
     counted,
     destinations_of,
     gathered_rows,
-    image_keys,
     sampled_keep,
 )
 from attnrx.vit.tokens.reducer import stable_order
@@ -155,7 +153,7 @@ class TokenRun:
     on. `patch_indices` holds the index of every patch token in the image, -1 for tokens added by a stage; `trail` holds
     those indices after each stage. `restorations` has one for every chunk of the batch, if features of all patches are
     requested, which are those after `restored_blocks`, or patches are tracked.
-    `image_keys` are hashes of the images, for reducers that need them. In training, `sampled` holds the mask sampled at
+    `image_keys` are those of the reducer. In training, `sampled` holds the mask sampled at
     each stage: 1 for a kept patch, 0 for a pruned one, with a gradient; `drawn` holds the stages: one that
     keeps every patch samples none.
     """
@@ -166,7 +164,7 @@ class TokenRun:
         self.logarithms: tuple[Tensor, Tensor] | None = None  # some sizes, and their logarithms
         self.patches = 0
         self.patch_indices: Int[Tensor, "batch patches"] | None = None
-        self.moments: MapMoments | None = None
+        self.moments: MapStatistic | None = None
         self.accumulated: Float[Tensor, "batch patches"] | None = None
         self.image_keys: Int[Tensor, " batch"] | None = None
         self.captured = CapturedAttention()
@@ -398,8 +396,7 @@ class TokenReduction(nn.Module):
         # In training every patch stays in its place, so none has to be restored.
         if (run.restored_blocks or self.call.tracked) and not self.samples_patches:
             run.restorations.append(TokenRestoration(self.shape.layout.prefix))
-        if "image_keys" in self.policy.reducer.needs:
-            run.image_keys = image_keys(images)
+        run.image_keys = self.policy.reducer.image_keys(images)
 
     def enter(self, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
         """Returns the present tokens for a block that is called with restored ones; else None."""
@@ -443,11 +440,8 @@ class TokenReduction(nn.Module):
             )
         if decides:  # full maps are large: only those that the next stage uses are stored, others go into sums
             run.captured = captured
-        if not MOMENTS.isdisjoint(needs) and captured.attention is not None:
-            if run.moments is None:
-                run.moments = MapMoments.of(captured.attention, "attention_variance" in needs)
-            else:
-                run.moments = run.moments.add_layer(captured.attention)
+        if "maps" in needs and captured.attention is not None:
+            run.moments = self.policy.reducer.add_map(run.moments, captured.attention)
         if "class_attention_sum" in needs and captured.class_attention is not None:
             self.accumulate(captured.class_attention.mean(1))
 
@@ -617,7 +611,7 @@ class ReducedState(NamedTuple):
     tokens: TokenBatch
     sizes: Float[Tensor, "batch tokens"]
     patch_indices: Int[Tensor, "batch patches"]
-    moments: MapMoments | None
+    moments: MapStatistic | None
     accumulated: Float[Tensor, "batch patches"] | None
     positions: Int[Tensor, "batch remaining"] | None
 
@@ -669,7 +663,7 @@ def masked_state(state: TokenState, reduction: Reduction) -> ReducedState:
 
 def replaced_state(
     state: TokenState, added: Int[Tensor, "batch added"]
-) -> tuple[Tensor, MapMoments | None, Tensor | None]:
+) -> tuple[Tensor, MapStatistic | None, Tensor | None]:
     """Returns patch indices and statistics after new tokens were written at the patches `added`."""
     moments, accumulated = state.moments, state.accumulated
     return (

@@ -5,16 +5,12 @@ from typing import Any
 
 from attnrx.support.dataclass_records import from_dict
 from attnrx.support.errors import InvalidInput
-from attnrx.support.plugins import import_plugins
-from attnrx.vit.tokens.fusing import EViT, Soft
-from attnrx.vit.tokens.learned_scores import DynamicViT
+from attnrx.support.plugins import import_plugins, moved
 from attnrx.vit.tokens.merging import ToMe
 from attnrx.vit.tokens.policy import PolicyReader, TokenPolicy
-from attnrx.vit.tokens.random import Random, image_keys
 from attnrx.vit.tokens.reducer import (
     ALL_LAYERS,
     LAST_LAYER,
-    MOMENTS,
     Predicting,
     Reducer,
     Reduction,
@@ -24,28 +20,16 @@ from attnrx.vit.tokens.reducer import (
     destinations_of,
     sampled_keep,
 )
-from attnrx.vit.tokens.spot import Spot, attention_features
-from attnrx.vit.tokens.state import (
-    MapMoments,
-    TokenLayout,
-    TokenState,
-    counted,
-    gathered_rows,
-)
-from attnrx.vit.tokens.untrained_scores import AttentionAverage, AttentionReceived, ClassAttention
+from attnrx.vit.tokens.state import MapStatistic, TokenLayout, TokenState, counted, gathered_rows
+from attnrx.vit.tokens.untrained_scores import AttentionReceived, ClassAttention
 from attnrx.vit.tokens.ward import Ward
 
 # Every reducer by its name in text.
 REDUCERS: Mapping[str, type[Reducer]] = {
-    "random": Random,
     "class_attention": ClassAttention,
-    "attention_average": AttentionAverage,
     "attention_received": AttentionReceived,
-    "evit": EViT,
     "tome": ToMe,
     "ward": Ward,
-    "dynamicvit": DynamicViT,
-    "spot": Spot,
 }
 # Stated once, here: `str(reducer)` writes the name that `parse_reducer` reads.
 for _name, _kind in REDUCERS.items():
@@ -53,42 +37,14 @@ for _name, _kind in REDUCERS.items():
 _REGISTERED: dict[str, type[Reducer]] = {}
 
 __all__ = [
-    "ALL_LAYERS",
-    "LAST_LAYER",
-    "MOMENTS",
-    "REDUCERS",
-    "AttentionAverage",
-    "AttentionReceived",
-    "ClassAttention",
-    "DynamicViT",
-    "EViT",
-    "MapMoments",
-    "Predicting",
-    "Random",
-    "Reducer",
-    "Reduction",
-    "SampledTokens",
-    "Selecting",
-    "Shape",
-    "Soft",
-    "Spot",
-    "ToMe",
-    "TokenLayout",
-    "TokenPolicy",
-    "TokenState",
-    "Ward",
-    "attention_features",
-    "counted",
-    "destinations_of",
-    "gathered_rows",
-    "image_keys",
-    "known_reducers",
-    "parse_policy",
-    "parse_reducer",
-    "policy_from_dict",
-    "register_reducer",
-    "sampled_keep",
-]
+    "ALL_LAYERS", "LAST_LAYER", "REDUCERS", "AttentionReceived", "ClassAttention", "MapStatistic", "Predicting",
+    "Reducer", "Reduction", "SampledTokens", "Selecting", "Shape", "ToMe", "TokenLayout", "TokenPolicy", "TokenState",
+    "Ward", "counted", "destinations_of", "gathered_rows", "known_reducers", "parse_policy", "parse_reducer",
+    "policy_from_dict", "register_reducer", "sampled_keep",
+]  # fmt: skip
+
+_OF_PAPERS = ("AttentionAverage", "DynamicViT", "EViT", "MapMoments", "Random", "Soft", "Spot", "image_keys")
+__getattr__ = moved({name: f"attnrx_lab.tokens.{name}" for name in _OF_PAPERS})
 
 
 def register_reducer(name: str, kind: type[Reducer]) -> None:

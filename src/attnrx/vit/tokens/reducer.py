@@ -3,7 +3,7 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -11,13 +11,12 @@ from torch import nn
 from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.kernels.native_merging import Merged
-from attnrx.vit.tokens.state import TokenLayout, TokenState, gathered_rows
+from attnrx.vit.tokens.state import MapStatistic, TokenLayout, TokenState, gathered_rows
 
 # The statistics in `Reducer.needs`: LAST_LAYER ones are captured only in the layer before a stage, ALL_LAYERS ones in
 # every layer up to the last stage.
 LAST_LAYER = {"class_attention", "attention", "keys", "value_norms"}
-MOMENTS = {"attention_mean", "attention_variance"}
-ALL_LAYERS = {*MOMENTS, "class_attention_sum", "accumulated"}
+ALL_LAYERS = {"maps", "class_attention_sum", "accumulated"}
 
 PerPatch = Float[Tensor, "batch patches"]
 KeepDrop = Float[Tensor, "batch patches 2"]  # the log-probabilities of keep and drop of every patch
@@ -69,10 +68,9 @@ class Reducer(ABC):
     """Selects or merges tokens at every stage of a policy: a frozen dataclass of its knobs.
 
     `needs` lists the statistics that it uses. Of the previous layer: "class_attention", "attention", "keys",
-    "value_norms" (`LAST_LAYER`). Of all previous layers (`ALL_LAYERS`): "attention_mean" and "attention_variance", in
+    "value_norms" (`LAST_LAYER`). Of all previous layers (`ALL_LAYERS`): "maps", whose statistic by `add_map` is in
     `moments`; and in `accumulated`, summed unless `accumulate` is overridden, a score for every patch:
     "class_attention_sum", the class attention averaged over the heads, or "accumulated", the output of `layer_score`.
-    And "image_keys", a hash of the pixels of every image.
 
     A `proportional` reducer changes the sizes of tokens, and later attention weights a token by its size (the logarithm
     of the size is added to its scores). A stage appends `extra` tokens to the kept ones. A `learned` reducer has a
@@ -120,6 +118,18 @@ class Reducer(ABC):
     def accumulate(self, before: PerPatch | None, scores: PerPatch) -> PerPatch:
         """Adds the scores of one layer to those accumulated `before`, which is None at the first layer."""
         return scores if before is None else before + scores
+
+    def add_map(self, before: Any, attention: Float[Tensor, "batch heads queries keys"]) -> MapStatistic:
+        """Adds the attention of one layer to a statistic of the layers `before`, which is None at the first layer.
+
+        Raises:
+            NotImplementedError: The reducer does not need "maps".
+        """
+        raise NotImplementedError
+
+    def image_keys(self, images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"] | None:
+        """Returns a number for every image that a selection depends on; None where it depends on none."""
+        return None
 
     def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
         """Returns the log-probabilities of keep and drop for every patch, by which a learned reducer is trained.

@@ -1,87 +1,29 @@
 """The tokens of a batch with their statistics, and their layout."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol, Self
 
 import torch
-import torch.nn.functional as F
 
 from attnrx.support.modules import is_traced
 from attnrx.support.shapes import Float, Int, Tensor
 
 
-@dataclass
-class MapMoments:
-    """The mean of the attention maps over the layers so far, and their variance where it is collected, elementwise.
+class MapStatistic(Protocol):
+    """A statistic of the attention maps of all layers so far for every pair of tokens (`Reducer.add_map`)."""
 
-    Memory does not grow with the layers: only sums of the maps and, for the variance, of their squares are stored.
-    Attention lies in [0, 1], so the sums of squares are accurate enough for a predictor: in float32 a deviation of a
-    hundredth of a map's values is resolved to three digits.
-    """
+    def at(self, kept: Int[Tensor, "batch kept"]) -> Self:
+        """Returns the statistic between the kept tokens."""
+        ...
 
-    total: Float[Tensor, "batch heads queries keys"]
-    squares: Float[Tensor, "batch heads queries keys"] | None = None
-    count: int = 1
+    def with_new(self, count: int) -> Self:
+        """Returns the statistic with `count` new tokens, which have no past."""
+        ...
 
-    @classmethod
-    def of(cls, attention: Float[Tensor, "batch heads queries keys"], variance: bool = True) -> "MapMoments":
-        """Returns the moments of the first layer."""
-        return cls(attention, attention * attention if variance else None)
-
-    def add_layer(self, attention: Float[Tensor, "batch heads queries keys"]) -> "MapMoments":
-        """Returns the moments with one more layer; without gradients the sums are updated in place."""
-        squares = self.squares
-        if torch.is_grad_enabled() or self.count == 1:  # the first sum shares memory with the map of the first layer
-            total = self.total + attention
-            squares = None if squares is None else torch.addcmul(squares, attention, attention)
-        else:
-            total = self.total.add_(attention)
-            squares = None if squares is None else squares.addcmul_(attention, attention)
-        return MapMoments(total, squares, self.count + 1)
-
-    def at(self, kept: Int[Tensor, "batch kept"]) -> "MapMoments":
-        """Returns the moments between the kept tokens."""
-        return self._map(lambda sums: _between(sums, kept))
-
-    def with_new(self, count: int) -> "MapMoments":
-        """Returns the moments with `count` new tokens, whose sums are zero."""
-        return self._map(lambda sums: F.pad(sums, (0, count, 0, count)))
-
-    def without(self, indices: Int[Tensor, "batch removed"]) -> "MapMoments":
-        """Returns the moments with the sums of these tokens set to zero, because new tokens overwrote them."""
-        # Not in place: the sums may be in an autograd graph, or share memory with the map of the first layer.
-        mask = torch.ones_like(self.total[:, 0, :, 0]).scatter(1, indices, 0.0)
-        pair_mask = (mask[:, :, None] * mask[:, None, :])[:, None]
-        return self._map(lambda sums: sums * pair_mask)
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> "MapMoments":
-        squares = None if self.squares is None else function(self.squares)
-        return MapMoments(function(self.total), squares, self.count)
-
-    @property
-    def mean(self) -> Float[Tensor, "batch heads queries keys"]:
-        return self.total / self.count
-
-    @property
-    def variance(self) -> Float[Tensor, "batch heads queries keys"]:
-        """The variance over the layers (the mean of the squared deviations), where it was collected."""
-        assert self.squares is not None
-        if self.count == 1:  # exactly 0, without rounding
-            return torch.zeros_like(self.squares)
-        # E x^2 - (E x)^2; of almost equal maps rounding can make it negative.
-        mean_square = self.squares / self.count
-        return torch.addcmul(mean_square, self.total, self.total, value=-1 / self.count**2).clamp_(min=0)
-
-
-def _between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:
-    """Returns the rows and columns of some tokens."""
-    # Rows first: the columns are then gathered from the smaller [batch, heads, kept, keys].
-    batch, heads, queries, keys = maps.shape
-    # index_select copies whole rows; gather copies element by element.
-    first = torch.arange(batch * heads, device=maps.device).view(batch, heads, 1) * queries
-    rows = maps.reshape(-1, keys).index_select(0, (first + kept[:, None, :]).flatten()).view(batch, heads, -1, keys)
-    return rows.gather(3, kept[:, None, None, :].expand(-1, heads, kept.shape[1], -1))
+    def without(self, indices: Int[Tensor, "batch removed"]) -> Self:
+        """Returns the statistic in which these tokens have no past, because new tokens overwrote them."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -90,12 +32,12 @@ class TokenState:
 
     `sizes`: how many patches of the image every token represents: 0 for a masked token, 1 for an ordinary one, more for
     a merged one. `class_attention`: the attention from the class token to every token in the previous layer, by head.
-    `attention`: the whole map of that layer; `moments`: those of all layers so far. `keys`: the keys averaged over the
-    heads. `patch_indices`: the index of every patch token in the image, -1 for one added by an earlier stage.
-    `accumulated`: for every patch, the sum over the layers so far of the reducer's `layer_score` or of its class
-    attention. `image_keys`: hashes of the images. `value_norms`: the norms of the values, by head. Statistics that the
-    reducer does not need are None. `stage` counts from 0; it runs before the layer `layer` (counted from 1) of `depth`
-    layers.
+    `attention`: the whole map of that layer; `moments`: the statistic of the maps of all layers so far
+    (`Reducer.add_map`). `keys`: the keys averaged over the heads. `patch_indices`: the index of every patch token in
+    the image, -1 for one added by an earlier stage. `accumulated`: for every patch, the sum over the layers so far of
+    the reducer's `layer_score` or of its class attention. `image_keys`: those of `Reducer.image_keys`. `value_norms`:
+    the norms of the values, by head. Statistics that the reducer does not need are None. `stage` counts from 0; it runs
+    before the layer `layer` (counted from 1) of `depth` layers.
     """
 
     tokens: Float[Tensor, "batch tokens width"]
@@ -104,7 +46,7 @@ class TokenState:
     patch_indices: Int[Tensor, "batch patches"]
     class_attention: Float[Tensor, "batch heads tokens"] | None = None
     attention: Float[Tensor, "batch heads tokens tokens"] | None = None
-    moments: MapMoments | None = None
+    moments: MapStatistic | None = None
     keys: Float[Tensor, "batch tokens directions"] | None = None
     accumulated: Float[Tensor, "batch patches"] | None = None
     image_keys: Int[Tensor, "batch"] | None = None

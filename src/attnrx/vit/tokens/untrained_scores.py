@@ -20,21 +20,6 @@ class ClassAttention(Selecting):
 
 
 @dataclass(frozen=True)
-class AttentionAverage(Selecting):
-    """Keeps the patches of the highest class attention, averaged over heads and all previous layers (SPOT, Table 7).
-
-    Computes one row of every map, and stores one number per patch: the sum, which gives the same order as the mean.
-    """
-
-    needs = ("class_attention", "class_attention_sum")
-
-    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        assert state.accumulated is not None
-        # A token that an earlier stage fused starts at 0, so here it counts the layers since that stage only.
-        return state.accumulated
-
-
-@dataclass(frozen=True)
 class AttentionReceived(Selecting):
     """Keeps the patches that receive the most attention from all tokens in the previous layer; needs no class token."""
 

@@ -1,4 +1,4 @@
-"""A reducer with a learned predictor on token features: DynamicViT, whose parts SPOT shares."""
+"""A reducer with a learned predictor on token features: DynamicViT, whose parts SPOT and SPViT's selector share."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.tokens.reducer import KeepDrop, PerPatch, Predicting, Shape
-from attnrx.vit.tokens.state import TokenState
+from attnrx.vit.tokens import Predicting, Shape, TokenState
+from attnrx.vit.tokens.reducer import KeepDrop, PerPatch
 
 
 class TokenFeatures(nn.Module):

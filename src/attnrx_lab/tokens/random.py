@@ -7,8 +7,8 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.vit.tokens.reducer import PerPatch, Selecting
-from attnrx.vit.tokens.state import TokenState
+from attnrx.vit.tokens import Selecting, TokenState
+from attnrx.vit.tokens.reducer import PerPatch
 
 SEEDS = 2**31
 STEP = 2**20  # pixels are hashed as multiples of 1 / STEP
@@ -27,11 +27,12 @@ class Random(Selecting):
 
     seed: int = 0
 
-    needs = ("image_keys",)
-
     def __post_init__(self):
         if not 0 <= self.seed < SEEDS:
             raise InvalidInput(f"random(seed={self.seed}): give a seed from 0 to {SEEDS - 1}.")
+
+    def image_keys(self, images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"]:
+        return image_keys(images)
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
         """Returns a score in [0, 1) for every patch, including tokens added by an earlier stage."""

@@ -1,17 +1,92 @@
 """SPOT: a predictor on token features, attention, and the change of attention over the layers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from attnrx.support.errors import InvalidInput
-from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.tokens.learned_scores import KeepScores, TokenFeatures
-from attnrx.vit.tokens.reducer import KeepDrop, PerPatch, Predicting, Shape
-from attnrx.vit.tokens.state import TokenState
+from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.vit.tokens import Predicting, Shape, TokenState
+from attnrx.vit.tokens.reducer import KeepDrop, PerPatch
+from attnrx_lab.tokens.learned_scores import KeepScores, TokenFeatures
 
 SCALARS = 6  # of every patch, head and map: SPOT, Eqs. 3 to 9
+
+
+@dataclass
+class MapMoments:
+    """The mean of the attention maps over the layers so far, and their variance where it is collected, elementwise.
+
+    Memory does not grow with the layers: only sums of the maps and, for the variance, of their squares are stored.
+    Attention lies in [0, 1], so the sums of squares are accurate enough for a predictor: in float32 a deviation of a
+    hundredth of a map's values is resolved to three digits.
+    """
+
+    total: Float[Tensor, "batch heads queries keys"]
+    squares: Float[Tensor, "batch heads queries keys"] | None = None
+    count: int = 1
+
+    @classmethod
+    def of(cls, attention: Float[Tensor, "batch heads queries keys"], variance: bool = True) -> "MapMoments":
+        """Returns the moments of the first layer."""
+        return cls(attention, attention * attention if variance else None)
+
+    def add_layer(self, attention: Float[Tensor, "batch heads queries keys"]) -> "MapMoments":
+        """Returns the moments with one more layer; without gradients the sums are updated in place."""
+        squares = self.squares
+        if torch.is_grad_enabled() or self.count == 1:  # the first sum shares memory with the map of the first layer
+            total = self.total + attention
+            squares = None if squares is None else torch.addcmul(squares, attention, attention)
+        else:
+            total = self.total.add_(attention)
+            squares = None if squares is None else squares.addcmul_(attention, attention)
+        return MapMoments(total, squares, self.count + 1)
+
+    def at(self, kept: Int[Tensor, "batch kept"]) -> "MapMoments":
+        """Returns the moments between the kept tokens."""
+        return self._map(lambda sums: _between(sums, kept))
+
+    def with_new(self, count: int) -> "MapMoments":
+        """Returns the moments with `count` new tokens, whose sums are zero."""
+        return self._map(lambda sums: F.pad(sums, (0, count, 0, count)))
+
+    def without(self, indices: Int[Tensor, "batch removed"]) -> "MapMoments":
+        """Returns the moments with the sums of these tokens set to zero, because new tokens overwrote them."""
+        # Not in place: the sums may be in an autograd graph, or share memory with the map of the first layer.
+        mask = torch.ones_like(self.total[:, 0, :, 0]).scatter(1, indices, 0.0)
+        pair_mask = (mask[:, :, None] * mask[:, None, :])[:, None]
+        return self._map(lambda sums: sums * pair_mask)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "MapMoments":
+        squares = None if self.squares is None else function(self.squares)
+        return MapMoments(function(self.total), squares, self.count)
+
+    @property
+    def mean(self) -> Float[Tensor, "batch heads queries keys"]:
+        return self.total / self.count
+
+    @property
+    def variance(self) -> Float[Tensor, "batch heads queries keys"]:
+        """The variance over the layers (the mean of the squared deviations), where it was collected."""
+        assert self.squares is not None
+        if self.count == 1:  # exactly 0, without rounding
+            return torch.zeros_like(self.squares)
+        # E x^2 - (E x)^2; of almost equal maps rounding can make it negative.
+        mean_square = self.squares / self.count
+        return torch.addcmul(mean_square, self.total, self.total, value=-1 / self.count**2).clamp_(min=0)
+
+
+def _between(maps: Float[Tensor, "batch heads queries keys"], kept: Int[Tensor, "batch kept"]) -> Tensor:
+    """Returns the rows and columns of some tokens."""
+    # Rows first: the columns are then gathered from the smaller [batch, heads, kept, keys].
+    batch, heads, queries, keys = maps.shape
+    # index_select copies whole rows; gather copies element by element.
+    first = torch.arange(batch * heads, device=maps.device).view(batch, heads, 1) * queries
+    rows = maps.reshape(-1, keys).index_select(0, (first + kept[:, None, :]).flatten()).view(batch, heads, -1, keys)
+    return rows.gather(3, kept[:, None, None, :].expand(-1, heads, kept.shape[1], -1))
 
 
 @dataclass(frozen=True)
@@ -39,9 +114,12 @@ class Spot(Predicting):
     def __post_init__(self):
         if self.projected is not None and self.projected < 0:
             raise InvalidInput(f"{self}: projected counts token features; give 0 or more, or None for the width.")
-        moments = [f"attention_{name}" for name in ("mean", "variance") if getattr(self, name)]
+        moments = ("maps",) if self.mean or self.variance else ()
         object.__setattr__(self, "needs", ("attention", "class_attention", *moments))
         object.__setattr__(self, "one_predictor", self.shared)
+
+    def add_map(self, before: MapMoments | None, attention: Float[Tensor, "batch heads queries keys"]) -> MapMoments:
+        return MapMoments.of(attention, self.variance) if before is None else before.add_layer(attention)
 
     def features(self, shape: Shape) -> tuple[int, int]:
         """Returns the number of token features and of attention features of a patch."""
@@ -78,6 +156,7 @@ class SpotPredictor(nn.Module):
     ) -> Float[Tensor, "batch patches features"]:
         """Returns the attention features of the patches."""
         maps, moments = [attention], state.moments
+        assert moments is None or isinstance(moments, MapMoments)
         if moments is not None and self.spot.mean:
             maps.append(moments.mean)
         if moments is not None and self.spot.variance:
