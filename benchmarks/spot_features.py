@@ -21,7 +21,7 @@ from attnrx.nouns.prescription import TokenPrescription
 from attnrx.show.checks.statistics import mean_estimate
 from attnrx.vit.models import family_of, reduction_of
 from attnrx.vit.tokens import TokenState, parse_policy
-from attnrx.vit.tokens.reducer import odds
+from attnrx_lab.tokens.learned_scores import odds
 from attnrx_lab.tokens.spot import SpotPredictor
 
 Measured = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -66,5 +66,5 @@ with torch.no_grad():
 # in `tests/support/cases.py`. The laws of `tests/laws/` then hold it to what every reducer keeps: masks equal removal,
 # costs are those that are counted, batches do not mix, exported files agree ([Architecture](../architecture.md)).
 #
-# Where tokens are merged, implement `Reducer.reduce` (see `Ward`); where scores are learned, `Predicting` (see
-# `attnrx_lab.tokens.Spot`).
+# Where tokens are merged, implement `Reducer.reduce` (see `Ward`); where scores are learned,
+# `attnrx_lab.tokens.Predicting` (see `Spot` there).

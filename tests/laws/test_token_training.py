@@ -24,9 +24,8 @@ from attnrx.vit.models import (
     reduction_of,
     save_model,
 )
-from attnrx.vit.models import token_reduction as reducing_module
-from attnrx.vit.tokens import ClassAttention, TokenPolicy, TokenState, sampled_keep
-from attnrx.vit.tokens.reducer import best, odds
+from attnrx.vit.tokens import ClassAttention, TokenPolicy, TokenState
+from attnrx.vit.tokens.reducer import best
 from attnrx_lab.papers.similarity import TokenSimilarity
 from attnrx_lab.tokens import (
     DTPS,
@@ -35,6 +34,8 @@ from attnrx_lab.tokens import (
     Spot,
     SPViT,
 )
+from attnrx_lab.tokens import learned_scores as reducing_module
+from attnrx_lab.tokens.learned_scores import odds, sampled_keep
 from support.cases import REDUCTIONS
 from support.pretrained import TIMM, VIT, adopted_once, inputs, of_timm
 from support.tiny_runs import at, same, weights

@@ -13,10 +13,10 @@ from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.models import attach_tokens_, family_of
-from attnrx.vit.tokens import ClassAttention, Predicting, Shape, TokenPolicy, TokenState
-from attnrx.vit.tokens.reducer import KeepDrop
+from attnrx.vit.tokens import ClassAttention, Shape, TokenPolicy, TokenState
 from attnrx_lab.baselines.compressor import SearchedBaseline, largest_share
-from attnrx_lab.tokens import DTPS
+from attnrx_lab.tokens import DTPS, Predicting
+from attnrx_lab.tokens.learned_scores import KeepDrop
 
 STEPS, BATCH = 40, 8
 LEARNING_RATE = 0.05

@@ -5,7 +5,7 @@ An entry point of the group `attnrx.parts` imports this package wherever a text 
 
 from attnrx.vit.tokens import register_reducer
 from attnrx_lab.tokens.fusing import DTPS, EViT, Soft, SPViT
-from attnrx_lab.tokens.learned_scores import DynamicViT
+from attnrx_lab.tokens.learned_scores import DynamicViT, Predicting
 from attnrx_lab.tokens.pitome import PiToMe
 from attnrx_lab.tokens.random import Random, image_keys
 from attnrx_lab.tokens.scores import ATS, AttentionAverage, EvoViT, HaltingScores, HeadSelector
@@ -23,6 +23,7 @@ __all__ = [
     "HeadSelector",
     "MapMoments",
     "PiToMe",
+    "Predicting",
     "Random",
     "SPViT",
     "Soft",

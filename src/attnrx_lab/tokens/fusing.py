@@ -3,6 +3,7 @@ and dTPS.
 """
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -23,8 +24,8 @@ from attnrx.vit.tokens import (
     destinations_of,
     gathered_rows,
 )
-from attnrx.vit.tokens.reducer import KeepDrop, PerPatch, best, odds
-from attnrx_lab.tokens.learned_scores import DynamicViT
+from attnrx.vit.tokens.reducer import PerPatch, best
+from attnrx_lab.tokens.learned_scores import DynamicViT, KeepDrop, Predicting, odds
 from attnrx_lab.tokens.scores import HeadSelector
 
 
@@ -55,8 +56,14 @@ class Soft(Reducer):
         """Returns the MACs of the predictor of the scores."""
         return self.scores.predictor_macs(shape, patches, count)
 
-    def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
-        return self.scores.keep_scores(state, predictor)
+    def sample(self, state: TokenState, predictor: nn.Module, temperature: float) -> SampledTokens:
+        if not isinstance(self.scores, Predicting):
+            return super().sample(state, predictor, temperature)
+        return self.sampled(state, *self.scores.sampled_mask(state, predictor, temperature, self.extra > 0))
+
+    @abstractmethod
+    def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
+        """Returns the tokens of a training step, where `keep` was sampled from the scores."""
 
     def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
         return self.scores.layer_score(tokens)
@@ -108,7 +115,8 @@ class EViT(Soft):
         fused_token = _fused(state.patches, self.scores.weights(odds(scores)) * pruned_mask, self.normalized)
         # There is a pruned patch to overwrite: `sampled_keep` prunes one where a reducer has an extra token.
         index = pruned_mask.detach().argmax(1, keepdim=True)
-        return SampledTokens(state.patches.scatter(1, index[..., None].expand_as(fused_token), fused_token), index)
+        patches = state.patches.scatter(1, index[..., None].expand_as(fused_token), fused_token)
+        return SampledTokens(keep, patches, index)
 
 
 @dataclass(frozen=True)
@@ -155,7 +163,7 @@ class DTPS(Soft):
         # All patches are in the table of hosts, so that shapes do not depend on the sample; pruned ones are masked.
         cosines = (unit @ unit.transpose(1, 2)).masked_fill(keep[:, None, :] == 0, float("-inf"))
         # The choice of the host has no gradient; the sample has one, by the weight 1 - keep of a fused patch.
-        return SampledTokens(_squeezed(state.patches, state.patches, cosines, state.present_mask * (1 - keep)))
+        return SampledTokens(keep, _squeezed(state.patches, state.patches, cosines, state.present_mask * (1 - keep)))
 
 
 def _fused(patches: Tensor, weights: Tensor, normalized: bool) -> Tensor:

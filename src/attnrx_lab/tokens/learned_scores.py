@@ -1,4 +1,4 @@
-"""A reducer with a learned predictor on token features: DynamicViT, whose parts SPOT and SPViT's selector share."""
+"""Reducers with a learned predictor of the patches to keep, and what is sampled in training; DynamicViT."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,65 @@ import torch
 from torch import nn
 
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.tokens import Predicting, Shape, TokenState
-from attnrx.vit.tokens.reducer import KeepDrop, PerPatch
+from attnrx.vit.tokens import SampledTokens, Selecting, Shape, TokenState
+from attnrx.vit.tokens.reducer import PerPatch
+
+KeepDrop = Float[Tensor, "batch patches 2"]  # the log-probabilities of keep and drop of every patch
+
+
+class Predicting(Selecting):
+    """A learned selecting reducer: its predictor returns the log-probabilities of keep and drop of every patch."""
+
+    learned = True
+
+    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
+        """Returns the log-odds of keep: the same order as its log-probability, without saturation near zero."""
+        # Log-probabilities of almost certain patches round to 0, and their order would be that of the index.
+        return odds(self.keep_scores(state, predictor))
+
+    def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
+        """Returns the log-probabilities of keep and drop for every patch, by which the reducer is trained."""
+        return predictor(state)
+
+    def weights(self, relevance: PerPatch) -> PerPatch:
+        """Returns the probability of keep."""
+        return relevance.sigmoid()
+
+    def sample(self, state: TokenState, predictor: nn.Module, temperature: float) -> SampledTokens:
+        return SampledTokens(self.sampled_mask(state, predictor, temperature)[0], state.patches)
+
+    def sampled_mask(
+        self, state: TokenState, predictor: nn.Module, temperature: float, prunes_one: bool = False
+    ) -> tuple[PerPatch, KeepDrop]:
+        """Returns a mask that is sampled from the scores (`sampled_keep`), and the scores."""
+        scores = self.keep_scores(state, predictor)
+        return sampled_keep(scores, state.sizes[:, state.prefix :], temperature, prunes_one), scores
+
+
+def odds(scores: KeepDrop) -> PerPatch:
+    """Returns the log-odds of keep from the log-probabilities of keep and drop."""
+    return scores[..., 0] - scores[..., 1]
+
+
+def sampled_keep(scores: KeepDrop, present_mask: PerPatch, temperature: float, prunes_one: bool = False) -> PerPatch:
+    """Samples 1 (keep) or 0 (prune) for every patch by the straight-through Gumbel-softmax of its scores.
+
+    Pruned patches stay pruned. An image always keeps a patch: if the sample prunes all, the patch of the highest score
+    is kept. Otherwise low keep ratios lead to means over no patches, and NaN. With `prunes_one`, for a reducer that
+    overwrites a pruned patch by a new token, the patch of the lowest score is pruned if the sample keeps all.
+    """
+    # In half precision the Gumbel noise can be infinite.
+    sample = nn.functional.gumbel_softmax(scores.float(), tau=temperature, hard=True, dim=-1)[..., 0]
+    keep = sample.to(present_mask.dtype) * present_mask
+    highest = scores[..., 0].detach().masked_fill(present_mask == 0, float("-inf")).argmax(1, keepdim=True)
+    keeps_none = (keep.detach().sum(1, keepdim=True) == 0).to(keep.dtype)
+    # Corrections are added, not assigned, so that the straight-through gradient of the sample remains.
+    keep = keep + torch.zeros_like(keep).scatter(1, highest, keeps_none)
+    if not prunes_one:
+        return keep
+    lowest = scores[..., 0].detach().masked_fill(present_mask == 0, float("inf")).argmin(1, keepdim=True)
+    keeps_all = ((keep.detach() > 0).sum(1, keepdim=True) == (present_mask > 0).sum(1, keepdim=True)).to(keep.dtype)
+    return keep - torch.zeros_like(keep).scatter(1, lowest, keeps_all)
 
 
 class TokenFeatures(nn.Module):

@@ -10,9 +10,9 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.tokens import Predicting, Reducer, Reduction, Selecting, Shape, TokenState
-from attnrx.vit.tokens.reducer import KeepDrop, PerPatch, reduced_to_best
-from attnrx_lab.tokens.learned_scores import KeepScores, TokenFeatures
+from attnrx.vit.tokens import Reducer, Reduction, Selecting, Shape, TokenState
+from attnrx.vit.tokens.reducer import PerPatch, reduced_to_best
+from attnrx_lab.tokens.learned_scores import KeepDrop, KeepScores, Predicting, TokenFeatures
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.vit.tokens import Predicting, Shape, TokenState
-from attnrx.vit.tokens.reducer import KeepDrop, PerPatch
-from attnrx_lab.tokens.learned_scores import KeepScores, TokenFeatures
+from attnrx.vit.tokens import Shape, TokenState
+from attnrx.vit.tokens.reducer import PerPatch
+from attnrx_lab.tokens.learned_scores import KeepDrop, KeepScores, Predicting, TokenFeatures
 
 SCALARS = 6  # of every patch, head and map: SPOT, Eqs. 3 to 9
 

@@ -24,7 +24,6 @@ from attnrx.vit.tokens import (
     counted,
     destinations_of,
     gathered_rows,
-    sampled_keep,
 )
 from attnrx.vit.tokens.reducer import stable_order
 
@@ -525,15 +524,14 @@ class TokenReduction(nn.Module):
 
     def _draw(self, stage: int, state: TokenState) -> Tensor:
         """Samples the kept patches; every token keeps its index, with size 1 or 0."""
-        reducer, run, prefix = self.policy.reducer, self._run, state.prefix
-        scores = reducer.keep_scores(state, self.predictor(stage))
-        keep = sampled_keep(scores, state.sizes[:, prefix:], self.temperature, prunes_one=reducer.extra > 0)
-        run.sampled.append(keep)
+        run, prefix = self._run, state.prefix
+        sampled = self.policy.reducer.sample(state, self.predictor(stage), self.temperature)
+        run.sampled.append(sampled.keep)
         run.drawn.append(stage)
-        sampled, sizes = reducer.sampled(state, keep, scores), keep
+        sizes = sampled.keep
         # A fused token overwrites a pruned patch, because the number of tokens is fixed in training.
         if sampled.added is not None:
-            sizes = keep.scatter(1, sampled.added, 1.0)
+            sizes = sizes.scatter(1, sampled.added, 1.0)
             run.patch_indices, run.moments, run.accumulated = replaced_state(state, sampled.added)
         run.sizes = torch.cat([state.sizes[:, :prefix], sizes], dim=1)
         return torch.cat([state.tokens[:, :prefix], sampled.patches], dim=1)

@@ -11,14 +11,12 @@ from attnrx.vit.tokens.policy import PolicyReader, TokenPolicy
 from attnrx.vit.tokens.reducer import (
     ALL_LAYERS,
     LAST_LAYER,
-    Predicting,
     Reducer,
     Reduction,
     SampledTokens,
     Selecting,
     Shape,
     destinations_of,
-    sampled_keep,
 )
 from attnrx.vit.tokens.state import MapStatistic, TokenLayout, TokenState, counted, gathered_rows
 from attnrx.vit.tokens.untrained_scores import AttentionReceived, ClassAttention
@@ -37,13 +35,15 @@ for _name, _kind in REDUCERS.items():
 _REGISTERED: dict[str, type[Reducer]] = {}
 
 __all__ = [
-    "ALL_LAYERS", "LAST_LAYER", "REDUCERS", "AttentionReceived", "ClassAttention", "MapStatistic", "Predicting",
-    "Reducer", "Reduction", "SampledTokens", "Selecting", "Shape", "ToMe", "TokenLayout", "TokenPolicy", "TokenState",
-    "Ward", "counted", "destinations_of", "gathered_rows", "known_reducers", "parse_policy", "parse_reducer",
-    "policy_from_dict", "register_reducer", "sampled_keep",
+    "ALL_LAYERS", "LAST_LAYER", "REDUCERS", "AttentionReceived", "ClassAttention", "MapStatistic", "Reducer",
+    "Reduction", "SampledTokens", "Selecting", "Shape", "ToMe", "TokenLayout", "TokenPolicy", "TokenState", "Ward",
+    "counted", "destinations_of", "gathered_rows", "known_reducers", "parse_policy", "parse_reducer",
+    "policy_from_dict", "register_reducer",
 ]  # fmt: skip
 
-_OF_PAPERS = ("AttentionAverage", "DynamicViT", "EViT", "MapMoments", "Random", "Soft", "Spot", "image_keys")
+_OF_PAPERS = (
+    "AttentionAverage", "DynamicViT", "EViT", "MapMoments", "Predicting", "Random", "Soft", "Spot", "image_keys",
+)  # fmt: skip
 __getattr__ = moved({name: f"attnrx_lab.tokens.{name}" for name in _OF_PAPERS})
 
 

@@ -19,7 +19,6 @@ LAST_LAYER = {"class_attention", "attention", "keys", "value_norms"}
 ALL_LAYERS = {"maps", "class_attention_sum", "accumulated"}
 
 PerPatch = Float[Tensor, "batch patches"]
-KeepDrop = Float[Tensor, "batch patches 2"]  # the log-probabilities of keep and drop of every patch
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,13 @@ class Reduction:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """The result of a stage in training: all patches, and the indices of pruned ones that new tokens overwrote."""
+    """The result of a stage in training.
 
+    `keep` is the mask that was sampled, 1 for a kept patch and 0 for a pruned one; `added` are the indices of pruned
+    ones that new tokens overwrote.
+    """
+
+    keep: PerPatch
     patches: Float[Tensor, "batch patches width"]
     added: Int[Tensor, "batch added"] | None = None
 
@@ -131,20 +135,15 @@ class Reducer(ABC):
         """Returns a number for every image that a selection depends on; None where it depends on none."""
         return None
 
-    def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
-        """Returns the log-probabilities of keep and drop for every patch, by which a learned reducer is trained.
+    def sample(self, state: TokenState, predictor: nn.Module, temperature: float) -> SampledTokens:
+        """Samples, in a training step, which patches a learned reducer keeps.
+
+        A sample equal to the selection of inference gives the tokens of `reduce`; gradients flow through `keep`.
 
         Raises:
             NotSupported: The reducer learns nothing.
         """
         raise NotSupported(f"{self} has no scores that can be trained.")
-
-    def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
-        """Returns the tokens of a training step, where `keep` was sampled from the scores: 1 for a kept patch, else 0.
-
-        A sample equal to the selection of inference gives the tokens of `reduce`; gradients flow through `keep`.
-        """
-        return SampledTokens(state.patches)
 
     def __str__(self) -> str:
         knobs = []
@@ -172,29 +171,6 @@ class Selecting(Reducer):
     def reduce(self, state: TokenState, count: int, predictor: nn.Module) -> Reduction:
         """Keeps the patches of the highest relevance, in their order."""
         return reduced_to_best(state, self.relevance(state, predictor), count)
-
-
-class Predicting(Selecting):
-    """A learned selecting reducer: its predictor returns the log-probabilities of keep and drop of every patch."""
-
-    learned = True
-
-    def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        """Returns the log-odds of keep: the same order as its log-probability, without saturation near zero."""
-        # Log-probabilities of almost certain patches round to 0, and their order would be that of the index.
-        return odds(self.keep_scores(state, predictor))
-
-    def keep_scores(self, state: TokenState, predictor: nn.Module) -> KeepDrop:
-        return predictor(state)
-
-    def weights(self, relevance: PerPatch) -> PerPatch:
-        """Returns the probability of keep."""
-        return relevance.sigmoid()
-
-
-def odds(scores: KeepDrop) -> PerPatch:
-    """Returns the log-odds of keep from the log-probabilities of keep and drop."""
-    return scores[..., 0] - scores[..., 1]
 
 
 def stable_order(
@@ -234,24 +210,3 @@ def reduced_to_best(state: TokenState, relevance: PerPatch, count: int) -> Reduc
     """Keeps the `count` most relevant patches, in their order."""
     kept = best(relevance, None if state.unmasked else state.present_mask, count)
     return Reduction(kept, gathered_rows(state.patches, kept))
-
-
-def sampled_keep(scores: KeepDrop, present_mask: PerPatch, temperature: float, prunes_one: bool = False) -> PerPatch:
-    """Samples 1 (keep) or 0 (prune) for every patch by the straight-through Gumbel-softmax of its scores.
-
-    Pruned patches stay pruned. An image always keeps a patch: if the sample prunes all, the patch of the highest score
-    is kept. Otherwise low keep ratios lead to means over no patches, and NaN. With `prunes_one`, for a reducer that
-    overwrites a pruned patch by a new token, the patch of the lowest score is pruned if the sample keeps all.
-    """
-    # In half precision the Gumbel noise can be infinite.
-    sample = nn.functional.gumbel_softmax(scores.float(), tau=temperature, hard=True, dim=-1)[..., 0]
-    keep = sample.to(present_mask.dtype) * present_mask
-    highest = scores[..., 0].detach().masked_fill(present_mask == 0, float("-inf")).argmax(1, keepdim=True)
-    keeps_none = (keep.detach().sum(1, keepdim=True) == 0).to(keep.dtype)
-    # Corrections are added, not assigned, so that the straight-through gradient of the sample remains.
-    keep = keep + torch.zeros_like(keep).scatter(1, highest, keeps_none)
-    if not prunes_one:
-        return keep
-    lowest = scores[..., 0].detach().masked_fill(present_mask == 0, float("inf")).argmin(1, keepdim=True)
-    keeps_all = ((keep.detach() > 0).sum(1, keepdim=True) == (present_mask > 0).sum(1, keepdim=True)).to(keep.dtype)
-    return keep - torch.zeros_like(keep).scatter(1, lowest, keeps_all)
