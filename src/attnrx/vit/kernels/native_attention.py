@@ -1,15 +1,15 @@
-"""The C++ kernel as an operator of PyTorch, visible to profilers, counters and meta tensors."""
+"""The C++ kernels of attention: of separate heads, of heads that mix the maps of blocks, and of one product."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.kernels.compilation import kernel_threads, required_library
+from attnrx.vit.kernels.operators import address, define, require_inference
 
 # The numbers that describe a head to the kernel (pointer and two strides each of query, key, value and output; rank
 # and value dimension), and the bytes of a float.
@@ -41,37 +41,6 @@ class JointFeatures(NamedTuple):
     bias: Float[Tensor, "images heads tokens tokens"] | None = None
 
 
-# FRAGMENT: every kernel module defines operators of the namespace. They are registered for inference only: no autograd.
-_library = torch.library.Library("attnrx", "FRAGMENT")
-_library.define(
-    "native_joint_attention(Tensor features, int[] ranks, int[] value_dims, Tensor? sizes, float scale, "
-    "Tensor? cosines=None, Tensor? sines=None, int[] pairs=[], Tensor? bias=None) -> Tensor"
-)
-_library.define(
-    "native_mixed_attention(Tensor query, Tensor key, Tensor[] values, int[] ranks, Tensor mix, Tensor? sizes)"
-    " -> Tensor"
-)
-_library.define(
-    "native_attention(Tensor[] queries, Tensor[] keys, Tensor[] values, Tensor? sizes, float scale, Tensor? bias=None)"
-    " -> Tensor"
-)
-
-
-def require_inference(tensors: Sequence[Tensor | None]) -> None:
-    """Checks that a kernel can read tensors of any shapes.
-
-    Raises:
-        InvalidInput: A tensor requires gradients, which the kernel would lose, or has no strides.
-    """
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise InvalidInput("a C++ kernel records no gradients, and one of its inputs requires them: use no_grad().")
-        if tensor.layout != torch.strided:
-            raise InvalidInput(f"a C++ kernel reads dense tensors; {tensor.layout} given: convert it by to_dense().")
-
-
 def native_attention(
     queries: Sequence[Float[Tensor, "batch _ queries _"]],
     keys: Sequence[Float[Tensor, "batch _ keys _"]],
@@ -95,7 +64,7 @@ def native_attention(
         )
     require_inference((*queries, *keys, *values, sizes, bias))
     token_sizes = None if sizes is None else sizes.float()
-    return torch.ops.attnrx.native_attention.default(list(queries), list(keys), list(values), token_sizes, scale, bias)
+    return _NATIVE_ATTENTION(list(queries), list(keys), list(values), token_sizes, scale, bias)
 
 
 def _attention(
@@ -108,19 +77,17 @@ def _attention(
 ) -> Tensor:
     library = required_library()
     _require_fitting(queries, keys, values, sizes)
-    output = _empty(queries, keys, values, sizes, scale, bias)
+    output = _empty(queries, keys, values)
     if not values[0].shape[2]:  # softmax over no keys times no values
         return output.zero_()
     batch, tokens, _ = output.shape
     numbers, heads, _buffers = _described(queries, keys, values, output)
-    token_sizes = None if sizes is None else sizes.contiguous()
+    sizes = None if sizes is None else sizes.contiguous()
     bias = None if bias is None else bias.float().contiguous()
     bias_pointer = _described_bias(bias, (batch, heads, tokens, values[0].shape[2]))
-    failed = library.attnrx_attention(
-        numbers, heads, batch, tokens, values[0].shape[2],
-        None if token_sizes is None else token_sizes.data_ptr(), scale, kernel_threads(), None, bias_pointer,
-    )  # fmt: skip
-    if failed:
+    if library.attnrx_attention(
+        numbers, heads, batch, tokens, values[0].shape[2], address(sizes), scale, kernel_threads(), None, bias_pointer
+    ):
         raise MemoryError("attention found no memory for the keys and values of one head.")
     return output
 
@@ -165,7 +132,7 @@ def native_mixed_attention(
     require_inference((query, key, *values, mix, sizes))
     token_sizes = None if sizes is None else sizes.float()
     weights = mix.float().contiguous()
-    return torch.ops.attnrx.native_mixed_attention.default(query, key, list(values), ranks, weights, token_sizes)
+    return _NATIVE_MIXED_ATTENTION(query, key, list(values), ranks, weights, token_sizes)
 
 
 def _mixed_attention(
@@ -185,7 +152,7 @@ def _mixed_attention(
     # Every head is described with the queries and keys of all directions: views with stride 0 over the heads.
     queries, keys = ([side[:, None].expand(-1, value.shape[1], -1, -1) for value in values] for side in (query, key))
     _require_fitting(queries, keys, values, sizes)
-    output = _empty_mixed(query, key, values, ranks, mix, sizes)
+    output = _empty_mixed(query, key, values)
     batch, tokens, _ = output.shape
     fits = mix.shape == (sum(value.shape[1] for value in values), len(ranks)) and min(ranks, default=0) >= 0
     if not fits or sum(ranks) != query.shape[2] or mix.dtype != torch.float32:
@@ -196,25 +163,13 @@ def _mixed_attention(
     if not key.shape[1]:  # softmax over no keys times no values
         return output.zero_()
     numbers, heads, _buffers = _described(queries, keys, values, output)
-    token_sizes, weights = None if sizes is None else sizes.contiguous(), mix.contiguous()
-    failed = library.attnrx_mixed_attention(
-        numbers, heads, (ctypes.c_int64 * len(ranks))(*ranks), weights.data_ptr(), len(ranks), batch, tokens,
-        key.shape[1], None if token_sizes is None else token_sizes.data_ptr(), kernel_threads(),
-    )  # fmt: skip
-    if failed:
+    sizes, mix = None if sizes is None else sizes.contiguous(), mix.contiguous()
+    if library.attnrx_mixed_attention(
+        numbers, heads, (ctypes.c_int64 * len(ranks))(*ranks), mix.data_ptr(), len(ranks), batch, tokens, key.shape[1],
+        address(sizes), kernel_threads(),
+    ):  # fmt: skip
         raise MemoryError("attention found no memory for the keys and values of one image.")
     return output
-
-
-def _empty_mixed(
-    query: Tensor,
-    key: Tensor,
-    values: list[Tensor],
-    ranks: Sequence[int],
-    mix: Tensor,
-    sizes: Tensor | None,
-) -> Tensor:
-    return query.new_empty(*query.shape[:2], sum([value.shape[1] * value.shape[3] for value in values]))
 
 
 def _require_fitting(queries: list[Tensor], keys: list[Tensor], values: list[Tensor], sizes: Tensor | None) -> None:
@@ -233,6 +188,10 @@ def _require_fitting(queries: list[Tensor], keys: list[Tensor], values: list[Ten
             raise InvalidInput(f"queries, keys and values of {found} are not those of the same heads and images.")
         if not query.dtype == key.dtype == value.dtype == torch.float32:
             raise InvalidInput(f"the attention kernel reads float32; {query.dtype}, {key.dtype}, {value.dtype} given.")
+    _require_sizes(sizes, batch, length)
+
+
+def _require_sizes(sizes: Tensor | None, batch: int, length: int) -> None:
     if sizes is not None and (sizes.shape != (batch, length) or sizes.dtype != torch.float32):
         raise InvalidInput(f"sizes are float32 {[batch, length]} here, not {sizes.dtype} {list(sizes.shape)}.")
 
@@ -266,18 +225,6 @@ def _described_bias(bias: Tensor | None, shape: tuple[int, int, int, int]) -> An
     return ctypes.byref(_Bias(bias.data_ptr(), image, bias.stride(1)))
 
 
-def _empty(
-    queries: list[Tensor],
-    keys: list[Tensor],
-    values: list[Tensor],
-    sizes: Tensor | None,
-    scale: float,
-    bias: Tensor | None = None,
-) -> Tensor:
-    batch, _, tokens, _ = queries[0].shape
-    return values[0].new_empty(batch, tokens, sum([value.shape[1] * value.shape[3] for value in values]))
-
-
 def native_joint_attention(
     joint: JointFeatures, sizes: Float[Tensor, "batch tokens"] | None
 ) -> Float[Tensor, "batch tokens _"]:
@@ -290,9 +237,7 @@ def native_joint_attention(
     require_inference((features, sizes, bias))
     token_sizes = None if sizes is None else sizes.float()
     cosines, sines, pairs = (None, None, []) if rotation is None else rotation
-    return torch.ops.attnrx.native_joint_attention.default(
-        features, rows, value_dims, token_sizes, scale, cosines, sines, pairs, bias
-    )
+    return _NATIVE_JOINT_ATTENTION(features, rows, value_dims, token_sizes, scale, cosines, sines, pairs, bias)
 
 
 def _joint_attention(
@@ -317,10 +262,9 @@ def _joint_attention(
         )
     if features.dtype != torch.float32:
         raise InvalidInput(f"the attention kernel reads float32; {features.dtype} given.")
-    if sizes is not None and (sizes.shape != (batch, tokens) or sizes.dtype != torch.float32):
-        raise InvalidInput(f"sizes are float32 {[batch, tokens]} here, not {sizes.dtype} {list(sizes.shape)}.")
+    _require_sizes(sizes, batch, tokens)
     output = _empty_joint(features, ranks, value_dims)
-    token_sizes, numbers = None if sizes is None else sizes.contiguous(), ctypes.c_int64 * len(ranks)
+    sizes, numbers = None if sizes is None else sizes.contiguous(), ctypes.c_int64 * len(ranks)
     rotation = None
     if cosines is not None and sines is not None:
         heads, prefix = len(ranks), pairs[-1]
@@ -337,8 +281,7 @@ def _joint_attention(
     bias = None if bias is None else bias.float().contiguous()
     if library.attnrx_joint_attention(
         numbers(*ranks), numbers(*value_dims), len(ranks), features.data_ptr(), output.data_ptr(), batch, tokens,
-        None if token_sizes is None else token_sizes.data_ptr(), scale, kernel_threads(), rotation,
-        _described_bias(bias, (batch, len(ranks), tokens, tokens)),
+        address(sizes), scale, kernel_threads(), rotation, _described_bias(bias, (batch, len(ranks), tokens, tokens)),
     ):  # fmt: skip
         raise MemoryError("attention found no memory for the keys and values of one head.")
     return output
@@ -362,48 +305,58 @@ def _require_rotation(
         )
 
 
+def _features(values: Iterable[torch.Size]) -> int:
+    """Returns the number of features of all heads from the shapes of their values."""
+    return sum([heads * value_dim for _, heads, _, value_dim in values])
+
+
+def _empty(queries: list[Tensor], keys: object, values: list[Tensor], *_: object) -> Tensor:
+    batch, _, tokens, _ = queries[0].shape
+    return values[0].new_empty(batch, tokens, _features(value.shape for value in values))
+
+
+def _empty_mixed(query: Tensor, key: object, values: list[Tensor], *_: object) -> Tensor:
+    return query.new_empty(*query.shape[:2], _features(value.shape for value in values))
+
+
 def _empty_joint(features: Tensor, ranks: Sequence[int], value_dims: Sequence[int], *_: object) -> Tensor:
     return features.new_empty(*features.shape[:2], sum(value_dims))
 
 
-# On "Meta" the operators give shapes without data: for counting on meta tensors, and for fake tensors of compilers.
-_library.impl("native_joint_attention", _joint_attention, "CPU")
-_library.impl("native_joint_attention", _empty_joint, "Meta")
-_library.impl("native_mixed_attention", _mixed_attention, "CPU")
-_library.impl("native_mixed_attention", _empty_mixed, "Meta")
-_library.impl("native_attention", _attention, "CPU")
-_library.impl("native_attention", _empty, "Meta")
-
-
-@register_flop_formula(torch.ops.attnrx.native_attention)
 def _operations(
     queries: list[torch.Size], keys: list[torch.Size], values: list[torch.Size], *_: object, **__: object
 ) -> int:
-    """Counts the two products of every head as PyTorch does for attention: two operations per MAC."""
-    total = 0
-    for query, key, value in zip(queries, keys, values, strict=True):
-        total += 2 * query[0] * value[1] * query[2] * key[2] * (query[3] + value[3])
-    return total
+    """Counts the two products of every head."""
+    sides = zip(queries, keys, values, strict=True)
+    return sum(2 * query[0] * value[1] * query[2] * key[2] * (query[3] + value[3]) for query, key, value in sides)
 
 
-@register_flop_formula(torch.ops.attnrx.native_mixed_attention)
 def _mixed_operations(
-    query: torch.Size,
-    key: torch.Size,
-    values: list[torch.Size],
-    ranks: Sequence[int],
-    mix: torch.Size,
-    *_: object,
-    **__: object,
+    query: torch.Size, key: torch.Size, values: list[torch.Size], ranks: object, mix: torch.Size, *_: object, **__: Any
 ) -> int:
-    # For every pair of tokens: the maps of all blocks, their mixture for every head, and the values.
-    features = sum(value[1] * value[3] for value in values)
-    return 2 * query[0] * query[1] * key[1] * (query[2] + mix[0] * mix[1] + features)
+    """Counts, for every pair of tokens, the maps of all blocks, their mixture for every head, and the values."""
+    return 2 * query[0] * query[1] * key[1] * (query[2] + mix[0] * mix[1] + _features(values))
 
 
-@register_flop_formula(torch.ops.attnrx.native_joint_attention)
 def _joint_operations(
     features: torch.Size, ranks: Sequence[int], value_dims: Sequence[int], *_: object, **__: object
 ) -> int:
     batch, tokens = features[:2]
     return 2 * batch * tokens**2 * (sum(ranks) + sum(value_dims))
+
+
+_NATIVE_ATTENTION = define(
+    "native_attention(Tensor[] queries, Tensor[] keys, Tensor[] values, Tensor? sizes, float scale, Tensor? bias=None)"
+    " -> Tensor",
+    _attention, _empty, _operations,
+)  # fmt: skip
+_NATIVE_MIXED_ATTENTION = define(
+    "native_mixed_attention(Tensor query, Tensor key, Tensor[] values, int[] ranks, Tensor mix, Tensor? sizes)"
+    " -> Tensor",
+    _mixed_attention, _empty_mixed, _mixed_operations,
+)  # fmt: skip
+_NATIVE_JOINT_ATTENTION = define(
+    "native_joint_attention(Tensor features, int[] ranks, int[] value_dims, Tensor? sizes, float scale, "
+    "Tensor? cosines=None, Tensor? sines=None, int[] pairs=[], Tensor? bias=None) -> Tensor",
+    _joint_attention, _empty_joint, _joint_operations,
+)  # fmt: skip

@@ -5,20 +5,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor, TokenBatch
 from attnrx.vit.kernels.compilation import kernel_threads, required_library
-from attnrx.vit.kernels.native_attention import require_inference
 from attnrx.vit.kernels.native_products import NativeMap, described_maps
-
-_library = torch.library.Library("attnrx", "FRAGMENT")
-_library.define(
-    "native_block(Tensor tokens, Tensor?[] vectors, float[] epsilons, Tensor[] weights, "
-    "Tensor?[] biases, bool[] gelus, int[] ranks, int[] value_dims, float scale, Tensor? sizes, "
-    "int outputs, bool first_rows) -> (Tensor, Tensor)"
-)
+from attnrx.vit.kernels.operators import define, require_inference
 
 
 class BlockTensors(NamedTuple):
@@ -73,7 +65,7 @@ def native_block(
     """
     require_inference((tokens, sizes))
     sizes, outputs = None if sizes is None else sizes.float(), tokens.shape[1] if outputs is None else outputs
-    output, rows = torch.ops.attnrx.native_block.default(tokens, *block, sizes, outputs, first_rows)
+    output, rows = _NATIVE_BLOCK(tokens, *block, sizes, outputs, first_rows)
     return output, rows if first_rows else None
 
 
@@ -158,24 +150,14 @@ def _empty(tokens: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return tokens.new_empty(images, outputs, width), rows
 
 
-_library.impl("native_block", _block, "CPU")
-_library.impl("native_block", _empty, "Meta")
-
-
-@register_flop_formula(torch.ops.attnrx.native_block)
-def _operations(
-    tokens: torch.Size,
-    vectors: object,
-    epsilons: object,
-    weights: list[torch.Size],
-    biases: object,
-    gelus: object,
-    ranks: Sequence[int],
-    value_dims: Sequence[int],
-    *_: object,
-    **__: object,
-) -> int:
-    """Counts two operations per MAC, as PyTorch does."""
-    batch, count = tokens[:2]
+def _operations(tokens: torch.Size, *others: Any, **_: object) -> int:
+    (batch, count, _width), weights, (ranks, value_dims) = tokens, others[2], others[5:7]
     products = sum(weight.numel() for weight in weights)
     return 2 * batch * count * (products + count * (sum(ranks) + sum(value_dims)))
+
+
+_NATIVE_BLOCK = define(
+    "native_block(Tensor tokens, Tensor?[] vectors, float[] epsilons, Tensor[] weights, Tensor?[] biases, bool[] gelus,"
+    " int[] ranks, int[] value_dims, float scale, Tensor? sizes, int outputs, bool first_rows) -> (Tensor, Tensor)",
+    _block, _empty, _operations,
+)  # fmt: skip

@@ -3,13 +3,12 @@
 import ctypes
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
 from attnrx.vit.kernels.compilation import kernel_threads, native_library, required_library
-from attnrx.vit.kernels.native_attention import require_inference
+from attnrx.vit.kernels.operators import define, require_inference
 
 Merged = tuple[
     Float[Tensor, "batch left width"],
@@ -18,12 +17,6 @@ Merged = tuple[
     Int[Tensor, "batch patches"],
 ]
 """The remaining tokens, their sizes, the indices of the remaining patches, and the destinations of all patches."""
-
-_library = torch.library.Library("attnrx", "FRAGMENT")
-_library.define(
-    "native_merge(Tensor tokens, Tensor sizes, Tensor indices, Tensor? keys, Tensor? weights, int merged, bool lengths)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
 
 
 def can_merge(tokens: TokenBatch, patches: int, count: int) -> bool:
@@ -61,9 +54,7 @@ def native_merge(
     require_inference((tokens, sizes, keys, weights))
     # Under autocast the keys have a lower precision than the tokens.
     keys = None if keys is None else keys.to(tokens.dtype)
-    return torch.ops.attnrx.native_merge.default(
-        tokens, sizes, indices, keys, weights, indices.shape[1] - count, lengths
-    )  # fmt: skip
+    return _NATIVE_MERGE(tokens, sizes, indices, keys, weights, indices.shape[1] - count, lengths)
 
 
 def _merge(
@@ -79,9 +70,12 @@ def _merge(
     # Without keys the patches themselves are compared, by squared distances (Ward).
     compared = tokens if keys is None else keys
     weights = sizes if weights is None else weights.to(sizes.dtype)
-    _require_fitting(tokens, sizes, weights, indices, compared, lengths and keys is not None)
-    _require_count(merged, indices.shape[1])
-    outputs = _empty(tokens, sizes, indices, keys, weights, merged, lengths)
+    _require_fitting(tokens, sizes, weights, indices, compared)
+    if lengths and keys is not None:
+        raise InvalidInput("lengths are kept where patches are compared themselves; give no keys.")
+    if not 0 < merged <= (indices.shape[1] + 1) // 2 or indices.shape[1] < 2:
+        raise InvalidInput(f"{merged} of {indices.shape[1]} patches in one round: merge at most half of them.")
+    outputs = _empty(tokens, sizes, indices, None, None, merged)
     # A row must be contiguous; a copy is kept until the kernel has returned.
     tokens = tokens if tokens.stride(2) == 1 else tokens.contiguous()
     compared = compared if compared.stride(2) == 1 else compared.contiguous()
@@ -99,14 +93,7 @@ def _merge(
     return outputs
 
 
-def _require_fitting(
-    tokens: Tensor,
-    sizes: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    compared: Tensor,
-    lengths_of_keys: bool,
-) -> None:
+def _require_fitting(tokens: Tensor, sizes: Tensor, weights: Tensor, indices: Tensor, compared: Tensor) -> None:
     """Raises InvalidInput for arguments with which the kernel would read out of bounds."""
     images, count = indices.shape
     all_shapes = sizes.shape, weights.shape, compared.shape[:2], tokens.shape[:2]
@@ -115,26 +102,13 @@ def _require_fitting(
         raise InvalidInput(
             f"tokens, sizes, weights, compared rows and patch indices of {shapes} are not those of the same tokens."
         )
-    if lengths_of_keys:
-        raise InvalidInput("lengths are kept where patches are compared themselves; give no keys.")
     if not tokens.dtype == sizes.dtype == compared.dtype == torch.float32 or indices.dtype != torch.int64:
         dtypes = ", ".join(str(tensor.dtype) for tensor in (tokens, sizes, compared, indices))
         raise InvalidInput(f"the merging kernel reads float32 tensors and int64 indices; {dtypes} given.")
 
 
-def _require_count(merged: int, count: int) -> None:
-    if not 0 < merged <= (count + 1) // 2 or count < 2:
-        raise InvalidInput(f"{merged} of {count} patches cannot be merged in one round; merge at most half of them.")
-
-
 def _empty(
-    tokens: Tensor,
-    sizes: Tensor,
-    indices: Tensor,
-    keys: Tensor | None,
-    weights: Tensor | None,
-    merged: int,
-    lengths: bool,
+    tokens: Tensor, sizes: Tensor, indices: Tensor, keys: object, weights: object, merged: int, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, count, width = tokens.shape
     left = count - merged
@@ -146,14 +120,16 @@ def _empty(
     )
 
 
-_library.impl("native_merge", _merge, "CPU")
-_library.impl("native_merge", _empty, "Meta")
-
-
-@register_flop_formula(torch.ops.attnrx.native_merge)
 def _operations(
     tokens: torch.Size, sizes: torch.Size, indices: torch.Size, keys: torch.Size | None, *_: object, **__: object
 ) -> int:
-    """Counts the products between the two sets as PyTorch does: two operations per MAC."""
+    """Counts the products between the two sets."""
     patches, features = indices[1], (tokens if keys is None else keys)[2]
     return 2 * tokens[0] * (patches // 2) * ((patches + 1) // 2) * features
+
+
+_NATIVE_MERGE = define(
+    "native_merge(Tensor tokens, Tensor sizes, Tensor indices, Tensor? keys, Tensor? weights, int merged, bool lengths)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _merge, _empty, _operations,
+)  # fmt: skip

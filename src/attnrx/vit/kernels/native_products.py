@@ -6,13 +6,12 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.flop_counter import register_flop_formula
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.kernels.compilation import kernel_threads, native_library, required_library
-from attnrx.vit.kernels.native_attention import require_inference
+from attnrx.vit.kernels.operators import define, require_inference
 
 # The smallest product that the kernel computes; for smaller ones the call itself takes longer than it saves.
 LEAST_MACS = 1_000_000
@@ -20,11 +19,6 @@ LEAST_MACS = 1_000_000
 LEAST_ROWS = 16
 # The largest weight that it multiplies by; larger ones are multiplied by PyTorch (docs/results/speed.md).
 LARGEST = 1 << 20
-
-_library = torch.library.Library("attnrx", "FRAGMENT")
-_library.define(
-    "native_maps(Tensor features, Tensor[] weights, Tensor?[] biases, bool[] gelus, bool joined=False) -> Tensor"
-)
 
 
 class NativeMap(ctypes.Structure):
@@ -106,7 +100,7 @@ def native_maps(
         InvalidInput: Tensors that are not float32, or whose shapes do not fit.
     """
     require_inference((features,))
-    return torch.ops.attnrx.native_maps.default(features, list(weights), list(biases), list(gelus), joined)
+    return _NATIVE_MAPS(features, list(weights), list(biases), list(gelus), joined)
 
 
 def described_maps(
@@ -168,11 +162,11 @@ def _empty(
     return features.new_empty(*features.shape[:-1], sum(outputs) if joined else outputs[-1])
 
 
-_library.impl("native_maps", _maps, "CPU")
-_library.impl("native_maps", _empty, "Meta")
-
-
-@register_flop_formula(torch.ops.attnrx.native_maps)
 def _operations(features: torch.Size, weights: list[torch.Size], *_: object, **__: object) -> int:
-    """Counts two operations per MAC, as PyTorch does."""
     return 2 * (features.numel() // features[-1]) * sum(weight.numel() for weight in weights)
+
+
+_NATIVE_MAPS = define(
+    "native_maps(Tensor features, Tensor[] weights, Tensor?[] biases, bool[] gelus, bool joined=False) -> Tensor",
+    _maps, _empty, _operations,
+)  # fmt: skip
