@@ -124,7 +124,7 @@ def test_noisy_timings_are_used_and_not_kept(noise: str, space: Space, cache: Pa
     assert not list(cache.rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("file", ["change/exporting/flat_attention.py", "vit/attention/forms.py"])
+@pytest.mark.parametrize("file", ["change/exporting/onnx_formats.py", "vit/attention/forms.py"])
 @pytest.mark.parametrize("change", ["edited", "renamed"])
 def test_a_table_of_other_code_is_measured_again(
     file: str, change: str, space: Space, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.change.exporting import Onnx, parse_format, precision_for, present_exports, present_script, remove_export
-from attnrx.change.exporting.export_files import sealed_script
+from attnrx.change.exporting.exported import sealed_script
 from attnrx.data.model_data import preprocessing_of, splits_for
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.vit.costs import Conditions

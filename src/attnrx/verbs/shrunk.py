@@ -19,11 +19,9 @@ from attnrx.change.exporting import (
     fitting_names,
     parse_format,
     precision_for,
-    remove_export,
-)
-from attnrx.change.exporting.export_files import (
     present_exports,
     present_script,
+    remove_export,
     require_export_path,
     require_replaceable_files,
 )

@@ -5,16 +5,20 @@ rx.exporting.load_exported("slim.onnx")(images)              # logits, from ONNX
 """
 
 from attnrx.change.exporting.executorch_format import ExecuTorch
-from attnrx.change.exporting.export_files import (
+from attnrx.change.exporting.exported import (
+    FORMATS,
+    Exported,
+    Images,
+    is_exported,
+    load_exported,
+    parse_format,
     present_exports,
     present_script,
     remove_export,
     require_export_path,
     require_replaceable_files,
 )
-from attnrx.change.exporting.exported import Exported, Images, is_exported, load_exported
 from attnrx.change.exporting.format import Format, dtype_name
-from attnrx.change.exporting.formats import FORMATS, parse_format
 from attnrx.change.exporting.onnx_formats import Int8, Onnx
 from attnrx.change.exporting.openvino_format import OpenVINO
 from attnrx.change.exporting.runtime import Runtime
@@ -32,33 +36,8 @@ from attnrx.change.exporting.writing import (
 )
 
 __all__ = [
-    "DYNAMIC",
-    "FORMATS",
-    "AOTInductor",
-    "ExecuTorch",
-    "ExportSubject",
-    "Exported",
-    "Format",
-    "Images",
-    "Int8",
-    "Onnx",
-    "OpenVINO",
-    "PatchFeatures",
-    "Program",
-    "Runtime",
-    "bare_subject",
-    "compare_with_original",
-    "dtype_name",
-    "export",
-    "fitting_names",
-    "is_exported",
-    "load_exported",
-    "parse_format",
-    "precision_for",
-    "present_exports",
-    "present_script",
-    "remove_export",
-    "require_export_path",
-    "require_replaceable_files",
-    "write_exported",
-]
+    "DYNAMIC", "FORMATS", "AOTInductor", "ExecuTorch", "ExportSubject", "Exported", "Format", "Images", "Int8", "Onnx",
+    "OpenVINO", "PatchFeatures", "Program", "Runtime", "bare_subject", "compare_with_original", "dtype_name", "export",
+    "fitting_names", "is_exported", "load_exported", "parse_format", "precision_for", "present_exports",
+    "present_script", "remove_export", "require_export_path", "require_replaceable_files", "write_exported",
+]  # fmt: skip

@@ -1,8 +1,9 @@
-"""Exported files as modules."""
+"""The formats of exported files by name, exported files as modules, and which files of a folder are of exports."""
 
 import hashlib
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,45 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.change.exporting.format import PRECISIONS, Format, Run, dtype_name, raising
-from attnrx.change.exporting.formats import FORMATS
+from attnrx.change.exporting.executorch_format import ExecuTorch
+from attnrx.change.exporting.format import PRECISIONS, Format, Run, dtype_name, raising, script_path
+from attnrx.change.exporting.onnx_formats import Int8, Onnx
+from attnrx.change.exporting.openvino_format import OpenVINO
+from attnrx.change.exporting.torch_formats import AOTInductor, Program
 from attnrx.support import validation as fields
+from attnrx.support.atomic_writes import require_absent, require_replaceable
 from attnrx.support.dataclass_records import from_dict, of_fields
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.support.shapes import Float, Tensor
-from attnrx.support.storage import file_sha256, read_json, read_record
+from attnrx.support.storage import file_kind, file_sha256, read_json, read_record
+from attnrx.support.text_parsing import Language, TextReader
 from attnrx.support.trees import joined
 from attnrx.support.validation import Invalid, below
 from attnrx.vit.models.family import STATED_OUTPUTS
 
 KIND, SCHEMA = "attnrx exported model", 1
+SEAL = "# Written by attnrx; edited since, if this is not the hash of the lines above: {}\n"
+FORMATS: Mapping[str, type[Format]] = {
+    form.name: form for form in (Onnx, Program, AOTInductor, OpenVINO, ExecuTorch, Int8)
+}
+
+
+class _FormatReader(TextReader):
+    language = Language("format", "Formats", "onnx, onnx(opset=18) or int8(images=128)", "(),=")
+
+
+def parse_format(text: str) -> Format:
+    """Parses a format with its knobs, e.g. `onnx`, `onnx(opset=18)` or `int8(images=128,method=percentile)`.
+
+    Raises:
+        UnknownName: There is no such format or knob.
+        InvalidInput: The text has another form.
+    """
+    reader = _FormatReader(text)
+    name, kind = reader.read_name(FORMATS, "format")
+    form = reader.build(name, kind, reader.read_knobs(name, kind))
+    reader.expect("end", "the end")
+    return form
 
 
 def _device(text: str) -> None:
@@ -240,3 +268,65 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
             "If you trust its origin, pass trust=True (--trust on the command line); onnx and openvino need no trust."
         )
     return Exported(path, form, of_fields(Images, facts["images"]), facts).eval()
+
+
+def sealed_script(script: str) -> str:
+    """Returns a script with a last line by which it is recognized as unedited."""
+    return script + SEAL.format(hashlib.sha256(script.encode()).hexdigest()[:16])
+
+
+def present_script(path: Path) -> Path | None:
+    """Returns the script beside an exported file; None if there is none, or another file, or an edited script."""
+    script = script_path(path)
+    try:
+        text = script.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+    body = text[: text.rfind(SEAL.partition("{")[0])]
+    # Files with one stem have one name for their scripts: a script belongs to the file that it opens.
+    return script if text == sealed_script(body) and f'"{path.name}"' in body else None
+
+
+def require_export_path(path: Path, form: Format, with_script: bool) -> None:
+    """Raises InvalidInput if an export would overwrite facts, further files or a script that attnrx did not write."""
+    require_replaceable(path)
+    facts_file, script = facts_path(path), script_path(path)
+    if os.path.lexists(facts_file) and file_kind(facts_file) != KIND:
+        raise InvalidInput(
+            f"the facts go into {facts_file}, which exists and was not written by an export: move it away, or choose "
+            "another name."
+        )
+    if with_script and os.path.lexists(script) and present_script(path) is None:
+        raise InvalidInput(
+            f"the script that runs {path.name} goes into {script}, which exists and was edited or not written by an "
+            "export: move it away, or choose another name."
+        )
+    files = form.files(path)
+    if len(files) > 1:
+        require_replaceable_files(path, files)
+
+
+def require_replaceable_files(path: Path, files: Iterable[Path]) -> None:
+    """Raises InvalidInput for an existing one of `files` that is none of an earlier export at the path."""
+    facts = present_facts(path)
+    own = set() if facts is None else {path.with_name(name) for name in facts["files"]}
+    require_absent(list(files), own.__contains__)
+
+
+def present_exports(folder: Path) -> dict[Path, dict[str, Any]]:
+    """Returns the facts of the exports in a folder by their main files, of those whose files were not changed."""
+    paths = (facts.with_name(facts.name.removesuffix(".json")) for facts in sorted(folder.glob("*.json")))
+    return {path: facts for path in paths if (facts := present_facts(path)) is not None}
+
+
+def remove_export(path: Path) -> None:
+    """Deletes an export: its facts, its files and its script, unless they were changed."""
+    facts, script = present_facts(path), present_script(path)
+    if facts is None:
+        return
+    # The facts first: files without facts are not taken for an export.
+    facts_path(path).unlink()
+    for name in facts["files"]:
+        path.with_name(name).unlink(missing_ok=True)
+    if script is not None:
+        script.unlink()

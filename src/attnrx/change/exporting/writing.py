@@ -14,16 +14,21 @@ from torch import nn
 from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
-from attnrx.change.exporting.export_files import (
+from attnrx.change.exporting.exported import (
+    KIND,
+    SCHEMA,
+    Exported,
+    Images,
+    facts_path,
+    parse_format,
+    present_facts,
     present_script,
     remove_export,
     require_export_path,
     require_replaceable_files,
     sealed_script,
 )
-from attnrx.change.exporting.exported import KIND, SCHEMA, Exported, Images, facts_path, present_facts
 from attnrx.change.exporting.format import PRECISIONS, ROUNDING, Format, dtype_name, raising, script_path
-from attnrx.change.exporting.formats import parse_format
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import dataset_classes, images_for, num_classes, preprocessing_of
 from attnrx.nouns.evidence import FAILS, Finding, judged
