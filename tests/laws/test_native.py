@@ -17,9 +17,9 @@ from attnrx.vit.kernels.native_attention import (
     JointFeatures,
     native_attention,
     native_joint_attention,
-    native_mixed_attention,
 )
 from attnrx.vit.spec import AttentionSpec
+from attnrx_lab.shared_attention import native_mixed_attention
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 

@@ -11,9 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Tensor
 from attnrx.training.losses import Loss, LossContext
-from attnrx.vit.attention.forms import SharedForm
 from attnrx.vit.models import family_of
 from attnrx_lab.decompositions import nonnegative_units, ownership_penalty
+from attnrx_lab.shared_attention import SharedForm
 
 
 @dataclass(frozen=True)

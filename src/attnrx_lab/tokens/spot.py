@@ -9,7 +9,7 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.vit.tokens import Shape, TokenState
+from attnrx.vit.tokens import MapStatistic, Shape, TokenState
 from attnrx.vit.tokens.reducer import PerPatch
 from attnrx_lab.tokens.learned_scores import KeepDrop, KeepScores, Predicting, TokenFeatures
 
@@ -17,7 +17,7 @@ SCALARS = 6  # of every patch, head and map: SPOT, Eqs. 3 to 9
 
 
 @dataclass
-class MapMoments:
+class MapMoments(MapStatistic):
     """The mean of the attention maps over the layers so far, and their variance where it is collected, elementwise.
 
     Memory does not grow with the layers: only sums of the maps and, for the variance, of their squares are stored.

@@ -16,7 +16,7 @@ from attnrx.vit.attention.backends.auto import Auto, Fused
 from attnrx.vit.attention.backends.backend import Backend, has_equal_heads
 from attnrx.vit.attention.backends.capture import AttentionCapture
 from attnrx.vit.attention.factors import AttentionContext, Bucket, ScoreFactors
-from attnrx.vit.attention.forms import FORMS, RotaryForm, required_rotation, row_pairs
+from attnrx.vit.attention.forms import RotaryForm, form_of, required_rotation, row_pairs
 from attnrx.vit.attention.head_linear import (
     FusedQKV,
     HeadLinear,
@@ -61,7 +61,7 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec, backend: Backend | None = None):
         super().__init__()
         self.spec = spec
-        self.scores = FORMS[spec.form](spec)
+        self.scores = form_of(spec)
         self.value = HeadLinear(spec.width, spec.value_dims, spec.has_bias("value"))
         self.output = OutputProjection(spec.value_dims, spec.width, spec.has_bias("output"))
         self.inner_norms = nn.ModuleDict({name: nn.Identity() for name in spec.inner_norms})

@@ -1,8 +1,9 @@
 """The interface between forms and backends: the context of a call, the buckets of heads, the factors of the scores."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,40 +80,18 @@ HeadLayout = tuple[tuple[Bucket, ...], tuple[int, ...]]
 """The buckets of the heads, and the padded value dimension of every head."""
 
 
-@dataclass
-class BlockFactors:
-    """The directions that all heads share, in blocks of `ranks[b]` neighbouring ones; the buckets have one instance."""
+class Mixture(ABC):
+    """The scores of the heads of one bucket as weighted sums of score maps that all heads share."""
 
-    query: Float[Tensor, "batch queries directions"]
-    key: Float[Tensor, "batch keys directions"]
-    ranks: tuple[int, ...]
-    # Not a cached_property, whose lock in Python 3.11 compilers cannot trace.
-    _maps: Tensor | None = None
-
-    def maps(self) -> Float[Tensor, "batch blocks queries keys"]:
-        """Returns the products of queries and keys of every block, zero for an empty one; computed once."""
-        if self._maps is None:
-            # Blocks have different ranks, so one batched product is impossible; an empty block gives a product of
-            # zeros.
-            sides = (side.split_with_sizes(self.ranks, -1) for side in (self.query, self.key))
-            self._maps = torch.stack([query @ key.transpose(1, 2) for query, key in zip(*sides, strict=True)], 1)
-        return self._maps
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """How the score maps of the blocks are mixed for the heads of one bucket."""
-
-    blocks: BlockFactors
-    weights: Float[Tensor, "heads blocks"]
-
+    @abstractmethod
     def scores(self, scale: float) -> Float[Tensor, "batch heads queries keys"]:
-        """Returns the scores of the heads: scale * sum_b weights[h, b] maps[b]."""
-        maps = self.blocks.maps()
-        # One product, [heads, blocks] @ [batch, blocks, queries * keys]; the scale multiplies the small matrix, not the
-        # maps.
-        mixed = (self.weights.to(maps.dtype) * scale) @ maps.flatten(2)
-        return mixed.unflatten(2, maps.shape[2:])
+        """Returns the scores of the heads."""
+
+    @abstractmethod
+    def native_outputs(
+        self, mixtures: Sequence[Any], scale: float, values: BucketValues, sizes: Float[Tensor, "batch keys"] | None
+    ) -> HeadOutputs:
+        """Returns the outputs of the heads of all buckets, by their mixtures, from the C++ kernel."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +100,8 @@ class ScoreFactors:
 
     The rows of query and key are divided by their norms, and rotated, already where the form does that; `strength` is
     None where it is one. There are as many owners as heads, or a single one of directions that all heads share. With
-    `mixture` all directions of a block have the same strength in a head: fewer operations give the same scores, as a
-    weighted sum of the score maps of the blocks. `bias` is added to the scores, if given, of all images or of each.
+    `mixture` fewer operations give the same scores, as weighted sums of maps that heads share. `bias` is added to the
+    scores, if given, of all images or of each.
     """
 
     bucket: Bucket

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.plugins import import_plugins
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.vit.attention.factors import BlockFactors, Bucket, Mixture, ScoreFactors
+from attnrx.vit.attention.factors import Bucket, ScoreFactors
 from attnrx.vit.attention.head_linear import HeadLinear, in_buckets, padding_index
 from attnrx.vit.attention.positions import Positions
 from attnrx.vit.kernels.cached_weights import CachedWeights
@@ -146,82 +147,6 @@ class RotaryForm(DenseForm):
         return RotationTable(sides[0], sides[1], [*columns, *counts, *stills, positions.prefix])
 
 
-class SharedForm(ScoreForm):
-    """CP SlimAtt (IrrAtt, Eqs. 3-4): heads share their directions, and each has its strengths (the fusion matrix)."""
-
-    def __init__(self, spec: AttentionSpec):
-        super().__init__(spec)
-        self.strength = nn.Parameter(torch.ones(len(spec.heads), *spec.rows))
-
-    def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns the number of shared rows, padded to the width of the buckets; zero for rank 0."""
-        return (_shared_width(buckets),)
-
-    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the shared rows, and the strengths of every head."""
-        # The rows of the padding are zero already; strengths are padded so that the shapes agree.
-        strength = F.pad(self.strength, (0, _shared_width(buckets) - self.strength.shape[1]))
-        sides = query.unsqueeze(2), key.unsqueeze(2)
-        return tuple(
-            ScoreFactors(bucket, *sides, strength[bucket.heads], self.spec.scale) for bucket in buckets if bucket.rank
-        )
-
-    def strengths(self) -> Float[Tensor, "heads directions"]:
-        return self.strength
-
-    def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
-        if strengths:
-            self.strength.copy_(torch.stack(strengths))
-
-
-class MixedForm(ScoreForm):
-    """IrrAtt (its Eq. 6): the shared directions are in blocks, and every head mixes the score maps of the blocks.
-
-    It equals the shared form in which a head has one strength for all directions of a block, `mix[head, block]`.
-    """
-
-    def __init__(self, spec: AttentionSpec):
-        super().__init__(spec)
-        self.mix = nn.Parameter(torch.eye(len(spec.heads), len(spec.rows)))
-        self._kept: CachedWeights[Tensor] = CachedWeights()
-
-    def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns the number of rows of every block; those of the last one are padded to the width of the buckets."""
-        # A zero row in the last block adds nothing to its map, so no further block is needed.
-        blocks, width = self.spec.rows, _shared_width(buckets)
-        return (*blocks[:-1], blocks[-1] + width - sum(blocks)) if width else blocks
-
-    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        """Returns the shared rows, the weights of the blocks in every head, and the strengths that follow from them."""
-        rows = self.rows(buckets)
-        # Both descriptions of the same scores: fused kernels take strengths per direction, unfused backends the
-        # mixture.
-        strength = self._kept(rows, (self.mix,), lambda: self.mix[:, _block_index(rows, self.mix)])
-        blocks, sides = BlockFactors(query, key, rows), (query.unsqueeze(2), key.unsqueeze(2))
-        return tuple(
-            ScoreFactors(
-                bucket, *sides, strength[bucket.heads], self.spec.scale, Mixture(blocks, self.mix[bucket.heads])
-            )
-            for bucket in buckets
-            if bucket.rank
-        )
-
-    def strengths(self) -> Float[Tensor, "heads directions"]:
-        return self.mix[:, _block_index(self.spec.rows, self.mix)]
-
-    def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
-        """Raises NotSupported for strengths that differ within a block."""
-        blocks = torch.stack(strengths).split(self.spec.rows, dim=1)
-        for block, strength in enumerate(blocks):
-            if bool((strength != strength[:, :1]).any()):
-                raise NotSupported(
-                    "heads of mixed attention have one strength per block of directions, and this prescription gives "
-                    f"those of block {block} different ones, so it has no mask; realize it by='compress'."
-                )
-            if strength.shape[1]:
-                self.mix[:, block] = strength[:, 0].to(self.mix.dtype)
-
-
 class SvdaForm(ScoreForm):
     """SVDA (its Eqs. 1-5): rows of unit length, and a learned strength for every direction of every head.
 
@@ -266,14 +191,6 @@ class SvdaForm(ScoreForm):
                 strength = F.pad(strength, (0, 1)).index_select(0, index)
             padded[bucket] = strength.view(len(ranks), bucket.width)
         return padded
-
-
-def _shared_width(buckets: tuple[Bucket, ...]) -> int:
-    return max((bucket.width for bucket in buckets if bucket.rank), default=0)
-
-
-def _block_index(rows: tuple[int, ...], like: Tensor) -> Int[Tensor, "directions"]:
-    return torch.tensor([block for block, rank in enumerate(rows) for _ in range(rank)], device=like.device)
 
 
 def _wide(rows: Tensor, bucket: Bucket) -> Tensor:
@@ -377,10 +294,22 @@ def row_pairs(spec: AttentionSpec) -> Int[Tensor, "heads directions"]:
     return frequencies
 
 
-FORMS: dict[str, type[ScoreForm]] = {
-    "dense": DenseForm,
-    "svda": SvdaForm,
-    "shared": SharedForm,
-    "mixed": MixedForm,
-    "rotary": RotaryForm,
-}
+FORMS: dict[str, type[ScoreForm]] = {"dense": DenseForm, "svda": SvdaForm, "rotary": RotaryForm}
+
+
+def register_form(name: str, kind: type[ScoreForm]) -> None:
+    """Makes a class known that computes the scores of a form, whose traits are in `spec.FORMS`."""
+    FORMS[name] = kind
+
+
+def form_of(spec: AttentionSpec) -> ScoreForm:
+    """Returns a new module that computes the scores of a layer; its weights are drawn.
+
+    Raises:
+        NotSupported: The form is of a package that is not installed.
+    """
+    if spec.form not in FORMS:
+        import_plugins()
+    if spec.form not in FORMS:
+        raise NotSupported(f"no installed package computes attention of the form {spec.form!r}; install attnrx_lab.")
+    return FORMS[spec.form](spec)

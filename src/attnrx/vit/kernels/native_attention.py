@@ -1,4 +1,4 @@
-"""The C++ kernels of attention: of separate heads, of heads that mix the maps of blocks, and of one product."""
+"""The C++ kernels of attention: of separate heads, and of the features of one product."""
 
 import ctypes
 from collections.abc import Iterable, Sequence
@@ -76,12 +76,12 @@ def _attention(
     bias: Tensor | None = None,
 ) -> Tensor:
     library = required_library()
-    _require_fitting(queries, keys, values, sizes)
+    require_fitting(queries, keys, values, sizes)
     output = _empty(queries, keys, values)
     if not values[0].shape[2]:  # softmax over no keys times no values
         return output.zero_()
     batch, tokens, _ = output.shape
-    numbers, heads, _buffers = _described(queries, keys, values, output)
+    numbers, heads, _buffers = described_heads(queries, keys, values, output)
     sizes = None if sizes is None else sizes.contiguous()
     bias = None if bias is None else bias.float().contiguous()
     bias_pointer = _described_bias(bias, (batch, heads, tokens, values[0].shape[2]))
@@ -92,7 +92,7 @@ def _attention(
     return output
 
 
-def _described(
+def described_heads(
     queries: list[Tensor], keys: list[Tensor], values: list[Tensor], output: Tensor
 ) -> tuple[ctypes.Array[ctypes.c_int64], int, list[Tensor]]:
     """Returns the numbers that describe the heads to the kernel, the number of heads, and the tensors that must live
@@ -116,63 +116,7 @@ def _described(
     return (ctypes.c_int64 * len(numbers))(*numbers), len(numbers) // DESCRIBED, buffers
 
 
-def native_mixed_attention(
-    query: Float[Tensor, "batch queries directions"],
-    key: Float[Tensor, "batch keys directions"],
-    values: Sequence[Float[Tensor, "batch _ keys _"]],
-    ranks: Sequence[int],
-    mix: Float[Tensor, "heads blocks"],
-    sizes: Float[Tensor, "batch keys"] | None,
-) -> Float[Tensor, "batch queries features"]:
-    """Returns what `native_attention` does, for heads that mix the score maps of blocks.
-
-    The score map of head h is sum_b mix[h, b] query_b @ key_b^T, where block b has the next `ranks[b]` directions. The
-    map of a block is computed once for all heads.
-    """
-    require_inference((query, key, *values, mix, sizes))
-    token_sizes = None if sizes is None else sizes.float()
-    weights = mix.float().contiguous()
-    return _NATIVE_MIXED_ATTENTION(query, key, list(values), ranks, weights, token_sizes)
-
-
-def _mixed_attention(
-    query: Tensor,
-    key: Tensor,
-    values: list[Tensor],
-    ranks: Sequence[int],
-    mix: Tensor,
-    sizes: Tensor | None,
-) -> Tensor:
-    library = required_library()
-    if (query.ndim, key.ndim, mix.ndim) != (3, 3, 2) or any(value.ndim != 4 for value in values) or not values:
-        raise InvalidInput(
-            "give queries and keys [batch, tokens, directions], values [batch, heads, tokens, features], at least one, "
-            "and the mixture [heads, blocks]."
-        )
-    # Every head is described with the queries and keys of all directions: views with stride 0 over the heads.
-    queries, keys = ([side[:, None].expand(-1, value.shape[1], -1, -1) for value in values] for side in (query, key))
-    _require_fitting(queries, keys, values, sizes)
-    output = _empty_mixed(query, key, values)
-    batch, tokens, _ = output.shape
-    fits = mix.shape == (sum(value.shape[1] for value in values), len(ranks)) and min(ranks, default=0) >= 0
-    if not fits or sum(ranks) != query.shape[2] or mix.dtype != torch.float32:
-        raise InvalidInput(
-            f"blocks of {list(ranks)} directions and a {mix.dtype} mix of {list(mix.shape)} do not fit "
-            f"{query.shape[2]} directions and {sum(value.shape[1] for value in values)} heads in float32."
-        )
-    if not key.shape[1]:  # softmax over no keys times no values
-        return output.zero_()
-    numbers, heads, _buffers = _described(queries, keys, values, output)
-    sizes, mix = None if sizes is None else sizes.contiguous(), mix.contiguous()
-    if library.attnrx_mixed_attention(
-        numbers, heads, (ctypes.c_int64 * len(ranks))(*ranks), mix.data_ptr(), len(ranks), batch, tokens, key.shape[1],
-        address(sizes), kernel_threads(),
-    ):  # fmt: skip
-        raise MemoryError("attention found no memory for the keys and values of one image.")
-    return output
-
-
-def _require_fitting(queries: list[Tensor], keys: list[Tensor], values: list[Tensor], sizes: Tensor | None) -> None:
+def require_fitting(queries: list[Tensor], keys: list[Tensor], values: list[Tensor], sizes: Tensor | None) -> None:
     """Raises InvalidInput for shapes with which the kernel would read out of bounds."""
     axes = {side.ndim for side in (*queries, *keys, *values)}
     if axes != {4}:
@@ -305,18 +249,14 @@ def _require_rotation(
         )
 
 
-def _features(values: Iterable[torch.Size]) -> int:
+def num_features(values: Iterable[torch.Size]) -> int:
     """Returns the number of features of all heads from the shapes of their values."""
     return sum([heads * value_dim for _, heads, _, value_dim in values])
 
 
 def _empty(queries: list[Tensor], keys: object, values: list[Tensor], *_: object) -> Tensor:
     batch, _, tokens, _ = queries[0].shape
-    return values[0].new_empty(batch, tokens, _features(value.shape for value in values))
-
-
-def _empty_mixed(query: Tensor, key: object, values: list[Tensor], *_: object) -> Tensor:
-    return query.new_empty(*query.shape[:2], _features(value.shape for value in values))
+    return values[0].new_empty(batch, tokens, num_features(value.shape for value in values))
 
 
 def _empty_joint(features: Tensor, ranks: Sequence[int], value_dims: Sequence[int], *_: object) -> Tensor:
@@ -331,13 +271,6 @@ def _operations(
     return sum(2 * query[0] * value[1] * query[2] * key[2] * (query[3] + value[3]) for query, key, value in sides)
 
 
-def _mixed_operations(
-    query: torch.Size, key: torch.Size, values: list[torch.Size], ranks: object, mix: torch.Size, *_: object, **__: Any
-) -> int:
-    """Counts, for every pair of tokens, the maps of all blocks, their mixture for every head, and the values."""
-    return 2 * query[0] * query[1] * key[1] * (query[2] + mix[0] * mix[1] + _features(values))
-
-
 def _joint_operations(
     features: torch.Size, ranks: Sequence[int], value_dims: Sequence[int], *_: object, **__: object
 ) -> int:
@@ -349,11 +282,6 @@ _NATIVE_ATTENTION = define(
     "native_attention(Tensor[] queries, Tensor[] keys, Tensor[] values, Tensor? sizes, float scale, Tensor? bias=None)"
     " -> Tensor",
     _attention, _empty, _operations,
-)  # fmt: skip
-_NATIVE_MIXED_ATTENTION = define(
-    "native_mixed_attention(Tensor query, Tensor key, Tensor[] values, int[] ranks, Tensor mix, Tensor? sizes)"
-    " -> Tensor",
-    _mixed_attention, _empty_mixed, _mixed_operations,
 )  # fmt: skip
 _NATIVE_JOINT_ATTENTION = define(
     "native_joint_attention(Tensor features, int[] ranks, int[] value_dims, Tensor? sizes, float scale, "

@@ -1,8 +1,8 @@
 """The tokens of a batch with their statistics, and their layout."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, Self
 
 import torch
 
@@ -10,20 +10,20 @@ from attnrx.support.modules import is_traced
 from attnrx.support.shapes import Float, Int, Tensor
 
 
-class MapStatistic(Protocol):
+class MapStatistic(ABC):
     """A statistic of the attention maps of all layers so far for every pair of tokens (`Reducer.add_map`)."""
 
-    def at(self, kept: Int[Tensor, "batch kept"]) -> Self:
+    @abstractmethod
+    def at(self, kept: Int[Tensor, "batch kept"]) -> "MapStatistic":
         """Returns the statistic between the kept tokens."""
-        ...
 
-    def with_new(self, count: int) -> Self:
+    @abstractmethod
+    def with_new(self, count: int) -> "MapStatistic":
         """Returns the statistic with `count` new tokens, which have no past."""
-        ...
 
-    def without(self, indices: Int[Tensor, "batch removed"]) -> Self:
+    @abstractmethod
+    def without(self, indices: Int[Tensor, "batch removed"]) -> "MapStatistic":
         """Returns the statistic in which these tokens have no past, because new tokens overwrote them."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from attnrx.vit.kernels.native_attention import (
     JointFeatures,
     native_attention,
     native_joint_attention,
-    native_mixed_attention,
 )
 from attnrx.vit.spec import AttentionSpec
 
@@ -135,8 +134,7 @@ def native_outputs(
     """Returns the outputs of all heads, concatenated, from the C++ kernel."""
     mixtures = [factor.mixture for factor in factors if factor.mixture is not None]
     if mixtures:
-        blocks, mix = mixtures[0].blocks, factors[0].scale * torch.cat([mixture.weights for mixture in mixtures])
-        return native_mixed_attention(blocks.query, blocks.key, values, blocks.ranks, mix, sizes)
+        return mixtures[0].native_outputs(mixtures, factors[0].scale, values, sizes)
     biases = [part.bias for part in factors if part.bias is not None]
     remaining_factors, queries, keys, tokens = iter(factors), [], [], factors[0].query.shape[1]
     for bucket, value in zip(buckets, values, strict=True):

@@ -1,0 +1,223 @@
+"""Attention of IrrAtt, whose heads share their directions: its two forms, and the kernel that mixes blocks."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.vit.attention.factors import Bucket, BucketValues, HeadOutputs, Mixture, ScoreFactors
+from attnrx.vit.attention.forms import Keys, Queries, ScoreForm, register_form
+from attnrx.vit.kernels.cached_weights import CachedWeights
+from attnrx.vit.kernels.compilation import kernel_threads, required_library
+from attnrx.vit.kernels.native_attention import described_heads, num_features, require_fitting
+from attnrx.vit.kernels.operators import address, define, require_inference
+from attnrx.vit.spec import AttentionSpec
+
+
+class SharedForm(ScoreForm):
+    """CP SlimAtt (IrrAtt, Eqs. 3-4): heads share their directions, and each has its strengths (the fusion matrix)."""
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        self.strength = nn.Parameter(torch.ones(len(spec.heads), *spec.rows))
+
+    def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
+        """Returns the number of shared rows, padded to the width of the buckets; zero for rank 0."""
+        return (_shared_width(buckets),)
+
+    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+        """Returns the shared rows, and the strengths of every head."""
+        # The rows of the padding are zero already; strengths are padded so that the shapes agree.
+        strength = F.pad(self.strength, (0, _shared_width(buckets) - self.strength.shape[1]))
+        sides = query.unsqueeze(2), key.unsqueeze(2)
+        return tuple(
+            ScoreFactors(bucket, *sides, strength[bucket.heads], self.spec.scale) for bucket in buckets if bucket.rank
+        )
+
+    def strengths(self) -> Float[Tensor, "heads directions"]:
+        return self.strength
+
+    def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
+        if strengths:
+            self.strength.copy_(torch.stack(strengths))
+
+
+class MixedForm(ScoreForm):
+    """IrrAtt (its Eq. 6): the shared directions are in blocks, and every head mixes the score maps of the blocks.
+
+    It equals the shared form in which a head has one strength for all directions of a block, `mix[head, block]`.
+    """
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        self.mix = nn.Parameter(torch.eye(len(spec.heads), len(spec.rows)))
+        self._kept: CachedWeights[Tensor] = CachedWeights()
+
+    def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
+        """Returns the number of rows of every block; those of the last one are padded to the width of the buckets."""
+        # A zero row in the last block adds nothing to its map, so no further block is needed.
+        blocks, width = self.spec.rows, _shared_width(buckets)
+        return (*blocks[:-1], blocks[-1] + width - sum(blocks)) if width else blocks
+
+    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+        """Returns the shared rows, the weights of the blocks in every head, and the strengths that follow from them."""
+        rows = self.rows(buckets)
+        # Both descriptions of the same scores: fused kernels take strengths per direction, unfused backends the
+        # mixture.
+        strength = self._kept(rows, (self.mix,), lambda: self.mix[:, _block_index(rows, self.mix)])
+        blocks, sides = BlockFactors(query, key, rows), (query.unsqueeze(2), key.unsqueeze(2))
+        return tuple(
+            ScoreFactors(
+                bucket, *sides, strength[bucket.heads], self.spec.scale, BlockMixture(blocks, self.mix[bucket.heads])
+            )
+            for bucket in buckets
+            if bucket.rank
+        )
+
+    def strengths(self) -> Float[Tensor, "heads directions"]:
+        return self.mix[:, _block_index(self.spec.rows, self.mix)]
+
+    def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
+        """Raises NotSupported for strengths that differ within a block."""
+        blocks = torch.stack(strengths).split(self.spec.rows, dim=1)
+        for block, strength in enumerate(blocks):
+            if bool((strength != strength[:, :1]).any()):
+                raise NotSupported(
+                    "heads of mixed attention have one strength per block of directions, and this prescription gives "
+                    f"those of block {block} different ones, so it has no mask; realize it by='compress'."
+                )
+            if strength.shape[1]:
+                self.mix[:, block] = strength[:, 0].to(self.mix.dtype)
+
+
+def _shared_width(buckets: tuple[Bucket, ...]) -> int:
+    return max((bucket.width for bucket in buckets if bucket.rank), default=0)
+
+
+def _block_index(rows: tuple[int, ...], like: Tensor) -> Int[Tensor, "directions"]:
+    return torch.tensor([block for block, rank in enumerate(rows) for _ in range(rank)], device=like.device)
+
+
+@dataclass
+class BlockFactors:
+    """The directions that all heads share, in blocks of `ranks[b]` neighbouring ones; the buckets have one instance."""
+
+    query: Float[Tensor, "batch queries directions"]
+    key: Float[Tensor, "batch keys directions"]
+    ranks: tuple[int, ...]
+    # Not a cached_property, whose lock in Python 3.11 compilers cannot trace.
+    _maps: Tensor | None = None
+
+    def maps(self) -> Float[Tensor, "batch blocks queries keys"]:
+        """Returns the products of queries and keys of every block, zero for an empty one; computed once."""
+        if self._maps is None:
+            # Blocks have different ranks, so one batched product is impossible; an empty block gives a product of
+            # zeros.
+            sides = (side.split_with_sizes(self.ranks, -1) for side in (self.query, self.key))
+            self._maps = torch.stack([query @ key.transpose(1, 2) for query, key in zip(*sides, strict=True)], 1)
+        return self._maps
+
+
+@dataclass(frozen=True)
+class BlockMixture(Mixture):
+    """How the score maps of the blocks are mixed for the heads of one bucket."""
+
+    blocks: BlockFactors
+    weights: Float[Tensor, "heads blocks"]
+
+    def scores(self, scale: float) -> Float[Tensor, "batch heads queries keys"]:
+        """Returns the scores of the heads: scale * sum_b weights[h, b] maps[b]."""
+        maps = self.blocks.maps()
+        # One product, [heads, blocks] @ [batch, blocks, queries * keys]; the scale multiplies the small matrix, not the
+        # maps.
+        mixed = (self.weights.to(maps.dtype) * scale) @ maps.flatten(2)
+        return mixed.unflatten(2, maps.shape[2:])
+
+    def native_outputs(
+        self, mixtures: Sequence[Any], scale: float, values: BucketValues, sizes: Float[Tensor, "batch keys"] | None
+    ) -> HeadOutputs:
+        mix = scale * torch.cat([mixture.weights for mixture in mixtures])
+        return native_mixed_attention(self.blocks.query, self.blocks.key, values, self.blocks.ranks, mix, sizes)
+
+
+def native_mixed_attention(
+    query: Float[Tensor, "batch queries directions"],
+    key: Float[Tensor, "batch keys directions"],
+    values: Sequence[Float[Tensor, "batch _ keys _"]],
+    ranks: Sequence[int],
+    mix: Float[Tensor, "heads blocks"],
+    sizes: Float[Tensor, "batch keys"] | None,
+) -> Float[Tensor, "batch queries features"]:
+    """Returns what `native_attention` does, for heads that mix the score maps of blocks.
+
+    The score map of head h is sum_b mix[h, b] query_b @ key_b^T, where block b has the next `ranks[b]` directions. The
+    map of a block is computed once for all heads.
+    """
+    require_inference((query, key, *values, mix, sizes))
+    token_sizes = None if sizes is None else sizes.float()
+    weights = mix.float().contiguous()
+    return _NATIVE_MIXED_ATTENTION(query, key, list(values), ranks, weights, token_sizes)
+
+
+def _mixed_attention(
+    query: Tensor,
+    key: Tensor,
+    values: list[Tensor],
+    ranks: Sequence[int],
+    mix: Tensor,
+    sizes: Tensor | None,
+) -> Tensor:
+    library = required_library()
+    if (query.ndim, key.ndim, mix.ndim) != (3, 3, 2) or any(value.ndim != 4 for value in values) or not values:
+        raise InvalidInput(
+            "give queries and keys [batch, tokens, directions], values [batch, heads, tokens, features], at least one, "
+            "and the mixture [heads, blocks]."
+        )
+    # Every head is described with the queries and keys of all directions: views with stride 0 over the heads.
+    queries, keys = ([side[:, None].expand(-1, value.shape[1], -1, -1) for value in values] for side in (query, key))
+    require_fitting(queries, keys, values, sizes)
+    output = _empty_mixed(query, key, values)
+    batch, tokens, _ = output.shape
+    fits = mix.shape == (sum(value.shape[1] for value in values), len(ranks)) and min(ranks, default=0) >= 0
+    if not fits or sum(ranks) != query.shape[2] or mix.dtype != torch.float32:
+        raise InvalidInput(
+            f"blocks of {list(ranks)} directions and a {mix.dtype} mix of {list(mix.shape)} do not fit "
+            f"{query.shape[2]} directions and {sum(value.shape[1] for value in values)} heads in float32."
+        )
+    if not key.shape[1]:  # softmax over no keys times no values
+        return output.zero_()
+    numbers, heads, _buffers = described_heads(queries, keys, values, output)
+    sizes, mix = None if sizes is None else sizes.contiguous(), mix.contiguous()
+    if library.attnrx_mixed_attention(
+        numbers, heads, (ctypes.c_int64 * len(ranks))(*ranks), mix.data_ptr(), len(ranks), batch, tokens, key.shape[1],
+        address(sizes), kernel_threads(),
+    ):  # fmt: skip
+        raise MemoryError("attention found no memory for the keys and values of one image.")
+    return output
+
+
+def _empty_mixed(query: Tensor, key: object, values: list[Tensor], *_: object) -> Tensor:
+    return query.new_empty(*query.shape[:2], num_features(value.shape for value in values))
+
+
+def _mixed_operations(
+    query: torch.Size, key: torch.Size, values: list[torch.Size], ranks: object, mix: torch.Size, *_: object, **__: Any
+) -> int:
+    """Counts, for every pair of tokens, the maps of all blocks, their mixture for every head, and the values."""
+    return 2 * query[0] * query[1] * key[1] * (query[2] + mix[0] * mix[1] + num_features(values))
+
+
+_NATIVE_MIXED_ATTENTION = define(
+    "native_mixed_attention(Tensor query, Tensor key, Tensor[] values, int[] ranks, Tensor mix, Tensor? sizes)"
+    " -> Tensor",
+    _mixed_attention, _empty_mixed, _mixed_operations,
+)  # fmt: skip
+
+register_form("shared", SharedForm)
+register_form("mixed", MixedForm)
