@@ -108,7 +108,8 @@ def _without_projections(layer: Attention, tokens: torch.Tensor) -> Callable[[],
     # Queries, keys and values are projected once, outside of what is timed.
     value = in_buckets(layer.value.padded(tokens, plan.value_dims), plan.widths, plan.buckets)
     values = [part.transpose(1, 2) for part in value]
-    return partial(plan.backend, plan.buckets, layer.factors(tokens, plan.buckets), values)
+    query, key = (side.padded(tokens, plan.rows) for side in (layer.scores.query, layer.scores.key))
+    return partial(plan.backend, plan.buckets, layer.scores(query, key, plan.buckets), values)
 
 
 def _ignore(captured: object) -> None:

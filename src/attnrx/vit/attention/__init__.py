@@ -1,7 +1,7 @@
 """Attention of any form, with irregular ranks, executed by interchangeable backends."""
 
-from attnrx.vit.attention.attention import Attention, using
-from attnrx.vit.attention.backends.auto import Auto, Fused, Native
+from attnrx.vit.attention.attention import BACKENDS, Attention, backend_of, use_backend, using
+from attnrx.vit.attention.backends.auto import Auto, Fused, Native, Portable
 from attnrx.vit.attention.backends.backend import Backend, Eager
 from attnrx.vit.attention.backends.capture import (
     AttentionCapture,
@@ -10,10 +10,8 @@ from attnrx.vit.attention.backends.capture import (
     capture_uniform,
     sized_softmax,
 )
-from attnrx.vit.attention.backends.portable import Portable
 from attnrx.vit.attention.factors import AttentionContext, Bucket, ScoreFactors
 from attnrx.vit.attention.forms import unit_rows
-from attnrx.vit.attention.named_backends import BACKENDS, backend_of, use_backend
 from attnrx.vit.attention.positions import Positions
 
 __all__ = [

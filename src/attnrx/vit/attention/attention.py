@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.arguments import checked, instance
+from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.modules import is_traced
 from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
-from attnrx.vit.attention.backends.auto import Auto, Fused
-from attnrx.vit.attention.backends.backend import Backend, has_equal_heads
-from attnrx.vit.attention.backends.capture import AttentionCapture
+from attnrx.vit.attention.backends.auto import Auto, Fused, Native
+from attnrx.vit.attention.backends.backend import Backend, Eager, has_equal_heads
+from attnrx.vit.attention.backends.capture import AttentionCapture, Observed
 from attnrx.vit.attention.factors import AttentionContext, Bucket, ScoreFactors
 from attnrx.vit.attention.forms import RotaryForm, form_of, required_rotation, row_pairs
 from attnrx.vit.attention.head_linear import (
@@ -27,11 +28,14 @@ from attnrx.vit.attention.head_linear import (
 )
 from attnrx.vit.attention.positions import Positions
 from attnrx.vit.kernels.cached_weights import has_fixed_weights
+from attnrx.vit.kernels.compilation import required_library
 from attnrx.vit.kernels.native_attention import JointFeatures
 from attnrx.vit.maps import HEADS
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.spectrum import Spectrum
 
+BACKENDS: dict[str, Callable[[], Backend]] = {"auto": Auto, "eager": Eager, "fused": Fused, "native": Native}
+"""Factories of the backends by name."""
 MOST_PLANS = 1024
 """Cached plans per layer: one for every size of a batch and its images. A full cache is cleared."""
 
@@ -253,18 +257,6 @@ class Attention(nn.Module):
         joint = backend.takes_fused_qkv(self.spec, context)
         return LayerPlan(backend, buckets, value_dims, self.scores.rows(buckets), widths, joint)
 
-    def factors(
-        self, tokens: TokenBatch, buckets: tuple[Bucket, ...], positions: Positions | None = None
-    ) -> tuple[ScoreFactors, ...]:
-        """Returns the factors of the scores of every bucket that has directions.
-
-        Raises:
-            InvalidInput: The layer has a bias per pair of tokens, which `positions` lack.
-        """
-        rows = self.scores.rows(buckets)
-        query, key = self.scores.query.padded(tokens, rows), self.scores.key.padded(tokens, rows)
-        return self._score_factors(query, key, rows, buckets, positions)
-
     def spectrum(self) -> Spectrum:
         """Returns the score directions, one table per owner with the biases as last column, in float64."""
         spec = self.spec
@@ -332,3 +324,52 @@ def using(layers: Iterable[Attention], backends: Iterable[Backend]) -> Iterator[
     finally:
         for layer, state in zip(layers, before, strict=True):
             layer.backend, layer._plans_of, layer._plans = state
+
+
+def backend_of(name: str) -> Backend:
+    """Returns the backend of this name, one of BACKENDS.
+
+    Raises:
+        UnknownName: No backend has this name.
+        NotSupported: Its kernel cannot be built here.
+    """
+    if name not in BACKENDS:
+        raise UnknownName("backend", name, BACKENDS)
+    if name == "native":
+        # `Native` would run `Fused` in its place; a backend that is requested by name must not be replaced silently.
+        required_library()
+    return BACKENDS[name]()
+
+
+@checked(backend=instance("the name of a backend, e.g. 'auto', or a Backend", str, Backend))
+def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
+    """Sets the backend of every layer of the model, in place, and returns the model.
+
+    Names: "auto" (the default of new models: "native" for float32 inference on a CPU, else the usually fastest one),
+    "eager" (the reference), "fused" or "native". Layers whose attention is captured for a token reducer
+    keep their backend. The choice is not saved with the model, because the fastest backend depends on the machine.
+
+    Args:
+        model: The model.
+        backend: The name of a backend, or a backend.
+
+    Returns:
+        The model.
+
+    Raises:
+        UnknownName: No backend has this name.
+        NotSupported: The kernel of "native" could not be built, the model has no attnrx attention, or every layer's
+            attention is captured for a token reducer.
+
+    Examples:
+        >>> model = rx.use_backend(rx.load("svda:digits"), "eager")  # the reference
+    """
+    layers = [part for part in model.modules() if isinstance(part, Attention)]
+    free = [layer for layer in layers if not isinstance(layer.backend, AttentionCapture | Observed)]
+    if not free:
+        cause = "every layer's attention is captured for a token reducer" if layers else "it has no attention of attnrx"
+        raise NotSupported(f"no layer of this {type(model).__name__} can take another backend: {cause}.")
+    new_backend = backend_of(backend) if isinstance(backend, str) else backend
+    for layer in free:
+        layer.backend = new_backend
+    return model

@@ -34,6 +34,16 @@ PATIENCE = 120
 """Seconds that a compiler may take; it takes about three."""
 OTHERS_CAN_WRITE = 0o022  # group and all others
 DESCRIPTORS = Path("/proc/self/fd")
+# The types of the arguments of every function: p a pointer, i an integer, l one of 64 bits, f a float.
+ARGUMENTS = {
+    "attention": "piiiipfipp",
+    "mixed_attention": "pippiiiipi",
+    "joint_attention": "ppippiipfipp",
+    "merge": "pi",
+    "maps": "piipllpi",
+    "block": "pi",
+    "content": "pii",
+}
 
 
 # Once per process, also where it fails: a compiler that fails is not started again at every layer.
@@ -248,28 +258,10 @@ def _loaded(record: Path) -> ctypes.CDLL:
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     # Without argument types ctypes would pass addresses as 32-bit integers.
-    integer, pointer = ctypes.c_int, ctypes.c_void_p
-    positions = [pointer, pointer]  # of the rotations and the biases
-    library.attnrx_attention.argtypes = [
-        pointer, integer, integer, integer, integer, pointer, ctypes.c_float, integer, *positions
-    ]  # fmt: skip
-    library.attnrx_attention.restype = integer
-    library.attnrx_mixed_attention.argtypes = [
-        pointer, integer, pointer, pointer, integer, integer, integer, integer, pointer, integer
-    ]  # fmt: skip
-    library.attnrx_mixed_attention.restype = integer
-    library.attnrx_joint_attention.argtypes = [
-        pointer, pointer, integer, pointer, pointer, integer, integer, pointer, ctypes.c_float, integer, *positions
-    ]  # fmt: skip
-    library.attnrx_joint_attention.restype = integer
-    library.attnrx_merge.argtypes = [pointer, integer]
-    library.attnrx_merge.restype = integer
-    int64 = ctypes.c_int64
-    library.attnrx_maps.argtypes = [pointer, integer, integer, pointer, int64, int64, pointer, integer]
-    library.attnrx_block.argtypes = [pointer, integer]
-    for function in (library.attnrx_maps, library.attnrx_block):
-        function.restype = integer
-    library.attnrx_content.argtypes = [pointer, integer, integer]
+    types = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
+    for name, arguments in ARGUMENTS.items():
+        function = getattr(library, f"attnrx_{name}")
+        function.argtypes, function.restype = [types[each] for each in arguments], ctypes.c_int
     library.attnrx_content.restype = ctypes.c_uint64
     return library
 

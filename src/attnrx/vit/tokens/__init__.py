@@ -6,11 +6,13 @@ from typing import Any
 from attnrx.support.dataclass_records import from_dict
 from attnrx.support.errors import InvalidInput
 from attnrx.support.plugins import import_plugins, moved
-from attnrx.vit.tokens.merging import ToMe
+from attnrx.vit.tokens.merging import ToMe, Ward
 from attnrx.vit.tokens.policy import PolicyReader, TokenPolicy
 from attnrx.vit.tokens.reducer import (
     ALL_LAYERS,
     LAST_LAYER,
+    AttentionReceived,
+    ClassAttention,
     Reducer,
     Reduction,
     SampledTokens,
@@ -19,8 +21,6 @@ from attnrx.vit.tokens.reducer import (
     destinations_of,
 )
 from attnrx.vit.tokens.state import MapStatistic, TokenLayout, TokenState, counted, gathered_rows
-from attnrx.vit.tokens.untrained_scores import AttentionReceived, ClassAttention
-from attnrx.vit.tokens.ward import Ward
 
 # Every reducer by its name in text.
 REDUCERS: Mapping[str, type[Reducer]] = {
