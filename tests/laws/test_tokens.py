@@ -13,6 +13,7 @@ from attnrx_lab.tokens import (
     MapMoments,
     Spot,
 )
+from attnrx_lab.tokens.scores import scores_of
 from support import cases
 from support.cases import REDUCTIONS
 from support.pretrained import CASES, adopted_once, inputs
@@ -151,8 +152,8 @@ def test_spot_sees_the_moments_of_the_maps_it_passed() -> None:
     plain, maps = original("deep"), []
     with observing(plain, family_of(plain), lambda _, shown: maps.append(shown.attention)):
         logits(plain)
-    torch.testing.assert_close(state[0].moments.mean, maps[0])
-    assert state[1].moments.count == 3
+    torch.testing.assert_close(state[0].statistic.mean, maps[0])
+    assert state[1].statistic.count == 3
     assert state[1].attention.shape[-1] == 1 + 9
 
 
@@ -174,9 +175,9 @@ def test_halting_scores_add_up_over_the_layers_passed() -> None:
         block.register_forward_hook(lambda module, given, tokens: gave.append(tokens))
     logits(plain)
     sums = torch.sigmoid(0.5 * torch.stack(gave[:2])[:, :, 1:, 0] - 1.0).sum(0)
-    torch.testing.assert_close(state[0].accumulated, sums)
+    torch.testing.assert_close(scores_of(state[0]), sums)
     left = sums.gather(1, state[1].patch_indices)
-    torch.testing.assert_close(state[1].accumulated, left + torch.sigmoid(0.5 * state[1].patches[..., 0] - 1.0))
+    torch.testing.assert_close(scores_of(state[1]), left + torch.sigmoid(0.5 * state[1].patches[..., 0] - 1.0))
 
 
 @pytest.mark.parametrize("reducer", [Spot(shared=True), DTPS(Spot(shared=True))])

@@ -24,6 +24,7 @@ from attnrx_lab.tokens import (
     ZeroTPrune,
 )
 from attnrx_lab.tokens.pitome import energy_scores
+from attnrx_lab.tokens.scores import TokenScores
 from attnrx_lab.tokens.spot import attention_features, standardized_features
 from attnrx_lab.tokens.zero_tprune import page_rank, redundant
 
@@ -91,7 +92,7 @@ def test_dtps_takes_nothing_of_what_had_left_before() -> None:
 def test_the_highest_sum_of_halting_scores_is_pruned() -> None:
     scores = HaltingScores(gamma=2.0, beta=-1.0).layer_score(torch.tensor([[[0.5, 9.0], [1.0, -9.0]]]))
     torch.testing.assert_close(scores, torch.tensor([[0.5, 1 / (1 + math.exp(-1.0))]]))
-    given = state([[1.0], [2.0], [3.0]], accumulated=torch.tensor([[0.2, 0.9, 0.4]]))
+    given = state([[1.0], [2.0], [3.0]], statistic=TokenScores(torch.tensor([[0.0, 0.2, 0.9, 0.4]])))
     assert decided(HaltingScores(), given, 2).kept.tolist() == [[0, 2]]
     package = decided(SPViT(HaltingScores()), given, 1).extra
     assert package is not None
@@ -168,7 +169,7 @@ def test_a_second_round_goes_by_merged_keys() -> None:
 def test_soft_reducers_are_what_their_scores_are() -> None:
     for scores in (ClassAttention(), Random(), HaltingScores(), DynamicViT(), Spot(shared=True)):
         for kind in (EViT(scores), SPViT(scores), DTPS(scores)):
-            assert (kind.needs, kind.learned) == (scores.needs, scores.learned)
+            assert (kind.needs, kind.every_layer, kind.learned) == (scores.needs, scores.every_layer, scores.learned)
             assert kind.one_predictor == scores.one_predictor
             assert kind.predictor_macs(SHAPE, 9, 4) == scores.predictor_macs(SHAPE, 9, 4) + 9 * SHAPE.width * (
                 4 if isinstance(kind, DTPS) else 1
@@ -284,9 +285,12 @@ def test_ats_without_any_significance_keeps_what_is_there() -> None:
 def test_evo_vit_blends_the_class_attention_of_the_layers() -> None:
     first, second, third = (torch.tensor([row]) for row in ([0.6, 0.4], [0.0, 1.0], [1.0, 0.0]))
     reducer = EvoViT(alpha=0.5)
-    blended = reducer.accumulate(reducer.accumulate(reducer.accumulate(None, first), second), third)
-    torch.testing.assert_close(blended, torch.tensor([[0.65, 0.35]]))
-    assert decided(reducer, state([[1.0], [2.0]], accumulated=blended), 1).kept.tolist() == [[0]]
+    blended = None
+    for shares in (first, second, third):
+        blended = reducer.add_layer(blended, torch.nn.functional.pad(shares, (1, 0))[:, None])
+    assert blended is not None
+    torch.testing.assert_close(blended.scores, torch.tensor([[0.0, 0.65, 0.35]]))
+    assert decided(reducer, state([[1.0], [2.0]], statistic=blended), 1).kept.tolist() == [[0]]
 
 
 def test_standardized_features_have_mean_zero_and_variance_one_over_the_remaining_patches() -> None:

@@ -14,7 +14,7 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.tokens import (
     ClassAttention,
-    MapStatistic,
+    LayerStatistic,
     Reducer,
     Reduction,
     SampledTokens,
@@ -42,7 +42,8 @@ class Soft(Reducer):
                 f"{name} uses the scores of another reducer, and {scores_name} gives no scores; "
                 "give e.g. DynamicViT, Spot or ClassAttention."
             )
-        for name in ("needs", "learned", "one_predictor"):  # what the scores need is measured and trained
+        # What the scores need is measured and trained.
+        for name in ("needs", "every_layer", "learned", "one_predictor"):
             object.__setattr__(self, name, getattr(self.scores, name))
 
     @property
@@ -65,14 +66,8 @@ class Soft(Reducer):
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
         """Returns the tokens of a training step, where `keep` was sampled from the scores."""
 
-    def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
-        return self.scores.layer_score(tokens)
-
-    def accumulate(self, before: PerPatch | None, scores: PerPatch) -> PerPatch:
-        return self.scores.accumulate(before, scores)
-
-    def add_map(self, before: Any, attention: Float[Tensor, "batch heads queries keys"]) -> MapStatistic:
-        return self.scores.add_map(before, attention)
+    def add_layer(self, before: Any, observed: Tensor) -> LayerStatistic:
+        return self.scores.add_layer(before, observed)
 
     def image_keys(self, images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"] | None:
         return self.scores.image_keys(images)

@@ -9,10 +9,32 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.tokens import Reducer, Reduction, Selecting, Shape, TokenState
+from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.vit.tokens import LayerStatistic, Reducer, Reduction, Selecting, Shape, TokenState
 from attnrx.vit.tokens.reducer import PerPatch, reduced_to_best
 from attnrx_lab.tokens.learned_scores import KeepDrop, KeepScores, Predicting, TokenFeatures
+
+
+@dataclass(frozen=True)
+class TokenScores(LayerStatistic):
+    """A score of every token, accumulated over the layers."""
+
+    scores: Float[Tensor, "batch tokens"]
+
+    def at(self, kept: Int[Tensor, "batch kept"]) -> "TokenScores":
+        return TokenScores(self.scores.gather(1, kept))
+
+    def with_new(self, count: int) -> "TokenScores":
+        return TokenScores(nn.functional.pad(self.scores, (0, count)))
+
+    def without(self, indices: Int[Tensor, "batch removed"]) -> "TokenScores":
+        return TokenScores(self.scores.scatter(1, indices, 0.0))
+
+
+def scores_of(state: TokenState) -> PerPatch:
+    """Returns the accumulated scores of the patches."""
+    assert isinstance(state.statistic, TokenScores)
+    return state.statistic.scores[:, state.prefix :]
 
 
 @dataclass(frozen=True)
@@ -22,12 +44,20 @@ class AttentionAverage(Selecting):
     Computes one row of every map, and stores one number per patch: the sum, which gives the same order as the mean.
     """
 
-    needs = ("class_attention", "class_attention_sum")
+    needs, every_layer = ("class_attention",), "class_attention"
+
+    def add_layer(self, before: TokenScores | None, observed: Float[Tensor, "batch heads tokens"]) -> TokenScores:
+        return TokenScores(self.accumulate(None if before is None else before.scores, observed.mean(1)))
+
+    def accumulate(
+        self, before: Float[Tensor, "batch tokens"] | None, scores: Float[Tensor, "batch tokens"]
+    ) -> Float[Tensor, "batch tokens"]:
+        """Adds the scores of one layer to those of the layers before; None at the first layer."""
+        return scores if before is None else before + scores
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        assert state.accumulated is not None
         # A token that an earlier stage fused starts at 0, so here it counts the layers since that stage only.
-        return state.accumulated
+        return scores_of(state)
 
 
 @dataclass(frozen=True)
@@ -46,7 +76,9 @@ class EvoViT(AttentionAverage):
         if not 0 <= self.alpha < 1:
             raise InvalidInput(f"{self}: alpha is the weight of the previous layers; give a number in [0, 1).")
 
-    def accumulate(self, before: PerPatch | None, scores: PerPatch) -> PerPatch:
+    def accumulate(
+        self, before: Float[Tensor, "batch tokens"] | None, scores: Float[Tensor, "batch tokens"]
+    ) -> Float[Tensor, "batch tokens"]:
         return scores if before is None else self.alpha * before + (1 - self.alpha) * scores
 
 
@@ -102,7 +134,7 @@ class HaltingScores(Selecting):
     gamma: float = 5.0
     beta: float = -10.0
 
-    needs = ("accumulated",)
+    every_layer = "tokens"
 
     def __post_init__(self):
         if not (math.isfinite(self.gamma) and math.isfinite(self.beta)) or self.gamma == 0:
@@ -113,11 +145,15 @@ class HaltingScores(Selecting):
         return "the first feature of a token is no halting score until a ponder loss trains it"
 
     def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
+        """Returns the halting scores of one layer."""
         return torch.sigmoid(self.gamma * tokens[..., 0] + self.beta)
 
+    def add_layer(self, before: TokenScores | None, observed: Float[Tensor, "batch tokens width"]) -> TokenScores:
+        scores = self.layer_score(observed)
+        return TokenScores(scores if before is None else before.scores + scores)
+
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        assert state.accumulated is not None
-        return -state.accumulated  # the patch of the largest sum is the first to halt
+        return -scores_of(state)  # the patch of the largest sum is the first to halt
 
     def weights(self, relevance: PerPatch) -> PerPatch:
         """Returns the remainder 1 - sum of the halting scores, at least 0."""

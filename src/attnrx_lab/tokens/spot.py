@@ -9,7 +9,7 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.vit.tokens import MapStatistic, Shape, TokenState
+from attnrx.vit.tokens import LayerStatistic, Shape, TokenState
 from attnrx.vit.tokens.reducer import PerPatch
 from attnrx_lab.tokens.learned_scores import KeepDrop, KeepScores, Predicting, TokenFeatures
 
@@ -17,7 +17,7 @@ SCALARS = 6  # of every patch, head and map: SPOT, Eqs. 3 to 9
 
 
 @dataclass
-class MapMoments(MapStatistic):
+class MapMoments(LayerStatistic):
     """The mean of the attention maps over the layers so far, and their variance where it is collected, elementwise.
 
     Memory does not grow with the layers: only sums of the maps and, for the variance, of their squares are stored.
@@ -111,15 +111,16 @@ class Spot(Predicting):
     shared: bool = False
     standardized: bool = False
 
+    needs = ("attention", "class_attention")
+
     def __post_init__(self):
         if self.projected is not None and self.projected < 0:
             raise InvalidInput(f"{self}: projected counts token features; give 0 or more, or None for the width.")
-        moments = ("maps",) if self.mean or self.variance else ()
-        object.__setattr__(self, "needs", ("attention", "class_attention", *moments))
+        object.__setattr__(self, "every_layer", "attention" if self.mean or self.variance else "")
         object.__setattr__(self, "one_predictor", self.shared)
 
-    def add_map(self, before: MapMoments | None, attention: Float[Tensor, "batch heads queries keys"]) -> MapMoments:
-        return MapMoments.of(attention, self.variance) if before is None else before.add_layer(attention)
+    def add_layer(self, before: MapMoments | None, observed: Float[Tensor, "batch heads queries keys"]) -> MapMoments:
+        return MapMoments.of(observed, self.variance) if before is None else before.add_layer(observed)
 
     def features(self, shape: Shape) -> tuple[int, int]:
         """Returns the number of token features and of attention features of a patch."""
@@ -155,7 +156,7 @@ class SpotPredictor(nn.Module):
         self, state: TokenState, attention: Float[Tensor, "batch heads tokens tokens"]
     ) -> Float[Tensor, "batch patches features"]:
         """Returns the attention features of the patches."""
-        maps, moments = [attention], state.moments
+        maps, moments = [attention], state.statistic
         assert moments is None or isinstance(moments, MapMoments)
         if moments is not None and self.spot.mean:
             maps.append(moments.mean)

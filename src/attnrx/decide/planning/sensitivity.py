@@ -28,7 +28,7 @@ from attnrx.vit.models import (
     replacing_forward,
 )
 from attnrx.vit.outputs import OutputKind
-from attnrx.vit.tokens import ALL_LAYERS, TokenPolicy
+from attnrx.vit.tokens import TokenPolicy
 
 BlockCalls = Sequence[Sequence[ModuleCall]]  # of every block; several where a module calls the model several times
 
@@ -187,7 +187,6 @@ class _BatchProbe:
         """Returns the sums over images [layer, measure] with `count` patches pruned before one layer at a time."""
         sums, reducer = np.zeros((len(self.calls), len(MEASURES))), self.space.reducer
         assert reducer is not None
-        needs = set(reducer.needs)
         # A stage before the first layer is not possible: its place is measured before the second.
         for layer in {max(layer, 1) for layer in self.layers}:
             # The copy shares the weights.
@@ -195,7 +194,7 @@ class _BatchProbe:
             keep = (self.space.patches - count) / self.space.patches
             attach_tokens_(changed, self.family, TokenPolicy(reducer, (layer + 1,), (keep,)))
             # A reducer that needs captured attention requires running the previous layer, or all of them.
-            start = 0 if needs & ALL_LAYERS else layer - 1 if needs else layer
+            start = 0 if reducer.every_layer else layer - 1 if reducer.needs else layer
             sums[layer] = self._from(changed, [call.tokens_as_output for call in self.calls[start]], start)
         # Row 0 is an end of the interpolation over layers only: no plan has a stage there.
         sums[0] = sums[min(max(self.layers[0], 1), len(sums) - 1)]

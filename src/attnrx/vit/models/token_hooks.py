@@ -15,7 +15,7 @@ from attnrx.vit.attention import Attention, AttentionCapture, capture_uniform
 from attnrx.vit.models.family import Family
 from attnrx.vit.models.observation_hooks import blocks_of, evaluating
 from attnrx.vit.models.token_reduction import TokenReduction, TokenRun, reduction_of
-from attnrx.vit.tokens import LAST_LAYER, TokenPolicy
+from attnrx.vit.tokens import TokenPolicy
 
 
 def attach_tokens_(
@@ -65,12 +65,12 @@ def _hook_blocks_(blocks: Sequence[nn.Module], reduction: TokenReduction) -> Non
     """Registers the hooks of stages, of scores and of restoration, which run in the reverse order on an input."""
     policy = reduction.policy
     # Each hook is put before the existing ones, so on the input of a block `enter` replaces restored tokens by the
-    # present ones first, then their scores are added, then the stage decides. `policy.layers` counts from 1.
+    # present ones first, then they are added to a statistic, then the stage decides. `policy.layers` counts from 1.
     for stage, layer in enumerate(policy.layers):
         _first_(blocks[layer - 1], partial(reduction.decide, stage))
-    if "accumulated" in policy.reducer.needs:
+    if policy.reducer.every_layer == "tokens":
         for block in blocks[1 : policy.layers[-1]]:  # the input of a block is the output of the one before
-            _first_(block, reduction.score_layer)
+            _first_(block, reduction.add_layer)
     for index, block in enumerate(blocks):
         _first_(block, reduction.enter)
         _first_(block, partial(reduction.leave, index), returned=True)
@@ -112,12 +112,10 @@ def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None], returned:
 def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:
     """Makes a layer's attention use token sizes and capture the statistics that the reducer needs."""
     policy = reduction.policy
-    # A stage runs on the input of a layer, so its statistics are those of the layer before.
-    needs = set(policy.reducer.needs)
-    quantities = needs & LAST_LAYER if index + 1 in policy.layers else set()
-    if index < policy.layers[-1]:  # statistics over the layers are sums until the last stage
-        quantities |= {"attention"} if "maps" in needs else set()
-        quantities |= {"class_attention"} if "class_attention_sum" in needs else set()
+    # A stage runs on the input of a layer, so it needs what is captured in the layer before.
+    quantities = set(policy.reducer.needs) if index + 1 in policy.layers else set()
+    if index < policy.layers[-1] and policy.reducer.every_layer in ("attention", "class_attention"):
+        quantities.add(policy.reducer.every_layer)
     statistics = tuple(sorted(quantities))
     # Before the first stage all sizes are 1, and any backend computes the layer.
     uses_sizes = reduction.counts_sizes or policy.reducer.learned

@@ -16,7 +16,7 @@ from attnrx.vit.attention import CapturedAttention
 from attnrx.vit.kernels.native_merging import Merged, can_merge
 from attnrx.vit.maps import REALIZATIONS
 from attnrx.vit.tokens import (
-    MapStatistic,
+    LayerStatistic,
     Reduction,
     Shape,
     TokenPolicy,
@@ -163,8 +163,7 @@ class TokenRun:
         self.logarithms: tuple[Tensor, Tensor] | None = None  # some sizes, and their logarithms
         self.patches = 0
         self.patch_indices: Int[Tensor, "batch patches"] | None = None
-        self.moments: MapStatistic | None = None
-        self.accumulated: Float[Tensor, "batch patches"] | None = None
+        self.statistic: LayerStatistic | None = None
         self.image_keys: Int[Tensor, " batch"] | None = None
         self.captured = CapturedAttention()
         self.trail: list[Int[Tensor, "batch kept"]] = []
@@ -413,14 +412,9 @@ class TokenReduction(nn.Module):
             self._end_outside()
         return restored
 
-    def accumulate(self, scores: Float[Tensor, "batch tokens"]) -> None:
-        """Adds the patch scores of one layer."""
-        run, scores = self._run, scores[:, self.shape.layout.prefix :]
-        run.accumulated = self.policy.reducer.accumulate(run.accumulated, scores)
-
-    def score_layer(self, tokens: TokenBatch) -> None:
-        """Adds the patch scores that the reducer computes from the output of a layer."""
-        self.accumulate(self.policy.reducer.layer_score(tokens))
+    def add_layer(self, observed: Tensor) -> None:
+        """Adds a quantity of one layer to the reducer's statistic of all layers."""
+        self._run.statistic = self.policy.reducer.add_layer(self._run.statistic, observed)
 
     def add_capture(self, heads: tuple[int, ...], captured: CapturedAttention, decides: bool = True) -> None:
         """Adds the captured attention of a layer with these heads of the original model.
@@ -429,7 +423,7 @@ class TokenReduction(nn.Module):
         its original index; a removed head attends uniformly, as in the masked model. The capture is stored only where
         the next stage `decides` by it.
         """
-        run, needs, sizes = self._run, self.policy.reducer.needs, self.sizes()
+        run, every_layer, sizes = self._run, self.policy.reducer.every_layer, self.sizes()
         if heads != tuple(range(self.shape.heads)):
             captured = replace(
                 captured,
@@ -439,10 +433,9 @@ class TokenReduction(nn.Module):
             )
         if decides:  # full maps are large: only those that the next stage uses are stored, others go into sums
             run.captured = captured
-        if "maps" in needs and captured.attention is not None:
-            run.moments = self.policy.reducer.add_map(run.moments, captured.attention)
-        if "class_attention_sum" in needs and captured.class_attention is not None:
-            self.accumulate(captured.class_attention.mean(1))
+        observed = getattr(captured, every_layer) if every_layer in ("attention", "class_attention") else None
+        if observed is not None:
+            self.add_layer(observed)
 
     def decide(self, stage: int, tokens: TokenBatch) -> Tensor:
         """Runs the reducer at one stage, and returns the tokens for the next layer.
@@ -471,8 +464,8 @@ class TokenReduction(nn.Module):
             return tokens
         captured = run.captured
         state = TokenState(
-            tokens, prefix, sizes, run.patch_indices, captured.class_attention, captured.attention, run.moments,
-            captured.keys, run.accumulated, run.image_keys, captured.value_norms, stage, self.policy.layers[stage],
+            tokens, prefix, sizes, run.patch_indices, captured.class_attention, captured.attention, run.statistic,
+            captured.keys, run.image_keys, captured.value_norms, stage, self.policy.layers[stage],
             self.shape.depth, unmasked=self.by == "compress" and not self.samples_patches, unsized=run.sizes is None,
             tracked=run.restoration is not None,
         )  # fmt: skip
@@ -498,7 +491,7 @@ class TokenReduction(nn.Module):
         apply = compressed_state if self.by == "compress" else masked_state
         reduced = apply(state, reduction)
         run.sizes, run.patch_indices = reduced.sizes, reduced.patch_indices
-        run.moments, run.accumulated = reduced.moments, reduced.accumulated
+        run.statistic = reduced.statistic
         if run.restoration is not None:
             parts = [reduction.tokens] if reduction.extra is None else [reduction.tokens, reduction.extra]
             destinations = reduction.destinations
@@ -532,7 +525,7 @@ class TokenReduction(nn.Module):
         # A fused token overwrites a pruned patch, because the number of tokens is fixed in training.
         if sampled.added is not None:
             sizes = sizes.scatter(1, sampled.added, 1.0)
-            run.patch_indices, run.moments, run.accumulated = replaced_state(state, sampled.added)
+            run.patch_indices, run.statistic = replaced_state(state, sampled.added)
         run.sizes = torch.cat([state.sizes[:, :prefix], sizes], dim=1)
         return torch.cat([state.tokens[:, :prefix], sampled.patches], dim=1)
 
@@ -609,8 +602,7 @@ class ReducedState(NamedTuple):
     tokens: TokenBatch
     sizes: Float[Tensor, "batch tokens"]
     patch_indices: Int[Tensor, "batch patches"]
-    moments: MapStatistic | None
-    accumulated: Float[Tensor, "batch patches"] | None
+    statistic: LayerStatistic | None
     positions: Int[Tensor, "batch remaining"] | None
 
 
@@ -621,54 +613,44 @@ def compressed_state(state: TokenState, reduction: Reduction) -> ReducedState:
     indices = kept if state.unsized else state.patch_indices.gather(1, kept)
     if extra is not None:
         indices = torch.cat([indices, indices.new_full((indices.shape[0], extra.shape[1]), -1)], dim=1)
-    # Later stages use these statistics, so their rows and columns must follow the tokens. Maps include the prefix
-    # tokens; patch indices and accumulated scores do not. A new token has no past: sums of zero, and the patch -1.
-    moments = state.moments
-    if moments is not None:
+    # Later stages use the statistic, so it must follow the tokens, those of the prefix included. A new token has no
+    # past, and the patch -1.
+    statistic = state.statistic
+    if statistic is not None:
         first = torch.arange(prefix, device=kept.device).expand(kept.shape[0], -1)
-        moments = moments.at(torch.cat([first, prefix + kept], dim=1))
-        moments = moments if extra is None else moments.with_new(extra.shape[1])
-    accumulated = state.accumulated
-    if accumulated is not None:
-        accumulated = nn.functional.pad(accumulated.gather(1, kept), (0, 0 if extra is None else extra.shape[1]))
+        statistic = statistic.at(torch.cat([first, prefix + kept], dim=1))
+        statistic = statistic if extra is None else statistic.with_new(extra.shape[1])
     if reduction.whole is not None:
         tokens, sizes = reduction.whole
     else:
         parts = [state.tokens[:, :prefix], reduction.tokens, *([] if extra is None else [extra])]
         tokens = torch.cat(parts, dim=1)
         sizes = torch.cat([state.sizes[:, :prefix], remaining_sizes(state, reduction)], dim=1)
-    return ReducedState(tokens, sizes, indices, moments, accumulated, positions=None)
+    return ReducedState(tokens, sizes, indices, statistic, positions=None)
 
 
 def masked_state(state: TokenState, reduction: Reduction) -> ReducedState:
     """Writes kept tokens at their indices and extra tokens at pruned indices; all other patches get size 0."""
-    kept, extra, indices = reduction.kept, reduction.extra, state.patch_indices
-    moments, accumulated = state.moments, state.accumulated
+    kept, extra, indices, statistic = reduction.kept, reduction.extra, state.patch_indices, state.statistic
     targets, values = kept, reduction.tokens
     if extra is not None:
         # The first patches that this stage prunes: 1 where a patch was present and is not kept.
         pruned_mask = state.present_mask.scatter(1, kept, 0.0)
         free = stable_order(pruned_mask)[:, : extra.shape[1]]
         targets, values = torch.cat([kept, free], dim=1), torch.cat([values, extra], dim=1)
-        indices, moments, accumulated = replaced_state(state, free)
+        indices, statistic = replaced_state(state, free)
     # Not in place: in training the tokens are needed for gradients, and a restoration stores those before the stage.
     patches = state.patches.scatter(1, targets[..., None].expand_as(values), values)
     sizes = torch.zeros_like(state.sizes[:, state.prefix :]).scatter(1, targets, remaining_sizes(state, reduction))
     tokens = torch.cat([state.tokens[:, : state.prefix], patches], dim=1)
     sizes = torch.cat([state.sizes[:, : state.prefix], sizes], dim=1)
-    return ReducedState(tokens, sizes, indices, moments, accumulated, positions=targets)
+    return ReducedState(tokens, sizes, indices, statistic, positions=targets)
 
 
-def replaced_state(
-    state: TokenState, added: Int[Tensor, "batch added"]
-) -> tuple[Tensor, MapStatistic | None, Tensor | None]:
-    """Returns patch indices and statistics after new tokens were written at the patches `added`."""
-    moments, accumulated = state.moments, state.accumulated
-    return (
-        state.patch_indices.scatter(1, added, -1),
-        None if moments is None else moments.without(state.prefix + added),
-        None if accumulated is None else accumulated.scatter(1, added, 0.0),
-    )
+def replaced_state(state: TokenState, added: Int[Tensor, "batch added"]) -> tuple[Tensor, LayerStatistic | None]:
+    """Returns patch indices and the statistic after new tokens were written at the patches `added`."""
+    statistic = None if state.statistic is None else state.statistic.without(state.prefix + added)
+    return state.patch_indices.scatter(1, added, -1), statistic
 
 
 def remaining_sizes(state: TokenState, reduction: Reduction) -> Tensor:

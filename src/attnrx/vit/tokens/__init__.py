@@ -9,8 +9,6 @@ from attnrx.support.plugins import import_plugins, moved
 from attnrx.vit.tokens.merging import ToMe, Ward
 from attnrx.vit.tokens.policy import PolicyReader, TokenPolicy
 from attnrx.vit.tokens.reducer import (
-    ALL_LAYERS,
-    LAST_LAYER,
     AttentionReceived,
     ClassAttention,
     Reducer,
@@ -20,7 +18,7 @@ from attnrx.vit.tokens.reducer import (
     Shape,
     destinations_of,
 )
-from attnrx.vit.tokens.state import MapStatistic, TokenLayout, TokenState, counted, gathered_rows
+from attnrx.vit.tokens.state import LayerStatistic, TokenLayout, TokenState, counted, gathered_rows
 
 # Every reducer by its name in text.
 REDUCERS: Mapping[str, type[Reducer]] = {
@@ -35,10 +33,9 @@ for _name, _kind in REDUCERS.items():
 _REGISTERED: dict[str, type[Reducer]] = {}
 
 __all__ = [
-    "ALL_LAYERS", "LAST_LAYER", "REDUCERS", "AttentionReceived", "ClassAttention", "MapStatistic", "Reducer",
-    "Reduction", "SampledTokens", "Selecting", "Shape", "ToMe", "TokenLayout", "TokenPolicy", "TokenState", "Ward",
-    "counted", "destinations_of", "gathered_rows", "known_reducers", "parse_policy", "parse_reducer",
-    "policy_from_dict", "register_reducer",
+    "REDUCERS", "AttentionReceived", "ClassAttention", "LayerStatistic", "Reducer", "Reduction", "SampledTokens",
+    "Selecting", "Shape", "ToMe", "TokenLayout", "TokenPolicy", "TokenState", "Ward", "counted", "destinations_of",
+    "gathered_rows", "known_reducers", "parse_policy", "parse_reducer", "policy_from_dict", "register_reducer",
 ]  # fmt: skip
 
 _OF_PAPERS = (

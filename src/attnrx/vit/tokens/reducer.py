@@ -11,12 +11,7 @@ from torch import nn
 from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.kernels.native_merging import Merged
-from attnrx.vit.tokens.state import MapStatistic, TokenLayout, TokenState, gathered_rows
-
-# The statistics in `Reducer.needs`: LAST_LAYER ones are captured only in the layer before a stage, ALL_LAYERS ones in
-# every layer up to the last stage.
-LAST_LAYER = {"class_attention", "attention", "keys", "value_norms"}
-ALL_LAYERS = {"maps", "class_attention_sum", "accumulated"}
+from attnrx.vit.tokens.state import LayerStatistic, TokenLayout, TokenState, gathered_rows
 
 PerPatch = Float[Tensor, "batch patches"]
 
@@ -71,10 +66,9 @@ class Shape:
 class Reducer(ABC):
     """Selects or merges tokens at every stage of a policy: a frozen dataclass of its knobs.
 
-    `needs` lists the statistics that it uses. Of the previous layer: "class_attention", "attention", "keys",
-    "value_norms" (`LAST_LAYER`). Of all previous layers (`ALL_LAYERS`): "maps", whose statistic by `add_map` is in
-    `moments`; and in `accumulated`, summed unless `accumulate` is overridden, a score for every patch:
-    "class_attention_sum", the class attention averaged over the heads, or "accumulated", the output of `layer_score`.
+    `needs` lists what it uses of the layer before a stage: "class_attention", "attention", "keys", "value_norms".
+    `every_layer` is what it uses of every layer before its last stage, "class_attention", "attention" or "tokens" (the
+    output of the layer); `add_layer` makes a statistic of it.
 
     A `proportional` reducer changes the sizes of tokens, and later attention weights a token by its size (the logarithm
     of the size is added to its scores). A stage appends `extra` tokens to the kept ones. A `learned` reducer has a
@@ -85,8 +79,9 @@ class Reducer(ABC):
     name: ClassVar[str] = ""  # the name in text, set by REDUCERS
     proportional: ClassVar[bool] = False
     extra: ClassVar[int] = 0
-    # These three may depend on the knobs; a reducer whose knobs decide sets them in __post_init__.
+    # These four may depend on the knobs; a reducer whose knobs decide sets them in __post_init__.
     needs: tuple[str, ...] = ()
+    every_layer: str = ""
     learned: bool = False
     one_predictor: bool = False
 
@@ -115,19 +110,11 @@ class Reducer(ABC):
         """
         return 0
 
-    def layer_score(self, tokens: Float[Tensor, "batch tokens width"]) -> Float[Tensor, "batch tokens"]:
-        """Returns the score of every token after one layer, for reducers that need its sum over the layers."""
-        return torch.zeros_like(tokens[..., 0])
-
-    def accumulate(self, before: PerPatch | None, scores: PerPatch) -> PerPatch:
-        """Adds the scores of one layer to those accumulated `before`, which is None at the first layer."""
-        return scores if before is None else before + scores
-
-    def add_map(self, before: Any, attention: Float[Tensor, "batch heads queries keys"]) -> MapStatistic:
-        """Adds the attention of one layer to a statistic of the layers `before`, which is None at the first layer.
+    def add_layer(self, before: Any, observed: Tensor) -> LayerStatistic:
+        """Adds the `every_layer` quantity of one layer to the statistic `before`, which is None at the first layer.
 
         Raises:
-            NotImplementedError: The reducer does not need "maps".
+            NotImplementedError: The reducer has no such statistic.
         """
         raise NotImplementedError
 

@@ -10,19 +10,19 @@ from attnrx.support.modules import is_traced
 from attnrx.support.shapes import Float, Int, Tensor
 
 
-class MapStatistic(ABC):
-    """A statistic of the attention maps of all layers so far for every pair of tokens (`Reducer.add_map`)."""
+class LayerStatistic(ABC):
+    """A statistic of the layers so far for every token, or every pair of tokens (`Reducer.add_layer`)."""
 
     @abstractmethod
-    def at(self, kept: Int[Tensor, "batch kept"]) -> "MapStatistic":
-        """Returns the statistic between the kept tokens."""
+    def at(self, kept: Int[Tensor, "batch kept"]) -> "LayerStatistic":
+        """Returns the statistic of the kept tokens, by their indices among all tokens."""
 
     @abstractmethod
-    def with_new(self, count: int) -> "MapStatistic":
+    def with_new(self, count: int) -> "LayerStatistic":
         """Returns the statistic with `count` new tokens, which have no past."""
 
     @abstractmethod
-    def without(self, indices: Int[Tensor, "batch removed"]) -> "MapStatistic":
+    def without(self, indices: Int[Tensor, "batch removed"]) -> "LayerStatistic":
         """Returns the statistic in which these tokens have no past, because new tokens overwrote them."""
 
 
@@ -32,12 +32,11 @@ class TokenState:
 
     `sizes`: how many patches of the image every token represents: 0 for a masked token, 1 for an ordinary one, more for
     a merged one. `class_attention`: the attention from the class token to every token in the previous layer, by head.
-    `attention`: the whole map of that layer; `moments`: the statistic of the maps of all layers so far
-    (`Reducer.add_map`). `keys`: the keys averaged over the heads. `patch_indices`: the index of every patch token in
-    the image, -1 for one added by an earlier stage. `accumulated`: for every patch, the sum over the layers so far of
-    the reducer's `layer_score` or of its class attention. `image_keys`: those of `Reducer.image_keys`. `value_norms`:
-    the norms of the values, by head. Statistics that the reducer does not need are None. `stage` counts from 0; it runs
-    before the layer `layer` (counted from 1) of `depth` layers.
+    `attention`: the whole map of that layer; `keys`: the keys averaged over the heads; `value_norms`: the norms of the
+    values, by head. `statistic`: that of all layers so far (`Reducer.add_layer`). `patch_indices`: the index of every
+    patch token in the image, -1 for one added by an earlier stage. `image_keys`: those of `Reducer.image_keys`. What
+    the reducer does not need is None. `stage` counts from 0; it runs before the layer `layer` (counted from 1) of
+    `depth` layers.
     """
 
     tokens: Float[Tensor, "batch tokens width"]
@@ -46,9 +45,8 @@ class TokenState:
     patch_indices: Int[Tensor, "batch patches"]
     class_attention: Float[Tensor, "batch heads tokens"] | None = None
     attention: Float[Tensor, "batch heads tokens tokens"] | None = None
-    moments: MapStatistic | None = None
+    statistic: LayerStatistic | None = None
     keys: Float[Tensor, "batch tokens directions"] | None = None
-    accumulated: Float[Tensor, "batch patches"] | None = None
     image_keys: Int[Tensor, "batch"] | None = None
     value_norms: Float[Tensor, "batch heads tokens"] | None = None
     stage: int = 0
