@@ -14,6 +14,8 @@ MOVED = {
     "Controls": rx.checks,
     "PerturbationResponse": rx.diagnostics,
     "TargetRank": rx.losses,
+    "EViT": rx.tokens,
+    "Spot": rx.tokens,
 }
 
 
@@ -26,7 +28,7 @@ def test_a_moved_name_says_where_it_is(name: str) -> None:
     assert hasattr(importlib.import_module(module), new)
 
 
-@pytest.mark.parametrize("package", [rx.rules, rx.checks, rx.diagnostics])
+@pytest.mark.parametrize("package", [rx.rules, rx.checks, rx.diagnostics, rx.tokens])
 def test_an_unknown_name_is_named(package: object) -> None:
     with pytest.raises(AttributeError, match="nonsense"):
         _ = package.nonsense  # pyright: ignore[reportAttributeAccessIssue]
