@@ -13,8 +13,8 @@ class FormTraits:
     """The properties of a form of attention on which costs, rules, backends and realizations depend.
 
     `norms` are its normalizations of query and key rows, the default first. `mixes_blocks`: the shared directions are
-    in blocks, and a matrix mixes the score maps of the blocks. `attention/forms.py` computes the scores of the form
-    of the same name.
+    in blocks, and a matrix mixes the score maps of the blocks. The class that is registered by the same name in
+    `attention/forms.py` computes the scores.
     """
 
     has_strengths: bool
@@ -24,7 +24,7 @@ class FormTraits:
     mixes_blocks: bool = False
 
 
-# `shared` is CP SlimAtt, `mixed` is IrrAtt (`AttentionSpec`).
+# `shared` is CP SlimAtt, `mixed` is IrrAtt (`AttentionSpec`); `attnrx_lab.shared_attention` computes these two.
 FORMS: Mapping[str, FormTraits] = {
     "dense": FormTraits(has_strengths=False, shares_directions=False, norms=("none",)),
     "svda": FormTraits(has_strengths=True, shares_directions=False, norms=("kept", "original")),
