@@ -102,7 +102,7 @@ def speeds(
     """Times all models in turns with the library's, in a process of their own."""
     library_model, shape = family_of(model).library_model(model), family_of(model).input_shape(model)
     images = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
-    protocol = LatencyProtocol(Conditions(threads=threads), rounds, warmup=2, kernels=False)
+    protocol = LatencyProtocol(Conditions(threads=threads), rounds, warmup=2)
     # In a fresh process: the speed of memory allocation depends on what this one has done.
     sides = candidates, library_model, images, protocol, model
     comparisons = run_in_subprocess(compare_latencies, *sides, on_line=log)

@@ -28,7 +28,7 @@ from attnrx.vit.models import VisionTransformer, ViTConfig, initialize_, named_c
 
 HEADER = (
     f"{'ranks':<14}{'batch':>6} {'precision':<10}{'mode':<9}{'original ms':>12}{'candidate ms':>13}"
-    f"{'speed (95 %)':>22}{'MAC ratio':>11}{'memory':>8}  kernel"
+    f"{'speed (95 %)':>22}{'MAC ratio':>11}{'memory':>8}"
 )
 
 
@@ -49,7 +49,7 @@ class Result:
             f"{f'{self.rank} {self.pattern}':<14}{latency.batch:>6} {latency.conditions.precision:<10}{mode:<9}"
             f"{1000 * latency.reference.median:>12.2f}{1000 * latency.candidate.median:>13.2f}"
             f"{f'{faster.value:.3f}x [{faster.low:.3f}, {faster.high:.3f}]':>22}"
-            f"{self.macs_ratio:>11.3f}{self.memory.ratio:>8.3f}  {latency.candidate_kernel}"
+            f"{self.macs_ratio:>11.3f}{self.memory.ratio:>8.3f}"
         )
 
 

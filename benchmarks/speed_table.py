@@ -122,12 +122,11 @@ def _cell(speed: dict[str, Any] | None) -> str:
 def caption(measured: dict[Part, dict[str, Any]], macs: float) -> str:
     """Returns the conditions of the table in words."""
     latency = next(iter(measured.values()))["speeds"][0]["latency"]
-    kernels = sorted({speed["latency"]["candidate_kernel"] for each in measured.values() for speed in each["speeds"]})
     return (
         f"{latency['hardware']}, torch {latency['torch_version']}, float32, {latency['clock']} clock; speed-ups are "
         "medians over rounds with 95 % intervals, against the model as timm ships it in the same runtime, all in turns "
         "in one run; then the share of the ideal, the inverse of the share of the MACs. Every method comes to "
-        f"{100 * macs:g} % of the MACs. Attention kernels: {', '.join(kernels)}."
+        f"{100 * macs:g} % of the MACs."
     )
 
 

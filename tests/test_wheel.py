@@ -44,12 +44,14 @@ rx.save(rx.load(model), "vit")
 OPERATIONS = """
 import torch
 import attnrx as rx
-from attnrx.vit.costs.memory import profiled
+from torch.profiler import profile
 from attnrx.vit.kernels.compilation import native_library
 
 model, images = rx.load("vit"), torch.randn(1, 3, 64, 64)
-with torch.inference_mode():
-    print(profiled(lambda: model(images)).attention_kernel, getattr(native_library(), "_name", None))
+with torch.inference_mode(), profile() as recorded:
+    model(images)
+is_native = any(event.key.startswith("attnrx::native_") for event in recorded.key_averages())
+print("native" if is_native else "other", getattr(native_library(), "_name", None))
 """
 
 

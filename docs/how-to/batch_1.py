@@ -44,7 +44,7 @@ candidates = {
 # In turns, on one thread, against the model in the kernels of its library. More rounds give narrower intervals.
 
 # %%
-protocol = rx.costs.LatencyProtocol(rx.costs.Conditions(threads=1), rounds=10, kernels=False)
+protocol = rx.costs.LatencyProtocol(rx.costs.Conditions(threads=1), rounds=10)
 for name, candidate in candidates.items():
     found = rx.costs.compare_latency(candidate, model, image, protocol).faster
     print(f"{name}: {found.value:.2f}x [{found.low:.2f}, {found.high:.2f}]")

@@ -74,7 +74,7 @@ def demo(
     stage(f"training a small ViT on {len(splits.train):,} images of {splits.name}")
     train(load_model(small_model(splits, seed)), splits, training_of(splits, epochs, seed), place, log=log)
     original = load(place)
-    timing = Latency(BATCH, LatencyProtocol(Conditions(threads=THREADS), ROUNDS, warmup=2, kernels=False), library=True)
+    timing = Latency(BATCH, LatencyProtocol(Conditions(threads=THREADS), ROUNDS, warmup=2), library=True)
     # The unchanged model, relative to timm's: what the kernels give.
     unchanged = verify(original, original, splits.test, [timing]).findings[0].value
     faster = max(GAIN * unchanged, MIN_SPEED)

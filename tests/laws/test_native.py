@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.errors import InvalidInput, KernelWarning, NotSupported
 from attnrx.vit.attention import Attention, AttentionCapture, AttentionContext, Auto, Eager, Fused, Native, backend_of
-from attnrx.vit.costs.memory import profiled
 from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_attention import (
     JointFeatures,
@@ -20,6 +19,7 @@ from attnrx.vit.kernels.native_attention import (
 )
 from attnrx.vit.spec import AttentionSpec
 from attnrx_lab.shared_attention import native_mixed_attention
+from support.kernel_names import attention_kernel
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 
@@ -164,7 +164,7 @@ def test_features_that_lie_apart_are_brought_together_first() -> None:
 
 def test_profilers_counters_and_meta_tensors_see_the_operation() -> None:
     sides = drawn(((40, 37), (0, 5)), 14, 16)
-    assert profiled(lambda: native_attention(*sides, None, 0.3)).attention_kernel == "native"
+    assert attention_kernel(lambda: native_attention(*sides, None, 0.3)) == "native"
     with FlopCounterMode(display=False) as counter:
         found = native_attention(*sides, None, 0.3)
     assert counter.get_total_flops() == 2 * 3 * 2 * 14 * 16 * (40 + 37 + 5)
@@ -208,7 +208,7 @@ def test_maps_of_blocks_are_mixed_for_every_head(
         finally:
             torch.set_num_threads(before)
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=3e-4)
-    assert profiled(lambda: native_mixed_attention(query, key, values, ranks, mix, sizes)).attention_kernel == "native"
+    assert attention_kernel(lambda: native_mixed_attention(query, key, values, ranks, mix, sizes)) == "native"
     with FlopCounterMode(display=False) as counter:
         native_mixed_attention(query, key, values, ranks, mix, sizes)
     products = sum(ranks) + count * len(ranks) + sum(own * value_dims for own, value_dims in heads)
@@ -245,7 +245,7 @@ def test_features_in_one_row_give_the_same_as_separate_ones(sized: bool) -> None
             native_joint_attention(JointFeatures(given, ranks, value_dims, scale), sizes), wanted, rtol=0, atol=0
         )
     joint = JointFeatures(features, ranks, value_dims, scale)
-    assert profiled(lambda: native_joint_attention(joint, sizes)).attention_kernel == "native"
+    assert attention_kernel(lambda: native_joint_attention(joint, sizes)) == "native"
     with FlopCounterMode(display=False) as counter:
         native_joint_attention(joint, sizes)
     assert counter.get_total_flops() == 2 * 3 * 14 * 14 * (sum(ranks) + sum(value_dims))
@@ -309,7 +309,7 @@ def test_what_is_shown_to_a_reducer_goes_with_the_kernel() -> None:
         layer = Attention(SPEC, AttentionCapture(lambda: sizes, shown.append, wanted)).float().eval()
         reference = layer(TOKENS).detach()  # with gradients: PyTorch's kernel
         with torch.no_grad():
-            assert profiled(partial(layer, TOKENS)).attention_kernel == "native"
+            assert attention_kernel(partial(layer, TOKENS)) == "native"
             torch.testing.assert_close(layer(TOKENS), reference, rtol=0, atol=1e-6)
         first, last = (getattr(each, wanted[0]) for each in (shown[0], shown[-1]))
         torch.testing.assert_close(first, last, rtol=0, atol=1e-6)

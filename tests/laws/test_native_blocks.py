@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.attention import Attention, AttentionCapture, CapturedAttention, Eager, Native
-from attnrx.vit.costs.memory import profiled
 from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_blocks import BlockTensors, native_block
 from attnrx.vit.kernels.native_products import NativeLinear
@@ -23,6 +22,7 @@ from attnrx.vit.models.fused_block import fused_block
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import parse_policy
+from support.kernel_names import attention_kernel
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 
@@ -290,4 +290,4 @@ def test_the_profile_of_a_block_names_the_kernel() -> None:
     block, tokens = OneBlock().eval(), torch.randn(2, 40, WIDTH)
     with torch.no_grad():
         assert block(tokens) is not None
-        assert profiled(lambda: block(tokens)).attention_kernel == "native"
+        assert attention_kernel(lambda: block(tokens)) == "native"

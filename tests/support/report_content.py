@@ -157,8 +157,6 @@ def latency() -> LatencyComparison:
         candidate=Timing(0.0412, 0.0405, 0.0441),
         reference=Timing(0.0437, 0.0429, 0.0480),
         faster=Ratio(1 / 0.943, 1 / 0.956, 1 / 0.931),
-        candidate_kernel="flash_attention_for_cpu",
-        reference_kernel="flash_attention_for_cpu",
         batch=32,
         image_shape=(1, 16, 16),
         rounds=30,

@@ -45,7 +45,7 @@ def rounds_of(batch: int, macs: float = 0.0) -> int:
 
 def final_protocol(conditions: Conditions, batch: int) -> LatencyProtocol:
     """Returns the protocol of results: whole batches, wall clock, several processes."""
-    return LatencyProtocol(conditions, rounds_of(batch), warmup=2, kernels=False, processes=PROCESSES)
+    return LatencyProtocol(conditions, rounds_of(batch), warmup=2, processes=PROCESSES)
 
 
 class PlanTimer:

@@ -250,7 +250,7 @@ class PlanSettings:
     @property
     def protocol(self) -> LatencyProtocol:
         """How blocks are timed; whole models are timed alike, in `whole_rounds` rounds."""
-        return LatencyProtocol(self.conditions, self.rounds, WARMUP, self.clock, kernels=False)
+        return LatencyProtocol(self.conditions, self.rounds, WARMUP, self.clock)
 
     def noise(self, model: nn.Module) -> torch.Tensor:
         """Returns a batch of noise to time, [batch, *input shape]: latency depends on the number of images alone."""

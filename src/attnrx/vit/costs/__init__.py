@@ -14,7 +14,7 @@ from attnrx.vit.costs.latency import (
     interleave,
     speed_text,
 )
-from attnrx.vit.costs.memory import MemoryComparison, PeakMemory, compare_memory, profiled
+from attnrx.vit.costs.memory import MemoryComparison, PeakMemory, compare_memory
 from attnrx.vit.costs.model_costs import (
     LayerCosts,
     ModelCosts,
@@ -30,5 +30,5 @@ __all__ = [
     "Conditions", "LatencyComparison", "LatencyProtocol", "LayerCosts", "MemoryComparison", "ModelCosts", "PartCosts",
     "PeakMemory", "Ratio", "Timing", "TokenCosts", "compare_latencies", "compare_latency", "compare_memory",
     "count_params", "count_product_macs", "device_name", "factors_text", "interleave", "layer_costs", "linear_costs",
-    "norm_costs", "profiled", "speed_text", "token_costs",
+    "norm_costs", "speed_text", "token_costs",
 ]  # fmt: skip

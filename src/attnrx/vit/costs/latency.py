@@ -17,7 +17,6 @@ from attnrx.support.progress import track
 from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.support.subprocess_runner import shared_subprocess
 from attnrx.vit.costs.conditions import Conditions
-from attnrx.vit.costs.memory import profiled
 
 # The 97.5 % quantiles of Student's t for the intervals of so many medians, and the parts of a run.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
@@ -178,16 +177,11 @@ class LatencyComparison:
     precision of the candidate it has two factors: `by_runtime` is the time of the reference over that of the unchanged
     model, and `by_compression` that of the unchanged model over that of the candidate. Each is a median over rounds, so
     that their product is `faster` up to the noise of the rounds.
-
-    A kernel is named as by torch's profiler: "flash_attention_for_cpu", "math" (the slow path of the fused call); or it
-    is "native" (the C++ kernel) or "unfused"; empty without `LatencyProtocol.kernels`.
     """
 
     candidate: Timing
     reference: Timing
     faster: Ratio
-    candidate_kernel: str
-    reference_kernel: str
     batch: int
     image_shape: tuple[int, ...]
     rounds: int
@@ -234,8 +228,7 @@ class LatencyProtocol:
     """How latency is measured: the models take turns for `rounds` rounds, after `warmup` rounds that do not count.
 
     `clock` is "wall", "cpu" (the CPU time of the process, for busy machines) or "cuda" (events of the stream); None
-    means "cuda" on a CUDA device and "wall" elsewhere. With `kernels` one more pass of every model is profiled for the
-    name of its attention kernel.
+    means "cuda" on a CUDA device and "wall" elsewhere.
 
     With `processes` above 1 the rounds are divided between so many new processes, and the intervals include the
     differences between them. Models that cannot be pickled are measured in this process instead, which
@@ -246,7 +239,6 @@ class LatencyProtocol:
     rounds: int = 30
     warmup: int = 5
     clock: str | None = None
-    kernels: bool = True
     processes: int = 1
 
     def __post_init__(self):
@@ -307,8 +299,8 @@ def compare_latencies(
     if unchanged is not None:
         models[same] = unchanged
     runs = _runs(models, images, protocol)
-    _, kernels, threads = runs[0]
-    seconds = {name: torch.stack([found[name] for found, *_ in runs]) for name in models}  # [processes, rounds]
+    threads = runs[0][1]
+    seconds = {name: torch.stack([found[name] for found, _ in runs]) for name in models}  # [processes, rounds]
     if same in seconds:
         seconds[UNCHANGED] = seconds[same]
 
@@ -323,10 +315,9 @@ def compare_latencies(
         assert faster is not None
         return LatencyComparison(
             candidate=Timing.of(seconds[name].flatten()), reference=Timing.of(seconds[REFERENCE].flatten()),
-            faster=faster, candidate_kernel=kernels[name], reference_kernel=kernels[REFERENCE], batch=len(images),
-            image_shape=tuple(images.shape[1:]), rounds=seconds[name].numel(), clock=protocol.resolved_clock,
-            conditions=protocol.conditions, threads=threads, hardware=protocol.conditions.hardware,
-            torch_version=torch.__version__, processes=len(runs),
+            faster=faster, batch=len(images), image_shape=tuple(images.shape[1:]), rounds=seconds[name].numel(),
+            clock=protocol.resolved_clock, conditions=protocol.conditions, threads=threads,
+            hardware=protocol.conditions.hardware, torch_version=torch.__version__, processes=len(runs),
             unchanged=Timing.of(seconds[UNCHANGED].flatten()) if unchanged is not None else None,
             by_runtime=ratio(REFERENCE, UNCHANGED), by_compression=ratio(UNCHANGED, name),
         )  # fmt: skip
@@ -334,8 +325,8 @@ def compare_latencies(
     return {name: compared(name) for name in candidates}
 
 
-# The seconds of every model in the rounds of one process, its attention kernel, and the number of threads.
-_Run = tuple[dict[str, Float[Tensor, "rounds"]], dict[str, str], int]
+# The seconds of every model in the rounds of one process, and the number of threads.
+_Run = tuple[dict[str, Float[Tensor, "rounds"]], int]
 
 
 def _runs(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProtocol) -> list[_Run]:
@@ -358,6 +349,4 @@ def _run(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProto
             name: partial(conditions.prepare(model), batch) for name, model in models.items()
         }
         seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=protocol.resolved_clock)
-        # Profiled after the rounds: profiling slows a pass.
-        kernels = {name: profiled(run).attention_kernel if protocol.kernels else "" for name, run in runs.items()}
-        return seconds, kernels, torch.get_num_threads()
+        return seconds, torch.get_num_threads()

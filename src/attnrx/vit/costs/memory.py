@@ -1,4 +1,4 @@
-"""The memory of a forward pass: the weights, and the peak above them; and the profiler that records it."""
+"""The memory of a forward pass: the weights, and the peak above them."""
 
 import os
 from collections.abc import Callable
@@ -15,29 +15,10 @@ from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.costs.conditions import PRECISIONS, Conditions
 
 MEMORY_EVENT = "[memory]"
-KERNEL_PREFIX = "aten::_scaled_dot_product_"
-NATIVE = {f"attnrx::native_{kind}" for kind in ("attention", "joint_attention", "mixed_attention", "block")}
 
 
-@dataclass(frozen=True)
-class Profile:
-    """The names of the operations that ran, and the peak memory above the memory held before."""
-
-    operations: frozenset[str]
-    peak_bytes: int
-
-    @property
-    def attention_kernel(self) -> str:
-        """The kernel that scaled_dot_product_attention selected, "native" for the C++ kernel, or "unfused"."""
-        kernels = (name for name in self.operations if name.startswith(KERNEL_PREFIX))
-        names = sorted(name.removeprefix(KERNEL_PREFIX) for name in kernels)
-        names += ["native"] * (not NATIVE.isdisjoint(self.operations))
-        if names:  # several, if layers differ
-            return " + ".join(names)
-        return "unfused" if any("softmax" in name for name in self.operations) else "unknown"
-
-
-def profiled(run: Callable[[], object]) -> Profile:
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Returns the largest memory on a CPU, above that held before, while `run` runs."""
     # By default the profiler's library logs its start to stderr, and an error on a CPU-only machine.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -50,8 +31,7 @@ def profiled(run: Callable[[], object]) -> Profile:
     events = sorted(results.events(), key=lambda event: event.start_ns())
     # Signed changes in the order of time: the peak is the largest partial sum.
     changes = [event.nbytes() for event in events if event.name() == MEMORY_EVENT]  # type: ignore[attr-defined]
-    operations = frozenset(event.name() for event in events if event.name().startswith(("aten::", "attnrx::")))
-    return Profile(operations, max(accumulate(changes), default=0))
+    return max(accumulate(changes), default=0)
 
 
 @dataclass(frozen=True)
@@ -111,7 +91,7 @@ def _peak(model: nn.Module, batch: Tensor, conditions: Conditions) -> PeakMemory
         torch.cuda.synchronize(conditions.device)
         activations = torch.cuda.max_memory_allocated(conditions.device) - baseline
     else:
-        activations = profiled(run).peak_bytes
+        activations = peak_bytes(run)
     # `prepare` casts all weights, so they have one size.
     size = PRECISIONS[conditions.precision].itemsize
     return PeakMemory(size * sum(parameter.numel() for parameter in model.parameters()), activations)
