@@ -150,9 +150,6 @@ Ranks = Mapping[MapAddress, int]
 class FactoredHeads(HeadLinear):
     """A projection to heads as two maps: tokens to `rank` shared features, then to the rows of the heads."""
 
-    # Its inputs are the shared features, so `FusedQKV` cannot compute it in one product with the other projections.
-    joins = False
-
     def __init__(self, source: HeadLinear, rank: int):
         # The inherited weight, [rows, rank], is the second factor: heads are padded by its rows.
         super().__init__(rank, source.rows, source.bias is not None)

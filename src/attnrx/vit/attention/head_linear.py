@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,6 @@ LARGEST_COPY = 1 << 18
 
 class HeadLinear(nn.Module):
     """Projects tokens to `rows[h]` features for every head h, stored unpadded in one weight of sum(rows) rows."""
-
-    joins: ClassVar[bool] = True
-    """Whether `spread` is all it does, so that another's matrix product may compute it."""
 
     def __init__(self, width: int, rows: tuple[int, ...], bias: bool = True):
         super().__init__()
@@ -160,7 +157,7 @@ class FusedQKV:
         for side, _ in sides:
             parameters += (side.weight, side.bias)
             # A hook on a projection must receive that projection's own call, and a subclass may compute something else.
-            if side._forward_hooks or side._forward_pre_hooks or not side.joins:
+            if side._forward_hooks or side._forward_pre_hooks or type(side) is not HeadLinear:
                 return None
         is_whole = not has_fixed_weights() and all(rows == side.rows for side, rows in sides)
         if is_whole and (packed := self.packed(parameters)) is not None:
