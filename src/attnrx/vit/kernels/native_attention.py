@@ -255,7 +255,7 @@ def num_features(values: Iterable[torch.Size]) -> int:
 
 
 def _empty(queries: list[Tensor], keys: object, values: list[Tensor], *_: object) -> Tensor:
-    batch, _, tokens, _ = queries[0].shape
+    batch, tokens = queries[0].shape[0], queries[0].shape[2]
     return values[0].new_empty(batch, tokens, num_features(value.shape for value in values))
 
 
