@@ -76,8 +76,7 @@ class Promises(Check):
         processes = min(PROCESSES, max(self.rounds // 2, 1)) if promised.get("in_subprocess", False) else 1
         # As long passes have few rounds, one is enough to warm up.
         warmup = 2 if self.rounds >= 4 * processes else 1
-        settings = {"clock": promised["clock"], "kernels": False, "processes": processes}
-        protocol = LatencyProtocol(conditions, self.rounds, warmup, **settings)
+        protocol = LatencyProtocol(conditions, self.rounds, warmup, promised["clock"], processes)
         model, family = comparison.reference, family_of(comparison.reference)
         size = promised["batch"], *family.input_shape(model)
         # Latency does not depend on the values of the pixels.
