@@ -178,7 +178,7 @@ def wrong(form: Format) -> Format:
             program.state_dict[name] = nn.Parameter(program.state_dict[name] + 1)
             super().write(program, path, images)
 
-    return Wrong(**vars(form))
+    return Wrong(**vars(form))  # pyright: ignore[reportAbstractUsage]
 
 
 @pytest.mark.parametrize(
