@@ -17,7 +17,7 @@ from attnrx.data.user_data import IndexedImages
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.optional import required_module
 from attnrx.training.config import TrainingConfig
-from attnrx.vit.models import evaluating, family_of, require_ordinary_weights
+from attnrx.vit.models import family_of, num_outputs, require_ordinary_weights
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -135,12 +135,8 @@ def _require_classes(model: nn.Module, splits: Splits, config: TrainingConfig) -
 
 def num_logits(model: nn.Module) -> int:
     """Returns the number of logits of an image; 0 for a model of embeddings."""
-    family, parameter = family_of(model), next(model.parameters())
-    if not family.heads(model):
-        return 0
-    with evaluating((model,)):
-        blank = torch.zeros(1, *family.input_shape(model), dtype=parameter.dtype, device=parameter.device)
-        return model.forward(blank).shape[-1]
+    heads = family_of(model).heads(model)
+    return num_outputs(heads[0]) if heads else 0
 
 
 def _limited(images: ImageSet, classes: int) -> ImageSet:

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from attnrx.data import ImageSet
+from attnrx.data.model_data import normalization_of
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, ImageBatch, Int, Tensor
 from attnrx.support.trees import tensors_of
 from attnrx.vit.models import (
-    Family,
     TokenReduction,
     TokenRun,
     evaluating,
@@ -114,7 +114,7 @@ def sample_attention(
     # Heads have their index in the original, so its largest one sets the columns of all models.
     heads = max(max(layer.spec.heads, default=0) for layer in family.attention(original)) + 1
     maps = {name: _received(model, images, heads) for name, model in models.items()}
-    return AttentionSamples(_in_unit_range(images, family, original), maps, labels)
+    return AttentionSamples(_in_unit_range(images, original), maps, labels)
 
 
 def _require_labels(labels: tuple[str, ...], images: Tensor) -> None:
@@ -145,11 +145,9 @@ def _received(model: nn.Module, images: Tensor, heads: int) -> Float[Tensor, "im
     return torch.stack([maps.get(layer, empty) for layer in range(len(layers))], dim=1)
 
 
-def _in_unit_range(images: Tensor, family: Family, model: nn.Module) -> Float[Tensor, "images channels height width"]:
+def _in_unit_range(images: Tensor, model: nn.Module) -> Float[Tensor, "images channels height width"]:
     """Undoes the normalization of images and clips to [0, 1]."""
-    # [channels, 1, 1]
-    mean, std = (torch.tensor(values)[:, None, None] for values in family.normalization(model))
-    return (images.cpu().float() * std + mean).clamp(0, 1)
+    return normalization_of(model).invert(images.cpu().float()).clamp(0, 1)
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,7 @@ def sample_maps(
         if values.ndim == 4:
             values = values[:, 0] if values.shape[1] == 1 else values.argmax(1).float()
         maps[name] = values
-    return MapSamples(_in_unit_range(images, family_of(original), original), maps, labels)
+    return MapSamples(_in_unit_range(images, original), maps, labels)
 
 
 def sample_tokens(
@@ -230,7 +228,7 @@ def sample_tokens(
         remaining = after.get(layer, remaining)
         tokens.append(layout.prefix + remaining)
     return TokenSamples(
-        images=_in_unit_range(images, family, model),
+        images=_in_unit_range(images, model),
         left=left,
         policy=policy,
         tokens=tuple(tokens),
