@@ -81,7 +81,7 @@ def test_methods_may_let_tokens_leave(made: SimpleNamespace) -> None:
         "control=tokens=random:{share}@2,3",
         "fine=qk=total_rank:0.5 repair=2 tokens=attention_received:0.5@2",
     )
-    words = ("compare", made.run, "--data", made.data, "--calibration-images", 4, "--methods", *texts)
+    words = ("compare", made.run, "--data", made.data, "--calibration-images", 16, "--methods", *texts)
     trials = record(*words, "--macs", "0.6,0.01", "--out", out)
     spent = {(each["method"], each["target"]): each["macs_share"] for each in trials["trials"]}
     assert 0.5 < spent["drop", 0.6] <= 0.6 and spent["control", 0.6] == spent["drop", 0.6]
