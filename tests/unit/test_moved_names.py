@@ -9,13 +9,8 @@ import attnrx as rx
 MOVED = {
     "control_prescriptions": rx,
     "measure_divergence": rx,
-    "RandomMatched": rx.rules,
-    "Threshold": rx.rules,
     "Controls": rx.checks,
-    "PerturbationResponse": rx.diagnostics,
     "TargetRank": rx.losses,
-    "EViT": rx.tokens,
-    "Spot": rx.tokens,
 }
 
 
@@ -28,7 +23,7 @@ def test_a_moved_name_says_where_it_is(name: str) -> None:
     assert hasattr(importlib.import_module(module), new)
 
 
-@pytest.mark.parametrize("package", [rx.rules, rx.checks, rx.diagnostics, rx.tokens])
+@pytest.mark.parametrize("package", [rx.checks, rx.losses])
 def test_an_unknown_name_is_named(package: object) -> None:
     with pytest.raises(AttributeError, match="nonsense"):
         _ = package.nonsense  # pyright: ignore[reportAttributeAccessIssue]

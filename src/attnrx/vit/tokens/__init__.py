@@ -5,7 +5,7 @@ from typing import Any
 
 from attnrx.support.dataclass_records import from_dict
 from attnrx.support.errors import InvalidInput
-from attnrx.support.plugins import import_plugins, moved
+from attnrx.support.plugins import import_plugins
 from attnrx.vit.tokens.merging import ToMe, Ward
 from attnrx.vit.tokens.policy import PolicyReader, TokenPolicy
 from attnrx.vit.tokens.reducer import (
@@ -37,11 +37,6 @@ __all__ = [
     "Selecting", "Shape", "ToMe", "TokenLayout", "TokenPolicy", "TokenState", "Ward", "counted", "destinations_of",
     "gathered_rows", "known_reducers", "parse_policy", "parse_reducer", "policy_from_dict", "register_reducer",
 ]  # fmt: skip
-
-_OF_PAPERS = (
-    "AttentionAverage", "DynamicViT", "EViT", "MapMoments", "Predicting", "Random", "Soft", "Spot", "image_keys",
-)  # fmt: skip
-__getattr__ = moved({name: f"attnrx_lab.tokens.{name}" for name in _OF_PAPERS})
 
 
 def register_reducer(name: str, kind: type[Reducer]) -> None:
