@@ -135,7 +135,7 @@ def test_one_ratio_is_of_what_is_left_and_several_are_of_the_image() -> None:
         ("tome:13@every,4", "the end"),
         ("tome:13@everywhere", "a layer, e.g. 4"),
         ("tome:13@4", "keep ratio of 13"),
-        ("spot" + 30 * "(" + ":0.7@4", "brackets"),
+        ("spot" + 60 * "(" + ":0.7@4", "brackets"),
     ],
 )
 def test_what_cannot_be_read_is_said(text: str, said: str) -> None:
