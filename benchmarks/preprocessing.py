@@ -21,7 +21,7 @@ import torch
 from PIL import Image, ImageOps
 
 import attnrx as rx
-from attnrx.data.model_data import input_options, preprocessing_of
+from attnrx.data.model_data import preprocessing_of
 
 ODD = 6  # kinds of changes, by turns
 COMMANDS = 6  # scripts that are run as commands; for the others their functions are called
@@ -117,7 +117,7 @@ def upright(content: bytes) -> Image.Image:
 
 
 def loaded(root: Path, model: torch.nn.Module) -> Any:
-    return rx.adapt_preprocessing(rx.load_data(root, **input_options(model)), model).test
+    return rx.adapt_preprocessing(rx.load_data(root), model).test
 
 
 def of_script(names: dict[str, Any], content: bytes, model: torch.nn.Module) -> np.ndarray:

@@ -11,7 +11,7 @@ from PIL import Image
 
 import attnrx as rx
 from attnrx.data import load_data
-from attnrx.data.model_data import images_for, input_options
+from attnrx.data.model_data import images_for, preprocessing_of
 from support import odd_pictures
 from support.pictures import CLASSES, write_parquet
 
@@ -64,7 +64,7 @@ def test_files_become_what_the_transform_of_the_model_makes_of_them(
     expected = {n: transform(picture.convert("RGB")) for n, picture in enumerate(all_pictures) if n % 2 == 0}
     adopted, path = rx.load(model), stored(tmp_path, kind, all_pictures)
     ways: dict[str, dict[str, Any]] = {
-        "with the geometry": input_options(adopted),
+        "with the geometry": {"geometry": preprocessing_of(adopted).geometry},
         "with a size": {"image_size": size},
         "without a size": {},
     }

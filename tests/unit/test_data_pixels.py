@@ -11,8 +11,9 @@ from torchvision.transforms.v2 import functional as reference
 
 from attnrx.data import Augmentation, Normalization
 from attnrx.data.images import generator
-from attnrx.data.pixels import Draws, decode, guess_geometry
-from attnrx.support.errors import InvalidInput
+from attnrx.data.pixels import Draws, guess_geometry
+from attnrx.data.splits import StoredImages
+from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Tensor
 
@@ -25,6 +26,10 @@ def saved(image: Image.Image, kind: str) -> bytes:
     file = io.BytesIO()
     image.save(file, format=kind)
     return file.getvalue()
+
+
+def decode(content: bytes, channels: int | None) -> Tensor:
+    return StoredImages(torch.zeros(1).long(), torch.arange(1), lambda at: content, str).picture(0, channels)
 
 
 def test_every_crop_is_a_window_of_the_padded_image() -> None:
@@ -137,7 +142,7 @@ def test_sixteen_bits_become_eight() -> None:
         found = decode(saved(deep, "png"), channels)
         assert found.shape == (channels, 8, 8)
         assert torch.equal(found[0].flatten().long(), torch.arange(64) * 4)
-    with pytest.raises(ValueError, match="8 or 16 bits"):
+    with pytest.raises(DataError, match="8 or 16 bits"):
         decode(saved(Image.fromarray(np.ones((4, 4), dtype=np.float32)), "tiff"), 1)
 
 
@@ -145,5 +150,5 @@ def test_sixteen_bits_become_eight() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
 def test_a_truncated_image_is_no_image(kind: str, share: float) -> None:
     content = saved(Image.fromarray(noise(32, 32, 3).numpy()), kind)
-    with pytest.raises(ValueError, match=r"."):
+    with pytest.raises(DataError, match="cannot decode the image 0: "):
         decode(content[: int(share * len(content))], 3)

@@ -54,10 +54,8 @@ def splits_argument(model: "nn.Module", arguments: Namespace, distinct: bool = F
     Raises:
         InvalidInput: The class map is no JSON object.
     """
-    from attnrx.data.model_data import input_options  # imports torch
-
-    splits, path = load_splits(arguments, **input_options(model)), arguments.label_map
-    splits = rx.adapt_preprocessing(splits, model, None if path is None else _label_map(path))
+    path = arguments.label_map
+    splits = rx.adapt_preprocessing(load_splits(arguments), model, None if path is None else _label_map(path))
     return rx.data.distinct_splits(splits) if distinct else splits
 
 

@@ -242,15 +242,6 @@ def dataset_classes(*data: Any) -> tuple[str, ...]:
     return ()
 
 
-def input_options(model: nn.Module) -> dict[str, Any]:
-    """Returns the arguments of `load_data` with which a dataset is decoded for this model at once."""
-    stated = family_of(model).geometry(model)
-    if stated is not None:
-        return {"geometry": stated}
-    _, height, width = family_of(model).input_shape(model)
-    return {"image_size": height if height == width else (height, width)}
-
-
 @checked(label_map=optional(instance("a dictionary from class names to class numbers", Mapping)))
 def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str, int] | None = None) -> Splits:
     """Returns the splits with the model's preprocessing and with labels as class indices of the model.

@@ -11,7 +11,6 @@ import torch
 from attnrx.support.arguments import require_fields, whole
 from attnrx.support.errors import InvalidInput
 from attnrx.support.optional import required_module
-from attnrx.support.pictures import open_picture, pixels_of
 from attnrx.support.preprocessing import ImageGeometry, without_waiting
 from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
 
@@ -26,22 +25,6 @@ def threads() -> int:
     """Returns how many images are decoded at once: decoding releases the GIL, so one thread per usable core."""
     # macOS and Windows have no sched_getaffinity; above 16 threads memory bandwidth is the limit.
     return max(1, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
-
-
-def decode(
-    content: bytes | bytearray | memoryview, channels: int | None, alpha: str = "drop"
-) -> UInt8[Tensor, "channels height width"]:
-    """Decodes an image to grey (1 channel), RGB (3) or, with None, to the one of the two that it is.
-
-    Raises:
-        ValueError: It cannot be decoded, e.g. because the file is truncated; the message is the reason.
-    """
-    try:
-        with open_picture(content) as picture:
-            pixels = pixels_of(picture, channels, alpha)
-    except Exception as error:  # Pillow's readers raise many types: SyntaxError, struct.error, EOFError
-        raise ValueError(str(error) or type(error).__name__) from error
-    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | tuple[int, int] | None) -> ImageGeometry:

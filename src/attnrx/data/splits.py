@@ -7,9 +7,10 @@ from typing import Any, NoReturn
 import torch
 
 from attnrx.data.images import ImageSet, hold_out
-from attnrx.data.pixels import Augmentation, decode, padding_for
+from attnrx.data.pixels import Augmentation, padding_for
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError
+from attnrx.support.pictures import open_picture, pixels_of
 from attnrx.support.preprocessing import ImageGeometry, Normalization
 from attnrx.support.shapes import Int, Tensor, UInt8
 
@@ -88,8 +89,8 @@ class MissingImages(ImageSet):
         self._refuse()
 
 
-@dataclass(frozen=True, eq=False)
-class StoredImages:
+@dataclass(frozen=True, eq=False, repr=False)
+class StoredImages(Displayed):
     """The encoded images of one split in storage order: what every storage format is read into.
 
     `sources` are their rows in the source. `content` reads the bytes of the image at a position, and `where` returns
@@ -108,16 +109,19 @@ class StoredImages:
     def picture(
         self, position: int, channels: int | None, alpha: str = "drop"
     ) -> UInt8[Tensor, "channels height width"]:
-        """Decodes one image, as `decode` does.
+        """Decodes one image to grey (1 channel), RGB (3) or, with None, to the one of the two that it is.
 
         Raises:
             DataError: The image cannot be decoded; the message contains `where(position)`.
         """
         try:
-            return decode(self.content(position), channels, alpha)
-        # OSError: the file was deleted or became unreadable after it was listed.
-        except (ValueError, OSError) as error:
-            raise DataError(f"cannot decode the image {self.where(position)}: {error}. Repair or remove it.") from error
+            with open_picture(self.content(position)) as picture:
+                return torch.from_numpy(pixels_of(picture, channels, alpha)).permute(2, 0, 1)
+        except DataError:  # of a file that was deleted
+            raise
+        except Exception as error:  # Pillow's readers raise many types: SyntaxError, struct.error, EOFError
+            where, reason = self.where(position), str(error) or type(error).__name__
+            raise DataError(f"cannot decode the image {where}: {reason}. Repair or remove it.") from error
 
     def fitted(self, geometry: ImageGeometry, position: int) -> UInt8[Tensor, "channels height width"]:
         """Decodes one image and fits it as evaluation does, without randomness.

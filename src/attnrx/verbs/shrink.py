@@ -33,7 +33,7 @@ from attnrx.data import (
     require_labels,
     three_parts,
 )
-from attnrx.data.model_data import ModelBatches, adapt_preprocessing, input_options, splits_for
+from attnrx.data.model_data import ModelBatches, adapt_preprocessing, splits_for
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import Plan, PlanSettings, Target, plan_each
 from attnrx.decide.planning.plan_measurements import file_speeds, final_protocol, rounds_of
@@ -321,8 +321,7 @@ class ShrinkRun:
         fitted = max(round(FITS_BY_EFFORT[effort][0] * kind.needed_images**0.5), settings.num_images)
         predicted = round(PREDICTION_IMAGES * kind.needed_images**0.5)
         if isinstance(data, str | Path):
-            data = load_data(str(data), columns=columns, **input_options(original))
-            data = adapt_preprocessing(data, original)
+            data = adapt_preprocessing(load_data(str(data), columns=columns), original)
         limit = fitted + predicted + MAX_VERIFICATION_IMAGES
         splits = splits_for(original, data, limit=limit, seed=seed)
         # What is chosen, what is predicted and what is reported are measured on disjoint images: a plan is the best of
