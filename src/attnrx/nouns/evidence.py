@@ -10,7 +10,7 @@ from attnrx.support import validation as fields
 from attnrx.support.display import Displayed, Sentence
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.support.storage import read_record, write_json
-from attnrx.support.tables import Cell, aligned_table
+from attnrx.support.tables import aligned_table
 from attnrx.support.validation import Invalid, below, shown
 
 KIND, SCHEMA = "attnrx evidence", 2
@@ -177,7 +177,7 @@ class Estimate:
 class Evidence(Displayed):
     """All findings about one candidate; `about` records the models, the data, the settings and the versions.
 
-    Printed, it is a table of the findings; `to_rows` returns them as records.
+    Printed, it is a table of the findings.
 
     Of the texts in `about`, "notes" are remarks, and "warnings" are those without which the numbers mislead: they come
     first in `summary`, in the summary of `shrink`, on the console, in the report and in the model card.
@@ -242,14 +242,6 @@ class Evidence(Displayed):
             for finding in (*self.claims, *reported)
         ]
         return aligned_table(columns, rows, f"Evidence: {self.summary}")
-
-    def to_rows(self) -> list[dict[str, Cell]]:
-        """Returns one record per finding: its claim, value, interval, limit and outcome, without `details`."""
-        names = ("check", "claim", "value", "unit", "low", "high", "limit", "outcome", "n")
-        return [
-            {**{name: getattr(finding, name) for name in names}, "quantity": finding.details.get("quantity")}
-            for finding in self.findings
-        ]
 
     @property
     def warnings(self) -> tuple[str, ...]:

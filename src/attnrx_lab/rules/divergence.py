@@ -13,7 +13,6 @@ from attnrx.data import ImageData
 from attnrx.data.model_data import images_for
 from attnrx.decide.rules.by_strength import TotalRank
 from attnrx.decide.rules.metrics import OWN, rewritten
-from attnrx.decide.rules.rule import reading_of
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import Basis
 from attnrx.support.arguments import checked
@@ -39,7 +38,9 @@ class DivergenceRank(TotalRank):
     ) -> Sequence[Sequence[int]]:
         # The divergence is measured per head and rank in the metric of the rewritten directions.
         name = f"divergence_{diagnosis.about.get('metric', OWN)}"
-        losses = [reading_of(diagnosis, index, name)[heads] for index, heads in zip(layers, has_rows, strict=True)]
+        losses = [
+            diagnosis.layers[index].reading(name).double()[heads] for index, heads in zip(layers, has_rows, strict=True)
+        ]
         options = {"multiple": self.multiple, "minimum": self.minimum}
         flat = torch.tensor(allocate_by_loss(torch.cat(losses), self.total(spectra), **options))
         return tuple(part.tolist() for part in flat.split([len(loss) for loss in losses]))

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from attnrx.decide.rules.decisions import fewest_holding, give_strengths, keep_only
-from attnrx.decide.rules.rule import Rule, learned_spectrum, reading_of
+from attnrx.decide.rules.rule import Rule, learned_spectrum
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision
 from attnrx.support.arguments import POSITIVE, Kind
@@ -94,7 +94,7 @@ class ContributionEnergy(Rule):
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = diagnosis.layers[layer].spectrum
-        query, key = (reading_of(diagnosis, layer, name) for name in self.needs)
+        query, key = (diagnosis.layers[layer].reading(name).double() for name in self.needs)
         amount = spectrum.strength.double().square() * query * key * spectrum.used
         keep = fewest_holding(self.rho, amount, spectrum.used)
         # The clamp gives a head without any contribution the share 0.
@@ -117,6 +117,7 @@ class UniformHeads(Rule):
     selectivity: float = 1e-3
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        spectrum, selectivity = diagnosis.layers[layer].spectrum, reading_of(diagnosis, layer, "selectivity")
+        found = diagnosis.layers[layer]
+        spectrum, selectivity = found.spectrum, found.reading("selectivity").double()
         keep = spectrum.used & (selectivity > self.selectivity)[:, None]
         return keep_only(spectrum, keep, [f"selectivity {value:.2g}" for value in selectivity.tolist()])

@@ -8,7 +8,7 @@ import torch
 
 from attnrx.decide.diagnostics import spectral_shape
 from attnrx.decide.rules.decisions import keep_only, largest
-from attnrx.decide.rules.rule import Rule, learned_spectrum, reading_of
+from attnrx.decide.rules.rule import Rule, learned_spectrum
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision
 from attnrx.support.arguments import POSITIVE, Kind
@@ -86,12 +86,12 @@ class RemoveHeads(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         # For "heads" a layer is one unit whose directions are its heads (`decide_heads`): strength is [1, heads].
         spectrum = diagnosis.layers[layer].spectrum
-        spectral, output = (reading_of(diagnosis, layer, name) for name in self.needs)
+        spectral, output = (diagnosis.layers[layer].reading(name).double() for name in self.needs)
         repeats = (spectral >= self.spectral) & (output >= self.output)
         twin = _twins(torch.where(repeats, output, -1.0), spectrum.strength[0].double())
         keep = torch.tensor([[head not in twin for head in range(spectrum.strength.shape[1])]], dtype=torch.bool)
         # The numbers of the heads in the original model.
-        names = [int(head) for head in reading_of(diagnosis, layer, "heads")[0].tolist()]
+        names = [int(head) for head in diagnosis.layers[layer].reading("heads")[0].tolist()]
         pairs = [
             f"head {names[head]} repeats head {names[other]}, which stays: similarity {spectral[head, other]:.3f} of "
             f"spectrum and {output[head, other]:.3f} of output"

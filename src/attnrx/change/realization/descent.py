@@ -32,11 +32,6 @@ class Fitted:
     learning_rate: float | None = None
 
 
-def cosine(progress: float) -> float:
-    """Returns the share of the learning rate after a share of the steps: from 1 to 0 by half a cosine."""
-    return (1 + math.cos(math.pi * progress)) / 2
-
-
 def improve_(module: nn.Module, before: float, error: Callable[[], float], fit_: Callable[[], None]) -> float:
     """Fits a module in place, and restores it where its error is not below that `before`; returns the lower one."""
     state = copy.deepcopy(module.state_dict())
@@ -66,7 +61,10 @@ def descend_(
     # relative to its entries.
     groups = [{"params": [row.requires_grad_()], "lr": learning_rate * _size(row)} for row in parameters]
     optimizer = torch.optim.Adam(groups)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(step / max(steps, 1)))
+    # From 1 to 0 by half a cosine.
+    cosine = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: (1 + math.cos(math.pi * (step / max(steps, 1)))) / 2
+    )
     generator = torch.Generator().manual_seed(seed)
     try:
         with torch.enable_grad():
@@ -74,7 +72,7 @@ def descend_(
                 optimizer.zero_grad()
                 error(generator).backward()
                 optimizer.step()
-                schedule.step()
+                cosine.step()
     finally:
         for parameter, flag in zip(parameters, flags, strict=True):
             parameter.grad = None

@@ -14,7 +14,6 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision
 from attnrx.support.arguments import COUNT, NATURAL, SHARE, Kind, each, either, instance, require_fields
 from attnrx.support.errors import InvalidInput, InvalidRule, NotSupported
-from attnrx.support.shapes import Tensor
 from attnrx.support.text_parsing import knobs_of
 from attnrx.vit.maps import LAYER_MAPS
 from attnrx.vit.spectrum import Spectrum
@@ -197,10 +196,6 @@ def in_metric(rule: Rule, metric: str) -> Rule:
             changed[name] = tuple(in_metric(part, metric) for part in value)
     # Stated by the parts alone, so that the text of the rule names a metric once for each of them.
     return replace(rule, metric=None, **changed)
-
-
-def reading_of(diagnosis: Diagnosis, layer: int, name: str) -> Tensor:
-    return diagnosis.layers[layer].reading(name).double()
 
 
 def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
