@@ -17,7 +17,6 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.training.losses import Loss, LossContext, register_loss
-from attnrx.vit.attention.forms import SvdaForm
 from attnrx.vit.models import (
     InputValidation,
     evaluating,
@@ -29,6 +28,7 @@ from attnrx.vit.models import (
 )
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.observation import Observation
+from attnrx_lab.svda_attention import SvdaForm
 
 
 @checked(size=POSITIVE, most=COUNT)

@@ -51,7 +51,7 @@ def test_findings_say_how_near_the_bound_is_reached():
 
 def test_rows_that_are_not_of_unit_length_are_caught(monkeypatch: pytest.MonkeyPatch):
     """A defect of the attention, planted: without the norms Theorem 1 does not hold, and the check must say so."""
-    monkeypatch.setattr("attnrx.vit.attention.forms.unit_rows", lambda rows, width=None: 10 * rows)
+    monkeypatch.setattr("attnrx_lab.svda_attention.unit_rows", lambda rows, width=None: 10 * rows)
     setting = Setting.of("svda-deep")
     setting = Setting(setting.reference, weakest_removed(setting.reference, 6))
     findings = Bounds(images=8)(setting.comparison(setting.reference, images=8))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnrx.vit.attention import unit_rows
+from attnrx_lab.svda_attention import unit_rows
 
 
 def test_rows_have_unit_length_and_keep_their_direction() -> None:

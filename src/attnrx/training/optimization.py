@@ -12,7 +12,6 @@ from attnrx.support.errors import CheckpointError
 from attnrx.support.shapes import Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.sharding import copy_whole_, local_shard, shard_like
-from attnrx.vit.attention.forms import SvdaForm
 from attnrx.vit.models import family_of
 
 PREDICTORS = "tokens."  # parameter prefix of the predictors of a token policy
@@ -78,8 +77,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def strengths_of(model: nn.Module) -> list[nn.Parameter]:
-    layers = family_of(model).attention(model)
-    return [layer.scores.strength for layer in layers if isinstance(layer.scores, SvdaForm)]
+    """Returns the strengths of the layers whose rows have unit length (SVDA)."""
+    strengths = [layer.scores.strengths() for layer in family_of(model).attention(model) if layer.spec.has_norms]
+    return [strength for strength in strengths if isinstance(strength, nn.Parameter)]
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ class FormTraits:
     mixes_blocks: bool = False
 
 
-# `shared` is CP SlimAtt, `mixed` is IrrAtt (`AttentionSpec`); `attnrx_lab.shared_attention` computes these two.
+# `shared` is CP SlimAtt, `mixed` is IrrAtt (`AttentionSpec`); the laboratory computes these two and `svda`.
 FORMS: Mapping[str, FormTraits] = {
     "dense": FormTraits(has_strengths=False, shares_directions=False, norms=("none",)),
     "svda": FormTraits(has_strengths=True, shares_directions=False, norms=("kept", "original")),

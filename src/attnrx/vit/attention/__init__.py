@@ -11,11 +11,10 @@ from attnrx.vit.attention.backends.capture import (
     sized_softmax,
 )
 from attnrx.vit.attention.factors import AttentionContext, Bucket, ScoreFactors
-from attnrx.vit.attention.forms import unit_rows
 from attnrx.vit.attention.positions import Positions
 
 __all__ = [
     "BACKENDS", "Attention", "AttentionCapture", "AttentionContext", "Auto", "Backend", "Bucket", "CapturedAttention",
     "Eager", "Fused", "Native", "Observed", "Portable", "Positions", "ScoreFactors", "backend_of", "capture_uniform",
-    "sized_softmax", "unit_rows", "use_backend", "using",
+    "sized_softmax", "use_backend", "using",
 ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,9 +12,8 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.plugins import import_plugins
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention.factors import Bucket, ScoreFactors
-from attnrx.vit.attention.head_linear import HeadLinear, in_buckets, padding_index
+from attnrx.vit.attention.head_linear import HeadLinear, in_buckets
 from attnrx.vit.attention.positions import Positions
-from attnrx.vit.kernels.cached_weights import CachedWeights
 from attnrx.vit.kernels.native_attention import RotationTable
 from attnrx.vit.spec import AttentionSpec
 
@@ -147,106 +145,8 @@ class RotaryForm(DenseForm):
         return RotationTable(sides[0], sides[1], [*columns, *counts, *stills, positions.prefix])
 
 
-class SvdaForm(ScoreForm):
-    """SVDA (its Eqs. 1-5): rows of unit length, and a learned strength for every direction of every head.
-
-    With `norms="original"` the rows are divided by the norm over all original directions before the kept ones, which
-    are stored first, enter the scores; that is exact, and saves no projection.
-    """
-
-    def __init__(self, spec: AttentionSpec):
-        super().__init__(spec)
-        self.strength = nn.Parameter(torch.ones(sum(spec.ranks)))
-        self._kept: CachedWeights[dict[Bucket, Tensor]] = CachedWeights()
-
-    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        # Padding is several small operations per bucket, so it is done once per change of the strengths.
-        strength = self._kept(buckets, (self.strength,), lambda: self._strength(buckets))
-        return tuple(
-            ScoreFactors(bucket, self._unit(q, bucket), self._unit(k, bucket), strength[bucket], self.spec.scale)
-            for bucket, q, k in self.parts(query, key, buckets)
-        )
-
-    def strengths(self) -> Float[Tensor, "directions"]:
-        return self.strength
-
-    def set_strengths_(self, strengths: list[Float[Tensor, "_"]]) -> None:
-        # The empty tensor is for a layer without heads: cat refuses an empty list. On the CPU, where decisions are.
-        self.strength.copy_(torch.cat([torch.zeros(0), *strengths]))
-
-    def _unit(self, rows: Tensor, bucket: Bucket) -> Tensor:
-        if self.spec.keeps_original_norms:  # the removed directions follow the kept ones, and their strength is zero
-            return unit_rows(rows)[..., : bucket.width]
-        return unit_rows(rows, bucket.width)
-
-    def _strength(self, buckets: tuple[Bucket, ...]) -> dict[Bucket, Float[Tensor, "heads width"]]:
-        """Returns the strengths per bucket, each head padded with zeros to the width of its bucket."""
-        padded, start = {}, 0
-        for bucket in buckets:
-            ranks = self.spec.ranks[bucket.heads]
-            strength = self.strength[start : start + sum(ranks)]
-            start += sum(ranks)
-            if any(rank != bucket.width for rank in ranks):
-                index = padding_index(ranks, (bucket.width,) * len(ranks), strength.device)
-                strength = F.pad(strength, (0, 1)).index_select(0, index)
-            padded[bucket] = strength.view(len(ranks), bucket.width)
-        return padded
-
-
 def _wide(rows: Tensor, bucket: Bucket) -> Tensor:
     return rows if bucket.rank == bucket.width else F.pad(rows, (0, bucket.width - bucket.rank))
-
-
-def unit_rows(rows: Float[Tensor, "*batch directions"], width: int | None = None) -> Float[Tensor, "*batch width"]:
-    """Divides every row by its Euclidean norm (SVDA, Eq. 4); with a `width`, zeros follow up to it.
-
-    A zero row stays zero and has zero gradient, instead of NaN or the reciprocal of an epsilon. Norms are summed in
-    float32 or better, so float16 rows cannot overflow.
-    """
-    padding = 0 if width is None else width - rows.shape[-1]
-    # `out=`, which spares a copy below, does not support gradients. A trace has the same operations with and without
-    # gradients: torch.jit.trace compares its graph with one that is traced without.
-    is_traced = torch.jit.is_tracing()
-    if torch.is_grad_enabled() and not is_traced:
-        unit = _UnitRows.apply(rows)
-        assert isinstance(unit, Tensor)
-        return F.pad(unit, (0, padding)) if padding else unit
-    inverse = inverse_norms(rows).to(rows.dtype)
-    if not padding or is_traced:
-        return F.pad(rows * inverse, (0, padding)) if padding else rows * inverse
-    # The products are written into the padded buffer: padding them afterwards would be one more copy.
-    padded = rows.new_empty(*rows.shape[:-1], rows.shape[-1] + padding)
-    padded[..., rows.shape[-1] :] = 0
-    torch.mul(rows, inverse, out=padded[..., : rows.shape[-1]])
-    return padded
-
-
-def inverse_norms(rows: Float[Tensor, "*batch directions"]) -> Float[Tensor, "*batch 1"]:
-    """Returns one over the Euclidean norm of every row, in float32 or better; zero for a zero row."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=wide)
-    # Below the smallest normal number the reciprocal overflows: such a row is treated as zero.
-    return torch.where(norms > torch.finfo(wide).tiny, norms.reciprocal(), torch.zeros_like(norms))
-
-
-class _UnitRows(torch.autograd.Function):
-    # Written by hand: autograd's own graph for x / |x| makes about twice as many passes over memory, which is the
-    # overhead of an SVDA layer over fused dense attention in eager mode.
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        inverse = inverse_norms(rows)
-        ctx.save_for_backward(rows, inverse)
-        # In half precision the product is rounded like every other one: a factor of at most 1 + 2^-9 a row in bfloat16.
-        return rows * inverse.to(rows.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (gradient,) = gradients
-        rows, inverse = ctx.saved_tensors
-        along = (gradient * rows).sum(-1, keepdim=True, dtype=inverse.dtype)
-        # d(x / |x|) = (g - x (x . g) / |x|^2) / |x|; the factor of x is formed in float32.
-        tangent = torch.addcmul(gradient, rows, (along * inverse.square()).to(rows.dtype), value=-1)
-        return tangent.mul_(inverse.to(rows.dtype))
 
 
 def required_rotation(positions: Positions | None) -> Positions:
@@ -294,7 +194,7 @@ def row_pairs(spec: AttentionSpec) -> Int[Tensor, "heads directions"]:
     return frequencies
 
 
-FORMS: dict[str, type[ScoreForm]] = {"dense": DenseForm, "svda": SvdaForm, "rotary": RotaryForm}
+FORMS: dict[str, type[ScoreForm]] = {"dense": DenseForm, "rotary": RotaryForm}
 
 
 def register_form(name: str, kind: type[ScoreForm]) -> None:
