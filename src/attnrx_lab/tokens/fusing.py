@@ -66,7 +66,7 @@ class Soft(Reducer):
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:
         """Returns the tokens of a training step, where `keep` was sampled from the scores."""
 
-    def add_layer(self, before: Any, observed: Tensor) -> LayerStatistic:
+    def add_layer(self, before: Any, observed: Float[Tensor, "batch *sizes"]) -> LayerStatistic:
         return self.scores.add_layer(before, observed)
 
     def image_keys(self, images: Float[Tensor, "batch channels height width"]) -> Int[Tensor, "batch"] | None:

@@ -93,7 +93,10 @@ def _attention(
 
 
 def described_heads(
-    queries: list[Tensor], keys: list[Tensor], values: list[Tensor], output: Tensor
+    queries: Sequence[Float[Tensor, "batch _ queries _"]],
+    keys: Sequence[Float[Tensor, "batch _ keys _"]],
+    values: Sequence[Float[Tensor, "batch _ keys _"]],
+    output: Float[Tensor, "batch queries features"],
 ) -> tuple[ctypes.Array[ctypes.c_int64], int, list[Tensor]]:
     """Returns the numbers that describe the heads to the kernel, the number of heads, and the tensors that must live
     during the call: a contiguous copy may have no other owner.

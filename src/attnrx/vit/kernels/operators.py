@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from attnrx.support.errors import InvalidInput
-from attnrx.support.shapes import Tensor
+from attnrx.support.shapes import Float, Tensor
 
 _library = torch.library.Library("attnrx", "FRAGMENT")
 
@@ -44,6 +44,6 @@ def require_inference(tensors: Sequence[Tensor | None]) -> None:
             raise InvalidInput(f"a C++ kernel reads dense tensors; {tensor.layout} given: convert it by to_dense().")
 
 
-def address(tensor: Tensor | None) -> int | None:
+def address(tensor: Float[Tensor, "*sizes"] | None) -> int | None:
     """Returns where a contiguous tensor is, as a kernel takes it; None stands for no tensor."""
     return None if tensor is None else tensor.data_ptr()

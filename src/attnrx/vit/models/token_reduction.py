@@ -412,7 +412,7 @@ class TokenReduction(nn.Module):
             self._end_outside()
         return restored
 
-    def add_layer(self, observed: Tensor) -> None:
+    def add_layer(self, observed: Float[Tensor, "batch *sizes"]) -> None:
         """Adds a quantity of one layer to the reducer's statistic of all layers."""
         self._run.statistic = self.policy.reducer.add_layer(self._run.statistic, observed)
 

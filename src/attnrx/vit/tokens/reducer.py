@@ -110,7 +110,7 @@ class Reducer(ABC):
         """
         return 0
 
-    def add_layer(self, before: Any, observed: Tensor) -> LayerStatistic:
+    def add_layer(self, before: Any, observed: Float[Tensor, "batch *sizes"]) -> LayerStatistic:
         """Adds the `every_layer` quantity of one layer to the statistic `before`, which is None at the first layer.
 
         Raises:
