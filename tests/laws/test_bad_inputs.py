@@ -468,7 +468,6 @@ LINES = (
     "train {model} --data {data} --out {out} --strength-init 0",
     "train {model} --data {data} --out {out} --weight-decay -1",
     "train {model} --data {data} --out {out} --min-learning-rate 1", "train {model} --data {data} --out {plain}",
-    "plan {model} --data {data} --out {out} --target macs=0.5x --spend latency",
     "plan {model} --data {data} --out {out} --target macs=0.5x --diagnosis {plain}",
     "plan svda:digits --data {data} --out {out} --target macs=0.5x --diagnosis {diagnosis}",
     "push /nowhere owner/name", "push {data} owner/name", "demo --data /nowhere --out {out}",

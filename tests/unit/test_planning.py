@@ -434,23 +434,6 @@ def test_no_output_of_a_plan_is_computed_twice(
     assert_close(best.divergence, Answers.of(model, images, 16).measure(measurements.realized(best.step.choices)).mean)
 
 
-def test_a_drop_is_planned_below_the_latency_of_the_unchanged_model(
-    model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet
-) -> None:
-    class FastKernels(PlanMeasurements):
-        """Measurements by which the unchanged model takes 40 % of the latency of its library."""
-
-        @cached_property
-        def cost_table(self) -> CostTable:
-            table = exact_cost_table(self.space, "macs")
-            return replace(table, whole=table.whole / 0.4)
-
-    settings, target = PlanSettings(trials=0, batch_size=12), Target.parse("max-drop=100", "latency")
-    measurements = FastKernels(settings.space(model, diagnosis, target), settings, "latency", images)
-    trial, most = Planner(measurements, settings, target).for_drop()
-    assert trial.step.cost <= most < 0.4
-
-
 def test_the_plan_of_a_search_that_loses_more_accuracy_is_not_taken(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet
 ) -> None:
@@ -590,9 +573,7 @@ def test_targets_as_text() -> None:
     for text in ("faster=1.6", "1.6x", "1.6x faster", "faster = 1.6x", "latency=62.5%"):
         assert Target.parse(text) == Target("latency", 0.625)
     assert Target.parse("macs=50%") == Target("macs", 0.5)
-    assert Target.parse("max-drop=1", "latency").minimized == "latency"
-    with pytest.raises(InvalidInput, match="spend"):
-        Target.parse("macs=0.5x", "latency")
+    assert Target.parse("max-drop=1").minimized == "macs" and Target.parse("1.6x").minimized == "latency"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ def add(parser: Parser) -> None:
     options.add_model(parser, "the model to plan for")
     targets = "latency=0.6x, macs=0.5x or params=0.7x of the original's, or max-drop=1pt of its top-1 accuracy"
     options.option(parser, "--target", "TARGET", targets, required=True)
-    options.option(parser, "--spend", ("latency", "macs", "params"), "the cost that max-drop minimizes (macs)")
     options.add_data(parser, "the images: training images for the plan, validation images for its predictions")
     options.add_out(parser, "the folder of plan.json and prescription.json", folder=True)
     space = parser.add_argument_group("search space")
@@ -50,7 +49,7 @@ def add(parser: Parser) -> None:
 
 def run(arguments: Namespace, log: Log) -> Outcome:
     # Before the model is loaded, so that a typing error is reported at once.
-    target = rx.planning.Target.parse(arguments.target, arguments.spend)
+    target = rx.planning.Target.parse(arguments.target)
     _require_latency(arguments, target)
     settings = replace(_settings(arguments), log=log)
     from attnrx.verbs.preflight import preflight  # imports torch

@@ -39,36 +39,32 @@ EXAMPLES = "faster=1.6, latency=0.6x, macs=50%, params=0.7x or max-drop=1pt"
 
 @dataclass(frozen=True)
 class Target:
-    """An upper limit: a share of the original's latency, MACs or parameters, or a drop of top-1 accuracy in points.
-
-    For a drop, `quantity` is "max-drop" and `minimized` the cost to minimize; otherwise both are the same.
+    """An upper limit: a share of the original's latency, MACs or parameters, or a drop of top-1 accuracy in points, for
+    which `quantity` is "max-drop".
     """
 
     quantity: str
     limit: float
-    minimized: str = ""
 
     def __post_init__(self):
-        require_fields(self, quantity=one_of(*COSTS, DROP), limit=NOT_NEGATIVE, minimized=one_of("", *COSTS))
+        require_fields(self, quantity=one_of(*COSTS, DROP), limit=NOT_NEGATIVE)
         if self.quantity in COSTS and not 0 < self.limit < 1:
             raise InvalidInput(
                 f"{self.quantity}={self.limit:g}x: give a share of the original's below 1, e.g. {self.quantity}=0.6x."
             )
         if self.quantity == DROP and self.limit > 100:
             raise InvalidInput(f"max-drop={self.limit:g}pt: give percentage points from 0 to 100, e.g. max-drop=1pt.")
-        # The class is frozen, and the default depends on another field.
-        object.__setattr__(self, "minimized", self.minimized or ("macs" if self.quantity == DROP else self.quantity))
-        if self.quantity in COSTS and self.minimized != self.quantity:
-            raise InvalidInput(
-                f"minimized={self.minimized!r} (--spend) with a target for {self.quantity}: it goes with "
-                f"max-drop, and is one of {', '.join(COSTS)}."
-            )
+
+    @property
+    def minimized(self) -> str:
+        """The cost that a plan minimizes: the quantity, or MACs within a drop of accuracy."""
+        return "macs" if self.quantity == DROP else self.quantity
 
     def __str__(self) -> str:
         return f"{self.quantity}={self.limit:g}{'pt' if self.quantity == DROP else 'x'}"
 
     @classmethod
-    def parse(cls, text: str, minimized: str | None = None) -> "Target":
+    def parse(cls, text: str) -> "Target":
         """Parses a target: `quantity=number unit`; `faster=1.6`, `1.6x` and `1.6x faster` are 1 / 1.6 of the latency.
 
         Raises:
@@ -90,8 +86,8 @@ class Target:
         if is_speed and number <= 1:
             raise reader.problem(start, "a speed is a number above 1, and a share needs its quantity, as in macs=50%")
         if is_speed:
-            return cls("latency", 1 / number, minimized or "")
-        return cls(quantity, number / 100 if unit == "%" else number, minimized or "")
+            return cls("latency", 1 / number)
+        return cls(quantity, number / 100 if unit == "%" else number)
 
 
 class _Reader(TextReader):

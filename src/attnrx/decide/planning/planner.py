@@ -299,9 +299,7 @@ class Planner:
         """
         # Closed forms only: a search at every step would be repeated for every cost. `low` costs too little, `high` is
         # the smallest cost so far that keeps the accuracy, at which a search follows.
-        # By its kernels alone the unchanged model may cost less than the original in its own library.
-        unchanged = self.measurements.cost_table.total(Choices.nothing(self.space.depth))
-        low, high, cheapest = 0.0, min(unchanged, 1.0), None
+        low, high, cheapest = 0.0, 1.0, None
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             try:
@@ -337,9 +335,6 @@ class Planner:
         choices, space, found = best.step.choices, self.space, self.measurements
         begin("predicting on other images")
         deviation = others.measure(found.realized(choices))
-        # Other plans for latency are timed while planning, this one is not.
-        if self.target.quantity == DROP and self.target.minimized == "latency":
-            self.latency = found.latency(choices)
         about = {
             "axes": list(space.axes),
             "reducer": None if space.reducer is None else str(space.reducer),
