@@ -68,26 +68,6 @@ class Columns:
         return replace(self, image_column=image, label_column=label)
 
 
-@dataclass(frozen=True, eq=False)
-class Table:
-    """Columns as Arrow arrays, in memory or mapped from a file, and the names of the classes of label columns."""
-
-    arrow: "pa.Table"
-    classes: Mapping[str, tuple[str, ...]]
-
-    def __len__(self) -> int:
-        return self.arrow.num_rows
-
-    @property
-    def columns(self) -> list[str]:
-        return self.arrow.column_names
-
-    def column(self, name: str) -> "pa.ChunkedArray":
-        column = self.arrow.column(name)
-        kind: Any = column.type  # a column of categories stores each value once
-        return column.cast(kind.value_type) if hasattr(kind, "index_type") else column
-
-
 def open_hub(
     hub_id: str,
     columns: Columns,
@@ -108,7 +88,8 @@ def open_hub(
     with local_copies_if_unreachable() as unreachable:
         try:
             loaded = datasets.load_dataset(hub_id, data_dir=folder, revision=revision)
-            tables = {str(name): _table_of(split) for name, split in loaded.items() if name not in ignored}
+            splits = {str(name): split for name, split in loaded.items() if name not in ignored}
+            tables = {name: split.with_format("arrow")[:] for name, split in splits.items()}
         except Exception as error:  # of five libraries: network, gating, cache, disk, parsing
             reason = unreachable or described_error(error)
             raise DataError(
@@ -119,7 +100,10 @@ def open_hub(
     source = f"the hub dataset {hub_id}"
     if not tables:
         raise DataError(f"{source} has no split to use; check the name.")
-    return _opened(tables, columns, source, lambda name, row: f"row {row} of split {name} of {source}")
+    # The features are those of the dataset, the same in all splits.
+    features = next(iter(splits.values())).features
+    classes = {name: tuple(getattr(feature, "names", None) or ()) for name, feature in features.items()}
+    return _opened(tables, classes, columns, source, lambda name, row: f"row {row} of split {name} of {source}")
 
 
 def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
@@ -144,7 +128,8 @@ def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
         ends = zip(counts[name].items(), accumulate(counts[name].values()), strict=True)
         return next(f"{file}, row {row - end + count}" for (file, count), end in ends if row < end)
 
-    return _opened({name: _load_parquet(group) for name, group in groups.items()}, columns, str(root), name_row)
+    tables = {name: _load_parquet(group) for name, group in groups.items()}
+    return _opened(tables, _read_schema(files[0])[1], columns, str(root), name_row)
 
 
 def parquet_columns(files: Sequence[Path], columns: Columns) -> Columns:
@@ -186,12 +171,6 @@ def _group_by_split(files: Sequence[Path], root: Path) -> Mapping[str, Sequence[
     return groups
 
 
-def _table_of(dataset: Any) -> Table:
-    """Returns a dataset of the `datasets` library as a table."""
-    features = {name: getattr(feature, "names", None) for name, feature in dataset.features.items()}
-    return Table(dataset.with_format("arrow")[:], {name: tuple(names) for name, names in features.items() if names})
-
-
 def _read_schema(file: Path) -> tuple[list[str], dict[str, tuple[str, ...]]]:
     """Returns the columns of a parquet file, and the class names that its schema states."""
     parquet = required_module("pyarrow.parquet", "data", "parquet files")
@@ -208,7 +187,7 @@ def _read_schema(file: Path) -> tuple[list[str], dict[str, tuple[str, ...]]]:
         ) from error
 
 
-def _load_parquet(files: Sequence[Path]) -> Table:
+def _load_parquet(files: Sequence[Path]) -> "pa.Table":
     """Converts parquet files to a memory-mapped table in the user's cache folder, once."""
     pa, parquet = (required_module(name, "data", "parquet files") for name in ("pyarrow", "pyarrow.parquet"))
     # A copy for every state of the files.
@@ -248,21 +227,27 @@ def _load_parquet(files: Sequence[Path]) -> Table:
             f"cannot read {files[0]}{' and its siblings' if len(files) > 1 else ''} as one table: "
             f"{described_error(error)}. The files of a split must be whole and have the same columns."
         ) from error
-    return Table(table, _read_schema(files[0])[1])
+    return table
 
 
-def _opened(tables: Mapping[str, Table], columns: Columns, source: str, name_row: Callable[[str, int], str]) -> Opened:
-    columns = columns.in_table([*dict.fromkeys(name for table in tables.values() for name in table.columns)], source)
+def _opened(
+    tables: Mapping[str, "pa.Table"],
+    classes: Mapping[str, tuple[str, ...]],
+    columns: Columns,
+    source: str,
+    name_row: Callable[[str, int], str],
+) -> Opened:
+    """Returns the images of tables by split; `classes` are the names of the classes of label columns."""
+    found = [*dict.fromkeys(name for table in tables.values() for name in table.column_names)]
+    columns = columns.in_table(found, source)
     for table in tables.values():
-        columns.in_table(table.columns, source)
+        columns.in_table(table.column_names, source)
     notes, remedy = (), ""
     if columns.label_column is not None:
-        read = {name: _labels(table, columns.label_column, source) for name, table in tables.items()}
-        labels, class_names = _unify_labels(read, source)
+        labels, class_names = _labels(tables, columns.label_column, classes.get(columns.label_column, ()), source)
     else:
         labels, class_names = {name: torch.zeros(len(table), dtype=torch.int64) for name, table in tables.items()}, ()
-        found = ", ".join(next(iter(tables.values())).columns)
-        notes = (f"no label column (it has {found}): the images are used without labels",)
+        notes = (f"no label column (it has {', '.join(found)}): the images are used without labels",)
         remedy = 'name their column (--label-column NAME, in Python columns=Columns(label_column="NAME"))'
     splits = {}
     for name, table in tables.items():
@@ -304,11 +289,11 @@ def _stored(
     return StoredImages(labels[rows], rows, content, where)
 
 
-def _rows_by_split(table: Table, name: str, columns: Columns, source: str) -> dict[str, Int[Tensor, "rows"]]:
+def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) -> dict[str, Int[Tensor, "rows"]]:
     """Returns the rows of every split of a table: the table's own split, or those of its split column."""
     split_of_row = np.full(len(table), name or "train", dtype=object)
-    if not name and columns.split_column in table.columns:
-        split_of_row = np.asarray(table.column(columns.split_column).to_pylist(), dtype=object)
+    if not name and columns.split_column in table.column_names:
+        split_of_row = np.asarray(_column(table, columns.split_column).to_pylist(), dtype=object)
     # A table without rows has no value to group by, but is a split too, so that it can be refused by its name.
     masks = {str(split): split_of_row == split for split in dict.fromkeys(split_of_row.tolist())} or {
         name or "train": split_of_row
@@ -316,21 +301,21 @@ def _rows_by_split(table: Table, name: str, columns: Columns, source: str) -> di
     tests = [split for split in masks if columns.test_column is not None and _is_test(split)]
     for split in tests:
         assert columns.test_column is not None
-        if columns.test_column not in table.columns or str(table.column(columns.test_column).type) != "bool":
+        if columns.test_column not in table.column_names or str(_column(table, columns.test_column).type) != "bool":
             raise DataError(
                 f"{source} has no column {columns.test_column!r} of true and false (it has "
-                f"{', '.join(table.columns)}) to choose the test images."
+                f"{', '.join(table.column_names)}) to choose the test images."
             )
-        masks[split] = masks[split] & np.asarray(table.column(columns.test_column).to_pylist(), dtype=bool)
+        masks[split] = masks[split] & np.asarray(_column(table, columns.test_column).to_pylist(), dtype=bool)
     return {split: torch.from_numpy(np.flatnonzero(mask)) for split, mask in masks.items()}
 
 
-def _encoded_images(table: Table, columns: Columns, source: str) -> "pa.ChunkedArray":
+def _encoded_images(table: "pa.Table", columns: Columns, source: str) -> "pa.ChunkedArray":
     """Returns the column of encoded images; they are decoded in threads, see `LoadedImages`."""
     import pyarrow.types as kinds
 
     assert columns.image_column is not None
-    column = table.column(columns.image_column)
+    column = _column(table, columns.image_column)
     kind: Any = column.type
     is_bytes = kinds.is_binary(kind) or kinds.is_large_binary(kind)
     if not is_bytes and not (kinds.is_struct(kind) and kind.get_field_index("bytes") >= 0):
@@ -342,78 +327,60 @@ def _encoded_images(table: Table, columns: Columns, source: str) -> "pa.ChunkedA
     return column
 
 
-_LabelColumn = tuple[np.ndarray, tuple[str, ...] | None]
-"""Numbers or words, and the class names that the schema or another column gives to numbers."""
+def _column(table: "pa.Table", name: str) -> "pa.ChunkedArray":
+    column = table.column(name)
+    kind: Any = column.type  # a column of categories stores each value once
+    return column.cast(kind.value_type) if hasattr(kind, "index_type") else column
 
 
-def _are_words(column: _LabelColumn) -> bool:
-    return column[0].dtype.kind not in "iu"
+def _labels(
+    tables: Mapping[str, "pa.Table"], label_column: str, class_names: tuple[str, ...], source: str
+) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...]]:
+    """Returns every split's labels as numbers of one list of classes, and the names of the classes.
+
+    Labels are words, or numbers that are named by the schema (`class_names`) or by a column `<label>_name`.
+    """
+    values = {name: _label_values(_column(table, label_column), label_column, source) for name, table in tables.items()}
+    are_words = {name: each.dtype.kind not in "iu" for name, each in values.items()}
+    if len({*are_words.values()}) > 1:
+        kinds = ", ".join(f"{name} has {'words' if words else 'numbers'}" for name, words in are_words.items())
+        raise DataError(f"label mismatch between the splits of {source}: {kinds}; give all splits the same classes.")
+    if all(are_words.values()):
+        # Sorted, so that the numbers do not depend on the order of the rows or splits.
+        class_names = tuple(np.unique(np.concatenate([*values.values()])).tolist())
+        values = {name: np.searchsorted(class_names, each) for name, each in values.items()}
+        return {name: torch.as_tensor(each, dtype=torch.int64) for name, each in values.items()}, class_names
+    by_number, named = dict(enumerate(class_names)), f"{label_column}_name"
+    for name, table in tables.items():
+        if named not in table.column_names:
+            continue
+        pairs = zip(values[name].tolist(), _column(table, named).to_pylist(), strict=True)
+        for number, word in dict.fromkeys(pairs):  # every different pair once, in the order of the rows
+            if by_number.setdefault(number, word) != word:
+                raise DataError(
+                    f"label mismatch in {source}: label {number} is {by_number[number]!r} in one row and {word!r} in "
+                    "another; make the labels and their names agree."
+                )
+    if not class_names:
+        highest = max(int(each.max(initial=-1)) for each in values.values())
+        class_names = tuple(
+            by_number.get(number, name) for number, name in enumerate(numbered_classes(highest, source))
+        )
+    return {name: torch.as_tensor(each, dtype=torch.int64) for name, each in values.items()}, class_names
 
 
-def _labels(table: Table, label_column: str, source: str) -> _LabelColumn:
-    """Reads the labels, with their names from the schema or from a column `<label>_name`."""
+def _label_values(column: "pa.ChunkedArray", label_column: str, source: str) -> np.ndarray:
+    """Returns the words or the numbers of a label column."""
     import pyarrow.types as kinds
 
-    column = table.column(label_column)
     if column.null_count:
         row = column.is_null().index(True).as_py()
         raise DataError(f"{source} has {column.null_count} rows without a label, the first is row {row}; remove them.")
     if kinds.is_string(column.type) or kinds.is_large_string(column.type):
-        return np.asarray(column.to_pylist()), None
+        return np.asarray(column.to_pylist())
     if not kinds.is_integer(column.type):
         raise DataError(
             f"column {label_column!r} of {source} holds {column.type}, not class numbers or names. "
             'Give --label-column NAME, in Python columns=Columns(label_column="NAME").'
         )
-    values = column.to_numpy().astype(np.int64)
-    names = table.classes.get(label_column)
-    named = f"{label_column}_name"
-    if named in table.columns:
-        names = _names_by_number(values, table.column(named).to_pylist(), names, source)
-    return values, names
-
-
-def _names_by_number(
-    values: np.ndarray, words: list[str], names: tuple[str, ...] | None, source: str
-) -> tuple[str, ...] | None:
-    """Returns the class names of a column of names; a number with two names means that labels are mixed up."""
-    by_label: dict[int, str] = dict(enumerate(names or ()))
-    # Every different pair once, in the order of the rows.
-    for label, word in dict.fromkeys(zip(values.tolist(), words, strict=True)):
-        if by_label.setdefault(label, word) != word:
-            raise DataError(
-                f"label mismatch in {source}: label {label} is {by_label[label]!r} in one row and {word!r} in another; "
-                "make the labels and their names agree."
-            )
-    if names or not by_label or min(by_label) < 0:
-        return names
-    return tuple(by_label.get(label, name) for label, name in enumerate(numbered_classes(max(by_label), source)))
-
-
-def _unify_labels(
-    columns: Mapping[str, _LabelColumn], source: str
-) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...]]:
-    """Returns every split's labels as numbers of one list of classes."""
-    first_name, first = next(iter(columns.items()))
-    for name, column in columns.items():
-        if _are_words(column) != _are_words(first) or (column[1] and first[1] and column[1] != first[1]):
-            raise DataError(
-                f"label mismatch between the splits of {source}: {first_name} has {_summary(first)}, {name} has "
-                f"{_summary(column)}; give all splits the same classes in the same order."
-            )
-    numbered = {name: values for name, (values, _) in columns.items()}
-    if _are_words(first):
-        # Sorted, so that the numbers do not depend on the order of the rows or splits.
-        names = tuple(np.unique(np.concatenate([*numbered.values()])).tolist())
-        numbered = {name: np.searchsorted(names, values) for name, values in numbered.items()}
-    else:
-        highest = max(int(values.max(initial=-1)) for values in numbered.values())
-        names = first[1] or numbered_classes(highest, source)
-    return {name: torch.as_tensor(values, dtype=torch.int64) for name, values in numbered.items()}, names
-
-
-def _summary(column: _LabelColumn) -> str:
-    if _are_words(column):
-        return "words"
-    names = column[1]
-    return "numbers" if names is None else f"{len(names)} classes ({', '.join(names[:3])}, ...)"
+    return column.to_numpy().astype(np.int64)
