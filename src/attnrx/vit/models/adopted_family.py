@@ -196,10 +196,6 @@ class AdoptedFamily(Family):
         adapter.returns_weights = parts.returns_weights or isinstance(module, nn.MultiheadAttention)
         return adapter
 
-    def inner_norm(self, module: nn.Module, name: str) -> nn.Module:
-        """Returns the library's norm of this name (INNER_NORMS) in one of its attention modules."""
-        raise NotImplementedError
-
     def pair_bias(self, module: nn.Module) -> nn.Module | None:
         """Returns a module that computes the bias of pairs, [1, heads, tokens, tokens], of an attention module."""
         return None
@@ -389,7 +385,7 @@ class AdoptedFamily(Family):
             module = block.get_submodule(parts.attention)
             for name, norm in new_attention.inner_norms.items():
                 if type(norm) is nn.Identity:  # built from a spec, which names norms and does not contain them
-                    new_attention.inner_norms[name] = self.inner_norm(module, name)
+                    new_attention.inner_norms[name] = self.traits(source, module)["inner_norms"][name]
             adapter = self.adapter(source, module, new_attention, rotations)
             block.set_submodule(parts.attention, adapter.train(module.training))
             for path in parts.gated.get(type(block.get_submodule(parts.mlp[0])).__name__, ())[1:2]:

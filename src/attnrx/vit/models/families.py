@@ -22,7 +22,6 @@ from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transform
 from attnrx.vit.models.module_inputs import ModuleInputs, taking
 from attnrx.vit.models.parts import model_name, reading_parts
 from attnrx.vit.models.reader import Factory, ModuleFamily, Reader
-from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.timm_family import TimmFamily
 from attnrx.vit.models.tower_families import OpenClipFamily, TorchvisionFamily
 from attnrx.vit.models.transformer import AttnrxFamily, ViTFamily, initialize_
@@ -349,14 +348,3 @@ def save_model(
         NotSupported: The model belongs to no family, or its weights cannot be stored one by one.
     """
     return save_weights(folder, model, family_of(model), notes, write_beside, parts)
-
-
-def created_model(kind: type[nn.Module]) -> nn.Module:
-    """Returns a model of this class without its contents, which pickle fills in; pickles of substitutes name this
-    function.
-    """
-    return kind.__new__(kind)
-
-
-Substitute.save_model = staticmethod(save_model)
-Substitute.created = staticmethod(created_model)

@@ -130,8 +130,7 @@ class HuggingFaceModel(Adopted):
 
     @property
     def _depth(self) -> int:
-        reader = reader_of(self.source)
-        return len(list(reader.body_of(self.source).get_submodule(reader.layers).children()))
+        return len(HuggingFaceFamily().block_paths(self.source))
 
     @property
     def config(self) -> Any:
@@ -338,11 +337,11 @@ class HuggingFaceFamily(AdoptedFamily):
         if unread:  # such a model may lack the parts that the reader names
             return
         for block in self.blocks(model):
-            attention: Any = getattr(block, reader.attention)
+            attention: Any = getattr(block, reader.layout.attention)
             if type(attention).__name__ != f"{reader.word}Attention":
                 yield Refusal(f"the attention {type(attention).__name__} has no reader")
             else:
-                yield from unread_attention(attention, reader.projections)
+                yield from unread_attention(attention, reader.layout.projections)
 
     def origin(self, model: nn.Module) -> Origin:
         """Reads the configuration; mean and std are 0.5, as in ViTImageProcessor."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -130,28 +130,25 @@ ANSWERS: Mapping[str, Callable[[Any], Tensor]] = {
 }
 
 
+# Where the parts of most classes are, in the body of a model.
+LAYOUT = ModelParts(
+    "layers", "attention", "embeddings.patch_embeddings.projection", "layernorm", classifiers=CLASSIFIERS,
+    projections=("q_proj", "k_proj", "v_proj", "o_proj"), returns_weights=True,
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ModelReader:
-    """The paths of a class, how it pools its tokens, and which of its outputs is its answer.
+    """Where the parts of a class are, how it pools its tokens, and which of its outputs is its answer.
 
     `word` begins the names of its attention and MLP classes. `body` is the path of the module with the embeddings and
-    the layers; the other paths are in that body. `attention` is a path in a layer, `projections` are the paths in it of
-    query, key, value and output; `mlp` are the paths in a layer of the modules of its MLP, and `maps` those of its two
-    linear maps. `answer` is a field of the output, or one of ANSWERS. `heads` are paths, in the source, of modules that
-    follow the body and that no other class has. `returns_weights`: whether the attention returns a pair.
+    the layers, in which the parts are those of `layout`. `answer` is a field of the output, or one of ANSWERS. `heads`
+    are paths, in the source, of modules that follow the body and that no other class has.
     """
 
     word: str
     body: str = ""
-    layers: str = "layers"
-    attention: str = "attention"
-    projections: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    returns_weights: bool = True
-    patches: str = "embeddings.patch_embeddings.projection"
-    norm: str = "layernorm"
-    mlp: tuple[str, ...] = ("mlp",)
-    mlp_class: str = "MLP"
-    maps: tuple[str, str] = ("mlp.fc1", "mlp.fc2")
+    layout: ModelParts = LAYOUT
     pooling: str = "class"
     answer: str = "logits"
     heads: tuple[str, ...] = ()
@@ -162,7 +159,7 @@ class ModelReader:
         """Returns the answer, [batch, classes or features]."""
         return ANSWERS[self.answer](output) if self.answer in ANSWERS else output[self.answer]
 
-    def body_of(self, source: nn.Module) -> nn.Module:
+    def body_of(self, source: nn.Module) -> Any:
         return source.get_submodule(self.body)
 
     def inputs(self, source: nn.Module) -> ModuleInputs:
@@ -171,24 +168,22 @@ class ModelReader:
 
     def parts(self, source: nn.Module) -> ModelParts:
         """Returns where the parts of a model of this class are."""
-        body: Any = self.body_of(source)
-        layers, norm, patches, head, pooler = (
-            f"{self.body}.{path}".strip(".") for path in (self.layers, self.norm, self.patches, "head", "pooler")
+        body, layout = self.body_of(source), self.layout
+        blocks, norm, patches, head, pooler = (
+            f"{self.body}.{path}".strip(".") for path in (layout.blocks, layout.norm, layout.patches, "head", "pooler")
         )
         # [1, tokens, width], or [width] for the class embedding of CLIP.
         tokens = body.get_submodule("embeddings").named_parameters(recurse=False)
         prefix_tokens = sum(token.shape[1] if token.ndim == 3 else 1 for name, token in tokens if name in PREFIX)
-        last_block = list(body.get_submodule(self.layers).children())[-1:]
-        config: Any = source.config
-        return ModelParts(
-            blocks=layers, attention=self.attention, patches=patches, norm=norm, mlp=self.mlp,
-            mlp_classes=(f"{self.word}{self.mlp_class}",),
-            heads=(*HEADS, *self.heads, "fc_norm", "visual_projection", norm, head, pooler), classifiers=CLASSIFIERS,
-            projections=self.projections, num_heads=body.config.num_attention_heads,
-            returns_weights=self.returns_weights,
+        last_block = list(source.get_submodule(blocks).children())[-1:]
+        return replace(
+            layout, blocks=blocks, patches=patches, norm=norm,
+            mlp_classes=(f"{self.word}MLP", f"{self.word}Intermediate"),
+            gated=dict.fromkeys((f"{self.word}SwiGLUFFN", f"{self.word}GatedMLP"), GATED),
+            heads=(*HEADS, *self.heads, "fc_norm", "visual_projection", norm, head, pooler),
+            num_heads=body.config.num_attention_heads,
             norm_before=next((name for block in last_block for name in NORMS_BEFORE if hasattr(block, name)), None),
-            gated=dict.fromkeys((f"{self.word}SwiGLUFFN", f"{self.word}GatedMLP"), GATED), maps=self.maps,
-            prefix_tokens=prefix_tokens, has_class_token=prefix_tokens > 0, pooling=self.pooling_of(config),
+            prefix_tokens=prefix_tokens, has_class_token=prefix_tokens > 0, pooling=self.pooling_of(source.config),
         )  # fmt: skip
 
     def pooling_of(self, config: Any) -> str:
@@ -200,31 +195,28 @@ class ModelReader:
 
 
 # Fields that the classes of several families share.
-DINO: dict[str, Any] = {"layers": "encoder.layer", "takes_any_size": True}
+DINO: dict[str, Any] = {"layout": replace(LAYOUT, blocks="encoder.layer"), "takes_any_size": True}
 DINO3: dict[str, Any] = {
-    "layers": "model.layer",
-    "patches": "embeddings.patch_embeddings",
-    "norm": "norm",
-    "maps": ("mlp.up_proj", "mlp.down_proj"),
+    "layout": replace(
+        LAYOUT, blocks="model.layer", patches="embeddings.patch_embeddings", norm="norm",
+        maps=("mlp.up_proj", "mlp.down_proj"),
+    ),
     "takes_any_size": True,
-}
+}  # fmt: skip
 TOWER: dict[str, Any] = {
-    "layers": "encoder.layers",
-    "attention": "self_attn",
-    "projections": ("q_proj", "k_proj", "v_proj", "out_proj"),
-    "patches": "embeddings.patch_embedding",
-    "norm": "post_layernorm",
-}
+    "layout": replace(
+        LAYOUT, blocks="encoder.layers", attention="self_attn", patches="embeddings.patch_embedding",
+        norm="post_layernorm", projections=("q_proj", "k_proj", "v_proj", "out_proj"),
+    )
+}  # fmt: skip
 # Classes whose attention consists of two modules, and whose MLP too.
-NESTED: dict[str, Any] = {
-    "layers": "encoder.layer",
-    "projections": ("attention.query", "attention.key", "attention.value", "output.dense"),
-    "mlp": ("intermediate", "output"),
-    "mlp_class": "Intermediate",
-    "maps": ("intermediate.dense", "output.dense"),
-}
+NESTED_LAYOUT = replace(
+    LAYOUT, blocks="encoder.layer", mlp=("intermediate", "output"), maps=("intermediate.dense", "output.dense"),
+    projections=("attention.query", "attention.key", "attention.value", "output.dense"),
+)  # fmt: skip
+NESTED: dict[str, Any] = {"layout": NESTED_LAYOUT}
 # The same, where the attention returns a tensor instead of a pair.
-NESTED_TENSOR: dict[str, Any] = {**NESTED, "returns_weights": False}
+NESTED_TENSOR: dict[str, Any] = {"layout": replace(NESTED_LAYOUT, returns_weights=False)}
 
 READERS: Mapping[str, ModelReader] = {
     "ViTForImageClassification": ModelReader("ViT", "vit"),

@@ -10,6 +10,7 @@ from torch import nn
 from attnrx.support.shapes import TokenBatch
 from attnrx.vit.models.adopted import Adapter
 from attnrx.vit.models.fused_block import children, fused_block, is_idle, may_be_fused
+from attnrx.vit.models.substitute import empty_module
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class FusedBlock(nn.Module):
         return super().forward(*args, **options) if fused is None else fused
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _empty, (type(self).__bases__[1],), self.__getstate__()
+        return _empty_block, (type(self).__bases__[1],), self.__getstate__()
 
 
 @lru_cache
@@ -63,9 +64,8 @@ def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (FusedBlock, kind), names)
 
 
-def _empty(kind: type[nn.Module]) -> nn.Module:
-    fused = _fused_class(kind)
-    return fused.__new__(fused)
+def _empty_block(kind: type[nn.Module]) -> nn.Module:
+    return empty_module(_fused_class(kind))
 
 
 def _name(kind: type) -> str:

@@ -1,6 +1,6 @@
 """A model that takes the place of one of a library or a user: what is code for that one takes it too."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,10 +30,6 @@ class Substitute(_OfOriginal, nn.Module):
 
     original_name: ClassVar[str]
     """The name of the submodule."""
-    # Both are set by `families`, which imports this module: how a model is saved, and the function that a pickle names,
-    # so that whoever reads it imports the families.
-    save_model: ClassVar[Callable[[Path | str, nn.Module], Path]]
-    created: ClassVar[Callable[[type[nn.Module]], nn.Module]]
     # Methods of the library that would write or change a model other than the one that attnrx describes.
     refused_methods: ClassVar[Mapping[str, str]] = {
         "push_to_hub": "save it with attnrx.save(model, folder), and publish that with attnrx.push_to_hub.",
@@ -57,7 +53,12 @@ class Substitute(_OfOriginal, nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         remove_capturing_(self)
         # By a function, because pickle compares the class of what `__newobj__` creates with `__class__`.
-        return type(self).created, (type(self),), self.__getstate__()
+        return empty_module, (type(self),), self.__getstate__()
+
+
+def empty_module(kind: type[nn.Module]) -> nn.Module:
+    """Returns a model of this class without its contents, which pickle fills in."""
+    return kind.__new__(kind)
 
 
 def remove_capturing_(model: nn.Module) -> None:
@@ -87,9 +88,11 @@ def _save_pretrained(
 
     `state_dict` replaces its weights, and only the main process writes, as in transformers.
     """
+    from attnrx.vit.models.families import save_model  # imports this module
+
     if not is_main_process:
         return
     if state_dict is not None:
         model = copy_module(model)
         model.load_state_dict(state_dict)
-    type(model).save_model(save_directory, model)
+    save_model(save_directory, model)

@@ -386,9 +386,6 @@ class TimmFamily(AdoptedFamily):
         adapter.layout = _layout(module)
         return adapter
 
-    def inner_norm(self, module: nn.Module, name: str) -> nn.Module:
-        return module.get_submodule(INNER_NORM_PATHS[name])
-
     def pair_bias(self, module: nn.Module) -> nn.Module | None:
         table = getattr(module, "relative_position_bias_table", None)
         if table is not None:

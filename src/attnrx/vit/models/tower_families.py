@@ -150,8 +150,7 @@ class OpenClipFamily(AdoptedFamily):
             raise UnknownName("open_clip model", name, library.list_models())
         config = library.get_model_config(name)
         fields, quick_gelu = {**config["vision_cfg"], **arguments}, config.get("quick_gelu", False)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with creating("open_clip", name, arguments, pretrained=False):
             # Private, but without the text tower that the public constructors create as well.
             return models._build_vision_tower(config["embed_dim"], fields, quick_gelu)
 

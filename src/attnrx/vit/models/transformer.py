@@ -61,7 +61,16 @@ class TransformerConfig(ABC):
     def __post_init__(self):
         if not self.attention:
             raise InvalidInput("a transformer needs at least one layer; give one AttentionSpec per layer.")
-        self._require_ranges()
+        for name in ("image_size", "patch_size", "channels", "classes"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+        if not 0 < self.mlp_ratio < math.inf or not all(0 < value < math.inf for value in self.std):
+            raise InvalidInput(f"mlp_ratio {self.mlp_ratio} and std {self.std} must be positive and finite.")
+        if self.patches > MOST_PATCHES:
+            raise InvalidInput(
+                f"image_size {self.image_size} with patch_size {self.patch_size} gives {self.patches:,} patches; at "
+                f"most {MOST_PATCHES:,} are supported."
+            )
         if self.image_size % self.patch_size:
             raise InvalidInput(f"patch_size {self.patch_size} does not divide image_size {self.image_size}.")
         for name, values in (("pairs of MLP ranks", self.mlp_ranks), ("hidden_units", self.hidden_units)):
@@ -75,18 +84,6 @@ class TransformerConfig(ABC):
         if len(self.mean) != self.channels or len(self.std) != self.channels:
             raise InvalidInput(
                 f"{len(self.mean)} means and {len(self.std)} stds for {self.channels} channels: give one each."
-            )
-
-    def _require_ranges(self) -> None:
-        for name in ("image_size", "patch_size", "channels", "classes"):
-            if getattr(self, name) < 1:
-                raise InvalidInput(f"{name} is {getattr(self, name)}; it must be 1 or more.")
-        if not 0 < self.mlp_ratio < math.inf or not all(0 < value < math.inf for value in self.std):
-            raise InvalidInput(f"mlp_ratio {self.mlp_ratio} and std {self.std} must be positive and finite.")
-        if self.patches > MOST_PATCHES:
-            raise InvalidInput(
-                f"image_size {self.image_size} with patch_size {self.patch_size} gives {self.patches:,} patches; at "
-                f"most {MOST_PATCHES:,} are supported."
             )
 
     @property

@@ -1,8 +1,8 @@
 """Users' own modules around a Vision Transformer: a backbone with a decoder, several outputs, a head of any class."""
 
 import copy
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import astuple, dataclass, replace
@@ -52,7 +52,7 @@ class Surroundings:
     of its library. `read_blocks` are the indices of the blocks whose patch tokens other parts than the next block read.
     `sizes` are the numbers per image of every tensor that is returned, by their places, `outputs` the name of the
     `OutputKind`, and `macs` the multiply-accumulates per image outside of the Vision Transformer. `creation` is how a
-    library creates the module, if it does: its `library`, and `architecture` and `arguments` (`AdoptedFamily.created`).
+    library creates the module, if it does: its `library`, and `architecture` and `arguments` (`AdoptedFamily.create`).
     `by_class` is whether the class without arguments creates it. `call` is what images alone are given to: "forward",
     one of IMAGE_METHODS, or "trunk" where the module takes them with other inputs only.
     `calls` is the number of images that the Vision Transformer gets for one input. `inputs` are the fields of
@@ -506,17 +506,13 @@ def named_function(name: str) -> Callable[..., nn.Module]:
     Raises:
         InvalidInput: There is no such function.
     """
-    module, _, path = name.partition(":")
     try:
-        target: Any = importlib.import_module(module)
-        for part in path.split("."):
-            target = getattr(target, part)
+        return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidInput(
             f"factory={name!r:.80} cannot be imported ({error}): give a function, or 'module:function' of one that "
             "creates the module."
         ) from error
-    return target
 
 
 def _creator(around: Surroundings) -> Factory:
