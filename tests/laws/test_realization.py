@@ -131,7 +131,7 @@ def test_refit_keeps_the_strengths_where_solved_ones_are_farther(monkeypatch: py
     vit, data, inputs = model(config), calibration(config), images(config)
     given = prescription(vit, PATTERNS["half"])
     farther = [layer.with_scores(replace(layer.qk, strength=-20 * layer.qk.strength)) for layer in given.layers]
-    monkeypatch.setattr(realizing, "refit_strengths", lambda *_: farther)
+    monkeypatch.setitem(realizing.REFITS, "refit", lambda *_: farther)
     plain = realize(vit, given, norms="renormalized")
     assert torch.equal(realize(vit, given, norms="refit", calibration=data)(inputs), plain(inputs))
 

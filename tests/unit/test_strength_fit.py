@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from attnrx.change.decompositions import StrengthFit
 from attnrx.support.errors import InvalidInput
+from attnrx_lab.strength_refit import StrengthFit
 
 HEADS, TERMS, TOKENS = 2, 6, 9
 

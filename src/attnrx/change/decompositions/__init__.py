@@ -3,7 +3,7 @@
 from attnrx.change.decompositions.allocation import water_fill
 from attnrx.change.decompositions.balanced import Balanced, balance, factor_directions, read_out, svd_directions
 from attnrx.change.decompositions.hidden_units import compensated, unit_losses
-from attnrx.change.decompositions.least_squares import StrengthFit, elimination_losses
+from attnrx.change.decompositions.least_squares import elimination_losses
 from attnrx.change.decompositions.low_rank import (
     activation_aware,
     break_even_rank,
@@ -14,7 +14,6 @@ from attnrx.change.decompositions.low_rank import (
 
 __all__ = [
     "Balanced",
-    "StrengthFit",
     "activation_aware",
     "balance",
     "break_even_rank",

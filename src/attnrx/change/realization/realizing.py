@@ -1,14 +1,12 @@
 """Realizes a prescription: ranks layer by layer, then the token policy with its predictors."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from attnrx.change.decompositions import StrengthFit
-from attnrx.change.predictions import mean_divergences, observe_images
+from attnrx.change.predictions import mean_divergences
 from attnrx.change.realization.attention_layers import compressed_attention, mask_attention_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
@@ -16,7 +14,8 @@ from attnrx.nouns.prescription import HiddenDecision, LayerPrescription, Prescri
 from attnrx.support.arguments import IMAGES, checked, one_of, optional
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.plugins import import_plugins
+from attnrx.support.shapes import Tensor
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.maps import LINEAR_MAPS, REALIZATIONS, REALIZED_NORMS
 from attnrx.vit.models import (
@@ -30,7 +29,9 @@ from attnrx.vit.models import (
     require_all_tokens,
 )
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.observation import Observation
+
+# How `norms` of layers whose rows are divided by their norms (SVDA) change the strengths; the laboratory has "refit".
+REFITS: dict[str, Callable[[nn.Module, Prescription, ImageSet], Sequence[LayerPrescription]]] = {}
 
 
 @checked(by=one_of(*REALIZATIONS), norms=one_of(*REALIZED_NORMS), calibration=optional(IMAGES))
@@ -52,8 +53,8 @@ def realize(
     - "renormalized" (the paper's) deletes rows and divides by the norm of the remaining ones: smaller, and an
       approximation that can be far from the mask.
     - "refit" has the same size; the kept strengths are solved by least squares so that the attention approximates the
-      original's, to second order in KL divergence (`StrengthFit`). If the refitted logits have the larger KL divergence
-      from the original's on the calibration images, the strengths of "renormalized" are used.
+      original's, to second order in KL divergence (`attnrx_lab.strength_refit`). If the refitted logits have the larger
+      KL divergence from the original's on the calibration images, the strengths of "renormalized" are used.
 
     The default is "exact", because the other two delete rows whose norms the strengths cannot replace: once strengths
     have spread, "refit" is nearer to the original than "renormalized", and farther than the mask (docs/exact.md).
@@ -90,43 +91,16 @@ def realize(
     _require_shapes(model, prescription)
     if by == "mask" or norms != "refit":
         return _realized(model, prescription, prescription.layers, by, norms)
-    images = images_for(model, _require_refittable(prescription, calibration), "calibration")
+    if calibration is None:
+        raise InvalidInput(
+            "norms='refit' solves for strengths on data: pass calibration images, e.g. splits.train.take(512)."
+        )
+    images = images_for(model, calibration, "calibration")
+    import_plugins()
     # The order decides between equal candidates: the refit comes first.
-    fits = (refit_strengths(model, prescription, images), prescription.layers)
+    fits = (REFITS[norms](model, prescription, images), prescription.layers)
     candidates = [_realized(model, prescription, layers, by, norms) for layers in fits]
     return nearest_candidate(candidates, model, images)
-
-
-def refit_strengths(model: nn.Module, prescription: Prescription, calibration: ImageSet) -> list[LayerPrescription]:
-    """Returns the layers with the kept strengths refitted on the calibration images; unchanged heads stay
-    bit-identical.
-    """
-    attentions = family_of(model).attention(model)
-    fits = [StrengthFit(*layer.qk.keep.shape) for layer in prescription.layers]
-
-    def observe(index: int, observation: Observation) -> None:
-        # The rows as the compressed layer will compute them: pruned directions zero, and divided by the norm of the
-        # rest.
-        keep = prescription.layers[index].qk.keep.to(observation.query.device)
-        has_norms = attentions[index].spec.has_norms
-        left, right = _kept_rows(observation.query, keep, has_norms), _kept_rows(observation.key, keep, has_norms)
-        fits[index].observe(left, right, observation.scores, observation.scale)
-
-    observe_images(model, calibration, observe, "realize", "fitting strengths")
-    layers = []
-    for layer, fit in zip(prescription.layers, fits, strict=True):
-        keep, strength = layer.qk.keep, layer.qk.strength
-        # A head that keeps all of its directions is exact already, and a refit would only add rounding.
-        changed = keep & ~keep.all(-1, keepdim=True)
-        solved = fit.solve(keep, strength).to(strength.dtype)
-        layers.append(layer.with_scores(replace(layer.qk, strength=torch.where(changed, solved, strength))))
-    return layers
-
-
-def _kept_rows(rows: Float[Tensor, "batch tokens heads directions"], keep: Tensor, has_norms: bool) -> Tensor:
-    masked = rows * keep.to(rows.dtype)
-    # The observed rows are divided by their norms already; dividing again by the norm of the kept part is the same.
-    return nn.functional.normalize(masked, dim=-1) if has_norms else masked
 
 
 def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> nn.Module:
@@ -173,19 +147,6 @@ def _require_shapes(model: nn.Module, prescription: Prescription) -> None:
     pairs = zip(own, shapes, expected, strict=False)
     if len(shapes) != len(expected) or any(is_own and shape != other for is_own, shape, other in pairs):
         raise InvalidInput(f"the prescription has (heads, directions) {shapes} by layer, and the model {expected}.")
-
-
-def _require_refittable(prescription: Prescription, calibration: ImageData | None) -> ImageData:
-    if calibration is None:
-        raise InvalidInput(
-            "norms='refit' solves for strengths on data: pass calibration images, e.g. splits.train.take(512)."
-        )
-    if any(layer.qk.basis is not None for layer in prescription.layers):
-        raise NotSupported(
-            "norms='refit' solves for the strengths of the model's own directions, and this prescription has "
-            "rewritten ones, whose strengths follow from the metric; omit norms='refit'."
-        )
-    return calibration
 
 
 def _realize_linear_maps_(family: Family, model: nn.Module, index: int, layer: LayerPrescription, by: str) -> None:

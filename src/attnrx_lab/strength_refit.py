@@ -1,0 +1,136 @@
+"""Refits the strengths of SVDA by least squares on images, so that the attention approximates the original's."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from attnrx.change.predictions import observe_images
+from attnrx.change.realization.realizing import REFITS
+from attnrx.data import ImageSet
+from attnrx.nouns.prescription import LayerPrescription, Prescription
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.shapes import Bool, Float, Tensor
+from attnrx.vit.models import family_of
+from attnrx.vit.observation import Observation
+
+# Eigenvalues of a normal matrix summed from float32 that are below this share of the largest one are rounding.
+_NULL = 1e-6
+
+
+class StrengthFit:
+    """Accumulates the normal equations of: min over s of sum_i Var_{j ~ a_i} [ T_ij - scale sum_r l_ir s_r r_jr ].
+
+    T are the scores of a reference and a_i = softmax(T_i) its attention. To second order the sum is twice the KL
+    divergence of the attention from the reference's: softmax ignores a constant per query, and errors at keys without
+    attention have no effect. Memory is one square matrix of the number of terms per head, independent of the number of
+    samples.
+    """
+
+    def __init__(self, heads: int, terms: int):
+        self.normal = torch.zeros(heads, terms, terms, dtype=torch.float64)
+        self.right_side = torch.zeros(heads, terms, dtype=torch.float64)
+        self.target_energy = torch.zeros(heads, dtype=torch.float64)
+        self.samples = 0
+
+    def observe(
+        self,
+        left: Float[Tensor, "batch queries heads terms"],
+        right: Float[Tensor, "batch keys heads terms"],
+        target: Float[Tensor, "batch heads queries keys"],
+        scale: float,
+    ) -> None:
+        """Adds one batch: the terms of every token, and the target scores."""
+        for sample in range(left.shape[0]):
+            # One sample at a time, to bound memory: its products have queries x keys x terms entries.
+            lefts, rights = scale * left[sample].movedim(1, 0), right[sample].movedim(1, 0)  # [heads, tokens, terms]
+            attention = target[sample].softmax(-1)
+            root = attention.sqrt()  # in both factors of the normal equations: together the weight is a_ij
+            # Centred by the attention of every query, which makes the sum of squares a variance: [heads, queries, keys,
+            # terms], then [heads, queries * keys, terms].
+            centred = rights[:, None] - (attention @ rights)[:, :, None]
+            products = (centred * lefts[:, :, None] * root[..., None]).flatten(1, 2)
+            errors = root * (target[sample] - (attention * target[sample]).sum(-1, keepdim=True))
+            targets = errors.flatten(1)
+            # Sums over all samples need float64, which not every device has.
+            self.normal += (products.mT @ products).to("cpu", torch.float64)
+            self.right_side += (targets[:, None] @ products).to("cpu", torch.float64).squeeze(1)
+            self.target_energy += targets.square().sum(-1).to("cpu", torch.float64)
+        self.samples += left.shape[0]
+
+    def solve(
+        self, keep: Bool[Tensor, "heads terms"], start: Float[Tensor, "heads terms"]
+    ) -> Float[Tensor, "heads terms"]:
+        """Returns the best strengths of the kept terms, zero elsewhere; undetermined strengths remain as in `start`.
+
+        The error is never above that of `start`, head by head.
+
+        Raises:
+            InvalidInput: No sample was observed.
+        """
+        if self.samples == 0:
+            raise InvalidInput("the least-squares strengths need at least one observed sample; give calibration data.")
+        start = torch.where(keep, start, 0).to(self.normal)
+        strength = start.clone()
+        for head, mask in enumerate(keep):
+            if bool(mask.any()):
+                normal = self.normal[head][mask][:, mask]
+                # The pseudoinverse corrects the start: what the data does not determine stays as it was.
+                residual = self.right_side[head, mask] - normal @ start[head, mask]
+                strength[head, mask] += torch.linalg.pinv(normal, rtol=_NULL, hermitian=True) @ residual
+        # Without the eigenvalues below _NULL a fit can be worse than its start.
+        better = self.relative_error(strength) <= self.relative_error(start)
+        return torch.where(better[:, None], strength, start)
+
+    def relative_error(self, strength: Float[Tensor, "heads terms"]) -> Float[Tensor, "heads"]:
+        """Returns the root of the sum relative to that of zero strengths, over all samples; 0 for a constant target."""
+        square = (
+            self.target_energy
+            - 2 * (strength * self.right_side).sum(-1)
+            + torch.einsum("hr,hrs,hs->h", strength, self.normal, strength)
+        )
+        share = square.clamp_min(0) / self.target_energy.clamp_min(torch.finfo(torch.float64).tiny)
+        return torch.where(self.target_energy > 0, share.sqrt(), torch.zeros_like(share))
+
+
+def refit_strengths(model: nn.Module, prescription: Prescription, calibration: ImageSet) -> list[LayerPrescription]:
+    """Returns the layers with the kept strengths refitted on the calibration images; unchanged heads stay
+    bit-identical.
+
+    Raises:
+        NotSupported: The prescription has directions of its own.
+    """
+    if any(layer.qk.basis is not None for layer in prescription.layers):
+        raise NotSupported(
+            "norms='refit' solves for the strengths of the model's own directions, and this prescription has "
+            "rewritten ones, whose strengths follow from the metric; omit norms='refit'."
+        )
+    attentions = family_of(model).attention(model)
+    fits = [StrengthFit(*layer.qk.keep.shape) for layer in prescription.layers]
+
+    def observe(index: int, observation: Observation) -> None:
+        # The rows as the compressed layer will compute them: pruned directions zero, and divided by the norm of the
+        # rest.
+        keep = prescription.layers[index].qk.keep.to(observation.query.device)
+        has_norms = attentions[index].spec.has_norms
+        left, right = _kept_rows(observation.query, keep, has_norms), _kept_rows(observation.key, keep, has_norms)
+        fits[index].observe(left, right, observation.scores, observation.scale)
+
+    observe_images(model, calibration, observe, "realize", "fitting strengths")
+    layers = []
+    for layer, fit in zip(prescription.layers, fits, strict=True):
+        keep, strength = layer.qk.keep, layer.qk.strength
+        # A head that keeps all of its directions is exact already, and a refit would only add rounding.
+        changed = keep & ~keep.all(-1, keepdim=True)
+        solved = fit.solve(keep, strength).to(strength.dtype)
+        layers.append(layer.with_scores(replace(layer.qk, strength=torch.where(changed, solved, strength))))
+    return layers
+
+
+def _kept_rows(rows: Float[Tensor, "batch tokens heads directions"], keep: Tensor, has_norms: bool) -> Tensor:
+    masked = rows * keep.to(rows.dtype)
+    # The observed rows are divided by their norms already; dividing again by the norm of the kept part is the same.
+    return nn.functional.normalize(masked, dim=-1) if has_norms else masked
+
+
+REFITS["refit"] = refit_strengths  # `attnrx.realize(norms="refit")`
