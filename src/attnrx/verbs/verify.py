@@ -210,10 +210,11 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         # One comparison for all checks: the outputs of the models are computed once.
         findings = _findings(chosen, comparison, notes)
     written_from = candidate.facts.get("model", {}).get("fingerprint") if isinstance(candidate, Exported) else None
+    of_candidate = model_fingerprint(candidate)
     facts = {
-        "candidate": model_fingerprint(candidate),
+        "candidate": of_candidate,
         "reference": fingerprint,
-        "nothing_removed": fingerprint in (model_fingerprint(candidate), written_from),
+        "nothing_removed": fingerprint in (of_candidate, written_from),
         "data": images.fingerprint,
         "images": len(images),
         "outputs": comparison.kind.name,
