@@ -34,7 +34,7 @@ LAYER = fields.Record(
         "heads": fields.Items(fields.Integer(0, fields.MAX_HEADS), 0, fields.MAX_HEADS, unique=True),
         "scale": fields.Number(0.0),
         "norms": fields.Choice(NORMS),
-        "shared": fields.Flag(),
+        "shared": fields.FLAG,
         "readings": fields.JSON_OBJECT,  # for human readers; `load` reads the tensors
         # Both maps, or none where the MLP is not read; null for a map that is not one matrix.
         "mlp": fields.Items(

@@ -50,7 +50,7 @@ def _require_kept(units: Mapping[str, Any], where: str) -> None:
 
 
 # `then` checks the lengths and ranges of these lists, which depend on the number of directions.
-RANK, LATER = fields.Integer(0, fields.MAX_DIRECTIONS), fields.Items(fields.Anything(), 0, fields.MAX_DIRECTIONS)
+RANK, LATER = fields.Integer(0, fields.MAX_DIRECTIONS), fields.Items(fields.ANYTHING, 0, fields.MAX_DIRECTIONS)
 HEAD = fields.Record({"rank": RANK, "keep": LATER, "strength": LATER, "why": fields.Text()})
 UNIT = fields.Record({"rank": RANK, "strength": LATER, "why": fields.Text()})
 STAYING = {
@@ -62,12 +62,12 @@ STAYING = {
 OUTPUT = fields.Record({"units": fields.Items(UNIT, 1, fields.MAX_HEADS)}, then=_require_units)
 SCORES = fields.Record(
     {"directions": fields.Integer(0, fields.MAX_DIRECTIONS), "heads": fields.Items(HEAD, 0, fields.MAX_HEADS)},
-    {"basis": fields.Record({"shared": fields.Flag()}, {"blocks": fields.Items(RANK, 1, fields.MAX_HEADS)})},
+    {"basis": fields.Record({"shared": fields.FLAG}, {"blocks": fields.Items(RANK, 1, fields.MAX_HEADS)})},
     then=_require_ranks,
 )
 LAYER = fields.Record({"qk": SCORES}, {**dict.fromkeys(OUTPUT_MAPS, OUTPUT), **STAYING})
 POLICY = fields.Record(
-    {"reasons": fields.Items(fields.Text(), 1, fields.MAX_LAYERS), "seed": fields.Integer(), "trained": fields.Flag()}
+    {"reasons": fields.Items(fields.Text(), 1, fields.MAX_LAYERS), "seed": fields.Integer(), "trained": fields.FLAG}
 )
 
 
@@ -89,7 +89,7 @@ LATENCY = fields.Record(
         "precision": fields.Text(),
         "clock": fields.Text(),
     },
-    {"in_subprocess": fields.Flag()},
+    {"in_subprocess": fields.FLAG},
     open=True,  # what the check does not use is for readers
 )
 # The predictions of a plan (`Plan.predictions`), which the check `promises` of `verify` compares with measurements.

@@ -51,7 +51,7 @@ def start_python(
         The process, with pipes as stdin and stdout.
     """
     excluded = _excluded_folders()
-    path = [entry for entry in sys.path if Path(entry).is_absolute() and _resolved(entry) not in excluded]
+    path = [entry for entry in sys.path if Path(entry).is_absolute() and os.path.realpath(entry) not in excluded]
     # The two variables are also for processes that libraries start there, e.g. torch's compiler.
     environment = {**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
     process = subprocess.Popen(
@@ -112,11 +112,7 @@ def _excluded_folders() -> set[str]:
     """Returns the current folder, that of the start, and the relative entries of PYTHONPATH, which Python resolved."""
     relative = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if not Path(entry).is_absolute()]
     named = [str(Path(folder, entry)) for folder in (_STARTED_IN, _current_folder()) if folder for entry in relative]
-    return {_resolved(folder) for folder in (_STARTED_IN, _current_folder(), *named) if folder}
-
-
-def _resolved(entry: str) -> str:
-    return os.path.realpath(entry)
+    return {os.path.realpath(folder) for folder in (_STARTED_IN, _current_folder(), *named) if folder}
 
 
 def _imported_from(folders: set[str]) -> dict[str, tuple[str | None, list[str] | None]]:
@@ -129,7 +125,7 @@ def _imported_from(folders: set[str]) -> dict[str, tuple[str | None, list[str] |
         inside = [str(Path(each).absolute()) for each in getattr(module, "__path__", ())]
         # The folder that was searched: that of a module's file, or the one above a package.
         searched = [Path(each).parent for each in inside] or ([Path(file).absolute().parent] if file else [])
-        if any(_resolved(str(folder)) in folders for folder in searched):
+        if any(os.path.realpath(str(folder)) in folders for folder in searched):
             found[name] = (str(Path(file).absolute()) if file else None, inside or None)
     return found
 

@@ -74,11 +74,8 @@ class Text(Field):
                 raise Invalid(where, f"is {shown(value)}: {str(error).rstrip('.')}") from error
 
 
-class Flag(Field):
-    """True or false."""
-
-    def __init__(self):
-        super().__init__("true or false", lambda value: isinstance(value, bool))
+FLAG = Field("true or false", lambda value: isinstance(value, bool))
+ANYTHING = Field("any value", lambda value: True)
 
 
 class Choice(Field):
@@ -88,13 +85,6 @@ class Choice(Field):
         described = f"one of {', '.join(map(repr, values))}"
         # True == 1 in Python.
         super().__init__(described, lambda value: not isinstance(value, bool) and value in values)
-
-
-class Anything(Field):
-    """Any JSON value."""
-
-    def __init__(self):
-        super().__init__("any value", lambda value: True)
 
 
 class Bounded(Field):

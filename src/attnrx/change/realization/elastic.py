@@ -12,7 +12,7 @@ from torch import nn
 from attnrx.support.dataclass_records import fields_of, of_fields
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.storage import read_record, write_json
-from attnrx.support.validation import Flag, Integer, Items, Number, Optional, Record, Text
+from attnrx.support.validation import FLAG, Integer, Items, Number, Optional, Record, Text
 from attnrx.vit.models import family_of, load_model, model_fingerprint, reduction_of
 from attnrx.vit.tokens import TokenPolicy
 
@@ -40,7 +40,7 @@ SIZE = Record(
         "params": Number(0.0, 2.0),
         "latency": Optional(Number(0.0, 100.0)),
         "divergence": Optional(Number(0.0)),
-        "reduces_tokens": Flag(),
+        "reduces_tokens": FLAG,
     },
     {"cuts": Items(Items(Number(0.0), 2, 2), 0, MOST_SIZES), "fingerprint": Text()},
 )
