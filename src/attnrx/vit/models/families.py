@@ -22,6 +22,7 @@ from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transform
 from attnrx.vit.models.module_inputs import ModuleInputs, taking
 from attnrx.vit.models.parts import model_name, reading_parts
 from attnrx.vit.models.reader import Factory, ModuleFamily, Reader
+from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.timm_family import TimmFamily
 from attnrx.vit.models.tower_families import OpenClipFamily, TorchvisionFamily
 from attnrx.vit.models.transformer import AttnrxFamily, ViTFamily, initialize_
@@ -348,3 +349,6 @@ def save_model(
         NotSupported: The model belongs to no family, or its weights cannot be stored one by one.
     """
     return save_weights(folder, model, family_of(model), notes, write_beside, parts)
+
+
+Substitute.save_model = staticmethod(save_model)

@@ -1,6 +1,6 @@
 """A model that takes the place of one of a library or a user: what is code for that one takes it too."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,6 +30,8 @@ class Substitute(_OfOriginal, nn.Module):
 
     original_name: ClassVar[str]
     """The name of the submodule."""
+    save_model: ClassVar[Callable[[Path | str, nn.Module], Path]]
+    """How a model is saved; set by `families`, which imports this module."""
     # Methods of the library that would write or change a model other than the one that attnrx describes.
     refused_methods: ClassVar[Mapping[str, str]] = {
         "push_to_hub": "save it with attnrx.save(model, folder), and publish that with attnrx.push_to_hub.",
@@ -88,11 +90,9 @@ def _save_pretrained(
 
     `state_dict` replaces its weights, and only the main process writes, as in transformers.
     """
-    from attnrx.vit.models.families import save_model  # imports this module
-
     if not is_main_process:
         return
     if state_dict is not None:
         model = copy_module(model)
         model.load_state_dict(state_dict)
-    save_model(save_directory, model)
+    type(model).save_model(save_directory, model)
