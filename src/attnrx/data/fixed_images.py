@@ -277,40 +277,18 @@ def _flat(codes: Tensor) -> Tensor:
     return codes.long() + (LEVELS * torch.arange(codes.shape[1]))[:, None, None]
 
 
-class _Levels:
-    """A code without loss for images that were 8-bit pixels: the value of every level by channel, as it occurs.
+class _Writer:
+    """Collects images in memory, and beyond MEMORY bytes in a temporary file.
 
-    Resizing and cropping of pictures, and a normalization by channel, leave at most 256 values in a channel. The levels
-    are numbered by the normalization of the model, and their values are those of the images: a pipeline that rounds in
-    another way has others.
+    Images that were 8-bit pixels are stored as codes without loss, with the value of every level by channel, as it
+    occurs: resizing and cropping of pictures, and a normalization by channel, leave at most 256 values in a channel.
+    The levels are numbered by the normalization of the model, and their values are those of the images: a pipeline that
+    rounds in another way has others.
     """
 
-    def __init__(self, normalization: Normalization, dtype: torch.dtype):
-        self.normalization = normalization
-        self.values = torch.full((len(normalization.mean), LEVELS), torch.nan, dtype=dtype)
-
-    def encoded(self, images: ImageBatch) -> UInt8[Tensor, "batch channels height width"] | None:
-        """Returns the codes; None for images that have other values."""
-        if images.shape[1] != len(self.values):
-            return None
-        pixels = 255 * self.normalization.invert(images.to(torch.promote_types(images.dtype, torch.float32)))
-        if not bool(((pixels > -0.5) & (pixels < LEVELS - 0.5)).all()):  # also false for NaN
-            return None
-        codes = pixels.round().to(torch.uint8)
-        flat, values = _flat(codes), self.values.clone()
-        values.flatten()[flat] = images
-        values = torch.where(self.values.isnan(), values, self.values)
-        if not torch.equal(values.flatten()[flat], images):
-            return None
-        self.values = values
-        return codes
-
-
-class _Writer:
-    """Collects images in memory, and beyond MEMORY bytes in a temporary file."""
-
     def __init__(self, normalization: Normalization | None):
-        self.normalization, self.levels = normalization, None
+        self.normalization = normalization
+        self.levels: Float[Tensor, "channels 256"] | None = None
         self.blocks: list[Tensor] = []
         self.file: Any = None
         self.bytes, self.count = 0, 0
@@ -320,13 +298,30 @@ class _Writer:
     def add(self, images: ImageBatch) -> None:
         if self.dtype is None:
             self.shape, self.dtype = tuple(images.shape[1:]), images.dtype
-            self.levels = _Levels(self.normalization, images.dtype) if self.normalization else None
+            if self.normalization is not None:
+                self.levels = torch.full((len(self.normalization.mean), LEVELS), torch.nan, dtype=images.dtype)
         if images.dtype != self.dtype:
             raise InvalidInput(f"the data have images of the types {self.dtype} and {images.dtype}; give one dtype.")
-        codes = None if self.levels is None else self.levels.encoded(images)
+        codes = self._codes(images)
         if self.levels is not None and codes is None:
             self._use_floats()
         self._append(images.clone() if codes is None else codes)
+
+    def _codes(self, images: ImageBatch) -> UInt8[Tensor, "batch channels height width"] | None:
+        """Returns the codes; None for images that have other values."""
+        if self.levels is None or self.normalization is None or images.shape[1] != len(self.levels):
+            return None
+        pixels = 255 * self.normalization.invert(images.to(torch.promote_types(images.dtype, torch.float32)))
+        if not bool(((pixels > -0.5) & (pixels < LEVELS - 0.5)).all()):  # also false for NaN
+            return None
+        codes = pixels.round().to(torch.uint8)
+        flat, values = _flat(codes), self.levels.clone()
+        values.flatten()[flat] = images
+        values = torch.where(self.levels.isnan(), values, self.levels)
+        if not torch.equal(values.flatten()[flat], images):
+            return None
+        self.levels = values
+        return codes
 
     def _use_floats(self) -> None:
         """Decodes the images so far: a later one has other values."""
@@ -367,7 +362,7 @@ class _Writer:
 
     def finished(self) -> tuple[Tensor, Tensor | None]:
         """Returns the images and the levels of their codes."""
-        levels = None if self.levels is None else self.levels.values
+        levels = self.levels
         if self.file is None:
             values, first = self.blocks[0].new_empty((self.count, *self.shape)), 0
             while self.blocks:  # one block after the other is copied and released
