@@ -180,14 +180,6 @@ def _length(data: Any, argument: str) -> int | None:
             return None
 
 
-class _Rows(TensorDataset):
-    """Images, and their labels if there are any, which it lists as torchvision's datasets do."""
-
-    @property
-    def targets(self) -> Tensor | None:
-        return self.tensors[1] if len(self.tensors) > 1 else None
-
-
 def _of_tensors(tensors: tuple[Tensor, ...], reading: "_ItemReader") -> "_IndexedData":
     for tensor in tensors:
         if not tensor.ndim:
@@ -197,7 +189,7 @@ def _of_tensors(tensors: tuple[Tensor, ...], reading: "_ItemReader") -> "_Indexe
     if len(set(counts)) > 1:
         raise InvalidInput(f"{counts[0]} images and {counts[1]} labels: give one label for each image.")
     # Labels may be on another device, and are read by row.
-    rows = _Rows(images.detach(), *(labels.detach().cpu() for labels in tensors[1:]))
+    rows = TensorDataset(images.detach(), *(labels.detach().cpu() for labels in tensors[1:]))
     return _IndexedData("tensor" if len(tensors) == 1 else "tensors", rows, reading, range(counts[0]))
 
 
@@ -419,8 +411,8 @@ class _IndexedData:
         batches = self.batches([list(rows[first : first + size]) for first in range(0, len(rows), size)])
         images = read_once(batches, self.name, total=-(-len(rows) // size), normalization=normalization)
         again = evenly_spaced(len(images), READ_TWICE)
-        # A collate function that drops items leaves no way to compare rows.
-        if not isinstance(self.dataset, _Rows) and len(images) == len(rows):
+        # A collate function that drops items leaves no way to compare rows; tensors are the same in every reading.
+        if len(images) == len(rows) and (self.loader is not None or type(self.dataset) is not TensorDataset):
             (batch,) = self.read_rows([rows[position] for position in again])
             if not torch.equal(content_hashes(batch.images), images.hashes[again]):
                 notes.append(_one_draw(self.reading.argument, len(images)))
@@ -484,8 +476,9 @@ class _IndexedData:
         """Returns the labels of some rows, if the dataset lists them, as torchvision's datasets do."""
         # They only balance the classes in `take`; the labels of a batch are those of its items. The names: most
         # datasets of torchvision have `targets`, SVHN has `labels`, Food101 `_labels`.
-        for name in ("targets", "labels", "_labels"):
-            values = getattr(self.dataset, name, None)
+        listed = [getattr(self.dataset, name, None) for name in ("targets", "labels", "_labels")]
+        listed += self.dataset.tensors[1:2] if isinstance(self.dataset, TensorDataset) else ()
+        for values in listed:
             if isinstance(values, Tensor | list | tuple | np.ndarray) and len(values) == len(self.dataset):
                 return _as_labels(values, rows)
         names = getattr(self.dataset, "column_names", None) or ()  # of a Hugging Face dataset
