@@ -26,6 +26,12 @@ class SvdaForm(ScoreForm):
         self.strength = nn.Parameter(torch.ones(sum(spec.ranks)))
         self._kept: CachedWeights[dict[Bucket, Tensor]] = CachedWeights()
 
+    def rows_by_bucket(self, buckets: tuple[Bucket, ...]) -> list[int]:
+        if not self.spec.keeps_original_norms:
+            return super().rows_by_bucket(buckets)
+        # The norm of a row needs all directions; a head of rank 0 has no scores, so it needs no norm.
+        return [self.spec.original_rank if bucket.rank else 0 for bucket in buckets]
+
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         # Padding is several small operations per bucket, so it is done once per change of the strengths.
         strength = self._kept(buckets, (self.strength,), lambda: self._strength(buckets))

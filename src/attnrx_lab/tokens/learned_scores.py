@@ -125,7 +125,7 @@ class DynamicViT(Predicting):
 
     In training the gradient of a dropped patch's mask is not exactly the paper's: in the masked softmax, the score of a
     dropped key is clamped to the largest score of the kept ones (`sized_softmax`), which changes no output and bounds
-    this gradient. Without the clamp, `TokenReduction.clamps_scores = False`, it is the paper's.
+    this gradient.
     """
 
     def predictor(self, shape: Shape) -> nn.Module:

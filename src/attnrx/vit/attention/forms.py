@@ -53,20 +53,18 @@ class ScoreForm(nn.Module, ABC):
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
         """Returns the number of projected rows of query and key per owner."""
-        per_bucket = zip(buckets, self._rows_of_heads(buckets), strict=True)
+        per_bucket = zip(buckets, self.rows_by_bucket(buckets), strict=True)
         return tuple(rows for bucket, rows in per_bucket for _ in range(bucket.start, bucket.stop))
 
     def parts(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> list[tuple[Bucket, Tensor, Tensor]]:
         """Returns every bucket that has directions with its rows of query and key."""
-        rows = self._rows_of_heads(buckets)
+        rows = self.rows_by_bucket(buckets)
         sides = in_buckets(query, rows, buckets), in_buckets(key, rows, buckets)
         return [part for part in zip(buckets, *sides, strict=True) if part[0].rank]
 
-    def _rows_of_heads(self, buckets: tuple[Bucket, ...]) -> list[int]:
+    def rows_by_bucket(self, buckets: tuple[Bucket, ...]) -> list[int]:
         """Returns the number of projected rows of each head, by bucket."""
-        # The original norm of a row needs all directions; a head of rank 0 has no scores, so it needs no norm.
-        original = self.spec.keeps_original_norms
-        return [self.spec.original_rank if original and bucket.rank else bucket.rank for bucket in buckets]
+        return [bucket.rank for bucket in buckets]
 
 
 class DenseForm(ScoreForm):

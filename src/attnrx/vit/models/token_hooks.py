@@ -122,7 +122,7 @@ def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:
     if statistics or (uses_sizes and index >= policy.layers[0]):
         heads = layer.spec.heads if layer.spec.attends else ()
         receive = partial(reduction.add_capture, heads, decides=index + 1 in policy.layers)
-        layer.backend = AttentionCapture(reduction.sizes, receive, statistics, reduction.clamps, reduction.log_sizes)
+        layer.backend = AttentionCapture(reduction.sizes, receive, statistics, reduction.log_sizes)
         if statistics and not heads:
             layer.register_forward_hook(partial(capture_uniform, layer.backend))
 

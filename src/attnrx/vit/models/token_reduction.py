@@ -227,8 +227,7 @@ class TokenReduction(nn.Module):
 
     A masked token keeps its index and has size 0: no other token attends to it, and pooling ignores it. In training a
     learned reducer always masks: it samples which patches are kept, at `temperature`, in any number.
-    The tokens have a gradient with respect to the samples; `clamps_scores` bounds it for dropped patches
-    (`sized_softmax`).
+    The tokens have a gradient with respect to the samples, which is bounded for dropped patches (`sized_softmax`).
 
     `restored_blocks` are the indices of the blocks whose output has the tokens of all patches (`TokenRestoration`).
 
@@ -248,7 +247,6 @@ class TokenReduction(nn.Module):
         self.stages = nn.ModuleList(policy.reducer.predictor(shape) for _ in range(predictors))
         self.call = _ReductionCall()
         self.temperature = 1.0
-        self.clamps_scores = True
         self.restored_blocks: Container[int] = ()
 
     def use_policy_(self, policy: TokenPolicy) -> None:
@@ -374,9 +372,6 @@ class TokenReduction(nn.Module):
             logs = sizes.new_empty(len(sizes), -(-count // 8) * 8)[:, :count]
             run.logarithms = sizes, torch.log(sizes, out=logs)
         return run.logarithms[1]
-
-    def clamps(self) -> bool:
-        return self.clamps_scores
 
     def kept_patches(self) -> Int[Tensor, "batch patches"] | None:
         """Returns the patch of every remaining token after the prefix, -1 for a token of none; None for all patches."""

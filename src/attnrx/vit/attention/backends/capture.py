@@ -1,6 +1,5 @@
 """Backends that pass the attention on: to a token reducer, with tokens weighted by their size, or to an observer."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -55,10 +54,9 @@ class AttentionCapture(Backend):
         sizes: TokenSizes,
         receive: Callable[[CapturedAttention], None],
         wanted: tuple[str, ...],
-        clamps: Callable[[], bool] = lambda: True,
         log_sizes: TokenSizes | None = None,
     ):
-        self.sizes, self.receive, self.wanted, self.clamps = sizes, receive, wanted, clamps
+        self.sizes, self.receive, self.wanted = sizes, receive, wanted
         self.log_sizes = log_sizes
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
@@ -89,7 +87,7 @@ class AttentionCapture(Backend):
         # its mask (see `sized_softmax`). Full maps are never in memory in a fused kernel.
         learned = sizes is not None and sizes.requires_grad and torch.is_grad_enabled()
         if learned or "attention" in self.wanted:
-            attention = sized_softmax(scores(factors), sizes, self.clamps())
+            attention = sized_softmax(scores(factors), sizes)
             self.pass_on(attention, factors, value)
             return attention @ value
         if self.wanted:
@@ -247,14 +245,13 @@ class Observed(Backend):
 
 
 def sized_softmax(
-    logits: Float[Tensor, "batch heads queries keys"], sizes: Float[Tensor, "batch keys"] | None, clamps: bool = True
+    logits: Float[Tensor, "batch heads queries keys"], sizes: Float[Tensor, "batch keys"] | None
 ) -> Float[Tensor, "batch heads queries keys"]:
     """Returns the attention in which every key is weighted by its size; a key of size 0 has weight zero.
 
     The same as adding the logarithm of the size to the scores, -inf for 0, but with a gradient for the sizes that is
-    finite everywhere: the score of a key of size zero is clamped to the largest score of the others. Without `clamps`
-    the gradient is that of the formula of DynamicViT, for keys of size zero as well: it grows exponentially with their
-    scores, up to the square root of the largest number.
+    finite everywhere: the score of a key of size zero is clamped to the largest score of the others. That gradient is
+    smaller than that of the formula of DynamicViT, which grows exponentially with the scores of such keys.
     """
     if sizes is None or not logits.shape[-1]:
         return torch.softmax(logits, dim=-1)
@@ -262,7 +259,5 @@ def sized_softmax(
     # Softmax does not depend on the subtracted constant, so it needs no gradient. It is the largest score of the keys
     # that are present; without the clamp a removed key with a larger score could overflow, and infinity * 0 is NaN.
     largest = logits.detach().masked_fill(weights == 0, float("-inf")).amax(-1, keepdim=True)
-    # Half of the range of exponents leaves room for the product with a gradient.
-    limit = 0.0 if clamps else math.log(torch.finfo(logits.dtype).max) / 2
-    weighted = (logits - largest).clamp(max=limit).exp() * weights
+    weighted = (logits - largest).clamp(max=0.0).exp() * weights
     return weighted / weighted.sum(-1, keepdim=True)
