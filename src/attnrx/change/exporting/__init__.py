@@ -4,7 +4,6 @@ rx.export(slim, "slim.onnx")                       # or "onnx(opset=18)", "progr
 rx.exporting.load_exported("slim.onnx")(images)              # logits, from ONNX Runtime
 """
 
-from attnrx.change.exporting.executorch_format import ExecuTorch
 from attnrx.change.exporting.exported import (
     FORMATS,
     Exported,
@@ -21,12 +20,12 @@ from attnrx.change.exporting.exported import (
 from attnrx.change.exporting.format import Format, dtype_name
 from attnrx.change.exporting.onnx_formats import Int8, Onnx
 from attnrx.change.exporting.openvino_format import OpenVINO
-from attnrx.change.exporting.runtime import Runtime
-from attnrx.change.exporting.torch_formats import AOTInductor, Program
+from attnrx.change.exporting.torch_formats import AOTInductor, ExecuTorch, Program
 from attnrx.change.exporting.writing import (
     DYNAMIC,
     ExportSubject,
     PatchFeatures,
+    Runtime,
     bare_subject,
     compare_with_original,
     export,

@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.change.exporting.executorch_format import ExecuTorch
 from attnrx.change.exporting.format import PRECISIONS, Format, Run, dtype_name, raising, script_path
 from attnrx.change.exporting.onnx_formats import Int8, Onnx
 from attnrx.change.exporting.openvino_format import OpenVINO
-from attnrx.change.exporting.torch_formats import AOTInductor, Program
+from attnrx.change.exporting.torch_formats import AOTInductor, ExecuTorch, Program
 from attnrx.support import validation as fields
 from attnrx.support.atomic_writes import require_absent, require_replaceable
 from attnrx.support.dataclass_records import from_dict, of_fields

@@ -1,9 +1,10 @@
 """Exporting: captures a model, writes it to a temporary folder, compares it with eager, and moves it to its path."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -411,6 +412,43 @@ def captured(model: nn.Module, example: Tensor, shapes: tuple[dict[int, Any]] | 
     with torch.no_grad(), _portable(model, example), _FourAxes(), _free_lengths(model):
         program = torch.export.export(model, (example,), dynamic_shapes=shapes)
     return _simplified(program)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where parts of a model run to be timed: PyTorch under some conditions or, with a `form`, the runtime of the files
+    of this format on their device and threads.
+    """
+
+    conditions: Conditions
+    form: Format | None = None
+
+    def prepare(self, module: nn.Module, example: Float[Tensor, "batch *sizes"]) -> Callable[[Tensor], Any]:
+        """Returns a function that runs a module, e.g. some blocks, on inputs like the example with any second size.
+
+        The module itself is unchanged. In 8 bits all linear maps are quantized: which of them stay in float in a whole
+        model depends on its outputs, which blocks alone do not have.
+
+        Raises:
+            NotSupported: The module cannot be written in the format, or its files have fixed sizes.
+        """
+        if self.form is None:
+            return self.conditions.prepare(module)
+        if self.form.fixed_batch is not None:
+            raise NotSupported(
+                f"plans are not made for the speed of {self.form.name}: parts of a model are timed with several numbers"
+                " of tokens, and such a file has fixed sizes. Plan for MACs or another runtime, and export the result."
+            )
+        form: Any = self.form  # a dataclass, as every format
+        form = replace(form, tolerance=inf) if form.calibrated else form
+        ready = copy_module(module).eval().to(self.conditions.device, TIMED_PRECISIONS[self.conditions.precision])
+        threads = self.conditions.threads or torch.get_num_threads()
+        # AUTO and not a named size: where a block needs all tokens, e.g. for biases of pairs, the size becomes fixed.
+        with TemporaryDirectory() as folder, raising(f"a part of this model cannot be timed as {form.name}"):
+            program = captured(ready, example, ({1: torch.export.Dim.AUTO},))
+            path = Path(folder) / f"part{form.suffix}"
+            form.write(program, path, [example])
+            return form.open(path, self.conditions.device, threads)
 
 
 class _FourAxes(TorchFunctionMode):
