@@ -476,8 +476,9 @@ class _IndexedData:
         """Returns the labels of some rows, if the dataset lists them, as torchvision's datasets do."""
         # They only balance the classes in `take`; the labels of a batch are those of its items. The names: most
         # datasets of torchvision have `targets`, SVHN has `labels`, Food101 `_labels`.
-        listed = [getattr(self.dataset, name, None) for name in ("targets", "labels", "_labels")]
-        listed += self.dataset.tensors[1:2] if isinstance(self.dataset, TensorDataset) else ()
+        dataset = self.dataset
+        tensors = dataset.tensors[1:2] if isinstance(dataset, TensorDataset) else ()
+        listed = [*tensors, *(getattr(self.dataset, name, None) for name in ("targets", "labels", "_labels"))]
         for values in listed:
             if isinstance(values, Tensor | list | tuple | np.ndarray) and len(values) == len(self.dataset):
                 return _as_labels(values, rows)
