@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.nn.parallel import replicate
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import attnrx as rx
-from attnrx.change.realization.distillation import Distill
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.kernels.cached_weights import CachedWeights
 from attnrx.vit.models import recording_tokens
@@ -193,21 +191,6 @@ def test_a_model_can_be_copied_after_a_call(kind: str, library: str, grad: bool)
 
 
 @pytest.mark.parametrize(("kind", "library", "grad"), TURNS)
-def test_a_model_can_be_called_with_other_parameters_after_a_call(kind: str, library: str, grad: bool) -> None:
-    model, images, logits = called(kind, library, grad)
-    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    others = {name: 1.5 * tensor for name, tensor in state.items()}
-    with torch.no_grad():
-        other = torch.func.functional_call(model, others, (images,))
-        torch.testing.assert_close(torch.func.functional_call(model, state, (images,)), logits, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(model(images), logits, rtol=1e-10, atol=1e-10)
-    assert not torch.allclose(other, logits)
-    before = held_tensors(model).keys()
-    torch.func.functional_call(model, others, (images,))
-    assert held_tensors(model).keys() == before
-
-
-@pytest.mark.parametrize(("kind", "library", "grad"), TURNS)
 def test_a_model_is_vectorized_before_and_after_a_call(kind: str, library: str, grad: bool) -> None:
     model, images, logits = called(kind, library, grad)
     for each in (fresh(kind, library), model):
@@ -301,22 +284,6 @@ def test_a_model_is_exported_after_a_call(kind: str, library: str, grad: bool) -
     with torch.no_grad():
         program = torch.export.export(copy.deepcopy(model), (images,)).module()
         torch.testing.assert_close(program(images), logits, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "library", "grad"), TURNS[::2])
-def test_a_model_is_exported_and_distilled_after_a_call(kind: str, library: str, grad: bool, tmp_path: Path) -> None:
-    test_a_model_is_exported_after_a_call(kind, library, grad)
-    model, images, _ = called(kind, library, grad)
-    before = held_tensors(model).keys()
-    file = rx.export(copy.deepcopy(model).float(), tmp_path / "model.pt2", "program")
-    with torch.no_grad():
-        expected = copy.deepcopy(model).float()(images.float())
-        torch.testing.assert_close(file(images.float()), expected, rtol=1e-4, atol=1e-4)
-    data = torch.cat([inputs(model, 8), -inputs(model, 8)])
-    fitted = rx.distill(model, fresh("none", library), data, Distill(epochs=1, batch=8, learning_rates=(1e-4,)))
-    assert fitted.after <= fitted.before
-    assert held_tensors(model).keys() == before
 
 
 if __name__ == "__main__":

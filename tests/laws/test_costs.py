@@ -121,9 +121,3 @@ def test_an_operation_that_torch_cannot_count_is_refused(monkeypatch: pytest.Mon
     with pytest.raises(NotSupported, match=r"scaled_dot_product.*eager"):
         count_product_macs(vit, images(vit.config))
     assert torch.is_tensor(vit(images(vit.config)))
-
-
-def test_specs_must_fit_the_model() -> None:
-    config = CONFIGS["svda"]
-    with pytest.raises(InvalidInput, match="1 attention specs for 2 layers"):
-        config.costs(config.attention[:1])

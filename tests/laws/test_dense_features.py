@@ -1,6 +1,5 @@
 """Features of all patches from models whose tokens are pruned or merged."""
 
-import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,12 @@ import torch
 from torch import nn
 
 from attnrx.change.exporting import PatchFeatures, export
-from attnrx.show.checks.retrieval import neighbours_kept
 from attnrx.support.errors import NotSupported
-from attnrx.vit.models import attach_tokens_, family_of, recording_tokens, reduction_of
-from attnrx.vit.outputs import nearest_neighbours
+from attnrx.vit.models import family_of, recording_tokens, reduction_of
 from attnrx.vit.tokens import TokenPolicy, ToMe
 from support import cases
 from support.cases import REDUCTIONS
-from support.pretrained import CASES, HF, TIMM, adopted_once, deep, inputs
+from support.pretrained import CASES, HF, TIMM, adopted_once, inputs
 from support.token_models import KINDS, original, reduced
 
 OF_TIMM = [name for name, (family, _) in CASES.items() if family is TIMM]
@@ -167,20 +164,6 @@ def test_the_representatives_are_a_partition_of_the_patches(kind: str) -> None:
     assert bool((found < 0).any()) != bool(merges)
 
 
-@torch.no_grad()
-def test_equal_patches_are_restored_exactly() -> None:
-    """Patches that are equal before the merge stay equal in the original: merging and restoring changes nothing."""
-    model: Any = deep()
-    model = copy.deepcopy(model)
-    model.source.pos_embed.zero_()
-    images = inputs(model)
-    images[:, :, :, 8:16] = images[:, :, :, :8]  # the second column of patches repeats the first
-    images[:, :, :, 24:] = images[:, :, :, 16:24]
-    expected = patches(model, images)
-    attach_tokens_(model, family_of(model), TokenPolicy(ToMe(), (2,), (0.5,)))
-    torch.testing.assert_close(patches(model, images), expected, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("kind", ["tome", "ward", "class_attention"])
 @torch.no_grad()
 def test_the_residual_of_a_patch_is_its_source_plus_its_difference(kind: str) -> None:
@@ -230,12 +213,3 @@ def test_attnrx_models_have_restored_features(name: str) -> None:
     assert full.shape == small.shape == (3, layout.patches, full.shape[2])
     torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
     assert not torch.allclose(small, full, rtol=1e-3)
-
-
-def test_neighbours_of_equal_embeddings_are_kept() -> None:
-    generator = torch.Generator().manual_seed(0)
-    outputs = torch.randn(70, 6, generator=generator)
-    near = nearest_neighbours(outputs, 5)
-    assert torch.equal(near[:, :1], nearest_neighbours(outputs, 1))
-    assert bool((near != torch.arange(70)[:, None]).all())  # no image is its own neighbour
-    assert torch.equal(neighbours_kept(near, near), torch.ones(70, dtype=torch.float64))

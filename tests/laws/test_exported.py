@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.change.exporting import FORMATS, Format, Onnx, parse_format
+from attnrx.change.exporting import FORMATS, Format, parse_format
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
-from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies
 from attnrx.vit.models import family_of
-from support.pretrained import TIMM, VIT, deep, images_for, inputs, of_timm
+from support.pretrained import deep, images_for, inputs
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -205,17 +204,6 @@ def test_an_export_leaves_the_model_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_is_verified_as_a_model(tmp_path: Path) -> None:
-    small = realized(None, "compress")
-    exported = rx.export(small, tmp_path / "small.onnx")
-    checks = [rx.checks.CHECKS[name]() for name in ("accuracy", "fidelity")]
-    found = rx.verify(exported, small, images_for(small, 12), checks)
-    agreement = next(each for each in found.findings if "agree" in json.dumps(each.claim + str(each.details)))
-    assert agreement.value == 100
-    assert found.about["candidate"] != found.about["reference"]
-
-
-@pytest.mark.slow
 def test_int8_is_calibrated_and_judged(tmp_path: Path) -> None:
     small = realized(None, "compress")
     images = images_for(small, 16)
@@ -229,39 +217,12 @@ def test_int8_is_calibrated_and_judged(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run_small.py", "small.onnx", "small.onnx.json"]
 
 
-@pytest.mark.parametrize(
-    ("requested", "said"),
-    [
-        ({"path": "a.pt2"}, "ends in .onnx"),
-        ({"batch": 0}, "dynamic"),
-        ({"batch": "some"}, "dynamic"),
-        ({"precision": "float8"}, "give one of"),
-        ({"precision": "bfloat16"}, "it is written at float32"),
-        ({"to": "onnxx"}, "did you mean 'onnx'"),
-        ({"to": "onnx(opset=3)"}, "give 18 to"),
-        ({"to": "onnx(opset=true)"}, "opset of onnx is a whole number"),
-        ({"to": "int8(method=best)"}, "minmax, entropy"),
-    ],
-)
-def test_what_cannot_be_is_refused(requested: dict, said: str, tmp_path: Path) -> None:
-    with pytest.raises(rx.AttnrxError, match=None) as found:
-        rx.export(realized(None, "compress"), **{"path": tmp_path / requested.pop("path", "a.onnx"), **requested})
-    assert said in str(found.value)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.slow
 def test_images_of_another_shape_or_precision_are_refused(tmp_path: Path) -> None:
     exported = rx.export(realized(None, "compress"), tmp_path / "small.onnx", batch=1)
     for images in (torch.zeros(1, 3, 8, 8), torch.zeros(1, 3, 32, 32, dtype=torch.float64), torch.zeros(0, 3, 32, 32)):
         with pytest.raises(InvalidInput, match="takes"):
             exported(images)
-
-
-def test_every_format_is_read_from_its_name() -> None:
-    assert all(isinstance(parse_format(name), FORMATS[name]) for name in FORMATS)
-    assert parse_format("onnx(opset=18)") == Onnx(opset=18)
-    assert all(issubclass(form, Format) and form.suffix.startswith(".") for form in FORMATS.values())
 
 
 @pytest.mark.slow
@@ -272,19 +233,3 @@ def test_onnx_is_written_at_exact_ranks(tmp_path: Path) -> None:
     rx.export(small, tmp_path / "small.onnx", batch=1)
     stored = sum(math.prod(each.dims) for each in onnx.load(tmp_path / "small.onnx").graph.initializer)
     assert stored <= 1.01 * sum(parameter.numel() for parameter in small.parameters())
-
-
-@pytest.mark.slow
-def test_less_is_not_slower_in_onnx_runtime(tmp_path: Path) -> None:
-    """Half of everything takes less computing time than all of it, with a margin for what the machine does besides."""
-    model = TIMM.adopt(of_timm(VIT, depth=2, img_size=64, embed_dim=192)).float()
-    diagnosis = rx.diagnose(model, images_for(model, 8), batch_size=8)
-    small = rx.realize(model, rx.prescribe(diagnosis, {"qk": "uniform_rank:0.5", **OUTPUTS}))
-    files = {name: rx.export(each, tmp_path / f"{name}.onnx") for name, each in (("all", model), ("half", small))}
-    images = torch.randn(8, *family_of(model).input_shape(model), dtype=torch.float32)
-    protocol = LatencyProtocol(Conditions(threads=1), rounds=10, warmup=2, clock="cpu")
-    found = compare_latencies({"half": files["half"]}, files["all"], images, protocol)["half"]
-    macs = [family_of(each).costs(each).macs for each in (small, model)]
-    assert macs[0] < 0.75 * macs[1]
-    assert 0 < found.faster.low <= found.faster.value <= found.faster.high
-    assert found.faster.high > 1 / 1.1 and found.threads == 1

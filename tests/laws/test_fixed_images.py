@@ -1,9 +1,7 @@
 """A user's data are read once: every pass has the same images, and no two parts of a division share an image."""
 
 import copy
-import random
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -18,19 +16,16 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
 
 import attnrx as rx
 from attnrx.change.realization.repair import Repair
-from attnrx.data import FixedImages, Normalization, distinct_splits, fixed_images, from_tensors, three_parts
-from attnrx.data.division import read_images
+from attnrx.data import FixedImages, Normalization, distinct_splits, fixed_images, three_parts
 from attnrx.data.fixed_images import ONE_DRAW, content_hashes
 from attnrx.data.model_data import images_for, splits_for
-from attnrx.support.errors import AttnrxError, DataError, InvalidInput
+from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.hardware import cache_folder
 from support.comparisons import pixels
 from support.pictures import write_folder
@@ -72,10 +67,6 @@ def crop_by_numpy(image: torch.Tensor) -> torch.Tensor:
     return image.roll(int(np.random.randint(SIZE)), -1)
 
 
-def crop_by_python(image: torch.Tensor) -> torch.Tensor:
-    return image.roll(random.randrange(SIZE), -1)
-
-
 class Shuffling(IterableDataset[Any]):
     """Yields another order in every pass, by a generator of its own; every worker yields everything."""
 
@@ -115,12 +106,8 @@ FORMS: dict[str, tuple[Callable[[], Any], bool]] = {
     "shuffled": (lambda: DataLoader(Rows(), 8, shuffle=True), False),
     "random crops": (lambda: DataLoader(Rows(crop), 8, shuffle=True, drop_last=True), True),
     "random crops by NumPy": (lambda: DataLoader(Rows(crop_by_numpy), 8, shuffle=True), True),
-    "random crops of a dataset": (lambda: Rows(crop_by_python), True),
     "random crops by workers": (lambda: DataLoader(Rows(crop), 8, shuffle=True, num_workers=2), True),
     "weighted sampler": (lambda: weighted(Rows()), False),
-    "weighted sampler, random crops": (lambda: weighted(Rows(crop)), True),
-    "subset sampler": (lambda: DataLoader(Rows(), 8, sampler=SubsetRandomSampler(range(0, COUNT, 2))), False),
-    "replacement": (lambda: DataLoader(Rows(), 8, sampler=RandomSampler(Rows(), True, COUNT)), False),
     "own batches": (lambda: DataLoader(Rows(), batch_sampler=Batches()), False),
     "own iteration": (lambda: Normalizing(TensorDataset((IMAGES * 255).round().byte(), LABELS), 8), False),
     "endless batches": (lambda: Repeating(Rows(), 8, shuffle=True), False),
@@ -130,13 +117,8 @@ FORMS: dict[str, tuple[Callable[[], Any], bool]] = {
     "endless": (Endless, False),
     "shrinking": (Shrinking, True),
     "repeated tensors": (lambda: (torch.cat([IMAGES, IMAGES]), torch.cat([LABELS, LABELS])), False),
-    "repeated batches": (lambda: [(IMAGES, LABELS), (IMAGES, LABELS)], False),
     "no labels": (lambda: IMAGES, False),
     "splits that overlap": (lambda: {"train": (IMAGES[:30], LABELS[:30]), "test": (IMAGES[10:], LABELS[10:])}, False),
-    "three that overlap": (
-        lambda: {name: (IMAGES[first:], LABELS[first:]) for name, first in (("train", 0), ("val", 9), ("test", 25))},
-        False,
-    ),
     "named": (lambda: splits_of(pixels(CONFIG, COUNT)), False),
 }
 
@@ -296,7 +278,7 @@ def test_a_smaller_model_from_data_that_differ_between_readings() -> None:
     assert ONE_DRAW not in clean_found.summary()
 
 
-@pytest.mark.parametrize("form", ["random crops", "shuffling iterable", "weighted sampler, random crops"])
+@pytest.mark.parametrize("form", ["random crops", "shuffling iterable"])
 def test_repair_compares_models_on_the_same_images(form: str) -> None:
     """The repaired model is nearer to the original, on images that it was not repaired on."""
     vit, test = original(), clean(seed=11)[0].double()
@@ -466,84 +448,3 @@ def test_errors_of_a_users_code_are_named(fault: str) -> None:
     with pytest.raises(DataError, match=text) as caught:
         rx.diagnose(original(), make())
     assert isinstance(caught.value.__cause__, cause)
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "sparse": (lambda: IMAGES.to_sparse(), "sparse"),
-    "meta": (lambda: IMAGES.to("meta"), "meta device"),
-    "complex": (lambda: IMAGES.to(torch.complex64), "complex64"),
-    "float8": (lambda: IMAGES.to(torch.float8_e5m2), "float8"),
-    "items of sparse": (lambda: [(IMAGES[:4].to_sparse(), LABELS[:4])], "sparse"),
-    "several dtypes": (lambda: [(IMAGES[:4], LABELS[:4]), (IMAGES[4:].half(), LABELS[4:])], "one dtype"),
-    "several shapes": (lambda: [(IMAGES[:4], LABELS[:4]), (IMAGES[4:, :, 1:], LABELS[4:])], "resize them"),
-    "a scalar": (lambda: torch.tensor(1.0), "one number"),
-    "labels above 2**63": (
-        lambda: [(IMAGES, torch.full((COUNT,), 2**63, dtype=torch.uint64))],
-        r"above 2\*\*63",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_images_and_labels_without_a_meaning_are_refused(kind: str) -> None:
-    make, text = REFUSED[kind]
-    with pytest.raises(AttnrxError, match=text) as caught:
-        rx.diagnose(original(), make())
-    assert isinstance(caught.value, InvalidInput)
-
-
-@pytest.mark.parametrize("kind", [torch.uint64, torch.int8, torch.uint8, np.uint16, np.int64])
-def test_labels_of_every_integer_type(kind: Any) -> None:
-    labels = LABELS.to(kind) if isinstance(kind, torch.dtype) else LABELS.numpy().astype(kind)
-    batches = images_for(original(), [(IMAGES, labels)])
-    items = images_for(original(), [(image, label) for image, label in zip(IMAGES, labels, strict=True)])
-    for data in (batches, items):
-        assert torch.equal(next(data.batches(COUNT)).labels, LABELS)
-
-
-def test_labels_that_start_at_one() -> None:
-    vit = original()
-    slim = rx.realize(vit, rx.prescribe(rx.diagnose(vit, IMAGES), "total_rank:0.5"))
-    labels = torch.arange(COUNT) % CONFIG.classes + 1
-    with pytest.raises(DataError, match="Do they start at 1"):
-        rx.verify(slim, vit, (IMAGES, labels))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
-def test_half_precision_models_and_images(dtype: torch.dtype, single_precision: None) -> None:
-    vit = rx.models.build_model("svda:digits", depth=1).to(dtype)
-    images = torch.rand(8, *rx.models.family_of(vit).input_shape(vit)).to(dtype)
-    data = DataLoader(TensorDataset(images, torch.arange(8)), 4)
-    diagnosis = rx.diagnose(vit, data)
-    slim = rx.realize(vit, rx.prescribe(diagnosis, "total_rank:0.5"))
-    assert rx.verify(slim, vit, data).findings
-
-
-def test_named_images_are_coded_without_loss() -> None:
-    raw = torch.randint(256, (20, 3, 9, 9), dtype=torch.uint8)
-    scale = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    data = from_tensors("made", raw, torch.arange(20), scale)
-    read = read_images(data, scale)
-    assert read.store.values.dtype == torch.uint8
-    assert torch.equal(next(read.batches(20)).images, next(data.batches(20)).images)
-
-
-def test_random_numbers_of_the_caller_go_on() -> None:
-    def drawn() -> list[float]:
-        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
-
-    inside, after = [], []
-    for seed in (0, 0, 2**40 + 5):
-        random.seed(1)
-        np.random.seed(1)
-        torch.manual_seed(1)
-        with suppress(KeyError), fixed_images.seeded_draws(seed):
-            inside.append(drawn())
-            raise KeyError
-        after.append(drawn())
-    assert inside[0] == inside[1] and not set(inside[0]) & set(inside[2])
-    # The checks of annotations in the tests draw from Python's generator, as often in every call.
-    assert after[0] == after[1] == after[2]
-    np.random.seed(1)
-    torch.manual_seed(1)
-    assert drawn()[1:] == after[0][1:]

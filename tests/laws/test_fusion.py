@@ -129,14 +129,3 @@ def test_training_under_the_constraint_finds_an_owner_for_every_direction(shared
     assert off_block(made) < 1e-3
     assert all(bool((fusion >= 0).all()) for fusion in fusions(made))
     assert squeezed_apart(made) < 0.1
-
-
-def test_a_constraint_on_nothing_is_refused(tmp_path: Path) -> None:
-    dense = cases.model(DENSE)
-    for call in (project_fusion_, normalize_fusion_):
-        with pytest.raises(NotSupported, match="shared_rank"):
-            call(dense)
-    images = next(IMAGES.batches(2)).images.double()
-    context = LossContext(dense, images, torch.zeros(2, dtype=torch.long), dense(images), seed=0)
-    with pytest.raises(NotSupported, match="shared_rank"):
-        FusionOwnership()(context)

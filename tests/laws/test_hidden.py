@@ -13,11 +13,8 @@ from attnrx.change.decompositions import compensated, unit_losses
 from attnrx.change.decompositions.hidden_units import BLOCK
 from attnrx.change.decompositions.least_squares import DAMPING
 from attnrx.decide.planning.cost_table import prescribed_costs
-from attnrx.decide.planning.space import Space
 from attnrx.decide.rules.outputs import HIDDEN_METRICS
-from attnrx.support.errors import InvalidRule, NoOpPrescription, NotSupported, UnknownName
-from attnrx.vit.models import LowRankLinear, family_of
-from attnrx_lab.rules import control_prescriptions
+from attnrx.vit.models import family_of
 from support import cases
 from support.comparisons import assert_text_and_files_give_the_same_model, pixels
 from support.pretrained import VIT, of_timm
@@ -157,57 +154,6 @@ def test_elimination_beats_the_controls(subjects) -> None:
     others = [error("uniform_rank:0.5,metric=activation"), error("uniform_rank:0.5,metric=weights")]
     others += [error(f"random_matched(uniform_rank:0.5):seed={seed}") for seed in range(5)]
     assert best < min(others)
-
-
-def test_random_controls_keep_the_same_number_of_units(subjects) -> None:
-    _, diagnosis, _ = subjects["timm"]
-    given = rx.prescribe(diagnosis, "hidden=energy_retention:0.8")
-    for control in control_prescriptions(diagnosis, given, kinds=("random",), draws=2)["random"]:
-        for own, other in zip(given.layers, control.layers, strict=True):
-            assert own.hidden is not None and other.hidden is not None
-            assert int(own.hidden.keep.sum()) == int(other.hidden.keep.sum())
-
-
-def test_what_cannot_be_prescribed_is_refused(subjects) -> None:
-    model, diagnosis, images = subjects["timm"]
-    with pytest.raises(NotSupported, match="hidden and fc1 in one prescription"):
-        rx.prescribe(diagnosis, "hidden=uniform_rank:0.5 fc1=uniform_rank:0.5")
-    with pytest.raises(NoOpPrescription):
-        rx.prescribe(diagnosis, "hidden=uniform_rank:1.0")
-    with pytest.raises(UnknownName, match="metric of hidden"):
-        rx.prescribe(diagnosis, "hidden=uniform_rank:0.5,metric=mix")
-    with pytest.raises(InvalidRule, match="does not apply to hidden"):
-        rx.prescribe(diagnosis, "hidden=shared_rank:0.5")
-    with pytest.raises(InvalidRule, match="diagnose again with Moments"):
-        rx.prescribe(rx.diagnose(model, images, diagnostics=(rx.diagnostics.Geometry(),)), "hidden=uniform_rank:0.5")
-    low = rx.realize(model, rx.prescribe(diagnosis, "fc1=uniform_rank:0.25"))
-    assert isinstance(family_of(low).mlp(low)[0][0], LowRankLinear)
-    with pytest.raises(InvalidRule, match="each one matrix"):
-        rx.prescribe(rx.diagnose(low, images, moments=True), "hidden=uniform_rank:0.5")
-
-
-def test_weights_need_no_data(subjects) -> None:
-    model, _, images = subjects["timm"]
-    found = rx.diagnose(model, images, diagnostics=(rx.diagnostics.Geometry(),))
-    small = rx.realize(model, rx.prescribe(found, "hidden=uniform_rank:0.5,metric=weights"))
-    assert [first.out_features for first, _ in family_of(small).mlp(small)] == [UNITS["timm"] // 2] * 3
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_levels_of_a_plan_are_those_of_its_rules(subjects, form: str) -> None:
-    """A level is compared without the refit of its second map, and realized with it."""
-    model, diagnosis, _ = subjects[form]
-    space = Space(model, diagnosis, None, ("mlp",))
-    level, piece = space.levels.index(0.5), space.piece("mlp", space.levels.index(0.5))
-    given = rx.prescribe(diagnosis, f"hidden={space.rule(level)}")
-    assert piece is not None
-    for layer, expected in zip(piece.layers, given.layers, strict=True):
-        assert layer.hidden is not None and expected.hidden is not None
-        assert torch.equal(layer.hidden.keep, expected.hidden.keep)
-        assert not torch.allclose(layer.hidden.weight, expected.hidden.weight)
-    assert prescribed_costs(model, piece) == prescribed_costs(model, given)
-    small, same = (rx.realize(model, each) for each in (space.uniform("mlp", level), given))
-    assert all(map(torch.equal, small.parameters(), same.parameters()))
 
 
 def test_directions_of_maps_are_those_of_the_model_that_was_diagnosed(subjects) -> None:

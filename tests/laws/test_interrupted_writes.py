@@ -124,15 +124,6 @@ def export_facts(out: Path) -> Any:
     return {name: value for name, value in found.facts.items() if name != "parity"}
 
 
-def verified(inputs: SimpleNamespace, out: Path, number: int) -> None:
-    words = ("verify", inputs.models[number], "--reference", inputs.models[0], "--data", inputs.data)
-    command(*words, "--checks", "fidelity", "--out", out)
-
-
-def reported(inputs: SimpleNamespace, out: Path, number: int) -> None:
-    command("report", "--diagnosis", inputs.diagnoses[number], "--title", f"page {number}", "--out", out)
-
-
 @cache
 def shrunk(number: int) -> Shrunk:
     """A smaller model as `shrink` returns it, without a plan."""
@@ -178,9 +169,7 @@ VERBS = {
     "realize": Verb(realized, whole_model, "model"),
     "train": Verb(trained, model_files, "model"),
     "export": Verb(exported, export_facts, "model.pt2"),
-    "report": Verb(reported, Path.read_text, "report.html"),
     "diagnose": Verb(diagnosed, diagnosis, "diagnosis.json"),
-    "verify": Verb(verified, lambda out: rx.Evidence.load(out).about["candidate"], "evidence.json"),
 }
 
 

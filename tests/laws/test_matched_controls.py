@@ -11,7 +11,7 @@ import attnrx as rx
 from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
-from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported
+from attnrx.support.errors import NoOpPrescription, NotSupported
 from attnrx.vit.models import family_of
 from attnrx_lab.rules import CONTROLS, control_prescriptions
 from support import cases
@@ -174,12 +174,3 @@ def test_controls_of_a_model_with_shared_directions_use_as_many(subjects: list[S
     (control,) = control_prescriptions(found, prescription, ("random",), draws=1)["random"]
     assert [layer.qk.kept for layer in control.layers] == [layer.qk.kept for layer in prescription.layers]
     assert layer_costs(shared, control) == layer_costs(shared, prescription)
-
-
-def test_kinds_are_checked(subjects: list[Subject]) -> None:
-    subject = subjects[0]
-    prescription = rx.prescribe(subject.diagnosis, "tokens=attention_received:0.5@2")
-    with pytest.raises(InvalidInput, match="give some of"):
-        control_prescriptions(subject.diagnosis, prescription, ("smallest",))
-    with pytest.raises(NotSupported, match="does not exist for tokens"):
-        control_prescriptions(subject.diagnosis, prescription, ("largest",))

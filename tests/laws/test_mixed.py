@@ -11,15 +11,13 @@ from torch import nn
 import attnrx as rx
 from attnrx.change.realization import compressed_spec
 from attnrx.decide.rules import prescribe_maps
-from attnrx.nouns.prescription import Basis, Prescription, ScoreDecision
-from attnrx.support.errors import CheckpointError, InvalidInput, InvalidRule, NotSupported
+from attnrx.nouns.prescription import Prescription
+from attnrx.support.errors import CheckpointError, InvalidRule, NotSupported
 from attnrx.support.storage import read_json, write_json
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.tokens import parse_policy
-from attnrx_lab.papers.ownership import project_fusion_
-from attnrx_lab.rules import FusionOwner, RandomMatched, SharedRank
 from support import cases
 from support.comparisons import logits, pixels
 
@@ -167,37 +165,6 @@ def test_no_heads_and_no_directions_are_realized() -> None:
     agree(logits(masked, IMAGES), logits(small, IMAGES))
     none = rx.realize(mixed(), prescribe_maps(rx.diagnose(mixed(), IMAGES, batch_size=8), "top_rank:0"))
     assert family_of(none).costs(none).params == count_params(none)
-
-
-@pytest.mark.slow
-def test_a_random_control_costs_the_same() -> None:
-    rule = SharedRank(5, form="literal", sweeps=2)
-    models = [rx.realize(dense()[0], prescribe_maps(dense()[1], each)) for each in (rule, RandomMatched(rule))]
-    assert [forms_of(each) for each in models] == [{"mixed"}] * 2
-    first, second = (family_of(each).costs(each) for each in models)
-    assert (first.params, first.macs) == (second.params, second.macs)
-    shared = rx.realize(dense()[0], without_blocks(prescribe_maps(dense()[1], RandomMatched(rule))))
-    agree(logits(models[1], IMAGES), logits(shared, IMAGES))
-
-
-def test_what_contradicts_blocks_is_refused() -> None:
-    scores = prescribed().layers[0].qk
-    assert scores.basis is not None and scores.basis.blocks is not None
-    block = next(index for index, rank in enumerate(scores.basis.blocks) if rank > 1)
-    strength = scores.strength.clone()
-    strength[0, sum(scores.basis.blocks[:block])] += 1
-    with pytest.raises(InvalidInput, match="within the blocks"):
-        replace(scores, strength=strength)
-    for blocks, is_shared in (((4,), True), ((5,), False)):
-        with pytest.raises(InvalidInput, match="blocks"):
-            Basis(torch.zeros(1, 5, 4), torch.zeros(1, 5, 4), is_shared, blocks)
-    spec = family_of(mixed()).attention(mixed())[0].spec
-    for changes in ({"blocks": None}, {"blocks": (5, -1, 1)}, {"blocks": (4,)}, {"form": "shared"}):
-        with pytest.raises(InvalidInput, match="blocks"):
-            replace(spec, **changes)
-    with pytest.raises(NotSupported, match="form=cp"):
-        project_fusion_(rx.realize(dense()[0], prescribed()))
-    assert isinstance(FusionOwner().decide(rx.diagnose(mixed(), IMAGES), 0), ScoreDecision)
 
 
 @pytest.mark.parametrize("to", ["program", "onnx"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnrx.support.errors import InvalidInput, KernelWarning, NotSupported
+from attnrx.support.errors import KernelWarning, NotSupported
 from attnrx.vit.attention import Attention, AttentionCapture, AttentionContext, Auto, Eager, Fused, Native, backend_of
 from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_attention import (
@@ -97,18 +97,6 @@ def test_scores_of_any_size_are_mixed_and_what_is_no_number_stays_with_its_image
         assert torch.equal(found.isnan(), wanted.isnan()) and found.isnan().any()
 
 
-def test_what_the_kernel_would_misread_is_refused() -> None:
-    query, key, value = drawn(((2, 3),), 3, 5)
-    unchecked = torch.ops.attnrx.native_attention.default  # the tests check annotations, which users do not
-    wrong = ([value[0].double()], [value[0][:, :1]], [value[0][:, :, :4]], [value[0][:2]])
-    for other in wrong:
-        with pytest.raises(InvalidInput, match=r"reads float32|the same heads and images"):
-            unchecked(query, key, other, None, 1.0)
-    for sizes in (torch.ones(3, 4), torch.ones(3, 5, dtype=torch.float64)):
-        with pytest.raises(InvalidInput, match="sizes are float32"):
-            unchecked(query, key, value, sizes, 1.0)
-
-
 @pytest.mark.parametrize("size", [1e38, 2.5e38, 3.3e38])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_scores_near_the_largest_float_are_those_of_pytorch(size: float, sign: int) -> None:
@@ -123,43 +111,12 @@ def test_scores_near_the_largest_float_are_those_of_pytorch(size: float, sign: i
     assert bool(found[0, :4].isfinite().all())
 
 
-def test_tensors_that_no_kernel_reads_are_refused_by_their_kind() -> None:
-    query, key, value = (torch.randn(2, 3, 9, 4, dtype=torch.float32) for _ in range(3))
-    operator: Any = torch.ops.attnrx.native_attention.default
-    with pytest.raises(InvalidInput, match="at least one"):
-        native_attention([], [], [], None, 1.0)
-    with pytest.raises(InvalidInput, match=r"\[3\] axes"):
-        operator([query[0]], [key[0]], [value[0]], None, 1.0)
-    with pytest.raises(InvalidInput, match=r"give \[batch, tokens, features"):
-        torch.ops.attnrx.native_joint_attention.default(query[0, 0], [1], [2], None, 1.0)
-    with pytest.raises(InvalidInput, match="at least one"):
-        torch.ops.attnrx.native_mixed_attention.default(query[:, 0], key[:, 0], [], [4], torch.eye(1), None)
-    with pytest.raises(InvalidInput, match="give a map"):
-        torch.ops.attnrx.native_maps.default(query, [], [], [])
-    with pytest.raises(InvalidInput, match="dense tensors"):
-        native_attention([query], [key], [value], torch.ones(2, 9, dtype=torch.float32).to_sparse(), 1.0)
-    learned = query.clone().requires_grad_()
-    with pytest.raises(InvalidInput, match="records no gradients"):
-        native_attention([learned], [key], [value], None, 1.0)
-    with torch.no_grad():
-        expected = native_attention([query], [key], [value], None, 1.0)
-        assert torch.equal(native_attention([learned], [key], [value], None, 1.0), expected)
-
-
 def test_directions_that_heads_share_are_read_where_they_lie() -> None:
     sides = drawn(((9, 9),), 12, 12)
     sides[1][0] = sides[1][0][:, :1].expand(-1, 2, -1, -1)
     torch.testing.assert_close(
         native_attention(*sides, None, 0.3).double(), reference(sides, None, 0.3), rtol=0, atol=3e-5
     )
-
-
-def test_features_that_lie_apart_are_brought_together_first() -> None:
-    sides = drawn(((9, 9),), 12, 12)
-    wanted = native_attention(*sides, None, 0.3)
-    query, key, value = ([part.transpose(2, 3).contiguous().transpose(2, 3) for part in side] for side in sides)
-    assert query[0].stride(-1) != 1
-    torch.testing.assert_close(native_attention(query, key, value, None, 0.3), wanted, rtol=0, atol=0)
 
 
 def test_profilers_counters_and_meta_tensors_see_the_operation() -> None:
@@ -217,17 +174,6 @@ def test_maps_of_blocks_are_mixed_for_every_head(
     assert native_mixed_attention(query.to("meta"), key.to("meta"), meta, ranks, mix, None).shape == found.shape
 
 
-def test_blocks_that_do_not_fit_their_directions_and_heads_are_refused() -> None:
-    unchecked = torch.ops.attnrx.native_mixed_attention.default
-    query, value = torch.ones(3, 5, 6).float(), torch.ones(3, 2, 5, 4).float()
-    fitting = (query, query, [value], (4, 2), torch.ones(2, 2).float(), None)
-    assert unchecked(*fitting).shape == (3, 5, 8)
-    for place, other in ((3, (4, 1)), (4, torch.ones(3, 2).float()), (4, torch.ones(2, 2)), (1, query[:, :4])):
-        with pytest.raises(InvalidInput, match=r"blocks of|the same heads|float32"):
-            unchecked(*fitting[:place], other, *fitting[place + 1 :])
-    assert torch.equal(unchecked(query, query[:, :0], [value[:, :, :0]], *fitting[3:]), torch.zeros(3, 5, 8).float())
-
-
 @pytest.mark.parametrize("sized", [False, True])
 def test_features_in_one_row_give_the_same_as_separate_ones(sized: bool) -> None:
     ranks, value_dims, scale = (9, 0, 4), (5, 7, 12), 0.3
@@ -250,18 +196,6 @@ def test_features_in_one_row_give_the_same_as_separate_ones(sized: bool) -> None
         native_joint_attention(joint, sizes)
     assert counter.get_total_flops() == 2 * 3 * 14 * 14 * (sum(ranks) + sum(value_dims))
     assert native_joint_attention(joint._replace(features=features.to("meta")), None).shape == (3, 14, 24)
-
-
-def test_a_row_of_features_that_does_not_fit_is_refused() -> None:
-    joint, features = torch.ops.attnrx.native_joint_attention.default, torch.ones(3, 5, 6, dtype=torch.float32)
-    with pytest.raises(InvalidInput, match="reads float32"):
-        joint(features.double(), (2,), (2,), None, 1.0)
-    for ranks, value_dims in (((2,), (3,)), ((1, 1), (2,))):
-        with pytest.raises(InvalidInput, match="are not those of heads"):
-            joint(features, ranks, value_dims, None, 1.0)
-    for sizes in (torch.ones(3, 4, dtype=torch.float32), torch.ones(3, 5, dtype=torch.float64)):
-        with pytest.raises(InvalidInput, match="sizes are float32"):
-            joint(features, (2,), (2,), sizes, 1.0)
 
 
 SPEC = AttentionSpec("dense", 12, 4, (3, 0, 2), (0, 1, 2), 0.5, 4, value_ranks=(4, 1, 3))

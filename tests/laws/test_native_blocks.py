@@ -4,17 +4,14 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnrx.support.errors import InvalidInput
 from attnrx.vit.attention import Attention, AttentionCapture, CapturedAttention, Eager, Native
 from attnrx.vit.kernels import compilation
-from attnrx.vit.kernels.native_blocks import BlockTensors, native_block
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.models import attach_tokens_, family_of, load_model
 from attnrx.vit.models import fused_block as fused_block_module
@@ -22,7 +19,6 @@ from attnrx.vit.models.fused_block import fused_block
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import parse_policy
-from support.kernel_names import attention_kernel
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 
@@ -212,32 +208,6 @@ def test_blocks_by_parts_where_something_is_recorded_or_of_another_kind() -> Non
         assert block(tokens) is None
 
 
-def test_what_the_kernel_would_misread_is_refused() -> None:
-    block, tokens = built("plain"), draws(1, 40, WIDTH)
-    linears = (block.attention.scores.query, block.attention.scores.key, block.attention.value, block.attention.output)
-    maps: tuple[Any, ...] = (*linears, block.mlp.fc1, block.mlp.fc2)
-    weights = [each.weight for each in maps]
-    vectors = [*[tensor for norm in block.norms for tensor in (norm.weight, norm.bias)], None, None]
-    right = BlockTensors(
-        vectors, [1e-5] * 2, weights, [each.bias for each in maps], [False] * 4 + [True, False],
-        (16,) * 3, (16,) * 3, 0.25,
-    )  # fmt: skip
-    with torch.no_grad():
-        assert native_block(tokens, right, None)[0].shape == tokens.shape
-        wrong = (
-            right._replace(ranks=(16, 16, 17)), right._replace(vectors=[vectors[0][1:], *vectors[1:]]),
-            right._replace(weights=[*weights[:5], weights[5].T]), right._replace(weights=weights[:4]),
-            right._replace(vectors=[vectors[0].double(), *vectors[1:]]),
-        )  # fmt: skip
-        for each in wrong:
-            with pytest.raises((InvalidInput, ValueError)):
-                native_block(tokens, each, None)
-        with pytest.raises(InvalidInput):
-            native_block(tokens, right, draws(1, 39))
-        with pytest.raises(InvalidInput):
-            native_block(tokens, right, None, 41)
-
-
 def timm_model() -> nn.Module:
     timm = pytest.importorskip("timm")
     shape = {"img_size": 64, "patch_size": 8, "embed_dim": WIDTH, "depth": 4, "num_heads": 3, "num_classes": 5}
@@ -284,10 +254,3 @@ def test_models_are_computed_block_by_block(
         expected = copied(images)
         assert not calls
     assert (found - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
-
-
-def test_the_profile_of_a_block_names_the_kernel() -> None:
-    block, tokens = OneBlock().eval(), torch.randn(2, 40, WIDTH)
-    with torch.no_grad():
-        assert block(tokens) is not None
-        assert attention_kernel(lambda: block(tokens)) == "native"

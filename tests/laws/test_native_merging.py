@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnrx.support.errors import InvalidInput
 from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_merging import Merged
 from attnrx.vit.models.token_reduction import compressed_state
@@ -58,21 +57,3 @@ def test_equal_and_unusable_patches_end_in_a_valid_choice(text: str, value: floa
     assert torch.equal(sizes[:, 1:].sum(1), torch.full((2,), 21.0, dtype=torch.float32))
     if value in (0.0, 1.0):  # the mean of equal patches is the patch
         torch.testing.assert_close(tokens, torch.full_like(tokens, value))
-
-
-def test_arguments_that_do_not_fit_are_refused() -> None:
-    merge, indices = torch.ops.attnrx.native_merge.default, torch.arange(8)[None]
-    tokens, sizes = torch.ones(1, 9, 4, dtype=torch.float32), torch.ones(1, 9, dtype=torch.float32)
-    with pytest.raises(InvalidInput, match="merge at most half"):
-        merge(tokens, sizes, indices, None, None, 5, False)
-    for others in ((sizes[:, :7], indices), (sizes, indices.expand(2, -1)), (sizes, torch.arange(10)[None])):
-        with pytest.raises(InvalidInput, match="not those of the same tokens"):
-            merge(tokens, *others, None, None, 2, False)
-    with pytest.raises(InvalidInput, match="not those of the same tokens"):
-        merge(tokens, sizes, indices, None, sizes[:, :7], 2, False)
-    with pytest.raises(InvalidInput, match="reads float32"):
-        merge(tokens.double(), sizes.double(), indices, None, None, 2, False)
-    with pytest.raises(InvalidInput, match="int64 indices"):
-        merge(tokens, sizes, indices.int(), None, None, 2, False)
-    with pytest.raises(InvalidInput, match="give no keys"):
-        merge(tokens, sizes, indices, tokens, None, 2, True)

@@ -9,9 +9,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.attention.head_linear import FusedQKV, HeadLinear
 from attnrx.vit.kernels import compilation
-from attnrx.vit.kernels.native_products import LARGEST, NativeLinear, native_maps, runs_natively
+from attnrx.vit.kernels.native_products import NativeLinear, native_maps
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
@@ -146,34 +145,3 @@ def test_other_activations_are_computed_by_themselves(activation):
     fused.act = activation
     with torch.no_grad():
         assert torch.allclose(fused(features), fused.fc2(activation(fused.fc1(features))), atol=1e-6)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("width", [320, 1088])
-def test_projections_of_one_input_are_computed_side_by_side_without_a_copy(bias, width):
-    assert 320**2 <= LARGEST < 1088**2  # by the kernel and by PyTorch
-    sides = [HeadLinear(width, (64,) * (width // 64), bias) for _ in range(3)]
-    tokens, fused = draws(2, 31, width), FusedQKV()
-    pairs = [(side, side.rows) for side in sides]
-    with torch.no_grad():
-        for side in sides:
-            if side.bias is not None:
-                side.bias.normal_()
-        assert runs_natively(tokens, *[side.weight for side in sides]) == (width == 320)
-        joint = fused.product(tokens, pairs)
-        expected = torch.cat(
-            [
-                F.linear(tokens.double(), side.weight.double(), None if side.bias is None else side.bias.double())
-                for side in sides
-            ],
-            -1,
-        )
-        assert joint is not None and fused._kept._kept is None and joint.shape == expected.shape
-        assert (joint - expected).abs().max() <= 3e-6 * expected.abs().max()
-        sides[1].weight.data.zero_()  # nothing of the weights is kept
-        again, added = fused.product(tokens, pairs), sides[1].bias
-        assert again is not None
-        assert (again[..., width : 2 * width] - (0 if added is None else added)).abs().max() < 1e-6
-        padded = [(side, (72,) * (width // 64)) for side in sides]
-        wide = fused.product(tokens, padded)
-        assert wide is not None and wide.shape[-1] == 3 * 72 * (width // 64) and fused._kept._kept is not None

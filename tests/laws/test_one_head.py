@@ -1,7 +1,6 @@
 """One-head layers: every rule has the same form, mask, file and costs as with several heads."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +8,8 @@ import torch
 import attnrx as rx
 from attnrx.data import ImageSet
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.prescription import Basis, Prescription
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
-from attnrx.support.storage import read_json, write_json
+from attnrx.nouns.prescription import Prescription
+from attnrx.support.errors import NotSupported
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_product_macs
 from attnrx.vit.models import VisionTransformer, ViTConfig, family_of
@@ -111,26 +109,3 @@ def test_shared_directions_of_one_head_stay_shared(
     assert all(layer.spectrum.shared for layer in found.layers)
     with pytest.raises(NotSupported, match="has 1 heads"):
         rx.prescribe(found, "fusion_owner")
-
-
-def test_one_head_has_the_readings_of_metrics(diagnoses: dict[str, Diagnosis]) -> None:
-    for layer in diagnoses["dense"].layers:
-        assert {"effective_rank_weights", "effective_rank_mix"} <= layer.readings.keys()
-
-
-def test_a_form_that_contradicts_the_shapes_is_refused(tmp_path, diagnoses: dict[str, Diagnosis]) -> None:
-    with pytest.raises(InvalidInput, match="shared"):
-        Basis(torch.zeros(3, 2, 4), torch.zeros(3, 2, 4), shared=True)
-    layer = rx.prescribe(diagnoses["dense"], "total_rank:0.5").layers[0].qk
-    with pytest.raises(InvalidInput, match="basis"):
-        replace(layer, basis=Basis(torch.zeros(2, 8, 8), torch.zeros(2, 8, 8), shared=False))
-
-
-def test_the_form_is_read_from_the_file(tmp_path, diagnoses: dict[str, Diagnosis]) -> None:
-    path = rx.prescribe(diagnoses["dense"], "total_rank:0.5").save(tmp_path / "prescription.json")
-    record = read_json(path)
-    assert record["layers"][0]["qk"]["basis"] == {"shared": False}
-    record["layers"][0]["qk"]["basis"] = {}
-    write_json(path, record)
-    with pytest.raises(CheckpointError, match="shared"):
-        Prescription.load(path)

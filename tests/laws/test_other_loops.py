@@ -92,46 +92,6 @@ def test_timm_gives_it_another_classifier_that_is_saved(tmp_path: Path) -> None:
     assert torch.equal(again(noise(again)), small(noise(small)))
 
 
-def processor() -> Any:
-    size = {"height": 32, "width": 32}
-    return transformers.ViTImageProcessor(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
-
-
-def test_the_pipeline_of_transformers_runs_it(tmp_path: Path) -> None:
-    rx.save(compressed("transformers"), tmp_path / "small")
-    small = rx.load(tmp_path / "small")
-    picture = Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=numpy.uint8))
-    classify = transformers.pipeline("image-classification", model=small, image_processor=processor(), device="cpu")
-    found = classify(picture, top_k=5)
-    with torch.no_grad():
-        wanted = small(processor()(picture, return_tensors="pt")["pixel_values"].float()).softmax(-1)[0]
-    assert {each["label"] for each in found} == set("vwxyz")
-    assert [each["label"] for each in found] == ["vwxyz"[index] for index in wanted.argsort(descending=True)]
-    assert found[0]["score"] == pytest.approx(float(wanted.max()), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_the_trainer_of_transformers_evaluates_it(tmp_path: Path) -> None:
-    rx.save(compressed("transformers"), tmp_path / "small")
-    small = rx.load(tmp_path / "small")
-    images, labels = noise(small, 6), torch.arange(6) % 5
-    rows = [{"pixel_values": image, "labels": label} for image, label in zip(images, labels, strict=True)]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path / "trainer"), per_device_eval_batch_size=4, report_to="none", use_cpu=True
-    )
-    trainer = transformers.Trainer(
-        model=small,
-        args=arguments,
-        eval_dataset=rows,
-        compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())},
-    )
-    found = trainer.evaluate()
-    with torch.no_grad():
-        logits = small(images)
-    assert found["eval_accuracy"] == pytest.approx(float((logits.argmax(-1) == labels).double().mean()))
-    assert found["eval_loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, labels)), rel=1e-4)
-
-
 def test_images_and_pixel_values_are_not_mixed() -> None:
     small = compressed("transformers")
     for given in ({}, {"images": noise(small), "pixel_values": noise(small)}, {"labels": torch.zeros(3)}):

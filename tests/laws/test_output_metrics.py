@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import attnrx as rx
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.support.errors import InvalidRule, NoOpPrescription, UnknownName
+from attnrx.support.errors import InvalidRule, NoOpPrescription
 from attnrx.vit.attention import Attention
 from attnrx.vit.maps import LINEAR_MAPS, OUTPUT_MAPS
 from attnrx.vit.models import VisionTransformer, family_of
@@ -121,24 +121,6 @@ def mean_of_first_map(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("name", OUTPUT_MAPS)
-@pytest.mark.parametrize(
-    "rule", ["total_rank:0.5,metric=weigths", "total_rank:0.5,metric=weigths & top_rank:3"], ids=["alone", "combined"]
-)
-def test_unknown_metrics_of_values_and_mlp_are_refused_with_the_nearest(name: str, rule: str, found: Diagnosis) -> None:
-    with pytest.raises(UnknownName, match=f"metric of {name} 'weigths': did you mean 'weights'"):
-        rx.prescribe(found, {name: rule})
-
-
-@pytest.mark.parametrize("name", OUTPUT_MAPS)
-@pytest.mark.parametrize("metric", ["mix", "softmax", "own"])
-def test_metrics_of_the_scores_alone_are_refused_with_those_that_exist(
-    name: str, metric: str, found: Diagnosis
-) -> None:
-    with pytest.raises(UnknownName, match=f"unknown metric of {name} '{metric}': choose one of centered, weights"):
-        rx.prescribe(found, {name: f"uniform_rank:{RANK},metric={metric}"})
-
-
-@pytest.mark.parametrize("name", OUTPUT_MAPS)
 def test_the_metric_of_the_data_needs_the_moments(name: str, unwatched: Diagnosis) -> None:
     with pytest.raises(InvalidRule, match=r"moments.*metric=weights"):
         rx.prescribe(unwatched, {name: f"uniform_rank:{RANK}"})
@@ -151,13 +133,6 @@ def test_weight_readings_survive_the_disk(tmp_path, unwatched: Diagnosis) -> Non
         assert tuple(one.outputs) == tuple(other.outputs) == OUTPUT_MAPS
         for name in OUTPUT_MAPS:
             assert torch.equal(one.outputs[name].encode, other.outputs[name].encode)
-
-
-@pytest.mark.parametrize("rule", ["shrinkage:0.1", "norm_clip:0.5", "shared_rank:4", "fusion_rank:4", "fusion_owner"])
-@pytest.mark.parametrize("name", OUTPUT_MAPS)
-def test_rules_that_need_score_directions_are_refused_for_other_maps(name: str, rule: str, found: Diagnosis) -> None:
-    with pytest.raises(InvalidRule, match=f"{name}={rule}: this rule does not apply to {name}"):
-        rx.prescribe(found, {name: rule})
 
 
 def test_rules_that_change_no_value_and_no_mlp_are_refused_in_terms_of_those_maps(found: Diagnosis) -> None:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,16 +175,10 @@ def test_verification_changes_nothing_but_the_file_it_was_given(here: SimpleName
 
 INPUTS = [
     ("prescribe {diagnosis} --rules top_rank:1 --out {diagnosis}", "diagnosis"),
-    ("report --evidence {evidence} --out {evidence}", "evidence"),
     ("report --candidate {slim} --out {slim}/prescription.json", "candidate"),
-    ("diagnose {run} --data {data} --out {run}/config.json", "model"),
     ("diagnose {run} --data {data} --out {data}/train/cat/000.png", "data"),
-    ("verify {slim} --reference {run} --data {data} --out {run}/model.safetensors", "reference"),
     ("verify {slim} --reference {run} --data {data} --diagnosis {diagnosis} --out {diagnosis}", "diagnosis"),
-    ("compare {run} --data {data} --methods a=top_rank:1 --out {run}/config.json", "model"),
-    ("bench {run} --methods a=top_rank:1 --out {run}/config.json", "model"),
     ("export {run} --out {run}/config.json", "model"),
-    ("realize {run} --prescription {prescription} --out {run}", "model"),
     ("realize {run} --prescription {slim}/prescription.json --out {slim}", "prescription"),
     ("train {run} --data {data} --out {run}", "model"),
     ("plan {run} --target macs=0.9x --data {data} --diagnosis {diagnosis} --out {run}", "model"),
@@ -236,21 +229,6 @@ def test_an_output_that_is_no_regular_file_is_refused(
     assert Path("/dev/null").is_char_device()
 
 
-@pytest.mark.parametrize("kind", ["fifo", "folder"])
-def test_python_writes_to_regular_files_only(tmp_path: Path, kind: str) -> None:
-    out = tmp_path / "out.json"
-    os.mkfifo(out) if kind == "fifo" else out.mkdir()
-    with pytest.raises(InvalidInput, match="cannot be written"):
-        rx.Evidence((), {}).save(out)
-
-
-def test_a_folder_cannot_take_the_place_of_a_file(here: SimpleNamespace) -> None:
-    done = call("realize", here.run, "--prescription", here.prescription, "--out", here.evidence)
-    assert done.code == 2 and "not a folder" in done.err
-    with pytest.raises(InvalidInput, match="name a folder"):
-        rx.save(rx.load(here.run), here.evidence)
-
-
 def test_evidence_of_another_model_is_not_shown(here: SimpleNamespace) -> None:
     shutil.copy(here.evidence, here.run / "evidence.json")
     for words in (("--candidate", here.run), ("--candidate", here.run, "--evidence", here.evidence)):
@@ -267,14 +245,6 @@ def test_evidence_of_another_model_is_not_shown(here: SimpleNamespace) -> None:
     ):
         with pytest.raises(FingerprintMismatch, match="verify that model"):
             refused()
-
-
-@pytest.mark.slow
-def test_an_export_replaces_no_facts_of_others(here: SimpleNamespace) -> None:
-    facts = here.root / "slim.pt2.json"
-    facts.write_text("{}")
-    done = call("export", here.slim, "--to", "program", "--out", here.root / "slim.pt2")
-    assert done.code == 2 and str(facts) in done.err and facts.read_text() == "{}"
 
 
 def _dead_process() -> int:
@@ -305,14 +275,6 @@ def test_files_of_killed_processes_are_deleted_by_the_next_write(here: SimpleNam
         (folder / "model.safetensors").write_text("half")
     rx.save(rx.load(here.run), here.slim)
     assert not list(here.root.glob(".slim*")) and not list(here.slim.glob(".*"))
-
-
-def test_a_folder_moved_aside_by_a_killed_process_comes_back(here: SimpleNamespace) -> None:
-    aside = here.root / f".slim.{atomic_writes._HOST}-{_dead_process()}-0123abcd.old"
-    (here.slim / "notes.txt").write_text("of the user")
-    here.slim.rename(aside)
-    rx.save(rx.load(here.run), here.slim)
-    assert (here.slim / "notes.txt").exists() and not aside.exists()
 
 
 SLOW = """
@@ -352,22 +314,3 @@ def test_a_signal_ends_a_command_with_one_line_and_no_temporary_files(
         out, err = process.communicate(timeout=30)
     assert process.returncode == code and out == "" and err.count("\n") == 1 and said in err
     assert visible(here.root) == before and not list(here.root.glob("*.partial"))
-
-
-def test_the_handler_of_another_program_is_left_in_place() -> None:
-    def mine(*_: object) -> None:
-        pass
-
-    before = signal.signal(signal.SIGTERM, mine)
-    try:
-        assert call("costs", "svda:digits").code == 0
-        assert signal.getsignal(signal.SIGTERM) is mine
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert call("costs", "svda:digits").code == 0
-    assert signal.getsignal(signal.SIGTERM) is before
-    codes: list[int] = []
-    worker = threading.Thread(target=lambda: codes.append(call("costs", "svda:digits").code))  # takes no signals
-    worker.start()
-    worker.join()
-    assert codes == [0]

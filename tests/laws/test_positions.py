@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.support.errors import InvalidInput
 from attnrx.vit.attention import Attention, Eager, Fused, Native, Positions, backend_of
 from attnrx.vit.spec import AttentionSpec
 
@@ -168,28 +167,3 @@ def test_exported_layers_equal_the_reference(name: str) -> None:
         layer.backend = backend_of("auto")
         program = torch.export.export(_Placed(layer, positions).eval(), (tokens,))
         torch.testing.assert_close(program.module()(tokens), expected, rtol=0, atol=1e-12)
-
-
-def test_missing_positions_are_refused() -> None:
-    layer, tokens, positions = case("rotary and bias")
-    for given in (None, Positions(PREFIX), Positions(PREFIX, positions.cos, positions.sin)):
-        with pytest.raises(InvalidInput, match="was called without"):
-            layer(tokens, None, given)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "pairs", "bias", "message"),
-    [
-        ((3, 8, 8), FULL, False, "no distinct pairs"),
-        ((8, 8, 8), ((0, 0), (1,), (2,)), False, "no distinct pairs"),
-        ((8, 8, 8), ((0, 9), (1,), (2,)), False, "no distinct pairs"),
-        ((8, 8, 8), ((0,), (1,)), False, "one tuple each"),
-        ((0, 8, 8), None, True, "keeps one direction"),
-    ],
-)
-def test_impossible_layers_are_refused(
-    ranks: tuple[int, ...], pairs: tuple[tuple[int, ...], ...] | None, bias: bool, message: str
-) -> None:
-    form = "dense" if pairs is None else "rotary"
-    with pytest.raises(InvalidInput, match=message):
-        AttentionSpec(form, WIDTH, DIM, ranks, (0, 1, 2), 0.4, DIM, pairs=pairs, pair_bias=bias)

@@ -19,15 +19,15 @@ from attnrx.support.errors import NotSupported
 from attnrx.vit.models import family_of, load_model, save_model
 from support import cases
 from support.comparisons import logits, whole
-from support.pretrained import CASES, HF, TIMM, VIT, adopted_once, images_for, of_hf, of_timm, twin_of
+from support.pretrained import BLOCKS, HF, TIMM, VIT, adopted_once, images_for, of_hf, of_timm, twin_of
 
 RULES = {"qk": TotalRank(0.5), "vo": UniformRank(0.5), "fc1": UniformRank(0.5), "fc2": UniformRank(0.5)}
 
 
-@pytest.fixture(params=[*CASES, "lvvit"])
+@pytest.fixture(params=[*BLOCKS, "lvvit"])
 def case(request: pytest.FixtureRequest) -> tuple[nn.Module, LoadedImages, Diagnosis]:
     name = request.param
-    model = copy.deepcopy(adopted_once(name)[2]) if name in CASES else cases.own(cases.OWN[name])
+    model = copy.deepcopy(adopted_once(name)[2]) if name in BLOCKS else cases.own(cases.OWN[name])
     images = images_for(model)
     return model, images, diagnose(model, images, batch_size=8)
 

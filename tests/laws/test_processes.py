@@ -10,8 +10,8 @@ import torch
 from attnrx.support.storage import read_json
 from attnrx.training import TrainingRun
 from attnrx.training.checkpoints import Checkpoints
-from attnrx.vit.models import family_of, load_model, reduction_of
-from support.shared_runs import compressed, fine_tuned, start
+from attnrx.vit.models import load_model
+from support.shared_runs import fine_tuned, start
 from support.tiny_runs import run, weights
 
 pytestmark = pytest.mark.slow
@@ -48,17 +48,6 @@ def same_to_rounding(folder: Path, alone: TrainingRun) -> None:
 def test_two_processes_equal_one(case: str, two: Path, one: dict[str, TrainingRun]) -> None:
     assert read_json(two / case / "training.json")["processes"] == 2
     same_to_rounding(two / case, one[case.partition("-")[0]])
-
-
-def test_what_is_fine_tuned_is_small_in_every_way() -> None:
-    """So that the law above is about ragged ranks, thin maps and tokens that leave."""
-    model = compressed()
-    specs = [layer.spec for layer in family_of(model).attention(model)]
-    assert any(len(set(spec.ranks)) > 1 for spec in specs)
-    assert any(len(set(spec.value_dims)) > 1 for spec in specs)
-    names = dict(model.named_parameters())
-    assert any(".mlp.fc1.first." in name for name in names)
-    assert reduction_of(model) is not None
 
 
 @pytest.mark.parametrize("case", ["fresh-fsdp", "compressed-fsdp"])

@@ -140,40 +140,11 @@ def test_stages_choose_at_random_among_what_is_left() -> None:
     assert float((pairs + 1 / (PATCHES - 1)).fill_diagonal_(0.0).abs().max()) < 5.5 / len(keys()) ** 0.5
 
 
-@pytest.mark.parametrize("seeds", [(0, 1), (3, 2**30), (7, 8)])
-def test_seeds_choose_independently(seeds: tuple[int, int]) -> None:
-    first, second = (kept(shares(seed, keys()), KEPT) for seed in seeds)
-    overlap = (first & second).double().sum(1)
-    mean = KEPT**2 / PATCHES
-    spread = mean * (1 - KEPT / PATCHES) * (PATCHES - KEPT) / (PATCHES - 1)
-    assert abs(float(overlap.mean()) - mean) < 4 * (spread / len(overlap)) ** 0.5
-    assert float(overlap.var()) == pytest.approx(spread, rel=0.1)
-
-
-def test_images_choose_independently() -> None:
-    scores = kept(shares(0, keys()), KEPT)
-    overlap = (scores[1:] & scores[:-1]).double().sum(1)
-    mean = KEPT**2 / PATCHES
-    assert float(overlap.mean()) == pytest.approx(mean, abs=0.4)
-    assert len(keys().unique()) == len(keys())
-
-
 def test_scores_hold_in_32_bit_arithmetic() -> None:
     """Runtimes without 64-bit integers compute the same hashes."""
     numbers = torch.arange(-5, 5) * 123_456_789
     narrow = scrambled(numbers.to(torch.int32))
     assert torch.equal(narrow, scrambled(numbers).to(torch.int32))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_image_in_float64_has_the_hash_of_float32(dtype: torch.dtype) -> None:
-    assert torch.equal(image_keys(pictures()[:5].to(dtype)), image_keys(pictures()[:5]))
-
-
-def test_a_token_that_was_added_has_a_score_of_its_own() -> None:
-    tokens, patch_indices = torch.zeros(1, 4, 1), torch.tensor([[0, 1, 2, -1]])
-    seen = TokenState(tokens, 0, torch.ones(1, 4), patch_indices, image_keys=torch.tensor([9]))
-    assert len(Random().relevance(seen, nn.Module()).unique()) == 4
 
 
 @pytest.mark.parametrize("seed", [-1, 2**31])

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from attnrx.change.realization import realize, realizing
-from attnrx.change.realization.attention_layers import compressed_attention, mask_attention_
 from attnrx.data import ImageSet, Normalization, from_tensors
 from attnrx.support.errors import FingerprintMismatch, InvalidInput, NotSupported
 from attnrx.vit.models import TransformerConfig, VisionTransformer, family_of, observing
@@ -205,20 +204,3 @@ def test_refusals() -> None:
         realize(vit, given, "compress", "refit")
     with pytest.raises(InvalidInput, match="give one of"):
         realize(vit, given, "prune")
-
-
-@pytest.mark.parametrize("by", ["renormalized", "exact", "mask"])
-@pytest.mark.parametrize("pattern", ["half", "ragged", "head-removed"])
-@torch.no_grad()
-def test_decisions_are_realized_on_the_device_of_the_model(pattern: str, by: str) -> None:
-    """On the meta device, which like a GPU mixes with no tensor of the CPU, where decisions are."""
-    vit = model(CONFIGS["svda-deep"])
-    given = with_strength(prescription(vit, PATTERNS[pattern]), 0.7)
-    layers = family_of(vit.to("meta")).attention(vit)
-    for attention, layer in zip(layers, given.layers, strict=True):
-        if by == "mask":
-            mask_attention_(attention, layer)
-            assert attention.scores.strengths().is_meta
-        else:
-            small = compressed_attention(attention, layer, by)
-            assert small.scores.strengths().is_meta and len(small.spec.heads) == int(layer.heads.sum())

@@ -16,7 +16,7 @@ from attnrx.change.realization.repair import Repair, repair
 from attnrx.support.errors import InvalidInput, InvalidRule, NotSupported
 from attnrx.vit.models import family_of
 from support import cases
-from support.pretrained import CASES, adopted_once
+from support.pretrained import BLOCKS, adopted_once
 
 # Those whose blocks add the normalized output of the MLP: it has no target.
 NORMS_AFTER = {"vit, norms after", "relative positions by an MLP"}
@@ -39,7 +39,7 @@ def own() -> tuple[nn.Module, Tensor]:
     return model, images_of(model, 64)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_every_architecture_loses_hidden_units_and_is_repaired(name: str, tmp_path: Any) -> None:
     family, _, model = adopted_once(name)
     images = images_of(model)

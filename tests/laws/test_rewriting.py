@@ -13,9 +13,6 @@ from attnrx.decide.rules import METRICS, EnergyRetention, Rule, TotalRank, Unifo
 from attnrx.decide.rules.metrics import rewritten
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
-from attnrx.support.errors import InvalidInput
-from attnrx.vit.attention import Eager, using
-from attnrx.vit.costs import count_product_macs
 from attnrx.vit.maps import OUTPUT_MAPS
 from attnrx.vit.models import VisionTransformer, family_of, observing
 from attnrx_lab.rules import DivergenceRank, FusionRank, SharedRank, TopRank, measure_divergence
@@ -110,17 +107,6 @@ def test_fusion_ranks_are_realized_as_irregular_heads(
     torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
 
 
-def test_ragged_values_cost_what_their_closed_form_says(
-    model: VisionTransformer, found: Diagnosis, images: ImageSet
-) -> None:
-    small = realize(model, prescribe_maps(found, {"qk": TotalRank(0.6), "vo": TotalRank(0.6, minimum=0)}))
-    family, layers = family_of(small), family_of(small).attention(small)
-    assert any(len(set(layer.spec.value_dims)) > 1 for layer in layers)
-    with using(layers, [Eager()] * len(layers)):
-        counted = count_product_macs(small, next(iter(images.batches(8))).images.double())
-    assert counted == family.costs(small).product_macs
-
-
 def test_everything_at_once_survives_the_disk(
     tmp_path, model: VisionTransformer, found: Diagnosis, images: ImageSet
 ) -> None:
@@ -170,8 +156,3 @@ def sampled(model: nn.Module, images: ImageSet) -> torch.Tensor:
     with observing(model, family_of(model), lambda layer, each: None if layer else seen.append(each.attention)):
         logits(model, images)
     return torch.cat(seen)
-
-
-def test_without_the_measurement_the_rule_says_what_is_missing(found: Diagnosis) -> None:
-    with pytest.raises(InvalidInput, match="divergence_mix"):
-        prescribe_maps(found, DivergenceRank(0.5))

@@ -16,7 +16,7 @@ from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.show.checks import Comparison
-from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.models import (
@@ -131,11 +131,6 @@ def test_a_mask_costs_what_the_original_costs_and_its_predictors(kind: str) -> N
         assert costs.product_macs == count_product_macs(masked, inputs(masked))
 
 
-def test_what_keeps_all_tokens_decides_nothing() -> None:
-    costs = family_of(DEEP).costs(DEEP, tokens=parse_policy("spot:1@2,4"))
-    assert costs.macs == family_of(DEEP).costs(DEEP).macs and costs.predictors.params > 0
-
-
 @pytest.mark.parametrize("kind", REDUCTIONS)
 def test_saved_equals_loaded(kind: str, tmp_path: Path) -> None:
     prescription = both(DEEP, "ragged", TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4)))
@@ -180,16 +175,6 @@ def test_a_selection_that_means_nothing_before_a_training_says_so(kind: str) -> 
             PlanSettings(reducer=str(policy.reducer))
 
 
-def test_predictors_of_another_model_are_refused() -> None:
-    ranks = cases.prescription(DEEP, PATTERNS["full"])  # type: ignore[arg-type]
-    policy = parse_policy("spot:0.6@2,4")
-    foreign = predictors(policy, TIMM.adopt(of_timm(VIT, depth=4, img_size=32, num_heads=6)))
-    with pytest.raises(InvalidInput, match="width 12 and 3 heads"):
-        realize(DEEP, replace(ranks, tokens=TokenPrescription.of(policy, foreign)))
-    with pytest.raises(InvalidInput, match="learns nothing"):
-        TokenPrescription.of(parse_policy("evit:0.6@2"), foreign)
-
-
 @pytest.fixture(scope="module")
 def found() -> Diagnosis:
     return diagnose(CLASSLESS, pixels(CLASSLESS.config, 8), batch_size=8)
@@ -212,17 +197,6 @@ def test_controls_of_the_scores_keep_the_tokens(found: Diagnosis) -> None:
     made = control_prescriptions(found, prescription, draws=1)
     assert {"random", "largest"} <= made.keys()
     assert all(each.tokens is prescription.tokens for kind in made.values() for each in kind)
-
-
-def test_what_cannot_be_prescribed_or_realized_is_refused(found: Diagnosis) -> None:
-    with pytest.raises(NoOpPrescription, match="neither a rule nor a policy"):
-        prescribe(found, "")
-    with pytest.raises(NoOpPrescription, match="keeps every token"):
-        prescribe(found, "tokens=attention_received:1@2")
-    with pytest.raises(InvalidInput, match="a model that has 2"):
-        prescribe(found, "tokens=attention_received:0.6@2,3")
-    with pytest.raises(NotSupported, match="class token"):
-        realize(CLASSLESS, prescribe(found, "tokens=evit:0.6@2"))
 
 
 def test_a_model_whose_tokens_leave_is_not_diagnosed_again(found: Diagnosis) -> None:

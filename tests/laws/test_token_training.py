@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attnrx.data import Augmentation, Normalization, Splits, from_tensors
-from attnrx.support.errors import InvalidInput, NotSupported, TrainingDiverged
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.training import TrainingConfig, TrainingRun, train
 from attnrx.training.losses import Distillation, KeepRatio, LossContext, Task
 from attnrx.vit.attention import sized_softmax
@@ -258,24 +258,6 @@ def test_what_leaves_is_taken_along_by_a_gradient(reducer, monkeypatch: pytest.M
     assert (scores.grad is not None) == (sampled.added is not None)
 
 
-def test_where_all_would_stay_the_worst_leaves_for_the_token_of_the_rest() -> None:
-    sure = torch.stack([torch.zeros(4, 50), torch.full((4, 50), -60.0)], dim=-1)
-    sure[:, 9, 0] = -1.0
-    there = torch.ones(4, 50)
-    assert bool((sampled_keep(sure, there, 1.0) == 1).all())
-    left = sampled_keep(sure, there, 1.0, prunes_one=True)
-    assert left.sum(1).tolist() == [49.0] * 4 and bool((left[:, 9] == 0).all())
-
-
-@pytest.mark.parametrize("reducer", [SPViT(Spot()), DTPS(Spot())], ids=["spvit-spot", "dtps-spot"])
-@pytest.mark.slow
-def test_a_soft_reducer_is_trained(reducer, tmp_path: Path) -> None:
-    teacher = str(save_model(tmp_path / "teacher", adopted_teacher()))
-    made = run(tmp_path / "run", reducer, Task(), KeepRatio(), TokenSimilarity(teacher), ratio=0.3)
-    assert all(torch.isfinite(torch.tensor(record["loss"])) for record in made.history)
-    assert all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())
-
-
 @pytest.mark.parametrize(
     ("name", "switch"), [("vit", "set_grad_checkpointing"), ("hf vit", "gradient_checkpointing_enable")]
 )
@@ -290,32 +272,14 @@ def test_pruned_tokens_are_not_computed_again_for_gradients(name: str, switch: s
         assert model.eval()(images).shape[0] == 2
 
 
-def test_extreme_predictors_do_not_end_in_nan(tmp_path: Path) -> None:
-    """Even a predictor that wants to drop everything leaves a finite loss and gradient."""
-    model = reducing(Spot(), 0.3)
-    reduction = reduction_of(model)
-    assert reduction is not None
-    with torch.no_grad():
-        for stage in reduction.stages:
-            stage.scores[4].bias.copy_(torch.tensor([-80.0, 80.0]))  # type: ignore[index,union-attr]
-    teacher = Distillation(str(save_model(tmp_path / "teacher", adopted_teacher())))
-    config = TrainingConfig(epochs=2, batch_size=8, losses=(Task(), KeepRatio(), teacher), precision="fp32")
-    try:
-        made = train(model, splits(model), config, tmp_path / "run")
-    except TrainingDiverged as error:  # pragma: no cover
-        pytest.fail(str(error))
-    assert all(bool(parameter.isfinite().all()) for parameter in made.model.parameters())
-
-
-@pytest.mark.parametrize("ratio", [0.1, 0.0625])
 @pytest.mark.parametrize("reducer", [Spot(), SPViT(), DTPS()], ids=["spot", "spvit", "dtps"])
 @pytest.mark.slow
 def test_a_low_keep_ratio_is_trained_with_one_token_at_least(
-    reducer, ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reducer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One patch of sixteen is left at both stages; with predictors that learn fast, most draws would leave none."""
     model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
-    attach_tokens_(model, family_of(model), TokenPolicy(reducer, (2, 3), (ratio, ratio)))
+    attach_tokens_(model, family_of(model), TokenPolicy(reducer, (2, 3), (0.0625, 0.0625)))
     teacher = str(save_model(tmp_path / "teacher", adopted_teacher()))
     losses = (Task(), KeepRatio(), Distillation(teacher), TokenSimilarity(teacher))
     least, draw = [], reducing_module.sampled_keep

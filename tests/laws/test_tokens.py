@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.vit.models import attach_tokens_, family_of, observing, reduction_of, token_run
+from attnrx.support.errors import NotSupported
+from attnrx.vit.models import family_of, observing, reduction_of, token_run
 from attnrx.vit.tokens import Reducer, TokenPolicy, known_reducers
 from attnrx_lab.tokens import (
     DTPS,
@@ -186,23 +186,3 @@ def test_stages_can_share_one_predictor(reducer: Reducer) -> None:
     assert reduction is not None
     assert len(reduction.stages) == 1
     assert {id(reduction.predictor(stage)) for stage in range(3)} == {id(reduction.stages[0])}
-
-
-@pytest.mark.parametrize("name", ["vit", "dinov2", "dense", "lvvit"])
-def test_images_of_another_size_are_refused_by_name(name: str) -> None:
-    model = reduced(name, TokenPolicy(REDUCTIONS["random"], (2,), (0.5,)), "compress")
-    channels, height, width = family_of(model).input_shape(model)
-    images = torch.zeros(2, channels, 2 * height, 2 * width, dtype=torch.float64)
-    with pytest.raises(InvalidInput, match="takes"):
-        model(images)
-
-
-def test_a_policy_that_does_not_fit_the_model_is_refused() -> None:
-    model = original("vit")
-    with pytest.raises(InvalidInput, match="a model that has 2"):
-        attach_tokens_(model, family_of(model), TokenPolicy.staged(REDUCTIONS["random"], 0.7, (2, 3)))
-    with pytest.raises(InvalidInput, match="keeps no patch"):
-        attach_tokens_(model, family_of(model), TokenPolicy(REDUCTIONS["random"], (2,), (0.1,)))
-    attach_tokens_(model, family_of(model), TokenPolicy(REDUCTIONS["random"], (2,), (0.5,)))
-    with pytest.raises(InvalidInput, match="already"):
-        attach_tokens_(model, family_of(model), TokenPolicy(REDUCTIONS["random"], (2,), (0.5,)))

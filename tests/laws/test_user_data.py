@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 import attnrx as rx
 from attnrx.data import Batch, ImageSet, image_set
 from attnrx.data.model_data import images_for, splits_for
-from attnrx.support.errors import AttnrxError, DataError, InvalidInput
+from attnrx.support.errors import DataError, InvalidInput
 from attnrx_lab.checks import Controls, Transfer
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
 from attnrx_lab.rules import control_prescriptions
@@ -148,20 +148,6 @@ def test_images_alone_are_enough_where_no_label_is_needed(tmp_path: Path) -> Non
         rx.plan(vit, diagnosis, "max-drop=1pt", IMAGES, -IMAGES)
 
 
-def test_a_single_image_without_a_label_is_refused() -> None:
-    vit = model()
-    slim = rx.realize(vit, rx.prescribe(rx.diagnose(vit, IMAGES), "total_rank:0.5"))
-    labels: list[int | None] = LABELS.tolist()
-    labels[5] = None
-    mixed = Items(lambda row: (IMAGES[row], labels[row]))
-    for check in (rx.checks.Accuracy(), rx.checks.Calibration()):
-        with pytest.raises(DataError, match="1 of 13 images have no label"):
-            rx.verify(slim, vit, mixed, checks=(check,))
-    with pytest.raises(DataError, match="have no label"):
-        rx.shrink(vit, mixed, macs=0.9)
-    assert rx.verify(slim, vit, mixed, checks=(rx.checks.Fidelity(),)).findings, "which reads no label"
-
-
 def test_few_images_of_a_sorted_dataset_are_of_all_classes() -> None:
     labels = torch.arange(12) // 4
     sorted_by_class = TensorDataset(IMAGES[:12], labels)
@@ -251,39 +237,6 @@ def test_pictures_are_preprocessed_as_the_model_wants_them(kind: str) -> None:
         transform: Any = create_transform(**resolve_model_data_config(vit))
         assert torch.equal(found.images[0], transform(picture))
     assert (found.images.mean((0, 2, 3)) + mean).abs().max() < 1.5
-
-
-BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "a number": (lambda: 3, "data is of the type int"),
-    "a path": (lambda: "cifar10", "data is the text 'cifar10'"),
-    "nothing": (lambda: None, "NoneType"),
-    "a mapping of splits": (lambda: {"train": IMAGES}, "dict"),
-    "an iterator": (lambda: iter(batches()), "read once only"),
-    "pixels": (lambda: (IMAGES * 255).to(torch.uint8), "torch.uint8"),
-    "one image": (lambda: IMAGES[0], "give float tensors"),
-    "too few labels": (lambda: (IMAGES, LABELS[:3]), "13 images and 3 labels"),
-    "labels of floats": (lambda: (IMAGES, LABELS.double()), "one class number"),
-    "labels of words": (lambda: [(IMAGES[0], "cat")], "one class number"),
-    "one-hot labels": (lambda: Items(lambda row: (IMAGES[row], torch.eye(3).long()[row % 3])), r"is a Tensor \[3\]"),
-    "one-hot arrays": (lambda: Items(lambda row: (IMAGES[row], np.eye(3, dtype=int)[row % 3])), "argmax of a one-hot"),
-    "one-hot lists": (lambda: Items(lambda row: (IMAGES[row], [0, 1, 0])), r"is \[0, 1, 0\]; give one class number"),
-    "one-hot batches": (lambda: [(IMAGES, torch.eye(3).long().repeat(5, 1)[: len(IMAGES)])], "one class number"),
-    "batches of words": (lambda: [(IMAGES, ["cat"] * len(IMAGES))], "one class number"),
-    "a mapping without images": (lambda: Items(lambda row: {"text": "a"}), "the keys text"),
-    "images of two sizes": (lambda: Items(lambda row: IMAGES[row][:, : 4 + row]), "resize them to one"),
-    "an empty item": (lambda: Items(lambda row: ()), "an empty tuple"),
-    "no image": (list, "yielded no image"),
-    "an empty tensor": (lambda: IMAGES[:0], "is empty"),
-    "an empty dataset": (lambda: Items(pair, 0), "is empty"),
-    "arrays": (lambda: Items(lambda row: IMAGES[row].numpy()), "of type ndarray"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_data_that_cannot_be_read_are_refused(kind: str) -> None:
-    make, expected = BAD[kind]
-    with pytest.raises(AttnrxError, match=expected):
-        rx.diagnose(model(), make())
 
 
 def test_pictures_without_a_model_need_a_transform() -> None:

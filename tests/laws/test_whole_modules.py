@@ -16,7 +16,7 @@ from attnrx.support.errors import FactoryWarning, NotSupported
 from attnrx.support.trees import tensors_of
 from attnrx.vit.models import family_of
 from attnrx.vit.models.whole import Whole
-from attnrx.vit.outputs import KINDS, output_kind_of
+from attnrx.vit.outputs import output_kind_of
 from support.comparisons import assert_same_tensors
 
 timm = pytest.importorskip("timm")
@@ -226,18 +226,6 @@ def test_the_macs_around_the_backbone_are_counted() -> None:
     assert isinstance(dense, Whole) and isinstance(several, Whole)
     assert dense.around.macs == WIDTH * SIZE * SIZE  # the transposed convolution: 4 patches, 64 pixels each
     assert several.around.macs == WIDTH * (7 + 4)
-
-
-def test_the_divergence_of_several_tensors_is_their_mean() -> None:
-    base, other = torch.randn(20, 3 + 8), torch.randn(20, 3 + 8)
-    both = type(KINDS["several"])((3, 8)).divergence(base, other)  # type: ignore[call-arg]
-    pairs = zip(base.split((3, 8), 1), other.split((3, 8), 1), strict=True)
-    each = [KINDS["map"].divergence(*pair) for pair in pairs]
-    torch.testing.assert_close(both, (each[0] + each[1]) / 2)
-    part = base[:, :3].double()
-    torch.testing.assert_close(
-        each[0], (part - other[:, :3]).square().mean(1) / part.var(correction=0), check_dtype=False
-    )
 
 
 def test_a_folder_says_what_it_needs(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Models that were changed in every part: each gives a copy with the same outputs, or an error that names the part.
 
-A case is a library and a kind of change, which is made to every fourth part of a small model: other parts in the other
+A case is a library and a kind of change, which is made to every eighth part of a small model: other parts in the other
 libraries, whose models have the same parts, and for the next kind.
 """
 
@@ -22,7 +22,7 @@ from support.pretrained import OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision,
 from support.time_limits import time_limit
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-SECONDS = 120
+SECONDS, STEP = 120, 8
 LIBRARIES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "timm": (lambda: of_timm(VIT), {}),
     "transformers": (lambda: of_hf("ViTForImageClassification"), {}),
@@ -87,25 +87,18 @@ def element(value: float) -> Of:
 
 TENSORS: dict[str, Of] = {
     "nan": element(float("nan")),
-    "infinity": element(float("inf")),
     "huge": lambda tensor: tensor * 1e200,
-    "tiny": lambda tensor: tensor * 1e-320,
     "zeros": torch.zeros_like,
     "meta": lambda tensor: tensor.to("meta"),
     "complex": lambda tensor: tensor.to(torch.complex128),
     "integers": lambda tensor: tensor.to(torch.int8),
-    "booleans": lambda tensor: tensor > 0,
     "sparse": lambda tensor: tensor.to_sparse(),
     "quantized": lambda tensor: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
     "float8": lambda tensor: tensor.to(torch.float8_e4m3fn),
     "half": lambda tensor: tensor.half(),
-    "bfloat16": lambda tensor: tensor.bfloat16(),
     "single": lambda tensor: tensor.float(),
     "shorter": lambda tensor: tensor[:-1].clone() if len(tensor) > 1 else tensor.repeat(2, *[1] * (tensor.ndim - 1)),
-    "longer": lambda tensor: torch.cat([tensor, tensor[:1]]),
     "transposed": lambda tensor: tensor.mT.contiguous() if tensor.ndim > 1 else tensor[:, None].clone(),
-    "another dimension": lambda tensor: tensor[None].clone(),
-    "flat": lambda tensor: tensor.flatten()[:, None].clone(),
     "empty": lambda tensor: tensor[:0].clone(),
     "a number": lambda tensor: tensor.flatten()[0].clone(),
     "expanded": lambda tensor: tensor.flatten()[0].expand(tensor.shape),
@@ -200,11 +193,6 @@ def doubled_by_hook(part: nn.Module) -> nn.Module:
     return part
 
 
-def doubled_before(part: nn.Module) -> nn.Module:
-    part.register_forward_pre_hook(lambda module, args: tuple(2 * each for each in args))
-    return part
-
-
 def replaced_forward(part: nn.Module) -> nn.Module:
     forward = type(part).forward
     part.forward = lambda *args, **kwargs: first(lambda tokens: 2 * tokens)(forward(part, *args, **kwargs))
@@ -242,10 +230,8 @@ MODULES: dict[str, Callable[[nn.Module], Any]] = {
     "identity": lambda part: nn.Identity(),
     "absent": lambda part: None,
     "another linear map": lambda part: nn.Linear(12, 12).double(),
-    "another norm": lambda part: nn.BatchNorm1d(5).double(),
     "an rms norm": lambda part: nn.RMSNorm(12).double(),
     "a list": lambda part: nn.ModuleList([part]),
-    "a dictionary": lambda part: nn.ModuleDict({"part": part}),
     "a sequence": lambda part: nn.Sequential(part),
     "a sequence with an activation": lambda part: nn.Sequential(part, nn.Tanh()),
     "wrapped": lambda part: Followed(part, lambda output: output),
@@ -253,27 +239,21 @@ MODULES: dict[str, Callable[[nn.Module], Any]] = {
     "followed by noise": lambda part: Followed(part, first(lambda tokens: tokens + torch.randn_like(tokens))),
     "followed by a mean over images": lambda part: Followed(part, first(lambda t: t - t.mean(0, keepdim=True))),
     "of single precision": lambda part: part.float(),
-    "of half precision": lambda part: part.half(),
     "counting": Counting,
     "returns nothing": lambda part: Followed(part, lambda output: None),
-    "returns a list": lambda part: Followed(part, lambda output: [output]),
     "returns other shapes": lambda part: Followed(part, first(lambda tokens: tokens[..., :-1])),
     "raises": lambda part: Followed(part, fail),
     "of a subclass": lambda part: same_class(part, Subclassed),
-    "of a subclass that changes nothing": lambda part: same_class(part, Unchanged),
     "under a hook": doubled_by_hook,
-    "under a hook before": doubled_before,
     "under a hook that observes": observed,
     "another forward": replaced_forward,
     "in training mode": lambda part: part.train(),
     "with a dropout": lambda part: nn.Sequential(part, nn.Dropout(0.5)),
     "frozen": lambda part: part.requires_grad_(False),
     "on meta": lambda part: part.to("meta"),
-    "copied": copy.deepcopy,
     "with a lock": with_attribute(__import__("threading").Lock),
     "with a generator": with_attribute(lambda: (number for number in range(3))),
     "with a tensor of a graph": with_attribute(lambda: torch.ones(2, requires_grad=True) * 2),
-    "with a function": with_attribute(lambda: lambda tokens: tokens),
     "spectral norm": spectral,
     "pruned": pruned,
     "quantized": quantized,
@@ -281,10 +261,6 @@ MODULES: dict[str, Callable[[nn.Module], Any]] = {
     "compiled": lambda part: torch.compile(part),
     "in parallel": nn.DataParallel,
 }
-
-
-class Unchanged:
-    """Stands before the class of a part, as a mark."""
 
 
 # Changes of a whole model, and of the list of its blocks.
@@ -332,14 +308,11 @@ WHOLE: dict[str, Callable[[nn.Module], Any]] = {
     "no block": reblocked(lambda found: []),
     "one block twice": reblocked(lambda found: [found[0], found[0]]),
     "three blocks": reblocked(lambda found: [*found, copy.deepcopy(found[0])]),
-    "a gap": reblocked(lambda found: [found[0], nn.Identity()]),
     "a norm between": reblocked(lambda found: [found[0], nn.LayerNorm(12).double(), found[1]]),
     "an absent block": reblocked(lambda found: [found[0], None]),
     "training": lambda model: model.train(),
     "frozen": lambda model: model.requires_grad_(False),
     "single precision": lambda model: model.float(),
-    "half precision": lambda model: model.half(),
-    "bfloat16": lambda model: model.bfloat16(),
     "complex": lambda model: model.to(torch.complex128),
     "meta": lambda model: model.to("meta"),
     "without parts": lambda model: nn.Module(),
@@ -350,9 +323,6 @@ WHOLE: dict[str, Callable[[nn.Module], Any]] = {
     "in parallel": nn.DataParallel,
     "compiled": lambda model: torch.compile(model),
     "traced": lambda model: torch.jit.trace(model, IMAGES, strict=False),
-    "list": lambda model: [model],
-    "class": type,
-    "state": lambda model: model.state_dict(),
     "shared memory": lambda model: model.share_memory(),
     "channels last": lambda model: model.to(memory_format=torch.channels_last),
 }
@@ -362,12 +332,10 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "one more": lambda value: value + 1 if isinstance(value, int | float) else 1,
     "zero": lambda value: 0,
     "negative": lambda value: -1,
-    "twice": lambda value: 2 * value if isinstance(value, int | float) else 2,
     "none": lambda value: None,
     "a text": lambda value: "3",
     "not": lambda value: not value,
     "nan": lambda value: float("nan"),
-    "a list": lambda value: [value],
     "deleted": lambda value: DELETED,
 }
 DELETED = object()
@@ -485,8 +453,6 @@ def judged(library: str, kind: str, path: str, change: Callable[[nn.Module], Any
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_model_is_copied_exactly_or_refused(library: str, kind: str) -> None:
     every = list(changes(library, kind))
-    first = (KINDS.index(kind) + list(LIBRARIES).index(library)) % min(len(LIBRARIES), len(every))
-    wrong = {
-        path: found for path, change in every[first :: len(LIBRARIES)] if (found := judged(library, kind, path, change))
-    }
+    first = (KINDS.index(kind) + 2 * list(LIBRARIES).index(library)) % min(STEP, len(every))
+    wrong = {path: found for path, change in every[first::STEP] if (found := judged(library, kind, path, change))}
     assert not wrong, wrong

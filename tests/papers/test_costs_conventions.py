@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import PartCosts, count_params, count_product_macs, layer_costs
 from attnrx.vit.models import VisionTransformer, ViTConfig, family_of
-from attnrx.vit.spec import BIASES, AttentionSpec
+from attnrx.vit.spec import AttentionSpec
 from attnrx_lab.costs import Compression, priced
 from support.cases import CONFIGS, images, model
 
@@ -57,12 +56,6 @@ def test_biases_after_compression() -> None:
     assert Compression("truncatt:2", vo=2).spec(NO_BIASES).biases == ()
 
 
-def test_a_rank_that_leaves_everything_compresses_nothing() -> None:
-    for compression in (Compression(), Compression("truncatt:4", vo=4), Compression("irratt:12")):
-        assert compression.spec(FULL) == FULL
-        assert compression.spec(FULL).biases == BIASES
-
-
 def test_the_shapes_of_the_forms() -> None:
     mixed = Compression("irratt:7").spec(FULL)
     assert (mixed.form, mixed.blocks, mixed.ranks) == ("mixed", (3, 2, 2), (7, 7, 7))
@@ -93,54 +86,7 @@ def test_the_irratt_convention_counts_every_product_and_five_for_every_normalize
     assert price.params == count_params(vit)
 
 
-def test_norms_outside_the_layers_may_see_fewer_tokens() -> None:
-    costs = CONFIGS["dense"].costs()
-    assert priced(costs).macs - priced(costs, outer_norms=12).macs == 5 * (4 - 1) * 12
-
-
 def test_fusion_mixes_the_maps_of_all_blocks_for_every_head() -> None:
     mixed, regular = (layer_costs(Compression(form).spec(FULL), 5, 24) for form in ("irratt:2", "truncatt:2"))
     assert (mixed.fusion, regular.fusion) == (PartCosts(9, 25 * 9), PartCosts())
     assert mixed.read_out == PartCosts(0, 25 * 12)  # every head reads its values, also if a block is empty
-
-
-def test_layers_that_differ_are_listed() -> None:
-    config = compressed(FULL, Compression("truncatt:2"))
-    found = priced(config.costs()).mhsa_macs_per_layer
-    assert isinstance(found, list) and len(found) == 3 and found[0] == found[1] < found[2]
-    assert isinstance(priced(CONFIGS["dense"].costs()).mhsa_macs_per_layer, int)
-
-
-@pytest.mark.parametrize(
-    ("qk", "vo", "mlp", "error", "message"),
-    [
-        ("trunkatt:3", None, None, UnknownName, "truncatt"),
-        ("truncatt", None, None, InvalidInput, "irratt:192"),
-        ("truncatt:-1", None, None, InvalidInput, "irratt:192"),
-        ("full:3", None, None, InvalidInput, "full"),
-        ("truncatt:0", None, None, InvalidInput, "1 to 4"),
-        ("truncatt:5", None, None, InvalidInput, "1 to 4"),
-        ("cp:13", None, None, InvalidInput, "1 to 12"),
-        ("irratt:13", None, None, InvalidInput, "1 to 12"),
-        ("full", 5, None, InvalidInput, "1 to 4"),
-        ("full", 0, None, InvalidInput, "vo=0"),
-        ("full", None, 0, InvalidInput, "mlp=0"),
-        ("full", None, 13, InvalidInput, "1 to 12"),
-    ],
-)
-def test_impossible_compressions_are_refused(
-    qk: str, vo: int | None, mlp: int | None, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        compression = Compression(qk, vo, mlp)
-        compression.spec(FULL)
-        compression.mlp_ranks([FULL])
-
-
-def test_what_is_compressed_already_or_has_norms_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="pass the original"):
-        Compression("cp:2").spec(Compression("truncatt:2").spec(FULL))
-    svda = AttentionSpec.full("svda", width=12, heads=3)
-    with pytest.raises(NotSupported, match="prescription"):
-        Compression("truncatt:2").spec(svda)
-    assert Compression(vo=2).spec(svda).value_dims == (2, 2, 2)

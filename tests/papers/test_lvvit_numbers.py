@@ -6,13 +6,12 @@ import torch
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.models import build_model, family_of
-from attnrx.vit.tokens import Reducer, TokenLayout, TokenPolicy
+from attnrx.vit.tokens import Reducer, TokenPolicy
 from attnrx_lab.costs import NORM_MACS, predictor_norm_features
 from attnrx_lab.lvvit import lvvit_config
 from attnrx_lab.tokens import DynamicViT, Spot
 
 STAGES = {"t": (4, 7, 10), "s": (5, 9, 13)}
-LAYOUT = TokenLayout(1, 196, class_token=True, pooled="max")
 
 
 # The table of the authors' code counts S without the classifier of the patches (25.77 M), and M with it (55.83 M).

@@ -1,6 +1,5 @@
 """Comparisons for the tests of the checks: tiny models, random pixels, a prescription realized in the way asked for."""
 
-import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,14 +75,6 @@ def whole(found: Diagnosis, metric: str) -> tuple[LayerPrescription, ...]:
         LayerPrescription({"qk": replace(keep_only(layer.spectrum, layer.spectrum.used), basis=basis)})
         for layer, basis in zip(diagnosis.layers, bases, strict=True)
     )
-
-
-def poisoned(model: nn.Module) -> nn.Module:
-    """A copy with NaN in its last bias."""
-    model = copy.deepcopy(model)
-    with torch.no_grad():
-        list(model.parameters())[-1].fill_(torch.nan)
-    return model
 
 
 def assert_text_and_files_give_the_same_model(

@@ -259,6 +259,16 @@ CASES: dict[str, tuple[AdoptedFamily, Callable[[], Any]]] = {
     "hf vivit": (HF, partial(of_hf, "VivitForVideoClassification")),
     "hf videomae": (HF, partial(of_hf, "VideoMAEForVideoClassification")),
 }
+# What differs from another case is around the blocks: the input, the pooling, the head, or the class of the library.
+SAME_BLOCKS = {
+    "vit, no class token", "vit, mean pooled", "vit, positions resampled", "vit, no classifier", "vit, wide images",
+    "clip", "dinov2, registers", "dinov3, class token", "hf deit", "hf deit, distilled", "hf dinov2, registers",
+    "hf vit, backbone", "hf deit, backbone", "hf msn", "hf msn, backbone", "hf ijepa", "hf ijepa, backbone",
+    "hf dinov2, backbone", "hf dinov2, registers, backbone", "hf clip tower, projected", "hf clip", "hf siglip",
+    "hf siglip2 tower", "hf mae", "hf beit, class token", "hf data2vec", "hf ast", "hf dpt", "hf vivit",
+    "torchvision, two linear maps after", "open_clip, mean pooled", "open_clip, mean before the norm",
+}  # fmt: skip
+BLOCKS = [name for name in CASES if name not in SAME_BLOCKS]
 
 
 @cache

@@ -44,17 +44,6 @@ def peft_transformers() -> nn.Module:
     return peft_of(of_transformers(), target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
 
 
-def peft_dora() -> nn.Module:
-    return peft_of(of_timm(), target_modules=["qkv", "fc1"], use_dora=True)
-
-
-def add_adapter() -> nn.Module:
-    model = of_transformers()
-    pytest.importorskip("peft")
-    model.add_adapter(lora(target_modules=["q_proj", "fc1"]))
-    return model
-
-
 class Decoder(nn.Module):
     """A map of the patches of a backbone with adapters."""
 
@@ -132,14 +121,6 @@ def pruned() -> nn.Module:
     return model
 
 
-def normed_head() -> nn.Module:
-    """The head of DINO: features of unit length, and a last map of unit rows."""
-    return nn.Sequential(
-        of_timm(num_classes=0), nn.Linear(WIDTH, 16), nn.GELU(),
-        parametrizations.weight_norm(nn.Linear(16, CLASSES, bias=False)),
-    )  # fmt: skip
-
-
 # Heads and parts of the user's own.
 
 
@@ -147,12 +128,6 @@ def of_torchvision(**options: Any) -> Any:
     models = pytest.importorskip("torchvision.models")
     sizes: dict[str, Any] = {"image_size": SIZE, "patch_size": 8, "num_layers": 3, "num_heads": 2, "hidden_dim": WIDTH}
     return models.VisionTransformer(**sizes, mlp_dim=48, num_classes=CLASSES, **options)
-
-
-def new_head() -> nn.Module:
-    model = of_timm(num_classes=1000)
-    model.head = nn.Linear(WIDTH, CLASSES)
-    return model
 
 
 def new_head_of_torchvision() -> nn.Module:
@@ -164,18 +139,6 @@ def new_head_of_torchvision() -> nn.Module:
 def no_head_of_torchvision() -> nn.Module:
     model = of_torchvision()
     model.heads = nn.Identity()
-    return model
-
-
-def new_head_of_transformers() -> nn.Module:
-    model = of_transformers()
-    model.classifier = nn.Linear(WIDTH, 7)
-    return model
-
-
-def mlp_head() -> nn.Module:
-    model = of_timm()
-    model.head = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, CLASSES))
     return model
 
 
@@ -193,13 +156,6 @@ class TwoHeads(nn.Module):
 def two_heads() -> nn.Module:
     model = of_timm()
     model.head = TwoHeads()
-    return model
-
-
-def spectral_normed() -> nn.Module:
-    model = of_transformers()
-    for part in linear_maps(model)[:4]:
-        parametrizations.spectral_norm(part)
     return model
 
 
@@ -238,23 +194,20 @@ class Depth(nn.Module):
 class OfEncoder(nn.Module):
     """A Vision Transformer around nn.TransformerEncoder, with its dropout of 0.1."""
 
-    def __init__(self, mean: bool = False, batch_first: bool = True, **options: Any):
+    def __init__(self, batch_first: bool = True, **options: Any):
         super().__init__()
-        self.embed = nn.Conv2d(3, WIDTH, 8, 8)
-        self.mean, self.batch_first = mean, batch_first
-        self.token = None if mean else nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.positions = nn.Parameter(torch.randn(1, (SIZE // 8) ** 2 + (not mean), WIDTH))
+        self.embed, self.batch_first = nn.Conv2d(3, WIDTH, 8, 8), batch_first
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.positions = nn.Parameter(torch.randn(1, (SIZE // 8) ** 2 + 1, WIDTH))
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 48, batch_first=batch_first, **options)
         self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
         tokens = self.embed(images).flatten(2).mT
-        if self.token is not None:
-            tokens = torch.cat([self.token.expand(len(tokens), -1, -1), tokens], 1)
-        tokens = tokens + self.positions
+        tokens = torch.cat([self.token.expand(len(tokens), -1, -1), tokens], 1) + self.positions
         tokens = self.encoder(tokens) if self.batch_first else self.encoder(tokens.transpose(0, 1)).transpose(0, 1)
-        return self.head(self.norm(tokens.mean(1) if self.mean else tokens[:, 0]))
+        return self.head(self.norm(tokens[:, 0]))
 
 
 class OfLayers(nn.Module):
@@ -392,70 +345,44 @@ class DinoVisionTransformer(nn.Module):
         return features if is_training else self.head(features["x_norm_clstoken"])
 
 
-class DinoSegmenter(nn.Module):
-    """A linear map of the patch features of DINOv2's repository."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dino, self.classify = DinoVisionTransformer(registers=0), nn.Conv2d(WIDTH, 4, 1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        patches = self.dino.forward_features(images)["x_norm_patchtokens"]
-        return self.classify(patches.mT.unflatten(2, (SIZE // 8, -1)))
-
-
 class LucidAttention(nn.Module):
     """The attention of vit-pytorch: a norm inside, one map without biases, an output in a sequence with a dropout."""
 
-    def __init__(self, dim: int, heads: int, dim_head: int, dropout: float, normed: bool = True):
+    def __init__(self, dim: int, heads: int, dim_head: int):
         super().__init__()
         inner = heads * dim_head
         self.heads, self.scale = heads, dim_head**-0.5
-        if normed:
-            self.norm = nn.LayerNorm(dim)
-        self.attend, self.dropout = nn.Softmax(dim=-1), nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(dim)
+        self.attend, self.dropout = nn.Softmax(dim=-1), nn.Dropout(0.1)
         self.to_qkv = nn.Linear(dim, 3 * inner, bias=False)
-        self.to_out = nn.Sequential(nn.Linear(inner, dim), nn.Dropout(dropout))
+        self.to_out = nn.Sequential(nn.Linear(inner, dim), nn.Dropout(0.1))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x) if hasattr(self, "norm") else x
+        x = self.norm(x)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.to_qkv(x).chunk(3, dim=-1))
         weights = self.dropout(self.attend(q @ k.transpose(-1, -2) * self.scale))
         return self.to_out((weights @ v).transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
-    def __init__(self, dim: int, hidden: int, dropout: float, normed: bool = True):
+    def __init__(self, dim: int, hidden: int):
         super().__init__()
-        first = [nn.LayerNorm(dim)] if normed else []
-        maps = [nn.Linear(dim, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, dim), nn.Dropout(dropout)]
-        self.net = nn.Sequential(*first, *maps)
+        maps = nn.Linear(dim, hidden), nn.GELU(), nn.Dropout(0.1), nn.Linear(hidden, dim), nn.Dropout(0.1)
+        self.net = nn.Sequential(nn.LayerNorm(dim), *maps)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
 
 
-class PreNorm(nn.Module):
-    def __init__(self, dim: int, fn: nn.Module):
-        super().__init__()
-        self.norm, self.fn = nn.LayerNorm(dim), fn
-
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        return self.fn(self.norm(x), **kwargs)
-
-
 class LucidTransformer(nn.Module):
     """Pairs of attention and feed-forward in a list of lists, which the forward unpacks."""
 
-    def __init__(self, dim: int, depth: int, older: bool, dropout: float):
+    def __init__(self, dim: int, depth: int):
         super().__init__()
         self.norm = nn.LayerNorm(dim)
         self.layers = nn.ModuleList()
         for _ in range(depth):
-            pair: list[nn.Module] = [
-                LucidAttention(dim, 3, 8, dropout, not older), FeedForward(dim, 2 * dim, dropout, not older)
-            ]  # fmt: skip
-            self.layers.append(nn.ModuleList([PreNorm(dim, part) for part in pair] if older else pair))
+            self.layers.append(nn.ModuleList([LucidAttention(dim, 3, 8), FeedForward(dim, 2 * dim)]))
 
     def forward(self, x: Tensor) -> Tensor:
         for attn, ff in self.layers:  # type: ignore[misc]
@@ -474,22 +401,22 @@ class Patches(nn.Module):
 class LucidViT(nn.Module):
     """The structure of vit-pytorch."""
 
-    def __init__(self, older: bool = False, dropout: float = 0.0, pool: str = "cls"):
+    def __init__(self) -> None:
         super().__init__()
         self.to_patch_embedding = nn.Sequential(
             Patches(), nn.LayerNorm(192), nn.Linear(192, WIDTH), nn.LayerNorm(WIDTH)
         )
         self.pos_embedding = nn.Parameter(torch.randn(1, (SIZE // 8) ** 2 + 1, WIDTH))
         self.cls_token = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.dropout, self.pool = nn.Dropout(dropout), pool
-        self.transformer = LucidTransformer(WIDTH, 3, older, dropout)
+        self.dropout = nn.Dropout(0.1)
+        self.transformer = LucidTransformer(WIDTH, 3)
         self.to_latent, self.mlp_head = nn.Identity(), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.to_patch_embedding(images)
         x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1)
         x = self.transformer(self.dropout(x + self.pos_embedding))
-        return self.mlp_head(self.to_latent(x.mean(dim=1) if self.pool == "mean" else x[:, 0]))
+        return self.mlp_head(self.to_latent(x[:, 0]))
 
 
 class Separate(nn.Module):
@@ -552,32 +479,6 @@ class Ema(nn.Module):
         return self.module(*args, **kwargs)
 
 
-class MaskedAutoencoder(timm.models.vision_transformer.VisionTransformer):
-    """A subclass with methods of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(img_size=SIZE, patch_size=8, embed_dim=WIDTH, depth=3, num_heads=2, num_classes=0)
-        self.decoder = nn.Linear(WIDTH, 192)
-
-    def encode(self, images: Tensor) -> Tensor:
-        return self.forward_features(images)[:, 1:]
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.decoder(self.encode(images))
-
-
-class Named(nn.Module):
-    """A dictionary, and a second argument that is optional."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vit, self.head = of_timm(num_classes=0), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-        logits = self.head(self.vit(pixel_values))
-        return {"loss": None if labels is None else F.cross_entropy(logits, labels), "logits": logits}
-
-
 def clip() -> Any:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -608,17 +509,6 @@ class VisionLanguage(nn.Module):
         if pixel_values is not None:
             tokens = torch.cat([self.get_image_features(pixel_values), tokens], 1)
         return self.lm_head(self.language_model(tokens))
-
-
-class Siamese(nn.Module):
-    """Two images through one tower."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower, self.similarity = of_timm(num_classes=0), nn.CosineSimilarity(dim=-1)
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        return self.similarity(self.tower(first), self.tower(second))
 
 
 class TwoCrops(nn.Module):
@@ -680,47 +570,24 @@ class Case:
 
 CASES: dict[str, Case] = {
     "LoRA of PEFT, transformers": Case(peft_transformers, is_slow=True, needs_factory=False),
-    "DoRA of PEFT, timm": Case(peft_dora, is_slow=True, needs_factory=False),
-    "LoRA by add_adapter": Case(add_adapter, is_slow=True, needs_factory=False),
     "LoRA of PEFT in a module": Case(Decoder, needs_factory=False, is_slow=True),
     "own LoRA": Case(own_lora, needs_factory=False),
     "weight norm": Case(weight_normed, needs_factory=False),
     "old weight norm": Case(old_weight_norm, is_slow=True, needs_factory=False),
     "pruned in a sequence": Case(pruned),
-    "head of DINO": Case(normed_head),
-    "spectral norm": Case(spectral_normed, is_slow=True, needs_factory=False),
-    "new head, timm": Case(new_head, needs_factory=False),
     "new head, torchvision": Case(new_head_of_torchvision, needs_factory=False),
     "no head, torchvision": Case(no_head_of_torchvision, needs_factory=False),
-    "new head, transformers": Case(new_head_of_transformers, needs_factory=False),
-    "head of an MLP": Case(mlp_head, needs_factory=False),
     "two heads": Case(two_heads),
-    "constructor": Case(
-        lambda: timm.models.VisionTransformer(
-            img_size=SIZE, patch_size=8, embed_dim=WIDTH, depth=3, num_heads=2, num_classes=CLASSES
-        )
-    ),
-    "classes of layers": Case(
-        lambda: of_timm(act_layer=nn.ReLU, norm_layer=nn.LayerNorm, mlp_layer=timm.layers.Mlp), needs_factory=False
-    ),
     "detector": Case(Detector, needs_factory=False),
     "depth": Case(Depth, needs_factory=False),
     "encoder of torch": Case(lambda: OfEncoder(norm_first=True, activation="gelu")),
-    "encoder of torch, mean": Case(lambda: OfEncoder(mean=True, dropout=0.0)),
     "encoder of torch, tokens first": Case(lambda: OfEncoder(batch_first=False, dropout=0.0)),
     "layers of torch": Case(OfLayers, needs_factory=False),
     "DINOv2's repository": Case(DinoVisionTransformer, needs_factory=False),
-    "DINOv2's repository, one list": Case(lambda: DinoVisionTransformer(chunks=1)),
-    "segmenter of DINOv2's repository": Case(DinoSegmenter, needs_factory=False),
     "vit-pytorch": Case(LucidViT, needs_factory=False),
-    "vit-pytorch, older": Case(lambda: LucidViT(older=True, pool="mean")),
-    "vit-pytorch with dropout": Case(lambda: LucidViT(dropout=0.1)),
     "four projections": Case(Separate, needs_factory=False),
     "TimmWrapper": Case(wrapped_timm, needs_factory=False),
     "EMA": Case(Ema, needs_factory=False),
-    "ModelEmaV3": Case(lambda: timm.utils.ModelEmaV3(of_timm())),
-    "own methods": Case(MaskedAutoencoder, needs_factory=False),
-    "dictionary": Case(Named, needs_factory=False),
     "CLIP": Case(
         clip,
         needs_factory=False,
@@ -732,12 +599,6 @@ CASES: dict[str, Case] = {
         needs_factory=False,
         of_images=lambda model: model.get_image_features,
         call=lambda model, images: model(IDS, images),
-    ),
-    "Siamese": Case(
-        Siamese,
-        needs_factory=False,
-        of_images=lambda model: model.tower,
-        call=lambda model, images: model(images, images.flip(-1)),
     ),
     "two crops": Case(TwoCrops, needs_factory=False),
     "two towers": Case(TwoTowers, needs_factory=False),
@@ -753,6 +614,6 @@ def made(name: str) -> Any:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             # Heads and adapters start at zero; norms of weights stay positive.
-            scale = parameter.abs() if key.endswith(("original0", "weight_g", "magnitude_vector.default.weight")) else 0
+            scale = parameter.abs() if key.endswith(("original0", "weight_g")) else 0
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + scale)
     return model.eval()

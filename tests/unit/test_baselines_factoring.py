@@ -1,6 +1,5 @@
 """Factoring baselines: exact at full rank, costed as they run, calibrated on the real inputs of every map."""
 
-import sys
 from itertools import pairwise
 
 import pytest
@@ -17,16 +16,13 @@ from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.models import VisionTransformer, family_of
 from attnrx_lab.baselines import (
-    BASELINES,
     FACTORS,
     FactoringBaseline,
     MapStatistics,
     TorchPruningBaseline,
 )
 from attnrx_lab.baselines.factoring import (
-    MAPS,
     LowRank,
-    factored_model_costs,
     linear_at,
     map_addresses,
     svd,
@@ -103,11 +99,6 @@ def test_every_map_keeps_at_most_its_share_and_more_share_costs_more() -> None:
     assert all(less < more for less, more in pairwise(spent))
 
 
-def test_nothing_factored_costs_what_the_model_costs() -> None:
-    model = model_of("dense")
-    assert factored_model_costs(model, {}) == family_of(model).costs(model)
-
-
 def test_moments_are_those_of_what_goes_in() -> None:
     model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 6)
     seen: dict[tuple[int, str], list[torch.Tensor]] = {}
@@ -147,34 +138,6 @@ def test_fisher_information_is_of_the_models_own_answers_image_by_image() -> Non
     assert not all(own)  # the labels of the data would say something else
     for address, total in expected.items():
         torch.testing.assert_close(data.fisher(address), total)
-
-
-def test_whitening_loses_least_of_what_every_map_gives() -> None:
-    model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 12)
-    data = statistics_of(model, images)
-    baselines = {kind: FactoringBaseline(model, kind, data) for kind in FACTORS}
-    for address in map_addresses(model):
-        weight, moment = weights_at(model, address)[0], data.moments(address).moment
-        lost = {}
-        for kind, baseline in baselines.items():
-            missed = weight - baseline.factors_at(address).truncated(baseline.ranks(0.5)[address]).weight
-            lost[kind] = float((missed @ moment @ missed.mT).trace())
-        assert min(lost, key=lambda kind: lost[kind]) == "svd_llm"
-
-
-def test_what_is_no_baseline_or_map_is_refused() -> None:
-    model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 4)
-    data = statistics_of(model, images)
-    small = FactoringBaseline(model, "svd", data).make(0.5)
-    with pytest.raises(NotSupported, match="fc1 of layer 0 is written as two maps already"):
-        map_addresses(small)
-    assert set(MAPS) == {"query", "key", "value", "output", "fc1", "fc2"} and "torch_pruning" in BASELINES
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch_pruning", None)
-    with pytest.raises(NotSupported, match=r"pip install 'attnrx\[lab\]'"):
-        TorchPruningBaseline(model_of("dense"), pixels(cases.CONFIGS["dense"], 4))
 
 
 def test_torch_pruning_costs_what_it_says_and_leaves_the_width() -> None:

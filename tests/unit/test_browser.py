@@ -42,14 +42,6 @@ LEAST_CONTRAST = """() => {
 }"""
 
 
-# Lengths of the bars of the first group, as shares of their track, and what stands beside them.
-BARS = """() => {
-    const width = (row, part) => row.querySelector(part).getBoundingClientRect().width;
-    const rows = [...document.querySelectorAll('.bars:first-child .bar-row')];
-    return rows.map(row => [width(row, '.fill') / width(row, '.track'), row.querySelector('.amount').textContent]);
-}"""
-
-
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(tmp_path_factory.mktemp("report") / "report.html", report_content.example())
@@ -70,7 +62,7 @@ def opened(browser, report: Path, scheme: str, width: int) -> Iterator:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 420, 1280, 1600])
+@pytest.mark.parametrize("width", [360, 1280, 1600])
 @pytest.mark.slow
 def test_the_page_opens_alone_and_fits(opened, report: Path, scheme: str, width: int):
     page, heard = opened
@@ -105,17 +97,6 @@ def test_words_stand_out_from_the_page(opened, scheme: str, width: int):
 @pytest.mark.parametrize("width", [1280])
 @pytest.mark.parametrize("scheme", ["light"])
 @pytest.mark.slow
-def test_bars_are_as_long_as_their_amounts(opened, scheme: str, width: int):
-    page, _ = opened
-    shares, texts = zip(*page.evaluate(BARS), strict=True)
-    amounts = [float(text.split()[0]) for text in texts]
-    assert len(set(amounts)) > 1
-    assert shares == pytest.approx([amount / max(amounts) for amount in amounts], abs=0.01)
-
-
-@pytest.mark.parametrize("width", [1280])
-@pytest.mark.parametrize("scheme", ["light"])
-@pytest.mark.slow
 def test_contents_and_reasons_open(opened, scheme: str, width: int):
     page, _ = opened
     reason = page.locator("#prescription td.words").first
@@ -130,7 +111,7 @@ def test_contents_and_reasons_open(opened, scheme: str, width: int):
     assert page.evaluate("document.querySelector('#evidence').getBoundingClientRect().top") < 450
 
 
-@pytest.mark.parametrize("width", [420, 1280, 1600])
+@pytest.mark.parametrize("width", [420, 1600])
 @pytest.mark.parametrize("scheme", ["dark"])
 @pytest.mark.slow
 def test_a_head_shows_its_spectrum(opened, scheme: str, width: int):
@@ -158,7 +139,7 @@ def test_a_head_shows_its_spectrum(opened, scheme: str, width: int):
     fits(page, width)
 
 
-@pytest.mark.parametrize("width", [420, 1280])
+@pytest.mark.parametrize("width", [420])
 @pytest.mark.parametrize("scheme", ["light"])
 @pytest.mark.slow
 def test_an_image_shows_its_tokens_layer_by_layer(opened, scheme: str, width: int):

@@ -8,7 +8,7 @@ from torch import nn
 
 from attnrx.data import LoadedImages, Normalization, from_tensors
 from attnrx.show.checks import Comparison
-from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import attach_tokens_, evaluating, family_of, load_model
 from attnrx.vit.tokens import AttentionReceived, TokenPolicy
 from attnrx_lab.checks import Transfer
@@ -102,14 +102,6 @@ def test_tokens_leave_by_mask_or_compression_alike():
     assert [finding.value for finding in masked] == [finding.value for finding in compressed]
 
 
-def test_images_of_each_class_are_counted():
-    training = bright(60, classes=3)
-    change = Transfer(training, 3, per_class=5, epochs=1)(comparison(test=bright(9, 3)))[-1]
-    assert change.details["training_images"] == 15
-    with pytest.raises(InvalidInput, match=r"63 images of 3 classes.*holds 60; ask for fewer"):
-        Transfer(training, 3, per_class=21)(comparison())
-
-
 @pytest.mark.parametrize("config", cases.OWN)
 def test_features_are_what_the_classifier_was_given(config: str):
     model = cases.own(cases.OWN[config])
@@ -140,27 +132,3 @@ def test_models_of_other_libraries_are_read_at_every_head():
     assert family_of(bare).heads(bare) == ()
     with pytest.raises(InvalidInput, match=r"candidate has no classification head.*num_classes"):
         Transfer(bright(8), 2)(comparison(bare))
-
-
-def test_the_record_names_the_training_images():
-    training = bright(8)
-    reported = Transfer(training, 2, per_class=3).describe()
-    assert (
-        reported["training"] == training.fingerprint and reported["per_class"] == 3 and reported["seeds"] == [0, 1, 2]
-    )
-
-
-def test_what_cannot_be_learned_is_refused():
-    with pytest.raises(InvalidInput, match="two classes"):
-        Transfer(bright(8), 1)
-    with pytest.raises(InvalidInput, match="one seed"):
-        Transfer(bright(8), 2, seeds=())
-    with pytest.raises(DataError, match="two classes"):
-        Transfer(bright(8, classes=1), 2)(comparison(test=bright(8, classes=1)))
-    with pytest.raises(DataError, match=r"label\(s\) \[2\]"):
-        Transfer(bright(8), 3)(comparison(test=bright(9, classes=3)))
-    broken = cases.model(CONFIG)
-    with torch.no_grad():
-        broken.norm.weight.fill_(torch.nan)
-    with pytest.raises(InvalidInput, match="candidate gives features that are NaN"):
-        Transfer(bright(8), 2)(comparison(broken))

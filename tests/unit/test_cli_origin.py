@@ -98,11 +98,7 @@ def test_a_function_takes_the_folders_that_the_command_takes(made: SimpleNamespa
         ("verify {slim} --reference {model} --data {data} --diagnosis {root}/diagnosis.json", "--diagnosis belongs to"),
         ("realize {model} --prescription {rx} --by mask --norms refit --out {root}/x", "no effect"),
         ("plan {model} --target macs=0.9x --data {data} --clock cuda --out {root}/x", "--clock belongs to"),
-        ("plan {model} --target macs=0.9x --data {data} --rounds 3 --out {root}/x", "--rounds belongs to"),
-        ("plan {model} --target latency=0.9x --data {data} --clock cuda --device cpu --out {root}/x", "wall or cpu"),
-        ("bench {model} --methods a=qk=total_rank:0.5 --clock cuda --device cpu --out {root}/x", "wall or cpu"),
         ("bench {model} --methods a=top_rank:2 a=top_rank:3 --out {root}/x", "the name 'a' was given to 2 methods"),
-        ("compare {model} --data {data} --methods a=top_rank:2 a=top_rank:3 --out {root}/x", "'a' was given to 2"),
     ],
 )
 def test_options_without_an_effect_are_refused(made: SimpleNamespace, line: str, message: str) -> None:

@@ -50,15 +50,6 @@ def test_a_diagnosis_without_moments_is_refused_with_the_option_that_measures_th
     record("prescribe", files.plain, "--rules", f"{rule},metric=weights", "--out", tmp_path / "prescription.json")
 
 
-def test_values_and_mlp_of_an_svda_model_are_compared(files: SimpleNamespace, tmp_path: Path) -> None:
-    rules = "all=qk=total_rank:{share} vo=total_rank:{share} fc1=uniform_rank:{share} fc2=uniform_rank:{share}"
-    words = ("compare", files.model, "--data", files.data, "--methods", rules, "--shares", "0.5")
-    found = record(*words, "--out", tmp_path / "comparison.json")
-    (trial,) = found["trials"]
-    assert trial["macs_share"] < 0.9
-    assert found["about"]["diagnosis"]["data"]["images"] == 24, "all training images, which are fewer than the default"
-
-
 @pytest.mark.parametrize("rule", ["total_rank:0.5", "uniform_rank:0.5"])
 def test_rules_without_a_metric_use_the_strengths_of_an_svda_model(
     rule: str, files: SimpleNamespace, tmp_path: Path

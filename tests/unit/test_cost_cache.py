@@ -14,7 +14,6 @@ from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import ATTEMPTS, SLOWEST, STEADY, cached_cost_table
 from attnrx.decide.planning.space import Space
 from attnrx.support.errors import NotSupported
-from attnrx.support.hardware import cache_folder
 from attnrx.support.storage import read_tensors, write_tensors
 from support.planned import SETTINGS, spanned
 
@@ -52,13 +51,10 @@ def with_one(name: str, value: float) -> Edit:
 
 BAD: dict[str, Edit] = {
     "negative": lambda table: replace(table, attention=-7.9 * table.attention),
-    "one negative": with_one("attention", -0.5),
     "one saving larger than the block": with_one("mlp", -0.9),
     "rising": with_one("attention", 3.0),
-    "infinite": with_one("attention", np.inf),
     "no number": with_one("mlp", np.nan),
     "negative stage": with_one("stages", -1.0),
-    "negative outside": lambda table: replace(table, outside=-0.5 * table.whole),
     "no whole": lambda table: replace(table, whole=0.0),
 }
 
@@ -95,7 +91,7 @@ def test_a_stored_table_that_is_implausible_is_measured_again(kind: str, space: 
     assert run(space, iter(()))[0].whole == table.whole
 
 
-@pytest.mark.parametrize("damage", ["shape", "name", "type", "text", "complex", "float8"])
+@pytest.mark.parametrize("damage", ["shape", "name", "type", "text"])
 def test_a_damaged_table_is_measured_again(damage: str, space: Space, cache: Path) -> None:
     table = good(space)
     run(space, iter([table]))
@@ -108,8 +104,6 @@ def test_a_damaged_table_is_measured_again(damage: str, space: Space, cache: Pat
             "shape": {"mlp": tensors["mlp"][..., :-1]},
             "name": {"colour": tensors["whole"].clone()},
             "type": {"whole": tensors["attention"].clone()},
-            "complex": {"mlp": tensors["mlp"].to(torch.complex64)},
-            "float8": {"mlp": tensors["mlp"].to(torch.float8_e4m3fn)},
         }
         write_tensors(path, tensors | changes[damage])
     assert run(space, iter([table]))[0] is table
@@ -124,13 +118,12 @@ def test_noisy_timings_are_used_and_not_kept(noise: str, space: Space, cache: Pa
     assert not list(cache.rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("file", ["change/exporting/onnx_formats.py", "vit/attention/forms.py"])
 @pytest.mark.parametrize("change", ["edited", "renamed"])
 def test_a_table_of_other_code_is_measured_again(
-    file: str, change: str, space: Space, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: str, space: Space, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The version of attnrx is the same, and what was timed is not, e.g. the graph of an exported block."""
-    package = tmp_path / "attnrx"
+    package, file = tmp_path / "attnrx", "change/exporting/onnx_formats.py"
     shutil.copytree(measured_costs.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(measured_costs, "PACKAGE", package)
 
@@ -154,9 +147,3 @@ def test_a_table_of_other_code_is_measured_again(
             table_of_now()
     finally:
         measured_costs.measured_code.cache_clear()
-
-
-def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ATTNRX_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache_folder() == Path("/somewhere/attnrx")

@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, UnknownName
-from attnrx.support.hardware import device_name
 from attnrx.vit.costs import (
     Conditions,
     LatencyProtocol,
     Ratio,
-    Timing,
     compare_latency,
     compare_memory,
     interleave,
@@ -56,15 +54,6 @@ class Wide(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         held = [images.clone() for _ in range(self.copies)]
         return held[-1]
-
-
-def test_rounds_are_divided_between_processes() -> None:
-    protocol = LatencyProtocol(rounds=5, warmup=1, processes=2)
-    vit = model(CONFIGS["svda"])
-    found = compare_latency(vit, copy.deepcopy(vit), images(vit.config), protocol, unchanged=vit)
-    assert (found.processes, found.rounds, found.interval) == (2, 6, "t over the medians of 2 processes")
-    assert found.faster.low < found.faster.value < found.faster.high
-    assert found.by_compression == Ratio(1.0, 1.0, 1.0)
 
 
 def test_models_that_cannot_be_pickled_are_measured_in_this_process() -> None:
@@ -141,11 +130,6 @@ def test_the_ratio_pairs_the_rounds() -> None:
     assert noisy == Ratio.of(torch.tensor([1.0, 3.0, 2.0, 4.0]), torch.ones(4))
 
 
-def test_a_timing_is_a_median_and_a_spread() -> None:
-    timing = Timing.of(torch.arange(11.0))
-    assert (timing.median, timing.low, timing.high) == (5, 1, 9)
-
-
 def test_the_peak_is_what_is_held_at_once() -> None:
     batch = torch.zeros(2, 3, 16, 16)
     size = batch.float().nbytes
@@ -179,32 +163,3 @@ def test_measuring_changes_neither_the_models_nor_the_settings() -> None:
     for name, tensor in vit.state_dict().items():
         assert tensor.dtype == torch.float64
         assert torch.equal(tensor, before[name])
-
-
-@pytest.mark.parametrize(
-    ("knobs", "message"), [({"precision": "int3"}, "float32"), ({"threads": 0}, "threads=0")], ids=str
-)
-def test_impossible_conditions_are_refused(knobs: dict[str, object], message: str) -> None:
-    with pytest.raises(InvalidInput, match=message):
-        Conditions(**knobs)  # type: ignore[arg-type]
-
-
-def test_a_missing_gpu_is_refused_by_name() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
-    with pytest.raises(InvalidInput, match=r"device='cuda'.*torch finds here"):
-        Conditions(device="cuda")
-
-
-def test_nothing_is_measured_on_nothing() -> None:
-    empty = torch.zeros(0, 1, 4, 4)
-    with pytest.raises(InvalidInput, match="empty"):
-        compare_latency(Wide(1), Wide(1), empty)
-    with pytest.raises(InvalidInput, match="empty"):
-        compare_memory(Wide(1), Wide(1), empty)
-    with pytest.raises(InvalidInput, match="rounds=1"):
-        LatencyProtocol(rounds=1)
-
-
-def test_the_device_has_a_name() -> None:
-    assert device_name("cpu")

@@ -10,9 +10,9 @@ from PIL import Image
 from scipy.ndimage import gaussian_filter, zoom
 
 from attnrx.data.images import generator
-from attnrx.support.errors import InvalidInput, UnknownName
-from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES, Corruption
-from attnrx_lab.corruptions.methods import landscape, streaked
+from attnrx.support.errors import InvalidInput
+from attnrx_lab.corruptions import CORRUPTIONS, SEVERITIES, Corruption
+from attnrx_lab.corruptions.methods import streaked
 
 # One amount that rises. The others trade several against each other, or hang on what the image shows.
 RISING = ("gaussian_noise", "shot_noise", "impulse_noise", "speckle_noise", "gaussian_blur", "brightness", "contrast")
@@ -25,7 +25,7 @@ def smooth(side: int = 32, channels: int = 3) -> torch.Tensor:
     return (0.6 * images + 0.2 * wave[:, None] + 0.2 * wave.abs()).clamp(0, 1)
 
 
-@pytest.mark.parametrize("side", [28, 64, 80])
+@pytest.mark.parametrize("side", [28, 64])
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_images_stay_images_and_severity_hurts_more(name: str, side: int) -> None:
     images = smooth(side)
@@ -36,7 +36,7 @@ def test_images_stay_images_and_severity_hurts_more(name: str, side: int) -> Non
         assert result.min() >= 0
         assert result.max() <= 1
     damage = [float((result - images).square().mean()) for result in corrupted]
-    assert damage[0] > 0 or (name, side) in [("defocus_blur", 28), ("defocus_blur", 32), ("glass_blur", 28)]
+    assert damage[0] > 0 or (name, side) in [("defocus_blur", 28), ("glass_blur", 28)]
     assert damage == sorted(damage) or name not in RISING
 
 
@@ -55,25 +55,6 @@ def test_an_image_does_not_depend_on_what_follows_and_nothing_is_random_without_
     draws = generator(5)
     parts = [corruption(part, 3, draws) for part in images.split([1, 2, 3])]
     assert torch.allclose(torch.cat(parts), whole, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", CORRUPTIONS)
-def test_images_need_not_be_square(name: str) -> None:
-    images = smooth(48)[:2, :, :33]
-    corrupted = CORRUPTIONS[name](images, 3, generator(0))
-    assert corrupted.shape == images.shape and not torch.equal(corrupted, images)
-
-
-def test_groups_are_those_of_the_benchmark() -> None:
-    assert [len(CORRUPTION_GROUPS[name]) for name in ("common", "extra", "all")] == [15, 4, 19]
-    assert set(CORRUPTION_GROUPS["all"]) == set(CORRUPTIONS)
-
-
-def test_gaussian_noise_has_the_published_deviation() -> None:
-    grey = torch.full((4, 3, 32, 32), 0.5)
-    for severity, deviation in zip(SEVERITIES, (0.04, 0.06, 0.08, 0.09, 0.10), strict=True):
-        corrupted = CORRUPTIONS["gaussian_noise"](grey, severity, generator(2))
-        assert float(corrupted.std()) == pytest.approx(deviation, rel=0.05)
 
 
 def test_the_other_noises_have_their_moments() -> None:
@@ -184,23 +165,6 @@ def test_pixels_are_those_of_pillow(side: int) -> None:
         assert np.abs(found.numpy() - np.asarray(boxes)).max() <= 1.01  # Pillow rounds twice
 
 
-def test_fog_comes_in_landscapes_from_0_to_1_that_are_rougher_the_slower_they_decay() -> None:
-    images = smooth(64).numpy()
-    rough, even = (landscape(images[0], decay, np.random.default_rng(1)) for decay in (1.4, 3.0))
-    assert rough.shape == (1, 64, 64)
-    assert rough.max() == 1 and even.min() == 0
-    assert np.abs(np.diff(rough)).mean() > 2 * np.abs(np.diff(even)).mean()
-
-
-def test_snow_and_frost_brighten_and_mud_darkens() -> None:
-    images = 0.5 * smooth(96)
-    for name, severity, sign in (("snow", 3, 1), ("frost", 3, 1), ("spatter", 2, 1), ("spatter", 5, -1)):
-        change = CORRUPTIONS[name](images, severity, generator(8)) - images
-        assert sign * float(change.mean()) > 0.005, name
-    water = CORRUPTIONS["spatter"](images, 2, generator(8)) - images
-    assert float(water.min()) > -1e-12 and 0.05 < float((water > 1e-12).double().mean()) < 0.95
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 def test_jpeg_is_that_of_the_benchmark(channels: int) -> None:
     images = smooth(channels=channels)
@@ -211,16 +175,3 @@ def test_jpeg_is_that_of_the_benchmark(channels: int) -> None:
         Image.fromarray(image.squeeze()).save(file, "JPEG", quality=58)
         expected.append(torch.from_numpy(np.array(Image.open(file))).reshape(32, 32, channels).permute(2, 0, 1))
     assert torch.allclose(CORRUPTIONS["jpeg_compression"](images, 3), torch.stack(expected) / 255)
-
-
-def test_jpeg_keeps_a_flat_image() -> None:
-    flat = torch.full((2, 3, 32, 32), 128 / 255)
-    assert torch.allclose(CORRUPTIONS["jpeg_compression"](flat, 5), flat, atol=2 / 255)
-
-
-def test_unknown_names_and_severities_are_refused() -> None:
-    with pytest.raises(UnknownName, match="did you mean 'gaussian_noise'"):
-        Corruption("gausian_noise")
-    for severity in (0, 6):
-        with pytest.raises(InvalidInput, match="choose 1"):
-            CORRUPTIONS["gaussian_blur"](smooth(), severity)

@@ -11,7 +11,7 @@ from torchvision.transforms.v2 import functional as reference
 
 from attnrx.data import Augmentation, Normalization
 from attnrx.data.images import generator
-from attnrx.data.pixels import Draws, guess_geometry
+from attnrx.data.pixels import guess_geometry
 from attnrx.data.splits import StoredImages
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.preprocessing import ImageGeometry
@@ -46,11 +46,6 @@ def test_every_crop_is_a_window_of_the_padded_image() -> None:
     assert draws.shift.max() == 6
 
 
-def test_no_padding_and_no_flip_change_nothing() -> None:
-    images, augmentation = noise(5, 1, 6, 7), Augmentation(padding=0, flip=False)
-    assert torch.equal(augmentation.apply(images, augmentation.draw(5, generator(0))), images)
-
-
 def test_random_windows_hold_their_share_and_stay_inside() -> None:
     augmentation = Augmentation(area=(0.2, 0.6))
     draws = augmentation.draw(200, generator(1))
@@ -65,25 +60,6 @@ def test_random_windows_hold_their_share_and_stay_inside() -> None:
         assert 0.7 < columns / rows < 1.4
     assert 0.18 < min(shares) < 0.25
     assert 0.5 < max(shares) < 0.62
-
-
-def test_a_window_that_never_fits_becomes_central() -> None:
-    too_wide = torch.tensor([[1.0, 1.0, 0.5, 0.5]])
-    assert Augmentation(area=(1.0, 1.0)).box(300, 40, too_wide) == (123, 0, 53, 40)
-
-
-def test_a_part_of_the_draws_is_the_draws_of_a_part() -> None:
-    augmentation = Augmentation()
-    draws = augmentation.draw(8, generator(2))
-    images = noise(8, 1, 8, 8)
-    assert torch.equal(augmentation.apply(images[2:5], draws.part(slice(2, 5))), augmentation.apply(images, draws)[2:5])
-    assert isinstance(draws.part([1, 3]), Draws)
-
-
-def test_knobs_outside_their_range_are_refused() -> None:
-    for knobs in ({"padding": -1}, {"area": (0.0, 1.0)}, {"area": (0.9, 0.5)}, {"area": (0.5, 1.5)}):
-        with pytest.raises(InvalidInput, match="Augmentation"):
-            Augmentation(**knobs)  # type: ignore[arg-type]
 
 
 def test_normalization_is_undone_by_its_inverse() -> None:
@@ -134,16 +110,6 @@ def test_decoding_keeps_lossless_pixels() -> None:
     assert decode(saved(Image.fromarray(pixels[..., 0]), "png"), None).shape == (1, 9, 7)
     assert decode(saved(Image.fromarray(pixels).convert("CMYK"), "jpeg"), 3).shape == (3, 9, 7)
     assert decode(saved(Image.fromarray(pixels).convert("P"), "gif"), None).shape == (3, 9, 7)
-
-
-def test_sixteen_bits_become_eight() -> None:
-    deep = Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 1024)
-    for channels in (1, 3):
-        found = decode(saved(deep, "png"), channels)
-        assert found.shape == (channels, 8, 8)
-        assert torch.equal(found[0].flatten().long(), torch.arange(64) * 4)
-    with pytest.raises(DataError, match="8 or 16 bits"):
-        decode(saved(Image.fromarray(np.ones((4, 4), dtype=np.float32)), "tiff"), 1)
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "png"])

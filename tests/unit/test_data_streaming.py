@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.data import Batch, ImageSet, LoadedImages, Normalization, Splits, load_data, loaded_images
-from attnrx.support.errors import DataError
+from attnrx.data import Batch, ImageSet, LoadedImages, Splits, load_data, loaded_images
 from support.pictures import rows, write_folder, write_parquet
 
 
@@ -73,13 +72,6 @@ def test_windows_are_random_only_in_training(photographs: Splits) -> None:
     assert not torch.equal(first.images[first.index.argsort()], second.images[second.index.argsort()])
 
 
-def test_a_pass_that_is_left_early_leaves_nothing_behind(photographs: Splits) -> None:
-    batches = photographs.train.batches(4)
-    next(batches)
-    batches.close()  # type: ignore[attr-defined]
-    assert len(next(photographs.train.batches(4))) == 4
-
-
 def test_a_set_too_large_for_memory_streams_the_same_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "small.parquet", rows(40) + rows(6, "test"))
     in_memory = load_data(path)
@@ -103,27 +95,3 @@ def test_only_images_that_are_used_are_decoded(tmp_path: Path) -> None:
     assert len(read) == 6
     assert equal(list(few.batches(6)), before) and len(read) == 6, "decoded once"
     assert len(list(images.batches(6))) and len(read) == 6 + len(images)
-
-
-def test_a_corrupt_photograph_is_named(tmp_path: Path) -> None:
-    root = write_folder(tmp_path / "pets", {"train": 6, "test": 2}, size=(100, 120))
-    broken = root / "train" / "dog" / "003.png"
-    broken.write_bytes(broken.read_bytes()[:60])
-    with pytest.raises(DataError, match=r"train/dog/003.png.*Repair or remove it"):
-        splits = load_data(root, image_size=16)
-        for images in (splits.train, splits.validation):
-            list(images.batches(4))
-
-
-def test_another_scale_is_the_same_image(photographs: Splits) -> None:
-    half = photographs.renormalized(Normalization((0.1, 0.2, 0.3), (1.0, 1.0, 1.0)))
-    before, after = next(photographs.test.batches(3)).images, next(half.test.batches(3)).images
-    assert torch.allclose(photographs.normalization.invert(before), half.normalization.invert(after), atol=1e-6)
-
-
-def test_several_files_are_one_dataset(tmp_path: Path) -> None:
-    for number in range(4):
-        write_parquet(tmp_path / f"part-{number}.parquet", rows(9))
-    assert sum(map(len, (splits := load_data(tmp_path)).train.batches(50))) == len(splits.train)
-    with pytest.raises(DataError, match="is remote"):
-        load_data("https://somewhere/train.parquet")

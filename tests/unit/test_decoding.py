@@ -16,10 +16,8 @@ from attnrx.data import FixedImages
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning import PlanSettings, Target, plan_each
 from attnrx.decide.planning.reference_outputs import Answers
-from attnrx.support.errors import InvalidInput
 from attnrx.verbs.shrink import ShrinkRun
 from attnrx.vit.models import family_of
-from attnrx.vit.models.units import Cut
 
 SIZE, WIDTH, CHANNELS = 32, 32, 16
 
@@ -205,26 +203,3 @@ def test_a_decoder_that_loses_much_or_costs_little_stays(monkeypatch: pytest.Mon
         torch.testing.assert_close(outputs.of(images.take(7)), model(some).flatten(1), atol=1e-5, rtol=1e-5)
     monkeypatch.setattr(decoding, "LEAST_SAVED", 0.99)
     assert smaller_decoder(KeptOutputs(model), fixed(model)) is None
-
-
-def test_many_channels_are_left_in_whole_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "KEPT", 0.375)
-    monkeypatch.setattr(decoding, "STEP", 4)
-    monkeypatch.setattr(decoding, "TOLERATED", 1e9)
-    for many, units in ((CHANNELS + 1, 6), (CHANNELS, 8)):
-        monkeypatch.setattr(decoding, "MANY", many)
-        assert [cut.units for cut in lean(rx.load(module()).eval()).around.cuts] == [units] * 2
-
-
-def test_a_module_of_other_parts_is_refused() -> None:
-    cut = Cut("decoder.0", "decoder.3", ("decoder.1",), CHANNELS + 1)
-    with pytest.raises(InvalidInput, match=f"with {CHANNELS} units"):
-        cut.shape_(Saliency())
-    with pytest.raises(InvalidInput, match="without the part 'head'"):
-        Cut("head", "decoder.3", (), 2).shape_(Saliency())
-
-
-def test_a_batch_that_the_model_computes_in_chunks_is_recorded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = rx.load(module()).eval()
-    monkeypatch.setattr(type(model.trunk), "_max_elements", lambda *_: 1 << 40)  # one image at a time
-    assert [cut.units for cut in lean(model).around.cuts] == [CHANNELS // 2] * 2

@@ -7,8 +7,6 @@ from attnrx_lab.decompositions import (
     BlockTerms,
     Canonical,
     FactoredTensor,
-    als,
-    block_terms,
     deflate,
     fusion_ranks,
     initial_blocks,
@@ -35,10 +33,6 @@ def formed(blocks: BlockTerms) -> torch.Tensor:
     return total
 
 
-def error(tensor: FactoredTensor, blocks: BlockTerms) -> float:
-    return float((tensor.dense() - formed(blocks)).norm()) / tensor.norm
-
-
 def test_blocks_are_a_canonical_decomposition_with_tied_mixes() -> None:
     blocks = BlockTerms(torch.randn(5, 4), torch.randn(6, 4), torch.randn(3, 3), torch.tensor([2, 0, 2, 0]))
     torch.testing.assert_close(blocks.canonical.dense(), formed(blocks))
@@ -51,15 +45,6 @@ def test_owners_and_ranks_are_read_off_the_largest_values() -> None:
     assert fusion.owner.tolist() == [1, 0, 0, 0]
     assert fusion.ranks == (3, 1, 0)
     torch.testing.assert_close(fusion.off_block, torch.tensor([1 / 5, 1 / 17, 1.25 / 2.25, 0.0]))
-
-
-def test_algorithm_1_keeps_the_part_of_each_term_in_its_owner() -> None:
-    terms = als(heads(), 10, start="random", sweeps=20)
-    fusion, blocks = fusion_ranks(terms), initial_blocks(terms)
-    assert blocks.ranks == fusion.ranks and blocks.owner.tolist() == sorted(fusion.owner.tolist())
-    assert torch.equal(blocks.mix, torch.eye(4))
-    alone = torch.zeros_like(terms.mix).scatter(0, fusion.owner[None], terms.mix.gather(0, fusion.owner[None]))
-    torch.testing.assert_close(formed(blocks), Canonical(terms.left, terms.right, alone).dense())
 
 
 def water_filled_blocks(tensor: FactoredTensor, rank: int) -> BlockTerms:
@@ -101,14 +86,6 @@ def algorithm_2(rest: torch.Tensor, rank: int, sweeps: int) -> tuple[torch.Tenso
     return left * scale, right, mix
 
 
-def test_block_terms_start_from_cpd_epc_and_repeat_themselves() -> None:
-    tensor = heads(slices=3, inner=4, width=9)
-    first, again = (block_terms(tensor, 6, sweeps=15, seed=2) for _ in range(2))
-    assert torch.equal(first.left, again.left) and torch.equal(first.mix, again.mix)
-    assert sum(first.ranks) == 6
-    assert error(tensor, first) < 1
-
-
 def test_the_nearest_mix_has_no_negative_value_and_unit_columns() -> None:
     mix = torch.tensor([[3.0, -1.0, 0.0, -3.0], [4.0, 2.0, 0.0, -1.0]])
     assert nonnegative_units(mix).tolist() == [[0.6, 0.0, 1.0, 0.0], [0.8, 1.0, 0.0, 1.0]]
@@ -131,11 +108,3 @@ def test_the_penalty_is_zero_exactly_with_one_owner_a_column() -> None:
     empty = torch.zeros(2, 3, requires_grad=True)
     ownership_penalty(empty).backward()
     assert empty.grad is not None and not empty.grad.any()
-
-
-def test_algorithm_2_can_raise_the_error() -> None:
-    """From the best blocks with one slice each, a restarted block moves to another slice."""
-    tensor = heads(width=60, seed=2)
-    printed = deflate(tensor, water_filled_blocks(tensor, 4))
-    assert printed.errors[-1] > 1.01 * printed.errors[0]
-    assert printed.mix.abs().argmax(0).tolist() == [0, 2, 2, 3]

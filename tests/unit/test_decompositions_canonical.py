@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx_lab.decompositions import Canonical, FactoredTensor, als, cpd_epc, least_sensitivity, water_filled
 from support.sensitivities import term_sensitivity
 
@@ -77,13 +76,6 @@ def test_the_water_filled_start_leaves_the_energy_of_the_weakest_triples() -> No
         assert start.strength.tolist() == sorted(start.strength.tolist(), reverse=True)
 
 
-def test_a_rank_above_that_of_a_slice_goes_on_lowering_the_error() -> None:
-    tensor = heads()
-    errors = [als(tensor, rank).errors[-1] for rank in (3, 5, 7, 9)]
-    assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0] / 2
-    assert als(tensor, 12).errors[-1] <= 1e-13
-
-
 def equal_heads() -> FactoredTensor:
     """Three equal slices of rank 16: 16 terms with equal mixes are exact."""
     generator = torch.Generator().manual_seed(0)
@@ -97,43 +89,6 @@ def test_equal_heads_do_not_hold_the_fit_at_a_saddle() -> None:
     assert stuck.errors[-1] > 0.1
     assert als(tensor, 16, sweeps=100).errors[-1] < 1e-6
     assert tensor.relative_error(*cpd_epc(tensor, 16, sweeps=100).factors) < 2e-6
-
-
-def test_the_best_start_is_the_better_of_both_and_draws_from_its_seed() -> None:
-    chosen = set()
-    for tensor, rank in ((heads(), 3), (heads(), 6), (equal_heads(), 12)):
-        singles = {name: als(tensor, rank, start=name, sweeps=20) for name in ("water_filling", "random")}
-        errors = {name: terms.errors[-1] for name, terms in singles.items()}
-        assert als(tensor, rank, sweeps=20).errors[-1] == min(errors.values())
-        chosen.add(min(errors, key=lambda name: errors[name]))
-    assert chosen == {"water_filling", "random"}
-    first, other = (als(equal_heads(), 12, sweeps=20, seed=seed) for seed in (0, 1))
-    assert not torch.equal(first.left, other.left)
-
-
-def test_the_same_seed_gives_the_same_bits() -> None:
-    first, again, other = (als(heads(), 5, start="random", sweeps=20, seed=seed) for seed in (1, 1, 2))
-    assert all(torch.equal(a, b) for a, b in zip(first.factors, again.factors, strict=True))
-    assert first.errors == again.errors
-    assert not torch.equal(first.left, other.left)
-
-
-def test_terms_that_repeat_or_vanish_do_no_harm() -> None:
-    tensor, start = heads(), als(heads(), 4, start="random", sweeps=0)
-    twice = [0, 0, 1, 2]
-    copied = Canonical(start.left[:, twice], start.right[:, twice], start.mix[:, twice])
-    empty = Canonical(start.left, start.right * torch.tensor([1.0, 1.0, 1.0, 0.0]), start.mix)
-    for begin in copied, empty:
-        found = als(tensor, 4, start=begin, sweeps=30)
-        assert all(later <= earlier for earlier, later in pairwise(found.errors))
-        assert found.errors[-1] < 1 and bool(torch.isfinite(found.strength).all())
-
-
-def test_a_tensor_of_zeros_has_terms_of_no_strength() -> None:
-    zeros = FactoredTensor(torch.zeros(2, 3, 4), torch.ones(2, 3, 4))
-    for start in "water_filling", "random":
-        found = als(zeros, 2, start=start)
-        assert not found.strength.any() and found.errors[-1] == 0
 
 
 def test_the_sensitivity_is_the_squared_change_under_small_noise() -> None:
@@ -156,40 +111,3 @@ def test_balanced_terms_are_the_same_tensor_at_least_sensitivity(seed: int) -> N
         for left, right, mix in ((step, 1 / step, 1), (1, step, 1 / step), (step, 1, 1 / step)):
             scaled = Canonical(balanced.left * left, balanced.right * right, balanced.mix * mix)
             assert term_sensitivity(scaled) > term_sensitivity(balanced)
-
-
-def test_a_term_of_zeros_stays_zero_when_balanced() -> None:
-    found = terms()
-    silent = Canonical(found.left * torch.tensor([1.0, 0.0, 1.0]), found.right, found.mix)
-    assert bool(torch.isfinite(silent.balanced().dense()).all())
-    assert term_sensitivity(silent.balanced()) == pytest.approx(least_sensitivity(silent), rel=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("knobs", "says"),
-    [
-        ({"rank": 0}, "rank=0"),
-        ({"rank": 13}, "give 1 to 12"),
-    ],
-)
-def test_knobs_out_of_range_are_refused(knobs: dict, says: str) -> None:
-    with pytest.raises(InvalidInput, match=says):
-        als(heads(), **knobs)
-
-
-def test_an_unknown_start_is_named() -> None:
-    with pytest.raises(UnknownName, match="water_filling"):
-        als(heads(), 3, start="water_filing")
-
-
-def test_terms_that_are_not_finite_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="right of shape"):
-        Canonical(torch.ones(3, 2), torch.full((3, 2), torch.nan), torch.ones(2, 2))
-
-
-def test_the_scale_of_the_columns_of_a_start_does_not_matter() -> None:
-    tensor, start = heads(), als(heads(), 4, start="random", sweeps=1)
-    scale = torch.tensor([1e-9, 1.0, 1e9, 1e4])
-    scaled = Canonical(start.left, start.right * scale, start.mix * scale.flip(0))
-    found, same = (als(tensor, 4, start=terms, sweeps=3, tolerance=0.0) for terms in (scaled, start))
-    torch.testing.assert_close(found.dense(), same.dense(), rtol=1e-10, atol=1e-10)

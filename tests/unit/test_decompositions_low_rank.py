@@ -11,11 +11,10 @@ from attnrx.change.decompositions.low_rank import (
     output_pca,
     pays,
 )
-from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Tensor
 from attnrx_lab.baselines.factoring import LowRank, asvd, fwsvd, svd, svd_llm
 
-SHAPES = [(6, 10), (10, 6), (7, 7)]
+SHAPES = [(6, 10), (10, 6)]
 
 
 class Case:
@@ -115,7 +114,7 @@ def test_error_is_the_energy_left_out_where_the_data_is_deficient(method: str, s
         assert error(case, whole.truncated(rank), method) == pytest.approx(expected, rel=1e-9, abs=1e-12 * total)
 
 
-@pytest.mark.parametrize("rank", [1, 3, 5])
+@pytest.mark.parametrize("rank", [1, 5])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("method", METHODS)
 def test_no_other_factors_of_the_same_rank_are_nearer(method: str, shape: tuple[int, int], rank: int):
@@ -130,16 +129,6 @@ def test_no_other_factors_of_the_same_rank_are_nearer(method: str, shape: tuple[
             assert error(case, LowRank(first, second, best.strength, best.bias), method) >= least * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_ranks_are_nested(method: str):
-    whole = METHODS[method](Case(6, 10))
-    twice, once = whole.truncated(4).truncated(2), whole.truncated(2)
-    assert twice.bias is not None and once.bias is not None
-    assert torch.equal(twice.weight, once.weight) and torch.equal(twice.bias, once.bias)
-    assert torch.equal(once.first, whole.first[:2]) and torch.equal(once.second, whole.second[:, :2])
-    assert once.rank == 2 and once.strength is whole.strength
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_whitening_by_cholesky_is_the_activation_aware_optimum(shape: tuple[int, int]):
     case = Case(*shape)
@@ -147,29 +136,6 @@ def test_whitening_by_cholesky_is_the_activation_aware_optimum(shape: tuple[int,
     assert torch.allclose(whitened.strength, aware.strength, rtol=1e-8)
     for rank in range(min(shape) + 1):
         assert torch.allclose(whitened.truncated(rank).weight, aware.truncated(rank).weight, atol=1e-8)
-
-
-def test_whitening_survives_a_deficient_moment_and_stays_near_the_optimum():
-    case = Case(6, 10, deficient=True)
-    for rank in (1, 2, 3):
-        whitened, aware = (METHODS[name](case).truncated(rank) for name in ("svd-llm", "moment"))
-        assert error(case, whitened, "moment") <= error(case, aware, "moment") * (1 + 1e-6)
-
-
-@pytest.mark.parametrize("rank", [1, 2, 4])
-def test_every_baseline_is_worse_on_the_data_than_the_optimum(rank: int):
-    case = Case(6, 10)
-    least = error(case, METHODS["moment"](case).truncated(rank), "moment")
-    for name in ("plain", "asvd", "fwsvd outputs", "fwsvd inputs"):
-        assert error(case, METHODS[name](case).truncated(rank), "moment") > least * (1 + 1e-6)
-
-
-def test_scaling_by_nothing_is_the_plain_svd():
-    case = Case(6, 10)
-    plain = svd(case.weight).truncated(3).weight
-    assert torch.allclose(asvd(case.weight, None, torch.rand(10), alpha=0.0).truncated(3).weight, plain)
-    assert torch.allclose(asvd(case.weight, None, torch.zeros(10)).truncated(3).weight, plain)
-    assert torch.allclose(fwsvd(case.weight, None, torch.ones(6, 10)).truncated(3).weight, plain)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -182,35 +148,8 @@ def test_strengths_that_are_rounding_are_zero(shape: tuple[int, int], mean: floa
     assert bool((strength[:3] > 1e-3).all()) and bool((strength[3:] == 0).all())
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_full_rank_is_the_original_even_with_the_statistics_of_other_data(shape: tuple[int, int]):
-    case, other = Case(*shape), torch.randn(50, shape[0])
-    whole = LowRank.of(case.weight, case.fixed, output_pca(case.weight, other.T @ other))
-    assert (whole.weight - case.weight).abs().max() <= 1e-12
-
-
 @pytest.mark.parametrize(("outputs", "inputs", "rank", "expected"), [(768, 3072, 614, True), (768, 3072, 615, False)])
 def test_two_factors_pay_below_the_break_even_rank(outputs: int, inputs: int, rank: int, expected: bool):
     assert break_even_rank(outputs, inputs) == pytest.approx(614.4)
     assert pays(rank, outputs, inputs) is expected
     assert (rank * (outputs + inputs) < outputs * inputs) is expected
-
-
-def test_a_square_matrix_pays_below_half_its_rank_only():
-    assert pays(3, 8, 8) and not pays(4, 8, 8)
-
-
-NAN = float("nan")
-
-
-@pytest.mark.parametrize(
-    ("attempt", "message"),
-    [
-        (lambda case: activation_aware(case.weight, case.moment * NAN), "not finite"),
-        (lambda case: activation_aware(case.weight, torch.triu(case.moment)), "not symmetric"),
-        (lambda case: svd_llm(case.weight, None, case.moment * 0), "zero or has negative"),
-    ],
-)
-def test_what_is_no_map_and_no_statistics_is_refused(attempt: Callable[[Case], object], message: str):
-    with pytest.raises(InvalidInput, match=message):
-        attempt(Case(6, 10))

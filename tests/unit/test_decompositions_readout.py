@@ -66,18 +66,6 @@ def test_refitting_all_heads_at_once_is_never_worse(kind: str, ranks: tuple[int,
     assert alone == pytest.approx(float(left_out.sum()), rel=1e-7, abs=1e-10 * float(covariance.trace()))
 
 
-def test_refitting_uses_what_other_heads_know():
-    outputs = samples("copied heads")
-    directions, covariance = directions_of(outputs)
-    # The second head is a copy of the first, so nothing is lost without it, but only where the weight is refit.
-    joint, alone = (
-        error(outputs, directions, leading(4, 0, 4), read_out(directions, leading(4, 0, 4), given))
-        for given in (covariance, None)
-    )
-    assert joint <= 1e-12 * float(covariance.trace())
-    assert alone >= 1e-2 * float(covariance.trace())
-
-
 @pytest.mark.parametrize("size", [1e-3, 1e-1, 10.0])
 def test_no_other_weight_of_the_same_features_is_nearer(size: float):
     outputs = samples("plain")
@@ -87,8 +75,3 @@ def test_no_other_weight_of_the_same_features_is_nearer(size: float):
     for _ in range(20):
         moved = weight + size * torch.randn_like(weight)
         assert error(outputs, directions, leading(2, 1, 3), moved) > least
-
-
-def test_keeping_nothing_has_no_weight():
-    directions, covariance = directions_of(samples("plain"))
-    assert read_out(directions, leading(0, 0, 0), covariance).shape == (FEATURES, 0)

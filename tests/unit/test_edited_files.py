@@ -39,7 +39,7 @@ VALUES: tuple[Any, ...] = (
     "../a", "/etc/passwd", "\ud800", "a\udfff", "\x00", "x" * 10_000, "%s{0}", "=1+1", "<script>", [], [[]], [None],
     [1, 2, 3], ["a"], [[]] * 50, {}, {"a": 1}, {"type": "int"}, {"tuple": []}, {"type": []}, {"": None},
 )  # fmt: skip
-EDITS, SAMPLE = 96, 24  # per kind of file, in all tests and in the quick ones
+EDITS = 32  # per kind of file
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -131,15 +131,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_edited_file_is_read_or_refused(kind: str, quick: bool, files: Path) -> None:
+def test_an_edited_file_is_read_or_refused(kind: str, files: Path) -> None:
     path = files / kind
     before = path.read_text()
     record = json.loads(before)
     refused = 0
     try:
-        for number in range(SAMPLE) if quick else range(SAMPLE, EDITS):
+        for number in range(EDITS):
             changed, edit = edited(record, number)
             text = json.dumps(sealed_again(changed) if kind == "model/config.json" else changed)
             path.write_text(text)
@@ -177,7 +176,7 @@ def test_a_list_without_end_is_refused(files: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["prescription.json", "diagnosis.json"])
-@pytest.mark.parametrize("name", ["x", "layers.0.colour", "layers.7.hidden.weight", "tokens.0.weight", "layers.0"])
+@pytest.mark.parametrize("name", ["x", "layers.7.hidden.weight"])
 def test_a_tensor_that_nothing_refers_to_is_refused(kind: str, name: str, files: Path, tmp_path: Path) -> None:
     record, path = read_json(files / kind), tmp_path / kind
     tensors = {**read_tensors_of(files / kind, record), name: torch.zeros(2)}

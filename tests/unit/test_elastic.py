@@ -92,15 +92,6 @@ def test_speeds_are_interpolated_and_parameters_are_those_of_a_size(made: Elasti
         Elastic(made.folder, made.sizes[:1]).load("latency", 0.5)
 
 
-def test_sizes_have_their_divergence_with_fewer_tokens(made: Elastic) -> None:
-    for size in made.sizes:
-        assert bool(size.cuts) == size.reduces_tokens
-        if size.cuts:
-            assert size.cuts[0][0] == pytest.approx(size.macs)
-            assert [cut[0] for cut in size.cuts] == sorted((cut[0] for cut in size.cuts), reverse=True)
-    assert any(size.cuts for size in made.sizes)
-
-
 @pytest.mark.parametrize("budget", [1.0, 0.9, 0.85, 0.72, 0.62, 0.6])
 def test_no_loaded_size_is_dominated_by_a_stored_one(budget: float) -> None:
     """Of sizes as they were measured, and of an index without the divergences at fewer tokens."""
@@ -219,25 +210,13 @@ def test_a_speed_takes_no_size_that_is_slower_than_a_larger_one(made: Elastic) -
         mixed.load("latency", 0.4)
 
 
-def edited_copy(made: Elastic, folder: Path, edit: Callable[[dict[str, Any]], object], old: bool = False) -> Path:
-    """A copy of the folder with an edited index; `old` writes the index of earlier versions."""
+def edited_copy(made: Elastic, folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy of the folder with an edited index."""
     shutil.copytree(made.folder, folder)
     record = json.loads((folder / "elastic.json").read_text())
-    if old:
-        for size in record["sizes"]:
-            del size["fingerprint"]
-        for name in ("macs", "params"):
-            del record["about"][name]
     edit(record)
     (folder / "elastic.json").write_text(json.dumps(record))
     return folder
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_an_index_without_fingerprints_is_read(made: Elastic, tmp_path: Path, old: bool) -> None:
-    folder = edited_copy(made, tmp_path / "copy", lambda record: None, old)
-    for most in (0.99, *BUDGETS, 0.7):
-        assert model_fingerprint(rx.load(folder, macs=most)) == model_fingerprint(rx.load(made.folder, macs=most))
 
 
 @pytest.mark.parametrize("change", ["swapped", "another model", "exchanged names", "another policy"])
@@ -267,9 +246,7 @@ def test_a_size_that_is_another_model_is_refused(made: Elastic, tmp_path: Path, 
         rx.load(folder, macs=0.6)
 
 
-@pytest.mark.parametrize(
-    "name", ["../macs-0.6", "/tmp", "..", ".", "", "a/b", "a\\b", "macs-0.85", "a" * 300, "\0", "é"]
-)
+@pytest.mark.parametrize("name", ["../macs-0.6", "/tmp", ".", "", "macs-0.85", "\0"])
 def test_the_name_of_a_size_is_that_of_one_folder_within(made: Elastic, tmp_path: Path, name: str) -> None:
     def edit(record: dict[str, Any]) -> None:
         record["sizes"][2]["name"] = name
@@ -277,13 +254,3 @@ def test_the_name_of_a_size_is_that_of_one_folder_within(made: Elastic, tmp_path
     folder = edited_copy(made, tmp_path / "copy", edit)
     with pytest.raises(CheckpointError, match=r"elastic\.json: sizes\[2\]\.name is"):
         rx.load(folder, macs=0.6)
-
-
-def test_sizes_that_were_exchanged_are_not_timed_again(made: Elastic, tmp_path: Path) -> None:
-    folder = edited_copy(made, tmp_path / "copy", lambda record: None)
-    evidence = [folder / name / "evidence.json" for name in ("macs-0.85", "macs-0.6")]
-    texts = [path.read_text() for path in evidence]
-    for path, text in zip(evidence, reversed(texts), strict=True):
-        path.write_text(text)
-    with pytest.raises(AttnrxError):
-        rx.elastic(original(), images(48), folder, macs=BUDGETS, batch=4, threads=1)

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.progress import no_log
 from attnrx.verbs.save import save
-from attnrx.vit.models import build_model, family_of
+from attnrx.vit.models import build_model
 from attnrx_lab.papers.fusion import FusionExperiment, blocks
 from attnrx_lab.papers.irratt import IrrattExperiment, IrrattMethod, paper_price, realized_price
 
@@ -76,13 +75,6 @@ def test_a_run_goes_on_where_it_was_stopped(experiment: IrrattExperiment, tmp_pa
     assert again.record == first.record
 
 
-def test_a_folder_is_not_claimed_by_settings_that_load_nothing(experiment: IrrattExperiment, tmp_path: Path):
-    wrong = replace(experiment, model=str(tmp_path / "nothing"), tiny=False)
-    with pytest.raises(CheckpointError):
-        wrong.run(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_fine_tuning_trains_the_candidate_and_never_the_original(experiment: IrrattExperiment, tmp_path: Path):
     own = replace(experiment, methods=HALF[:2])
     plain = own.run(tmp_path / "plain")
@@ -90,15 +82,6 @@ def test_fine_tuning_trains_the_candidate_and_never_the_original(experiment: Irr
     assert [path.name for path in (tmp_path / "tuned" / "train").iterdir()] == ["truncatt"]
     measured = [run.measure("truncatt", "measured", "divergence_to_original") for run in (plain, tuned)]
     assert measured[0] is not None and measured[1] is not None and measured[0]["value"] != measured[1]["value"]
-
-
-def test_changes_are_listed(experiment: IrrattExperiment):
-    changed = replace(experiment, tiny=False).changed({"weights": "w.safetensors", "epochs": 2})
-    assert changed.deviations(replace(experiment, tiny=False)) == [
-        "small: weights = w.safetensors instead of None",
-        "small: epochs = 2 instead of 0",
-    ]
-    assert "tiny model" in experiment.deviations(experiment)[0]
 
 
 def test_blocks_of_a_fusion_matrix():
@@ -123,16 +106,3 @@ def test_ranks_of_the_heads_share_the_total(model_folder: str, tmp_path: Path):
         values = [mean["value"] for mean in means if mean is not None]
         assert values == sorted(values) and sum(values) == pytest.approx(12)
     assert experiment.run(tmp_path).record == run.record
-
-
-@pytest.mark.slow
-def test_a_model_whose_heads_share_directions_is_read_as_it_is(experiment: IrrattExperiment, tmp_path: Path):
-    model = experiment.original(tmp_path, no_log)
-    diagnosis = diagnose(model, experiment.splits(model).train.take(16))
-    shared = realize(model, IrrattMethod("cp", "cp", 0.5).prescription(model, diagnosis, 0))
-    run = FusionExperiment("cp", str(save(shared, tmp_path / "model")), (0.5,)).run(tmp_path / "run")
-    own = blocks(family_of(shared).attention(shared)[1].spectrum().strength.double())
-    found = run.measure("0.5/layer-1", "fusion", "rescaled")
-    assert found is not None and found["value"] == own["rescaled"]
-    assert run.measure("0.5/layer-1", "fusion", "error") is None
-    assert any("as it was given" in note for note in run.record["data"]["notes"])

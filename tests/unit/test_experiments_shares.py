@@ -44,20 +44,12 @@ def test_the_largest_share_that_fits_is_found(limit: float) -> None:
     assert len(requested) <= 14
 
 
-def test_where_nothing_fits_there_is_no_share() -> None:
-    assert largest_share(lambda share: False) is None
-
-
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
 def test_a_prescription_is_priced_as_it_is_realized(share: float, model: VisionTransformer, found: Diagnosis) -> None:
     prescription = prescribe(found, ALL.at(share))
     small = realize(model, prescription)
     assert prescribed_costs(model, prescription) == family_of(small).costs(small) == costs_at(model, found, ALL, share)
     assert prescribed_costs(model, prescription).macs < family_of(model).costs(model).macs
-
-
-def test_what_would_change_nothing_costs_what_the_model_costs(model: VisionTransformer, found: Diagnosis) -> None:
-    assert costs_at(model, found, Template.parse("total_rank:{share}"), 1.0) == family_of(model).costs(model)
 
 
 def test_a_rule_for_every_layer_decides_layer_by_layer(found: Diagnosis) -> None:

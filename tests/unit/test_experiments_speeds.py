@@ -3,9 +3,7 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from attnrx.support.errors import InvalidInput
 from attnrx.support.storage import read_json
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.models import build_model, family_of
@@ -37,14 +35,6 @@ def test_every_methods_is_timed_at_every_batch_size(tmp_path: Path) -> None:
     assert found.to_markdown().count("\n") == 9
 
 
-@pytest.mark.parametrize("form", ["dense", "svda"])
-def test_rules_of_values_and_mlp_are_timed_for_every_form(form: str) -> None:
-    bench = noise_bench(cases.model(cases.CONFIGS[form]).float())
-    methods = [Method.parse("all=vo=total_rank:{share} hidden=uniform_rank:{share}")]
-    found = compare_speeds(bench, methods, Rates((1,), (PROTOCOL,), shares=(0.5,)))
-    assert [each.method for each in found.speeds] == ["attnrx", "all"]
-
-
 def test_speeds_are_beside_the_model_that_the_library_ships() -> None:
     timm = pytest.importorskip("timm")
     name, changes = "vit_tiny_patch16_224", {"img_size": 32, "depth": 2, "embed_dim": 12, "num_heads": 2}
@@ -66,32 +56,3 @@ def test_what_cannot_be_reached_is_said_and_left_out() -> None:
     found = compare_speeds(bench, [Method.parse("qk=total_rank:{share}")], rates, said.append)
     assert [each.method for each in found.speeds] == ["attnrx"]
     assert "qk cannot cost 1 % of the MACs: left out" in said
-
-
-@pytest.mark.parametrize(
-    "requested",
-    [
-        {"batches": ()},
-        {"batches": (0,)},
-        {"protocols": ()},
-        {"shares": ()},
-        {"shares": (0.0,)},
-        {"shares": (), "macs": (1.5,)},
-    ],
-)
-def test_rates_that_say_nothing_are_refused(requested: dict[str, tuple]) -> None:
-    with pytest.raises(InvalidInput, match="give at least one"):
-        Rates(**{"batches": (1,), "protocols": (PROTOCOL,), "shares": (0.5,), **requested})
-
-
-def test_the_images_are_noise_of_the_size_that_the_model_reads() -> None:
-    bench = noise_bench(cases.model(cases.CONFIGS["dense"]).float(), seed=3, images=5)
-    batch = next(iter(bench.test.batches(8))).images
-    assert batch.shape == (5, *family_of(bench.model).input_shape(bench.model))
-    assert torch.equal(batch, next(iter(noise_bench(bench.model, seed=3, images=5).test.batches(8))).images)
-
-
-@pytest.mark.filterwarnings("error::attnrx.support.errors.ScaleWarning")
-def test_the_noise_is_on_the_scale_of_the_model() -> None:
-    # The statistics of the digits, which are far from those of pixels in [-1, 1].
-    noise_bench(build_model("dense:digits", mean=(0.305,), std=(0.376,)))

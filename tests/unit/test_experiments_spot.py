@@ -1,7 +1,5 @@
 """The SPOT experiments on tiny models: what is trained and by what, runs that go on, originals that are shared."""
 
-import math
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,23 +7,18 @@ import pytest
 import torch
 
 from attnrx.data import Normalization, load_data
-from attnrx.support.atomic_writes import file_lock
-from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.support.errors import CheckpointError
 from attnrx.verbs.load import load
 from attnrx.vit.models import reduction_of
 from attnrx_lab.clutter import object_finding
 from attnrx_lab.cluttered_digits import CLUTTERED, object_patches
-from attnrx_lab.papers import sources
 from attnrx_lab.papers.spot import (
     ORIGINALS,
     FineTuning,
     SpotExperiment,
     TokenMethod,
-    accuracy_by_group,
-    outline_for,
-    token_price,
 )
-from attnrx_lab.papers.spot_tables import SUBJECTS, at, projected
+from attnrx_lab.papers.spot_tables import SUBJECTS, at
 from attnrx_lab.tokens import Random
 
 pytestmark = pytest.mark.usefixtures("single_precision")
@@ -49,15 +42,6 @@ def test_stages_are_one_layer_after_each_quarter(depth: int, stages: tuple[int, 
     assert policy.layers == stages
     assert policy.keep == (0.5, 0.25, 0.125)
     assert ORIGINAL.policy(depth) is None
-
-
-def test_patches_that_leave_by_chance_are_drawn_from_the_seed():
-    assert [str(RANDOM.policy(4, seed)) for seed in (0, 7)] == ["random:0.7@2,3,4", "random(seed=7):0.7@2,3,4"]
-
-
-def test_methods_that_cannot_be_are_refused():
-    with pytest.raises(UnknownName, match="spot"):
-        TokenMethod("a", "spott").policy(12)
 
 
 def test_what_every_method_learns_by():
@@ -115,67 +99,6 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path):
         experiment.changed({"epochs": 2}).run(first.folder)
 
 
-def test_a_method_with_a_failed_neighbour_is_made_all_the_same(tmp_path: Path):
-    broken = tiny(SPOT)
-    (tmp_path / broken.place).mkdir(parents=True)
-    (tmp_path / broken.place / "settings.json").write_text("{")
-    with pytest.raises(CheckpointError):
-        made(broken, tmp_path)
-    assert made(tiny(SPOT, 43), tmp_path).measure("spot", "measured", "accuracy") is not None
-
-
-def test_who_comes_second_to_a_folder_waits(tmp_path: Path):
-    """The lock is one of the system, by open file: two threads that open it are as two processes."""
-    order, entered = [], threading.Event()
-
-    def second() -> None:
-        entered.set()
-        with file_lock(tmp_path / "run", math.inf):
-            order.append("second")
-
-    with file_lock(tmp_path / "run", math.inf):
-        waiting = threading.Thread(target=second)
-        waiting.start()
-        entered.wait(60)
-        waiting.join(0.2)
-        assert waiting.is_alive()
-        order.append("first")
-    waiting.join(60)
-    assert order == ["first", "second"]
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_that_cannot_be_is_refused(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot create the folder"), file_lock(tmp_path / "file" / "run"):
-        pass
-
-
-def test_changes_are_listed():
-    protocol = SUBJECTS["deit_small"]
-    changed = protocol.changed({"weights": "w.safetensors", "epochs": 2})
-    assert changed.deviations(protocol) == [
-        "deit_small: weights = w.safetensors instead of None",
-        "deit_small: epochs = 2 instead of 80",
-    ]
-
-
-def test_an_lvvit_without_weights_is_no_original(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    own = SUBJECTS["lvvit_small"]
-    monkeypatch.setattr(SpotExperiment, "splits", own.as_tiny().splits)
-    with pytest.raises(InvalidInput, match="--weights"):
-        own.run(tmp_path)
-
-
-def test_prices_follow_the_policy():
-    outline = outline_for(None, "cifar10_small")
-    dense, spot, small = (token_price(outline, method) for method in (ORIGINAL, SPOT, projected(0)))
-    assert (dense["percent"], dense["predictors"], dense["patches_3"]) == (100, 0, 64)
-    assert (spot["patches_1"], spot["patches_2"], spot["patches_3"]) == (44, 31, 21)
-    assert dense["gmacs"] > spot["gmacs"] > small["gmacs"] and spot["predictors"] > small["predictors"] > 0
-    assert spot["tokens"] == (65 + 45 + 32 + 22) / 4
-
-
 def test_the_oracle_keeps_the_digit_first_and_the_share_is_measured() -> None:
     images = load_data(CLUTTERED).test.take(24)
     model, seed = ORIGINALS["cluttered_digits"].build(Normalization((0.1268,), (0.1959,))), 3
@@ -189,12 +112,6 @@ def test_the_oracle_keeps_the_digit_first_and_the_share_is_measured() -> None:
     assert 0 < object_finding(model, images, objects, "object_patches").value < 35  # 12 of 100 patches remain
 
 
-def test_accuracy_is_averaged_over_the_images_of_a_group() -> None:
-    found = accuracy_by_group(torch.tensor([True, False, True, True]), torch.tensor([7, 7, 7, 2]))
-    assert found.details["samples"] == [100.0, 66.6667]
-    assert found.value == pytest.approx((100 + 200 / 3) / 2)
-
-
 def test_a_run_on_the_testbed_counts_the_patches_of_the_objects(tmp_path: Path) -> None:
     experiment = replace(SUBJECTS["cluttered_digits"], method=at(RANDOM, 0.5)).as_tiny()
     run = made(experiment, tmp_path)
@@ -202,11 +119,3 @@ def test_a_run_on_the_testbed_counts_the_patches_of_the_objects(tmp_path: Path) 
     first, last, accuracy = (run.measure("random-0.5", "measured", name) for name in names)
     assert first is not None and last is not None and 0 < last["value"] < first["value"] < 80
     assert accuracy is not None and len(accuracy["samples"]) == 64
-
-
-def test_generated_objects_are_the_bright_squares() -> None:
-    images = sources.generated_splits("a", 1, 4, 16).test
-    batch = next(iter(images.batches(64)))
-    patches = batch.images.unfold(2, 4, 4).unfold(3, 4, 4).mean((1, 4, 5)).flatten(1)
-    bright = patches > patches.mean(1, keepdim=True)
-    assert torch.equal(bright, sources.generated_objects("test", 4, 4)[batch.index])

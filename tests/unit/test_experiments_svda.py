@@ -74,19 +74,6 @@ def test_another_experiment_is_refused_with_what_differs(run: Run):
         replace(TINY, draws=4).run(run.folder)
 
 
-def test_unknown_dataset_names_the_nearest():
-    with pytest.raises(UnknownName, match="cifar10"):
-        SvdaExperiment("cifar11")
-
-
-def test_finished_run_is_read_back_without_data(run: Run, monkeypatch: pytest.MonkeyPatch):
-    def unreachable(self: SvdaExperiment) -> None:
-        raise AssertionError("a finished run loaded its data again")
-
-    monkeypatch.setattr(SvdaExperiment, "splits", unreachable)
-    assert TINY.run(Path(run.folder)).record == run.record
-
-
 def test_a_table_measures_what_it_shows_and_the_next_one_adds_to_it(tmp_path: Path):
     first, second = {("rho-0.90", "mask", "discrepancy_to_original")}, {("rho-0.90", "refit", RATIO)}
     record = TINY.run(tmp_path, keys=first).record
@@ -98,25 +85,9 @@ def test_a_table_measures_what_it_shows_and_the_next_one_adds_to_it(tmp_path: Pa
     assert run.record["rules"]["rho-0.90"]["mask"] == record["rules"]["rho-0.90"]["mask"]
 
 
-def test_controls_are_measured_only_where_a_table_compares_with_them():
-    assert TINY.stages({("rho-0.90", "mask", "nearer_than_random")}) == {"rho-0.90/controls-mask"}
-    assert TINY.stages({("rho-0.95", "exact", "removed")}) == {"rho-0.95/exact"}
-    assert len(TINY.stages()) == 4 * (4 + 3)
-
-
-def test_strength_knobs_reach_the_training():
-    training = replace(TINY, strength_init=8.0, strength_learning_rate=100.0, precision="fp32").training()
-    assert (training.strength_init, training.strength_learning_rate, training.precision) == (8.0, 100.0, "fp32")
-
-
 def test_every_table_takes_the_scenarios_that_it_has(tmp_path: Path):
     names, tiny = ("svda/table1", "svda/table2"), {"folder": tmp_path, "seeds": (1,), "tiny": True}
     first, second = reproduce(names, only=("cifar10", "fashion_mnist"), **tiny)
     assert [len(table.rows) for table in (first, second)] == [2, 3]
     with pytest.raises(UnknownName, match=r"scenario of the recipe svda/table1, svda/table2.*fashion_mnist"):
         reproduce(names, only=("cifar10", "fashion"), **tiny)
-
-
-def test_other_seeds_than_the_papers_are_listed(tmp_path: Path):
-    (table,) = reproduce("svda/table1", only="cifar10", seeds=(2,), tiny=True, folder=tmp_path)
-    assert table.seeds == (2,) and "cifar10: seeds 2 instead of 42, 43, 44" in table.deviations

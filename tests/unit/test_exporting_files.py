@@ -15,9 +15,9 @@ from PIL import Image, ImageOps
 from torch import nn
 
 import attnrx as rx
-from attnrx.change.exporting import Onnx, parse_format, precision_for, present_exports, present_script, remove_export
+from attnrx.change.exporting import Onnx, parse_format, present_exports, present_script, remove_export
 from attnrx.change.exporting.exported import sealed_script
-from attnrx.data.model_data import preprocessing_of, splits_for
+from attnrx.data.model_data import preprocessing_of
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.vit.costs import Conditions
 from support import odd_pictures, pretrained
@@ -127,15 +127,6 @@ def test_an_export_of_two_files_replaces_its_own_only(tmp_path: Path) -> None:
     assert files(tmp_path) == before and (tmp_path / "a.bin").read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
-def test_the_precision_of_a_format_is_its_own(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = small().to(dtype)
-    assert precision_for(model, Onnx()) == "float32" and precision_for(small(), Onnx()) is None
-    assert precision_for(model, rx.exporting.Program()) == ("float32" if dtype == torch.float64 else None)
-    exported = rx.export(model, tmp_path / "a.onnx", precision=precision_for(model, Onnx()))
-    assert exported.images.precision == "float32"
-
-
 @pytest.mark.parametrize("form", ["onnx", pytest.param("openvino", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batch", [3, pytest.param("dynamic", marks=pytest.mark.slow)])
 def test_the_script_classifies_as_the_transform_of_timm_and_the_model_do(
@@ -162,37 +153,6 @@ def test_the_script_classifies_as_the_transform_of_timm_and_the_model_do(
         printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
         assert printed[0] == ("ant", "bee", "cow")[int(shares.argmax())]
         assert float(printed[1]) == pytest.approx(float(shares.max()), abs=1e-3)
-
-
-def test_the_text_of_the_script_computes_what_attnrx_does(tmp_path: Path) -> None:
-    model = small()
-    text = (Onnx().example(tmp_path / "a.onnx") or "").partition("here = Path")[0].replace("import onnxruntime\n", "")
-    names: dict[str, Any] = {}
-    exec(text, names)
-    how, preprocessing = preprocessing_of(model).to_dict(), preprocessing_of(model)
-    for content in odd_pictures.ODD.values():
-        pixels = names["pixels_of"](names["open_picture"](content), how["channels"], how["alpha"])
-        found = names["normalize_pixels"](names["fit_pixels"](pixels, how), how["mean"], how["std"])
-        torch.testing.assert_close(torch.from_numpy(found).double(), preprocessing(content), rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("given", ["folder", "subset", "loader"])
-def test_the_class_names_of_a_dataset_reach_the_file(given: str, tmp_path: Path) -> None:
-    torchvision = pytest.importorskip("torchvision")
-    for name in ("ant", "bee", "cow"):
-        (tmp_path / "data" / name).mkdir(parents=True)
-        for number in range(3):
-            (tmp_path / "data" / name / f"{number}.png").write_bytes(odd_pictures.ODD["square png"])
-    model = small(num_classes=3)
-    data = torchvision.datasets.ImageFolder(tmp_path / "data", preprocessing_of(model) if given == "loader" else None)
-    if given != "folder":
-        data = torch.utils.data.Subset(data, range(1, 7))
-    data = torch.utils.data.DataLoader(data, 2) if given == "loader" else data
-    exported = rx.export(model, tmp_path / "a.onnx", calibration=data)
-    assert exported.facts["class_names"] == ["ant", "bee", "cow"]
-    assert splits_for(model, data).class_names == ("ant", "bee", "cow")
-    assert rx.export(small(num_classes=5), tmp_path / "a.onnx", calibration=data).facts["class_names"] == []
 
 
 def test_a_plan_for_the_speed_of_files_of_fixed_sizes_is_refused() -> None:

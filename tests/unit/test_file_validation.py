@@ -39,35 +39,19 @@ TOKENS = {"reasons": ["why"], "seed": 0, "trained": False}
     ("field", "value", "message"),
     [
         (f"{HEAD}.keep[0]", -1, "is -1; it must be an integer in 0..15"),
-        (f"{HEAD}.keep[0]", 16, "is 16; it must be an integer in 0..15"),
         (f"{HEAD}.keep[0]", 0.0, "is 0.0; it must be an integer"),
-        (f"{HEAD}.keep[0]", True, "is true; it must be an integer"),
         (f"{HEAD}.keep", [0, 1, 2, 3, 4, 4], "keep[5] is 4, as layers[1].qk.heads[2].keep[4] is"),
         (f"{HEAD}.keep", [0, 1, 2], "rank is 6, and keep has 3 directions"),
-        (f"{HEAD}.rank", 7, "is 7, and keep has 6 directions"),
         (f"{HEAD}.strength[3]", NAN, "is nan; it must be a finite number"),
-        (f"{HEAD}.strength[3]", INFINITY, "is inf; it must be a finite number"),
         (f"{HEAD}.strength[3]", 1e39, r"is 1e+39; it must be a finite number"),
-        (f"{HEAD}.strength[3]", "1", "is '1'; it must be a finite number"),
-        (f"{HEAD}.strength", [1.0], r"strength has 1 values; it must be a list of 16"),
-        (f"{HEAD}.why", None, "is null; it must be a text"),
         (f"{HEAD}.why", ABSENT, "is missing"),
-        (f"{HEAD}.weight", 1, "is unknown; known are"),
-        (HEAD, [], r"is a list of 0; it must be an object"),
         ("layers[1].qk.directions", 10**12, "it must be an integer in 0..65536"),
-        ("layers[1].qk.heads", {}, "is an object; it must be a list"),
         ("layers[1].qk", ABSENT, "layers[1].qk is missing"),
-        ("layers[1].values", {}, "layers[1].values is unknown"),
-        ("layers", 3, "is 3; it must be a list"),
         ("layers[0].qk.basis", {"shared": False}, "needs the tensor"),
         ("removed_share", 0.0, "its layers give 0.625"),
-        ("rules", None, "is null; it must be an object"),
-        ("rules.qk", 1, "is 1; it must be a text"),
         ("rules.tokens", "evit:0.5@2", "tokens is missing, and rules.tokens is given"),
         ("tokens", TOKENS, "rules.tokens is missing, and tokens is given"),
         ("rules.score", {}, "rules.score is unknown"),
-        ("about", ABSENT, "is missing"),
-        ("fingerprint", 7, "is 7; it must be a text"),
         ("rules.tokens", "evit:7@4", "rules.tokens is 'evit:7@4'"),
         ("tokens", TOKENS | {"seed": -1}, "tokens.seed is -1"),
         ("tokens", TOKENS | {"reasons": []}, "tokens.reasons has 0 values"),
@@ -87,11 +71,8 @@ def test_an_edited_prescription_is_refused_by_field(
     [
         ("layers[2]", ABSENT, "its tensors include 'layers.2."),
         ("layers[1].heads", [0, 1, 1, 3], r"layers[1].heads[2] is 1, as layers[1].heads[1] is"),
-        ("layers[1].heads", [0, 1], "disagree"),
         ("layers[1].scale", NAN, r"layers[1].scale is nan; it must be a finite number"),
         ("layers[1].norms", "some", r"layers[1].norms is 'some'; it must be one of"),
-        ("layers[1].mlp", ABSENT, r"layers[1].mlp is missing"),
-        ("fingerprint", None, "fingerprint is null; it must be a text"),
         ("tensors_sha256", "0" * 64, "which is not in its folder"),
     ],
 )  # fmt: skip
@@ -109,28 +90,17 @@ def test_an_edited_diagnosis_is_refused_by_field(
     ("field", "value", "message"),
     [
         ("findings[0].value", "much", r"findings[0].value is 'much'; it must be a finite number"),
-        ("findings[0].value", INFINITY, r"findings[0].value is inf"),
         ("findings[0].n", -3, r"findings[0].n is -3; it must be an integer"),
-        ("findings[0].n", 2.5, r"findings[0].n is 2.5"),
         ("findings[0].outcome", "yes", r"findings[0].outcome is 'yes'; it must be one of"),
         ("findings[0].limit", None, r"findings[0].outcome is 'holds' with the limit null"),
         ("findings[0].low", 0.5, r"findings[0].low is 0.5, above high"),
-        ("findings[0].extra", 1, r"findings[0].extra is unknown"),
         ("findings[0].claim", ABSENT, r"findings[0].claim is missing"),
-        ("findings", {}, "findings is an object; it must be a list"),
         ("outcome", "fails", "outcome is 'fails', and the findings give 'holds'"),
-        ("about", [], "about is a list of 0; it must be an object"),
     ],
 )  # fmt: skip
 def test_edited_evidence_is_refused_by_field(files: Path, tmp_path: Path, field: str, value: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
         Evidence.load(write_edited(tmp_path / "evidence.json", files / "evidence.json", field, value))
-
-
-def test_a_written_file_is_read_back(files: Path) -> None:
-    assert Prescription.load(files / "prescription.json").removed_share == pytest.approx(0.625)
-    assert len(Diagnosis.load(files / "diagnosis.json").layers) == 3
-    assert Evidence.load(files / "evidence.json").outcome == "holds"
 
 
 DEEP = ("[" * 100_000, "[" * 5000 + "]" * 5000, '{"a":' * 300 + "1" + "}" * 300)

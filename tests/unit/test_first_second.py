@@ -55,22 +55,6 @@ def test_a_command_names_what_is_wrong_before_it_loads_a_model(name: str, tmp_pa
     assert code in (2, 3) and expected.format(**places) in err.getvalue(), err.getvalue()
 
 
-CALLS: dict[str, Callable[[Path], object]] = {
-    "data": lambda folder: rx.shrink("svda:digits", "/nowhere", macs=0.5),
-    "format": lambda folder: rx.shrink("svda:digits", "digits", macs=0.5, to="onx"),
-    "two targets": lambda folder: rx.shrink("svda:digits", "digits", macs=0.5, params=0.5),
-    "folder": lambda folder: rx.shrink("svda:digits", "digits", macs=0.5, folder=folder / "file" / "x"),
-    "sizes": lambda folder: rx.elastic("svda:digits", "/nowhere", folder / "sizes", macs=(0.5,)),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_function_names_what_is_wrong_before_it_loads_a_model(name: str, tmp_path: Path, idle: None) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(AttnrxError):
-        CALLS[name](tmp_path)
-
-
 @pytest.mark.parametrize(
     ("library", "extra", "call"),
     [

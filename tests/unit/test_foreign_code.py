@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import attnrx
-from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.vit.models import model_fingerprint
 from support.pretrained import VIT, of_hf, of_timm
 
@@ -39,28 +39,12 @@ def closure_over_another_part(model: Any) -> str:
     return "blocks.1.norm1.weight"
 
 
-def default_argument(model: Any) -> str:
-    part = model.blocks[0].mlp.fc1
-
-    def forward(tokens: torch.Tensor, before: Callable[..., torch.Tensor] = part.forward) -> torch.Tensor:
-        return before(tokens)
-
-    part.forward = forward
-    return "blocks.0.mlp.fc1"
-
-
 def global_variable(model: Any) -> str:
     """As in a notebook."""
     global GLOBAL
     GLOBAL = model
     model.blocks[0].norm1.forward = lambda tokens: nn.LayerNorm.forward(GLOBAL.blocks[0].norm1, tokens)
     return "blocks.0.norm1.weight"
-
-
-def container(model: Any) -> str:
-    parts = {"all": [model.blocks[0].norm2]}
-    model.blocks[0].norm2.forward = lambda tokens: type(parts["all"][0]).forward(parts["all"][0], tokens)
-    return "blocks.0.norm2"
 
 
 def compiled_forward(model: Any) -> str:
@@ -79,16 +63,7 @@ def hook(model: Any) -> str:
     return "a hook .* of blocks.0"
 
 
-def pre_hook(model: Any) -> str:
-    norm = model.blocks[1].norm1
-    model.blocks[0].register_forward_pre_hook(lambda module, args: (norm(args[0]),))
-    return "a hook .* of blocks.0"
-
-
-SHARED = (
-    closure, closure_over_another_part, default_argument, global_variable, container, compiled_forward, compiled_part,
-    hook, pre_hook,
-)  # fmt: skip
+SHARED = (closure, closure_over_another_part, global_variable, compiled_forward, compiled_part, hook)
 
 
 @pytest.mark.parametrize("change", SHARED, ids=lambda change: change.__name__)
@@ -101,11 +76,6 @@ def test_functions_that_a_copy_would_share_are_refused_by_name(change: Callable[
 
 def own_bound_method(model: Any) -> None:
     model.blocks[0].mlp.fc1.forward = model.blocks[0].mlp.fc1.forward
-
-
-def new_bound_method(model: Any) -> None:
-    part = model.blocks[0].norm1
-    part.forward = types.MethodType(lambda self, tokens: nn.LayerNorm.forward(self, tokens), part)
 
 
 def partial_function(model: Any) -> None:
@@ -134,11 +104,6 @@ def old_weight_norm(model: Any) -> None:
         nn.utils.weight_norm(model.blocks[0].mlp.fc1)
 
 
-def old_spectral_norm(model: Any) -> None:
-    nn.utils.spectral_norm(model.train().blocks[0].mlp.fc1)
-    nn.utils.spectral_norm(model.head)
-
-
 def parametrized(model: Any) -> None:
     parametrizations.weight_norm(model.blocks[0].mlp.fc1)
     parametrizations.spectral_norm(model.blocks[0].attn.qkv)
@@ -150,8 +115,8 @@ def kept_activation(model: Any) -> None:
 
 
 CARRIED = (
-    own_bound_method, new_bound_method, partial_function, logger, pruned, old_weight_norm, old_spectral_norm,
-    parametrized, kept_activation, pytest.param(compiled_in_place, marks=pytest.mark.slow),
+    own_bound_method, partial_function, logger, pruned, old_weight_norm, parametrized, kept_activation,
+    pytest.param(compiled_in_place, marks=pytest.mark.slow),
 )  # fmt: skip
 
 
@@ -217,7 +182,7 @@ class Adapter(nn.Module):
         return self.base(tokens) + self.up(self.down(tokens))
 
 
-@pytest.mark.parametrize("path", ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"])
+@pytest.mark.parametrize("path", ["attn.qkv", "mlp.fc2"])
 def test_adapters_that_are_no_linear_maps_are_refused_by_name(path: str) -> None:
     model = of_timm(VIT)
     adapter = Adapter(model.blocks[0].get_submodule(path))
@@ -232,29 +197,15 @@ def doubled(model: Any) -> None:
     model.source.blocks[0].attn.register_forward_hook(lambda module, args, output: 2 * output)
 
 
-def doubled_input(model: Any) -> None:
-    model.source.blocks[1].mlp.fc1.register_forward_pre_hook(lambda module, args: (2 * args[0],))
-
-
-def halved_values(model: Any) -> None:
-    model.source.blocks[0].attn.attention.value.register_forward_hook(lambda module, args, output: output / 2)
-
-
 def replaced_forward(model: Any) -> None:
     model.source.blocks[0].mlp.act.forward = torch.tanh
-
-
-def replaced_with_closure(model: Any) -> None:
-    part = model.source.blocks[0].mlp.fc1
-    forward = part.forward
-    part.forward = lambda tokens: forward(tokens)
 
 
 def pruned_later(model: Any) -> None:
     prune.l1_unstructured(model.source.blocks[0].mlp.fc1, "weight", 0.5)
 
 
-LATER = (doubled, doubled_input, halved_values, replaced_forward, replaced_with_closure, pruned_later)
+LATER = (doubled, replaced_forward, pruned_later)
 
 
 @pytest.mark.parametrize("change", LATER, ids=lambda change: change.__name__)
@@ -284,15 +235,3 @@ def test_hooks_that_observe_are_allowed_after_loading() -> None:
     masked, compressed = (attnrx.realize(model, prescription, by=by) for by in ("mask", "compress"))
     torch.testing.assert_close(masked(IMAGES), compressed(IMAGES))
     assert model_fingerprint(masked) != model_fingerprint(model)
-
-
-def test_activations_kept_after_loading_do_not_prevent_a_copy() -> None:
-    model: Any = attnrx.load(of_timm(VIT))
-    prescription = attnrx.prescribe(attnrx.diagnose(model, IMAGES), "qk=total_rank:0.5")
-    kept = model.source.patch_embed(IMAGES)
-    assert kept.requires_grad
-    model.source.blocks[0].kept = kept
-    try:
-        assert torch.isfinite(attnrx.realize(model, prescription)(IMAGES)).all()
-    except AttnrxError as error:  # pragma: no cover
-        pytest.fail(str(error))

@@ -12,12 +12,11 @@ import torch
 
 import attnrx as rx
 from attnrx.nouns.evidence import Evidence, Finding
-from attnrx.show.reports import model_card
 from attnrx.support.errors import CardWarning, CheckpointError, DataError
 from attnrx.support.hub import local_copies_if_unreachable
 from attnrx.vit.models import load_model
 from support import cases
-from support.command_line import call, record
+from support.command_line import record
 
 hub = pytest.importorskip("huggingface_hub")
 
@@ -82,28 +81,6 @@ def test_the_hub_reads_the_head_of_the_card(cloud: Path, saved: Path) -> None:
     assert "## Evidence" in card.text
 
 
-def test_a_card_without_evidence_promises_no_metric() -> None:
-    data = hub.ModelCard(model_card({"name": 'a "quoted": name'})).data
-    assert data.metrics is None and not data.eval_results
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("push", "{saved}", "slim"), "OWNER/NAME"),
-        (("push", "{saved}/none", "me/slim"), "not a folder"),
-        (("push", "{saved}", "me/slim", "--license", "My Own!"), "apache-2.0"),
-        (("push", "{saved}", "me/slim", "--base-model", "vit"), "base_model='vit'"),
-        (("costs", "hub:me/other"), "404 for me/other"),
-        (("costs", "hub:other"), "OWNER/NAME"),
-    ],
-)
-def test_bad_names_are_told(cloud: Path, saved: Path, words: tuple[str, ...], said: str) -> None:
-    done = call(*(word.format(saved=saved) for word in words))
-    assert done.code == 2 and said in done.err, done.err
-    assert not cloud.exists()
-
-
 def test_a_hub_that_refuses_is_told(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError("403 for you")
@@ -111,13 +88,6 @@ def test_a_hub_that_refuses_is_told(saved: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hub.HfApi, "create_repo", refuse)
     with pytest.raises(CheckpointError, match=r"403 for you.*hf auth login"):
         rx.push_to_hub(saved, "me/slim")
-
-
-def test_a_broken_folder_is_not_published(cloud: Path, saved: Path) -> None:
-    (saved / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="sha256"):
-        rx.push_to_hub(saved, "me/slim")
-    assert not cloud.exists()
 
 
 @pytest.mark.parametrize("name", ["hf:nobody/none", "hub:nobody/none", "timm:vit_tiny_patch16_224", "data"])

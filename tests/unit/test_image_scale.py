@@ -67,13 +67,6 @@ def test_dull_and_few_images_on_the_right_scale_are_not_noted(stated: str) -> No
     assert ImageScale(SCALES[stated].mean, SCALES[stated].std).fits
 
 
-def test_the_statistics_are_those_of_all_images_together() -> None:
-    pixels = photographs()
-    images = SCALES["imagenet"].apply(pixels).double()
-    reported = scale("half", "imagenet", pixels).describe()
-    assert f"from {images.min():.3g} to {images.max():.3g}" in reported
-
-
 def shown_to() -> dict[str, Callable[[LoadedImages], Any]]:
     vit, images = model(CONFIGS["dense"]), speckles(CONFIGS["dense"])
     found = diagnose(vit, images)

@@ -124,15 +124,6 @@ def linked(cache: Cache) -> None:
     library.symlink_to(cache.planted)
 
 
-def truncated(cache: Cache) -> None:
-    content = cache.library.read_bytes()
-    overwrite(cache.library, content[: len(content) // 2])
-
-
-def emptied(cache: Cache) -> None:
-    overwrite(cache.library, b"")
-
-
 def flipped(cache: Cache) -> None:
     content = bytearray(cache.library.read_bytes())
     content[len(content) // 2] ^= 1
@@ -159,18 +150,9 @@ def record_broken(cache: Cache) -> None:
         record.write_text("[" * 100_000)
 
 
-def record_elsewhere(cache: Cache) -> None:
-    for record in cache.folder.glob("*.json"):
-        record.write_text('{"kind": "attnrx compiled kernel", "schema": 1, "sha256": ["../../planted"]}')
-
-
 @pytest.mark.parametrize(
-    "damage",
-    [
-        replaced, linked, truncated, emptied, flipped, writable,
-        record_writable, record_missing, record_broken, record_elsewhere,
-    ],
-)  # fmt: skip
+    "damage", [replaced, linked, flipped, writable, record_writable, record_missing, record_broken]
+)
 def test_a_file_that_is_damaged_or_not_private_is_rebuilt_once(cache: Cache, damage: Callable[[Cache], None]) -> None:
     assert cache.load()
     damage(cache)
@@ -182,9 +164,8 @@ def test_a_file_that_is_damaged_or_not_private_is_rebuilt_once(cache: Cache, dam
     assert not cache.library.is_symlink() and cache.library.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("content", [b"", b"no library"])
-def test_a_library_that_stays_unusable_is_built_twice_at_most(cache: Cache, content: bytes) -> None:
-    cache.built.write_bytes(content)
+def test_a_library_that_stays_unusable_is_built_twice_at_most(cache: Cache) -> None:
+    cache.built.write_bytes(b"no library")
     cache.refused(str(cache.folder), "PyTorch's attention")
     assert cache.builds() <= 2
 
@@ -235,14 +216,6 @@ def test_a_compiler_that_hangs_is_stopped(cache: Cache, monkeypatch: pytest.Monk
     monkeypatch.setenv("CXX", str(slow))
     monkeypatch.setattr(compilation, "PATIENCE", 0.1)
     cache.refused(str(slow), "timed out")
-
-
-def test_output_of_the_compiler_that_is_not_text_is_reported(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = cache.root / "failing"
-    failing.write_text("#!/bin/sh\nprintf '\\377 bad flag' >&2\nexit 1\n")
-    failing.chmod(0o755)
-    monkeypatch.setenv("CXX", str(failing))
-    cache.refused("bad flag")
 
 
 def test_concurrent_builds_leave_one_whole_library(cache: Cache) -> None:

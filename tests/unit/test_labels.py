@@ -12,8 +12,6 @@ import attnrx as rx
 from attnrx.cli import main
 from attnrx.data import Columns, ImageSet, Normalization, Splits, fit_labels, from_tensors, imagenet_indices
 from attnrx.show.checks import Accuracy, Fidelity
-from attnrx.show.checks.comparison import chance_notes
-from attnrx.show.checks.statistics import proportion
 from attnrx.support.errors import DataError, UnknownName
 from attnrx.vit.models import build_model
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
@@ -102,15 +100,6 @@ def test_equal_counts_and_numbers_without_names_stay() -> None:
         whole = dataset(names)
         assert fit_labels(whole, classes) is whole
     assert fit_labels(dataset(("0", "1", "2")), 2).test.label_problem is not None
-
-
-def test_a_reference_near_chance_is_a_warning_in_the_evidence(vit: nn.Module) -> None:
-    evidence = rx.verify(vit, vit, rx.adapt_preprocessing(dataset(("a", "b", "c")), vit).test, [Accuracy()])
-    (note,) = evidence.warnings
-    assert "no more than guessing" in note and "--label-map" in note
-    labels = torch.arange(100) % 10
-    assert not chance_notes(proportion(70, 100).scaled(100.0), labels)
-    assert chance_notes(proportion(6, 100).scaled(100.0), labels)
 
 
 def test_the_command_takes_a_map_and_warns_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

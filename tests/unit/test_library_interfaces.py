@@ -1,7 +1,6 @@
 """What the libraries, their trainers and their users call on an adopted model, and the folders that they write."""
 
 import copy
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -9,17 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import attnrx
-from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
-from attnrx.support.storage import SEAL, sealed, write_json
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.vit.models import model_fingerprint
 from support.pretrained import OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision, shaken
 
 transformers = pytest.importorskip("transformers")
-IMAGES = torch.randn(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-CLASSES = ("ViTForImageClassification", "Dinov2Model", "CLIPVisionModelWithProjection", "BeitForImageClassification")
+CLASSES = ("ViTForImageClassification", "CLIPVisionModelWithProjection")
 
 
 def small(model: Any) -> Any:
@@ -30,7 +26,7 @@ def small(model: Any) -> Any:
     return attnrx.realize(adopted, attnrx.prescribe(attnrx.diagnose(adopted, images), "qk=total_rank:0.6"))
 
 
-@pytest.mark.parametrize("kind", [CLASSES[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in CLASSES[1:])])
+@pytest.mark.parametrize("kind", CLASSES)
 def test_transformers_reads_no_folder_as_a_random_model(kind: str, tmp_path: Path) -> None:
     model = small(of_hf(kind))
     with pytest.raises(NotSupported, match=r"attnrx\.save"):
@@ -155,11 +151,6 @@ def test_forwarded_attributes_survive_copies(kind: str) -> None:
         assert model_fingerprint(made) == model_fingerprint(model)
 
 
-def test_a_network_without_attention_and_mlps_is_called_what_it_is() -> None:
-    with pytest.raises(NotSupported, match="ResNet is a convolutional network without attention"):
-        attnrx.load("timm:resnet18", pretrained=False)
-
-
 def test_another_network_with_mlps_has_hidden_units() -> None:
     model = attnrx.load("timm:mixer_s32_224", pretrained=False)
     assert len(attnrx.models.family_of(model).mlp(model)) == 16  # two in each of 8 layers
@@ -196,32 +187,3 @@ def test_what_is_no_model_is_refused_in_few_words(given: Any, message: str) -> N
     with pytest.raises(InvalidInput, match=message) as refusal:
         attnrx.load(given)
     assert len(str(refusal.value)) < 500
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"seed": "1"}, {"weights": 3}, {"pretrained": "yes"}, {"trust": "yes"}, {"reader": {"blocks": "blocks"}},
-        {"factory": "module:Class"},
-    ],
-)  # fmt: skip
-@pytest.mark.usefixtures("no_type_checks")
-def test_options_of_a_wrong_type_are_refused_by_name(options: dict[str, Any]) -> None:
-    (name,) = options
-    with pytest.raises(InvalidInput, match=f"{name}="):
-        attnrx.load("svda:cifar10", **options)
-
-
-def test_folders_of_earlier_versions_have_no_field_for_other_libraries(tmp_path: Path) -> None:
-    model = attnrx.load(of_hf("ViTForImageClassification"))
-    attnrx.save(model, tmp_path / "saved")
-    record = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert "attn_implementation" in record
-    del record["attn_implementation"], record[SEAL]
-    write_json(tmp_path / "saved" / "config.json", sealed(record))
-    assert model_fingerprint(attnrx.load(tmp_path / "saved")) == model_fingerprint(model)
-
-
-def test_errors_are_of_one_class() -> None:
-    with pytest.raises(AttnrxError):
-        attnrx.load(nn.Linear(2, 2))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import attnrx as rx
-from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.storage import write_tensors
 from attnrx.training import train
 from attnrx.vit.models import attach_tokens_, build_model, family_of
@@ -162,29 +162,6 @@ def test_weights_that_do_not_fit_are_refused_by_name(
         LVViTFamily().load("lvvit:s", tmp_path / "weights.safetensors", **SMALL)
 
 
-def test_files_that_hold_no_weights_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("timm")
-    (tmp_path / "broken.pth").write_bytes(b"nothing")
-    torch.save({"epoch": 3}, tmp_path / "other.pth")
-    torch.save({"state_dict": published(), "arguments": LVViTConfig}, tmp_path / "unsafe.pth")
-    for file in ("broken.pth", "other.pth", "unsafe.pth", "missing.pth", "missing.safetensors"):
-        with pytest.raises(CheckpointError, match=file):
-            rx.load("lvvit:s", weights=tmp_path / file)
-
-
-def test_names_and_shapes_are_refused_by_name() -> None:
-    with pytest.raises(UnknownName, match="lvvit:s"):
-        rx.load("lvvit:xs")
-    with pytest.raises(InvalidInput, match="takes no weights or pretrained"):
-        rx.load("lvvit:t", pretrained=True)
-    with pytest.raises(InvalidInput, match="must be even"):
-        LVViTConfig.uniform(image_size=45, patch_size=15)
-    with pytest.raises(InvalidInput, match="divisor=0"):
-        LVViTConfig.uniform(divisor=0)
-    with pytest.raises(InvalidInput, match="image_size=8"):
-        own(LVVITS["lvvit"])(torch.zeros(1, 3, 16, 16))
-
-
 def test_patches_that_have_left_do_not_answer() -> None:
     """The answer is that of the patches that are left, read off their own logits; half of the rest are above it."""
     shape = LVVITS["lvvit"]
@@ -214,8 +191,7 @@ def test_answers_are_those_of_the_class_token_and_of_every_patch() -> None:
     assert family_of(alone).token_layout(alone).pooled == "class"
 
 
-@pytest.mark.parametrize("step", [2, 3, 5])
-def test_stopped_and_resumed_is_never_stopped(step: int, tmp_path: Path) -> None:
+def test_stopped_and_resumed_is_never_stopped(tmp_path: Path) -> None:
     """The running statistics of the stem are part of what is resumed."""
 
     class Crash(BaseException):
@@ -230,7 +206,7 @@ def test_stopped_and_resumed_is_never_stopped(step: int, tmp_path: Path) -> None
         return train(model, splits(), config(), tmp_path / folder)
 
     whole = run("whole")
-    with pytest.raises(Crash), at(step, crash):
+    with pytest.raises(Crash), at(3, crash):
         run("stopped")
     assert same(run("stopped"), whole)
     stem = whole.model.stem  # type: ignore[union-attr]

@@ -4,36 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.support.errors import InvalidInput
 from attnrx.vit.attention import Attention
 from attnrx.vit.models import ViTConfig, build_model, family_of, load_model, model_fingerprint, save_model
 from attnrx.vit.models.transformer import sincos_positions
 from attnrx.vit.spec import AttentionSpec
 from support.cases import CONFIGS, images, model
-
-
-def test_unknown_names_list_the_nearest() -> None:
-    with pytest.raises(UnknownName, match="svda:cifar10"):
-        load_model("svda:cifar")
-    with pytest.raises(UnknownName, match="svda:digits"):
-        build_model("sdva:digits")
-
-
-def test_foreign_models_are_refused_by_name() -> None:
-    with pytest.raises(NotSupported, match=r"torch\.nn\.modules\.linear\.Linear"):
-        load_model(nn.Linear(2, 2))
-
-
-def test_missing_folders_are_named(tmp_path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere"):
-        load_model(tmp_path / "nowhere")
-
-
-def test_wrong_images_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="image_size=8"):
-        model(CONFIGS["svda"])(torch.zeros(1, 3, 8, 8))
 
 
 def test_seeds_decide_the_weights() -> None:
@@ -89,11 +66,6 @@ def test_half_precision_stays_finite() -> None:
         assert torch.isfinite(vit.to(dtype)(torch.randn(2, 1, 16, 16).to(dtype))).all()
 
 
-def test_the_scale_is_a_stored_fact() -> None:
-    spec = AttentionSpec.full("svda", 16, 2).with_ranks((3, 0), (1, 0), "kept")
-    assert spec.scale == 8**-0.5
-
-
 def test_scores_are_bounded_by_the_largest_strength() -> None:
     """Theorem 1's premise: |score| <= max|strength| * scale."""
     from attnrx.vit.models import observing
@@ -107,7 +79,7 @@ def test_scores_are_bounded_by_the_largest_strength() -> None:
         assert (largest <= limit * (1 + 1e-12)).all()
 
 
-@pytest.mark.parametrize("name", ["hf", "timm", "hub", "torchvision", "open_clip", "lvvit", "svda"])
+@pytest.mark.parametrize("name", ["hf", "timm", "svda"])
 def test_a_folder_may_be_called_like_a_library(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     saved = model(CONFIGS["svda"])

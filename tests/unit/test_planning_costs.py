@@ -15,12 +15,10 @@ import attnrx as rx
 from attnrx.change.exporting import parse_format
 from attnrx.decide.planning.cost_table import (
     JOINT,
-    MOST,
     STAGES,
     CostTable,
     _everywhere,
     _saving,
-    _seen_at_stages,
     _some_at,
     corrected,
     exact_cost_table,
@@ -30,7 +28,6 @@ from attnrx.decide.planning.cost_table import (
 from attnrx.decide.planning.measured_costs import _Timer
 from attnrx.decide.planning.plan_settings import Target
 from attnrx.decide.planning.space import RANKS, Choices, Space
-from attnrx.vit.attention import Attention, AttentionCapture
 from attnrx.vit.costs import Conditions
 from attnrx.vit.models import ViTConfig, family_of
 from support import cases, planned, pretrained
@@ -61,11 +58,6 @@ def test_the_price_is_what_the_realized_model_costs(space: Space, choices: Choic
     assert exact_cost_table(own, of).total(choices) == pytest.approx(share, rel=1e-12)
 
 
-def test_the_price_of_nothing_is_the_whole(space: Space) -> None:
-    for of in ("macs", "params"):
-        assert exact_cost_table(space, of).total(Choices.nothing(3)) == pytest.approx(1, abs=1e-12)
-
-
 @pytest.mark.slow
 def test_the_clock_prices_blocks_by_their_tokens(space: Space) -> None:
     cost_table = timed(replace(space, form="uniform_rank", _pieces={}))
@@ -75,20 +67,6 @@ def test_the_clock_prices_blocks_by_their_tokens(space: Space) -> None:
     for table in (cost_table.attention[0, :, 0, -1], cost_table.attention[0, 0, :, -1], cost_table.mlp[0, :, -1]):
         known = [value for level, value in enumerate(table) if level == 0 or value]
         assert all(after <= before + 1e-12 for before, after in itertools.pairwise(known))
-
-
-def test_a_block_is_timed_as_it_runs_after_a_stage(space: Space) -> None:
-    timing = SETTINGS.protocol, SETTINGS.noise(space.model), [8, 17]
-    timer = _Timer(space, *timing)
-    layers = range(2, 3)
-    after, before = (timer._prepared(space.model, layers, after_stage=after) for after in (True, False))
-    assert isinstance(after, nn.Module) and isinstance(before, nn.Module)
-    tokens = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
-    with torch.inference_mode():
-        assert_close(after(tokens), before(tokens))  # every size is 1
-    backends = [own.backend for own in after.modules() if isinstance(own, Attention)]
-    assert [type(own) for own in backends] == [AttentionCapture]
-    assert not _Timer(replace(space, axes=RANKS, reducer=None, _pieces={}), *timing).prunes_tokens
 
 
 OF_RUNTIMES = [(None, "openvino"), (pretrained.BEIT, "openvino"), ("eva02_tiny_patch14_224", "onnx")]
@@ -238,84 +216,3 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
     assert free.total(some) == pytest.approx(1.25 * cost_table.total(some))
     ranks = corrected(cost_table, replace(even, axes=RANKS, reducer=None, _pieces={}), timing)
     assert requested[-1] == ("own", *RANKS, JOINT) and (ranks.stages == cost_table.stages).all()
-
-
-def test_a_late_stage_costs_as_much_as_an_early_one_where_calls_dominate() -> None:
-    sizes = {**cases.TINY, "patch_size": cases.TINY["patch_size"] // 2}
-    config = ViTConfig.uniform("dense", width=16, depth=6, heads=2, **sizes)
-    model = cases.model(config)
-    deep = replace(planned.spanned(), model=model, diagnosis=rx.diagnose(model, cases.pixels(config, 8), moments=True))
-    deep = replace(deep, axes=("tokens",), _pieces={})
-    exact = exact_cost_table(deep, "macs")
-    truth = replace(exact, stages=exact.stages + 0.02 * exact.whole)
-    plans = {"own": Choices.nothing(6), **{str(stages): _some_at(deep, stages) for stages in STAGES}}
-    found = corrected(exact, deep, lambda models: {name: truth.total(plans[name]) for name in models})
-    assert found.stages[0, 1:] == pytest.approx(truth.stages[0, 1:], rel=1e-6)
-
-
-def test_savings_are_scaled_and_the_joint_saving_of_qk_and_vo_by_its_own_factor() -> None:
-    attention = np.array([[[10.0], [9.0]], [[7.0], [4.0]]])[None]  # alone 3 and 1 are saved, together 2 more
-    given = CostTable("time", 20.0, 0.0, attention, np.array([[[5.0], [2.0]]]), np.zeros((1, 1)), 0, 0)
-    for qk, vo, joint, expected in (
-        (0.5, 0.75, 0.5, 10 - 1.5 - 0.75 - 1),
-        (0.75, 0.5, 0.0, 10 - 2.25 - 0.5),
-        (1.0, 1.0, 1.0, 4.0),
-    ):
-        found = _saving(given, {"qk": qk, "vo": vo, "mlp": 1.25, JOINT: joint})
-        assert found.attention[0, 1, 1, 0] == pytest.approx(expected)
-        assert found.attention[0, 1, 0, 0] == pytest.approx(10 - 3 * qk)
-        assert found.attention[0, 0, 1, 0] == pytest.approx(10 - vo)
-        assert found.mlp[0, :, 0] == pytest.approx([5, 5 - 1.25 * 3])
-    assert (_saving(given, {}).attention == attention).all()
-
-
-@pytest.mark.parametrize(("measured", "factor"), [(3.0, MOST), (-0.5, 0.0)])
-def test_a_factor_is_no_less_than_zero_and_no_more_than_its_limit(space: Space, measured: float, factor: float) -> None:
-    ranks = replace(space, axes=RANKS, reducer=None, _pieces={})
-    cost_table = exact_cost_table(ranks, "macs")
-    saved = {axis: 1 - cost_table.total(_everywhere(ranks, axis)) for axis in RANKS}
-    saved[JOINT] = saved["qk"] + saved["vo"]
-
-    def timing(models: Mapping[str, nn.Module]) -> dict[str, float]:
-        return {name: 1 - (measured if name == "mlp" else 1.0) * saved.get(name, 0.0) for name in models}
-
-    found = corrected(cost_table, ranks, timing)
-    for axis in RANKS:
-        expected = (factor if axis == "mlp" else 1.0) * saved[axis]
-        assert 1 - found.total(_everywhere(ranks, axis)) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("depth", "patches", "stages", "num_pruned"),
-    [
-        (12, 196, 1, {6: 98}),
-        (12, 196, 3, {3: 32, 6: 32, 9: 32}),
-        (12, 196, None, dict.fromkeys(range(1, 12), 8)),
-        (2, 196, 3, {1: 98}),
-        (3, 1, 3, {1: 1, 2: 1}),
-    ],
-)
-def test_token_stages_are_spread_over_the_layers_and_prune_half_of_the_patches(
-    space: Space,
-    depth: int,
-    patches: int,
-    stages: int | None,
-    num_pruned: dict[int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(vars(space), "depth", depth)  # a cached property
-    monkeypatch.setattr(Space, "patches", patches)
-    choices = _some_at(space, stages)
-    assert {layer: count for layer, count in enumerate(choices.num_pruned) if count} == num_pruned
-    if patches > 1:
-        left = [
-            patches + 1 - sum(num_pruned[before] for before in num_pruned if before < layer) for layer in num_pruned
-        ]
-        assert _seen_at_stages(choices, patches + 1) == sum(left)
-
-
-def test_an_axis_that_saves_nothing_on_the_clock_has_no_price(space: Space) -> None:
-    cost_table = exact_cost_table(space, "macs")
-    found = corrected(cost_table, space, lambda models: dict.fromkeys(models, 1.0))
-    for axis in RANKS:
-        assert found.total(_everywhere(space, axis)) == pytest.approx(1)

@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from PIL import Image, ImageOps
 
 from attnrx.data.model_data import dataset_classes, preprocessing_of
 from attnrx.support.errors import InvalidInput
-from attnrx.support.preprocessing import ImageGeometry, Normalization, Preprocessing
+from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Tensor
 from support import odd_pictures
 from support.odd_pictures import ODD
@@ -29,7 +28,6 @@ TIMM: dict[str, dict[str, Any]] = {
     "nearest": {"crop_pct": 0.9, "interpolation": "nearest"},
     "larger": {"crop_pct": 1.0, "interpolation": "bicubic", "size": (96, 96)},
     "rectangle": {"crop_pct": 0.9, "interpolation": "bicubic", "size": (48, 80)},
-    "tall rectangle, border": {"crop_pct": 0.9, "crop_mode": "border", "interpolation": "bicubic", "size": (80, 48)},
 }
 
 
@@ -52,10 +50,6 @@ def of_timm(model: Any) -> Callable[[Image.Image], Tensor]:
     input_size = (model.patch_embed.proj.in_channels, *model.patch_embed.img_size)
     config = timm.data.resolve_model_data_config(model, {"input_size": input_size})
     return timm.data.create_transform(**config)
-
-
-def test_there_are_fifty_odd_pictures() -> None:
-    assert len(ODD) >= 50
 
 
 def quick(cases: dict[str, Any], *names: str) -> list[Any]:
@@ -94,7 +88,6 @@ def test_sixteen_bits_are_scaled_and_not_cut_off(kind: str) -> None:
 
 PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("ViTImageProcessor", {"size": {"height": 32, "width": 32}}),
-    "vit bicubic": ("ViTImageProcessor", {"size": {"height": 32, "width": 32}, "resample": 3}),
     "deit": ("DeiTImageProcessor", {"size": {"height": 37, "width": 37}, "crop_size": {"height": 32, "width": 32}}),
     "bit": ("BitImageProcessor", {"size": {"shortest_edge": 37}, "crop_size": {"height": 32, "width": 32}}),
     "clip, on white": ("CLIPImageProcessor", {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}),
@@ -168,30 +161,6 @@ def test_a_model_of_attnrx_keeps_the_geometry_of_its_training_data(tmp_path: Any
     assert preprocessing_of(model)(Image.fromarray(grey)).sum() == 28 * 28 - (32 * 32 - 28 * 28)
     with pytest.raises(InvalidInput, match="geometry for images of"):
         rx.models.build_model("svda:digits", geometry=padded)
-
-
-def test_a_geometry_is_validated() -> None:
-    geometry = ImageGeometry((48, 80), 3, "contain", (50, 90), "lanczos", False, "floor", (1, 2, 3), "white")
-    wrong = {
-        "size": (0, 3), "resize": "stretch", "resize_to": (10**9, 10**9), "interpolation": "magic", "fill": (300,),
-        "center": "left", "alpha": "black",
-    }  # fmt: skip
-    for name, value in wrong.items():
-        with pytest.raises(InvalidInput, match="geometry"):
-            replace(geometry, **{name: value})
-
-
-def test_pictures_that_cannot_be_an_input_say_why() -> None:
-    preprocessing = Preprocessing(ImageGeometry.of_size(224, 3, "fill"), Normalization.half(3))
-    with pytest.raises(ValueError, match="negative"):
-        preprocessing(Image.fromarray(np.full((4, 4), -3, np.int32)))
-    with pytest.raises(ValueError, match="kind 'F'"):
-        preprocessing(Image.fromarray(np.ones((4, 4), np.float32)))
-    with pytest.raises(ValueError, match="6720000 resized"):
-        preprocessing(Image.new("RGB", (30_000, 1)))
-    four = Preprocessing(ImageGeometry.of_size(8, 4, "fill"), Normalization.half(4))
-    with pytest.raises(ValueError, match="1 or 3 channels, not 4"):
-        four(Image.new("RGB", (8, 8)))
 
 
 def test_the_class_names_of_a_dataset_are_found_in_its_parts_and_loaders() -> None:

@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 
 import pytest
 
@@ -79,42 +78,6 @@ def test_a_long_step_is_shown_every_fifteen_seconds(clock: Clock, capsys: pytest
         if done == 2:
             break
     assert shown == ["repairing blocks: 2 of 12, 54 s, about 4 min left"]
-
-
-def test_the_clock_is_looked_at_while_a_step_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "SILENCE", 0.05)
-    monkeypatch.setattr(progress, "TICK", 0.01)
-    with phases(SHARES, [].append):
-        begin("measuring")
-        deadline = time.monotonic() + 20.0
-        err = ""
-        while err.count("[2 of 3] measuring, 0 %") < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-            err += capsys.readouterr().err
-    assert err.count("[2 of 3] measuring, 0 %") >= 2
-
-
-def test_a_loop_that_prepares_a_phase_is_not_its_progress(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with phases({"searching plans": 1.0}, [].append):
-        begin("searching plans")
-        for what in ("prescribing layers", "searching plans"):
-            for _ in track(range(4), what):
-                clock.now += 20.0
-    shown = [int(percent) for percent in re.findall(r"searching plans, (\d+) %", capsys.readouterr().err)]
-    assert shown == [0, 0, 0, 0, 25, 50, 75, 100]
-
-
-def test_a_phase_of_another_call_is_not_shown_and_a_skipped_one_is_no_time(clock: Clock) -> None:
-    lines: list[str] = []
-    with phases(SHARES, lines.append), phases({"other": 1.0}, lines.append):
-        begin("reading")
-        begin("other")
-        begin("reading")
-        clock.now = 10.0
-        begin("writing")
-    assert lines == ["[1 of 3] reading", "[3 of 3] writing; about 10 s left in all"]
 
 
 def test_repeated_phases_are_counted_for_every_result(clock: Clock) -> None:

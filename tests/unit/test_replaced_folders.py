@@ -94,31 +94,6 @@ def test_several_at_once_leave_the_files_of_one(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
-    inside: list[int] = []
-
-    def enter() -> None:
-        for _ in range(20):
-            with file_lock(tmp_path / "folder"):
-                inside.append(1)
-                assert len(inside) == 1
-                inside.pop()
-
-    at_once(*[enter] * 4)
-
-    def enter_once() -> None:
-        with file_lock(tmp_path / "folder", seconds=0.0):
-            pass
-
-    with file_lock(tmp_path / "folder"), pytest.raises(CheckpointError, match="by another process or thread"):
-        enter_once()  # the thread that holds the lock
-        at_once(enter_once)
-    (tmp_path / ".folder.lock").write_text("")  # of a process that was killed
-    with file_lock(tmp_path / "folder", seconds=0.0):
-        pass
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("verb", ["shrink", "elastic"])
 def test_one_call_at_a_time_uses_a_folder(verb: str, tmp_path: Path) -> None:
     call = {

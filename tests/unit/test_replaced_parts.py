@@ -24,13 +24,6 @@ def of_timm(**options: Any) -> Any:
     return timm.create_model("vit_tiny_patch16_224", pretrained=False, **small, **options)
 
 
-def of_torchvision() -> Any:
-    from torchvision.models import VisionTransformer
-
-    model = VisionTransformer(SIZE, 8, 2, 2, WIDTH, 2 * WIDTH)
-    return model
-
-
 def of_transformers() -> Any:
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -122,40 +115,13 @@ def test_the_names_of_classes_go_with_the_head() -> None:
     assert family_of(rx.load(named)).class_names(rx.load(named)) == ()
 
 
-@pytest.mark.slow
-def test_a_torchvision_model_with_another_head() -> None:
-    from torchvision.models import vit_b_16
-
-    model = vit_b_16(weights=None)
-    model.heads.head = nn.Linear(768, 5)
-    images = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(1))
-    expected = outputs(model.eval(), images)
-    assert torch.allclose(outputs(rx.load(model), images), expected, atol=1e-10)
-
-
-@pytest.mark.slow
-def test_a_model_with_another_head_is_shrunk_and_exported(tmp_path: Path) -> None:
-    pytest.importorskip("onnx")
-    labelled = torch.utils.data.TensorDataset(torch.randn(96, 3, SIZE, SIZE).float(), torch.arange(96) % 10)
-    shrunk = rx.shrink(replaced("timm, linear").float(), labelled, macs=0.8, effort="quick")
-    shrunk.save(tmp_path / "smaller")
-    assert (tmp_path / "smaller" / "model.onnx").exists()
-    assert outputs(rx.load(tmp_path / "smaller"), IMAGES.float()).shape == (3, 10)
-
-
 class Head(nn.Linear):
     """A class of the user's own."""
 
 
-WRONG: dict[str, Callable[[Any], None]] = {
-    "probabilities": lambda model: setattr(model, "head", nn.Sequential(linear(3), nn.Softmax(-1))),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_other_changes_are_refused_by_name(name: str) -> None:
+def test_other_changes_are_refused_by_name() -> None:
     model = of_timm()
-    WRONG[name](model)
+    model.head = nn.Sequential(linear(3), nn.Softmax(-1))
     with pytest.raises(NotSupported, match=r"changed after it was created.* layers of torch.nn: Sequential, Identity"):
         rx.load(model)
 

@@ -42,9 +42,3 @@ def test_a_card_without_evidence_admits_it():
     assert "Nothing was verified" in card
     assert "## Evidence" not in card
     assert "## Prescription" not in card
-
-
-def test_single_corruptions_are_left_to_the_file():
-    card = model_card({}, report_content.evidence())
-    assert "noise of severity" not in card
-    assert "with 6 findings for single corruptions" in card

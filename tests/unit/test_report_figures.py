@@ -1,34 +1,22 @@
 """Pictures show the values they were given, and nothing that is written into them can break out."""
 
-import base64
-import io
 import math
 from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from PIL import Image
 
 from attnrx.nouns.diagnosis import LayerDiagnosis
 from attnrx.show.reports import ReportContent
-from attnrx.show.reports.drawing import AxisScale, as_uri, colour, mosaic, overlay, span
+from attnrx.show.reports.drawing import AxisScale
 from attnrx.show.reports.figures import LEVELS, Chart, Curve, CurvePoint, HeatMap
 from attnrx.show.reports.sections.layers import maps
 from support import report_content
 
-NASTY = "</svg><script>alert(1)</script>"
-
 
 def shapes(svg: str, name: str) -> list[ElementTree.Element]:
     return [element for element in ElementTree.fromstring(svg).iter() if name in element.get("class", "").split()]
-
-
-def test_a_scale_maps_its_ends_and_keeps_order():
-    scale = AxisScale(0.01, 5.0, 190, 20)
-    assert scale(0.01) == pytest.approx(190)
-    assert scale(5.0) == pytest.approx(20)
-    assert scale(0.1) > scale(1.0)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-0.7, 0.3), (1e-7, 3e-7), (4.0, 90_000.0), (0.9999, 1.0001)])
@@ -38,13 +26,6 @@ def test_ticks_are_inside_and_told_apart(low, high):
     assert all(low - 1e-9 * abs(high) <= tick <= high * (1 + 1e-9) for tick, _ in labels)
     if high > 1e-5:
         assert len({words for _, words in labels}) == len(labels)
-
-
-def test_equal_values_still_have_a_range():
-    low, high = span([3.0, 3.0])
-    assert low < 3 < high
-    low, high = span([])
-    assert low < high
 
 
 def test_a_heat_map_colours_by_value_and_marks_what_is_gone():
@@ -61,10 +42,6 @@ def test_a_heat_map_colours_by_value_and_marks_what_is_gone():
     assert cells[3].findtext("title") == "layer 1, head 0: removed"
 
 
-def test_a_constant_heat_map_has_a_colour():
-    assert HeatMap("flat", [[2.0, 2.0]], 2.0, 2.0).level(2.0) == LEVELS // 2
-
-
 def test_charts_stay_in_their_frame():
     points = tuple(CurvePoint(x, 10.0**-x, 0.5 * 10.0**-x, 2 * 10.0**-x, f"point {x}") for x in range(1, 5))
     picture = Chart("t", "x", "y", (Curve("a", points, 0),)).draw()
@@ -74,57 +51,6 @@ def test_charts_stay_in_their_frame():
         x, y = map(float, marker.get("transform", "")[10:-1].split())
         assert 46 <= x <= 350
         assert 26 <= y <= 190
-
-
-def test_a_single_point_is_drawn_with_its_interval():
-    picture = Chart("t", "x", "y", (Curve("a", (CurvePoint(1, 1, 0.5, 2),), 0),)).draw()
-    assert len(shapes(picture, "marker")) == len(shapes(picture, "whisker")) == 1 and not shapes(picture, "band")
-
-
-def test_words_cannot_break_out_of_a_picture():
-    curve = Curve(NASTY, (CurvePoint(0, 1, tip=NASTY), CurvePoint(1, 2)), 0)
-    pictures = [
-        Chart(NASTY, NASTY, NASTY, (curve,)).draw(),
-        HeatMap(NASTY, [[1.0]], 0, 2, write=lambda value: NASTY).draw(),
-    ]
-    for picture in pictures:
-        assert "<script" not in picture
-        assert ElementTree.fromstring(picture).tag == "svg"
-
-
-def test_colours_rise_in_lightness():
-    ramp = colour(torch.linspace(0, 1, 64)[None], 0.0, 1.0)[:, 0]
-    luminance = 0.2126 * ramp[0] + 0.7152 * ramp[1] + 0.0722 * ramp[2]
-    assert bool((luminance.diff() > 0).all())
-
-
-def test_a_mosaic_keeps_every_map_in_its_place():
-    maps = torch.arange(2 * 3 * 4, dtype=torch.float64).reshape(2, 3, 2, 2)
-    sheet = mosaic(maps)
-    assert sheet.shape == (5, 8)
-    assert torch.equal(sheet[3:5, 6:8], maps[1, 2])
-    assert bool(sheet[2].isnan().all())
-
-
-def test_a_picture_survives_its_encoding():
-    image = torch.rand(3, 4, 5)
-    uri = as_uri(image)
-    head, _, body = uri.partition(",")
-    assert head == "data:image/png;base64"
-    decoded = Image.open(io.BytesIO(base64.b64decode(body)))
-    pixels = torch.tensor(list(decoded.tobytes())).reshape(4, 5, 3).permute(2, 0, 1)
-    assert torch.equal(pixels, (image * 255).round().long())
-
-
-def test_an_overlay_shows_the_map_where_the_image_is_flat():
-    shown = overlay(torch.full((1, 8, 8), 0.5), torch.tensor([[0.0, 0.0], [0.0, 1.0]]), 0.0, 1.0)
-    assert shown.shape == (3, 8, 8)
-    assert float(shown[0, 7, 7]) > float(shown[0, 0, 0])
-
-
-def test_values_that_differ_by_rounding_are_one_value():
-    low, high = span([0.0, -1.4e-15])
-    assert (low, high) == pytest.approx((-1.0, 1.0))
 
 
 @pytest.mark.parametrize("exponent", range(-9, 10, 3))

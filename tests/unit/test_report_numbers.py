@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from attnrx.show.reports.numbers import MINUS, MISSING, TIMES, fixed, interval, number, percent, plain, quantity, short
+from attnrx.show.reports.numbers import MINUS, MISSING, TIMES, fixed, interval, number, percent, quantity
 
 
 @pytest.mark.parametrize(
@@ -39,22 +39,6 @@ def test_the_interval_decides_the_decimals_of_its_value():
     assert interval(None, 0.3) == ""
 
 
-def test_an_interval_without_width_keeps_plain_digits():
-    assert quantity(1.0, "x", 1.0, 1.0) == f"1.00{TIMES}"
-
-
-def test_short_numbers_drop_zeros_but_not_digits():
-    assert [short(value) for value in (1.0, 0.05, 100.0, -1.0, 0.0)] == ["1", "0.05", "100", f"{MINUS}1", "0"]
-    assert short(1e-9).endswith("10⁻⁹")
-
-
 def test_shares_are_percentages():
     assert percent(0.2308) == "23.1\N{NO-BREAK SPACE}%"
     assert percent(None) == MISSING
-
-
-def test_any_record_fits_a_line():
-    assert plain([[1, 2], [3]]) == "[1, 2], [3]"
-    assert plain(list(range(20))).endswith("… (20 in all)")
-    assert plain({"seed": 42, "quick": True}) == "seed: 42, quick: yes"
-    assert plain([]) == MISSING

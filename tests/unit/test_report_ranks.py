@@ -4,7 +4,6 @@ import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
-import pytest
 import torch
 
 from attnrx.change.realization import realize
@@ -12,13 +11,12 @@ from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.diagnostics import suited_diagnostics
 from attnrx.decide.rules import TotalRank, prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.prescription import Basis, LayerPrescription, Prescription, ScoreDecision
+from attnrx.nouns.prescription import LayerPrescription, Prescription, ScoreDecision
 from attnrx.show.reports import ReportContent
 from attnrx.show.reports.page import render
-from attnrx.show.reports.ranks import PathwayRanks, prescribed_ranks
+from attnrx.show.reports.ranks import prescribed_ranks
 from attnrx.show.reports.sections.layers import changes
 from attnrx.vit.models import family_of
-from attnrx_lab.rules import SharedRank
 from support.cases import CONFIGS, model, with_heads
 from support.pictures import speckles
 
@@ -27,10 +25,6 @@ def diagnosed(name: str = "dense") -> tuple[torch.nn.Module, Diagnosis]:
     vit = model(CONFIGS[name])
     spectra = tuple(layer.spectrum() for layer in family_of(vit).attention(vit))
     return vit, diagnose(vit, speckles(CONFIGS[name]), diagnostics=suited_diagnostics(spectra))
-
-
-def numbers(pathways: tuple[PathwayRanks, ...]) -> dict[str, list[list[tuple[int | None, int]]]]:
-    return {each.name: [[(part.rank, part.full) for part in layer] for layer in each.layers] for each in pathways}
 
 
 def test_the_ranks_of_a_prescription() -> None:
@@ -44,28 +38,6 @@ def test_the_ranks_of_a_prescription() -> None:
         assert tuple(part.rank for part in reported[1].layers[index]) == layer.outputs["vo"].ranks
     assert [part.rank for layer in reported[2].layers for part in layer] == [3] * 4
     assert reported[0].kept == sum(map(sum, given.ranks)) and reported[0].full == 2 * 12
-
-
-@pytest.mark.slow
-def test_shared_directions_are_one_rank_for_all_heads() -> None:
-    _, found = diagnosed()
-    given = prescribe_maps(found, SharedRank(5, form="literal", joint="centered", sweeps=5))
-    assert [layer.qk.kept for layer in given.layers] == [5, 5]
-    assert given.removed_share == 1 - 5 / 12
-    for reported in (prescribed_ranks(given), prescribed_ranks(given, found)):
-        assert numbers(reported)["Query and key"] == [[(5, 12)]] * 2
-    page = render(ReportContent("shared", prescription=given))
-    assert "layer 1, all heads together: 5 of 12" in page
-    assert "the heads share 5 of 12" in page
-
-
-def test_a_direction_that_no_staying_head_uses_is_removed() -> None:
-    keep = torch.tensor([[True, True, False], [False, False, True]])
-    basis = Basis(torch.zeros(1, 3, 8), torch.zeros(1, 3, 8), shared=True)
-    layer = ScoreDecision(keep & torch.tensor([[True], [False]]), torch.ones(2, 3), ("", ""), basis)
-    assert (layer.kept, layer.directions) == (2, 8)
-    assert Prescription((LayerPrescription({"qk": layer}),), {}, "", {}).removed_share == 1 - 2 / 8
-    assert (replace(layer, basis=None).kept, replace(layer, basis=None).directions) == (2, 6)
 
 
 def test_removed_heads_and_ragged_heads_are_told_apart() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,30 +119,11 @@ def test_patches_that_the_kernel_merges_are_grouped() -> None:
     assert reduction_of(model).uses_kernel  # type: ignore[union-attr]
 
 
-def test_a_batch_in_chunks_is_sampled_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("vit")
-    reduced(model, Ward())
-    whole = sample_tokens(model, images(model, 4))
-    single = [sample_tokens(model, one) for one in images(model, 4).split(1)]
-    assert whole.groups is not None
-    assert torch.equal(whole.groups, torch.cat([one.groups for one in single if one.groups is not None]))
-
-
 def test_groups_are_outlined_and_filled() -> None:
     left, groups = torch.tensor([[True, True, False]]), torch.tensor([[0, 1, 1]])
     svg = patch_picture("cat", "tokens-0", left, groups=groups, fills={1: "#102030"})
     assert re.findall(r'<path class="(\w+)" d="([^"]*)"', svg) == [("group", "M1 0h2v1h-2z"), ("seam", "M1 0v1")]
     assert 'fill="#102030"' in svg
-
-
-def test_the_page_says_how_many_patches_are_left() -> None:
-    samples = report_content.example().tokens
-    assert samples is not None
-    left = torch.zeros_like(samples.left)
-    left[:, :, :32] = True
-    page = render(ReportContent("tokens", tokens=replace(samples, left=left)))
-    assert "before layer 2: 32 of 64 patches left" in page
-    assert page.count("data:image/png") >= len(samples.images) and page.count('id="tokens-0"') == 1
 
 
 def test_models_that_cannot_be_sampled_are_refused() -> None:
@@ -159,14 +139,6 @@ def test_models_that_cannot_be_sampled_are_refused() -> None:
         sample_tokens(small, images(model, 2), ("one",))
     with pytest.raises(InvalidInput, match="1 labels for 2 images"):
         sample_attention({"original": model}, images(model, 2), ("one",))
-
-
-@pytest.mark.parametrize("name", ["vit", "deit, distilled"])
-def test_attention_maps_are_of_the_patches(name: str) -> None:
-    model = model_of(name)
-    samples = sample_attention({"original": model}, images(model))
-    assert samples.tokens == 4
-    assert torch.allclose(samples.maps["original"].sum(-1), torch.ones((), dtype=torch.float64))
 
 
 @pytest.mark.slow

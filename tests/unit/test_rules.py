@@ -2,18 +2,16 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 import attnrx
 from attnrx.decide.diagnostics import Moments, suited_diagnostics
-from attnrx.decide.rules import And, EnergyRetention, Rule, TotalRank, UniformRank, parse_rule, prescribe_maps
+from attnrx.decide.rules import EnergyRetention, Rule, UniformRank, parse_rule, prescribe_maps
 from attnrx.decide.rules.outputs import decide_heads
 from attnrx.decide.rules.rule import readings_needed
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.nouns.prescription import OutputDecision, Prescription
 from attnrx.support.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
 from attnrx_lab.rules import (
     ContributionEnergy,
@@ -56,11 +54,6 @@ def test_effective_rank_counts_equal_strengths_exactly() -> None:
     rows = [[1.0] * count + [1e-9] * (64 - count) for count in (1, 10, 33, 64)]
     assert EffectiveRank().decide(of_strengths(*rows), 0).ranks == (1, 10, 33, 64)
     assert EffectiveRank().decide(of_strengths([0.0, 0.0]), 0).ranks == (0,)
-
-
-def test_effective_rank_is_rounded_up() -> None:
-    # energies 0.9 and 0.1: exp of the entropy is 1.38, so two directions
-    assert EffectiveRank().decide(of_strengths([3.0, 1.0, 0.0]), 0).ranks == (2,)
 
 
 def test_top_rank_keeps_the_strongest_by_magnitude() -> None:
@@ -117,19 +110,6 @@ def test_uniform_heads_go_to_rank_zero_and_stay() -> None:
     found = with_readings(of_strengths([1.0, 2.0], [1.0, 2.0]), selectivity=torch.tensor([1e-3, 2e-3]))
     decision = UniformHeads().decide(found, 0)
     assert decision.ranks == (0, 2)
-
-
-def test_selectivity_bounds_the_distance_to_uniform() -> None:
-    """The promise of UniformHeads: mean 1-norm of (row - uniform) <= sqrt(2 * selectivity * log(tokens))."""
-    tokens = 12
-    for spread in (1e-3, 0.1, 1.0, 10.0):
-        attention = (spread * torch.randn(200, tokens)).softmax(-1)
-        entropy = -(attention * attention.clamp_min(1e-300).log()).sum(-1)
-        selectivity = 1 - entropy.mean() / math.log(tokens)
-        distance = (attention - 1 / tokens).abs().sum(-1).mean()
-        bound = (2 * selectivity * math.log(tokens)).sqrt()
-        assert distance <= bound
-        assert distance > 0.25 * bound  # not vacuous
 
 
 def similar(spectral: list[list[float]], output: list[list[float]], strengths: list[float]) -> Diagnosis:
@@ -205,12 +185,6 @@ def test_uniform_matched_deals_the_same_rank_to_every_head() -> None:
     assert UniformMatched(TopRank(3)).decide(ragged, 0).ranks == (1, 3)  # a full head passes its part on
 
 
-def test_controls_leave_strengths_as_they_were() -> None:
-    found = diagnosis(layers=1)
-    decision = RandomMatched(Shrinkage(0.5)).decide(found, 0)
-    assert torch.equal(decision.strength[decision.keep], found.layers[0].spectrum.strength[decision.keep])
-
-
 def test_reasons_carry_the_numbers() -> None:
     found = of_strengths([3.0, 4.0, 0.0, 1.0])
     reasons = EnergyRetention(0.9).decide(found, 0).reasons
@@ -224,11 +198,6 @@ def test_reasons_carry_the_numbers() -> None:
     assert "All of: [energy_retention:0.9] keeps 2 of 4" in both and "[top_rank:1] keeps 1 of 4" in both
 
 
-def test_a_promise_is_rounded_up() -> None:
-    reason = TopRank(1).decide(of_strengths([1.0, 0.100049]), 0).reasons[0]  # times 2 ** -0.5: 0.070745
-    assert "no masked score moves by more than 0.0708 " in reason
-
-
 @pytest.mark.parametrize("rule", [Threshold(0.5), EnergyRetention(0.9), EffectiveRank(), TopRank(1), Shrinkage(0.1)])
 def test_rules_by_strength_refuse_dense_attention(rule: Rule) -> None:
     dense = of_strengths([1.0, 1.0], [1.0, 1.0], norms="none")
@@ -237,32 +206,6 @@ def test_rules_by_strength_refuse_dense_attention(rule: Rule) -> None:
             refused.decide(dense, 0)
     assert rule.decide(of_strengths([1.0, 1.0]), 0) is not None  # equal strengths that were learned are a finding
     assert rule.decide(of_strengths([1.0, 2.0], norms="none"), 0) is not None  # so are others in a form without norms
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: EnergyRetention(0.0), r"EnergyRetention\(rho=0.0\): give a share above 0"),
-        (lambda: EnergyRetention(1.1), "rho=1.1"),
-        (lambda: EnergyRetention(math.nan), "rho=nan"),
-        (lambda: ContributionEnergy(-1.0), "rho=-1.0"),
-        (lambda: Threshold(0.0), "tau=0.0.*a number above 0"),
-        (lambda: Threshold(math.inf), "tau=inf"),
-        (lambda: Shrinkage(-0.1), "amount=-0.1"),
-        (lambda: NormClip(math.nan), "limit=nan"),
-        (lambda: TopRank(-1), "rank=-1.*a whole number"),
-        (lambda: UniformHeads(0.0), "selectivity=0.0.*a share"),
-        (lambda: RemoveHeads(spectral=2.0), "spectral=2.0"),
-        (lambda: RemoveHeads(output=0.0), "output=0.0"),
-        (lambda: RandomMatched(TopRank(1), seed=-1), "seed=-1"),
-        (lambda: UniformRank(0.5, multiple=0), "multiple=0.*a positive whole number"),
-        (lambda: TotalRank(0.5, multiple=0), "multiple=0.*a positive whole number"),
-        (lambda: And(()), "give a tuple of rules"),
-    ],
-)
-def test_knobs_outside_their_range_are_refused(make, message: str) -> None:
-    with pytest.raises(InvalidRule, match=message):
-        make()
 
 
 def test_missing_and_broken_readings_are_refused() -> None:
@@ -278,21 +221,13 @@ def test_missing_and_broken_readings_are_refused() -> None:
         prescribe_maps(of_strengths([1.0, math.nan]), TopRank(1))
 
 
-def test_prescribe_records_what_a_reviewer_needs(tmp_path: Path) -> None:
+def test_prescribe_records_what_a_reviewer_needs() -> None:
     found, rules = diagnosis(), {"qk": EnergyRetention(0.8), "heads": RemoveHeads(0.9, 0.9)}
     given = prescribe_maps(found, rules)
     assert given.fingerprint == found.fingerprint
     assert given.rules == {"qk": "energy_retention:0.8", "heads": "remove_heads:spectral=0.9,output=0.9,metric=own"}
     assert parse_rule(given.rules["heads"]) == RemoveHeads(0.9, 0.9, metric="own")
     assert given.about["data"] == {"name": "noise", "images": 3}
-    read = Prescription.load(given.save(tmp_path / "prescription.json"))
-    assert read.about == given.about and read.rules == given.rules
-    for mine, own in zip(read.layers, given.layers, strict=True):
-        assert mine.decisions.keys() == own.decisions.keys()
-        for a, b in ((mine.decisions[name], own.decisions[name]) for name in ("qk", "heads") if name in own.decisions):
-            assert not isinstance(a, OutputDecision) and not isinstance(b, OutputDecision)
-            assert torch.equal(a.keep, b.keep) and torch.equal(a.strength, b.strength)
-            assert a.reasons == b.reasons and a.strength.dtype == b.strength.dtype
 
 
 @pytest.mark.parametrize(
@@ -312,26 +247,6 @@ def test_prescribe_records_what_a_reviewer_needs(tmp_path: Path) -> None:
 def test_changing_nothing_is_an_error(rule: Rule) -> None:
     with pytest.raises(NoOpPrescription, match=r"would change nothing: every map keeps everything.*\(\|strength\|"):
         prescribe_maps(diagnosis(), rule)
-
-
-@pytest.mark.parametrize("rule", [Shrinkage(1e-6), NormClip(1.0), UniformHeads(0.2)], ids=str)
-def test_a_small_change_is_a_change(rule: Rule) -> None:
-    assert prescribe_maps(diagnosis(), rule).layers
-
-
-def test_heads_without_directions_are_fine() -> None:
-    empty = Diagnosis((layer(spectrum(torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.bool))),), "f", {})
-    assert EnergyRetention(0.5).decide(empty, 0).reasons == ("has no directions",) * 2
-    nobody = Diagnosis((layer(spectrum(torch.zeros(0, 1))),), "f", {})
-    for rule in (EnergyRetention(0.5), UniformMatched(TopRank(1)), RandomMatched(TopRank(1))):
-        assert rule.decide(nobody, 0).reasons == ()
-        with pytest.raises(NotSupported, match="a model without heads"):
-            prescribe_maps(nobody, rule)
-
-
-def test_prescribe_refuses_what_is_no_rule_and_no_diagnosis() -> None:
-    with pytest.raises(InvalidInput, match="without layers"):
-        prescribe_maps(Diagnosis((), "f", {}), TopRank(1))
 
 
 EMPTY = {

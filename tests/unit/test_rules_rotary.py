@@ -10,10 +10,9 @@ import torch
 import attnrx as rx
 from attnrx.change.decompositions import balance
 from attnrx.data import LoadedImages, Normalization, from_tensors
-from attnrx.decide.rules.rotary import COHERENCE, RotaryDirections, envelope_decreases
+from attnrx.decide.rules.rotary import COHERENCE, RotaryDirections
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
-from attnrx.support.errors import InvalidRule, NotSupported
 from attnrx.vit.models import family_of
 from support.pretrained import adopted_once, inputs
 
@@ -74,10 +73,6 @@ def test_errors_fall_and_all_directions_are_exact(diagnosed: tuple[torch.nn.Modu
     assert bool((directions.strength.diff(dim=1) <= 1e-12).all())
 
 
-def test_the_decreases_are_those_of_the_convex_envelope() -> None:
-    assert envelope_decreases([8.0, 7.0, 2.0, 2.0, 0.0]).tolist() == [3.0, 3.0, 1.0, 1.0]
-
-
 def test_prescriptions_and_models_are_saved(diagnosed: tuple[torch.nn.Module, Diagnosis], tmp_path: Path) -> None:
     model, found = diagnosed
     found.save(tmp_path / "diagnosis.json")
@@ -93,11 +88,3 @@ def test_prescriptions_and_models_are_saved(diagnosed: tuple[torch.nn.Module, Di
         assert torch.equal(again(batch), expected)
         torch.testing.assert_close(rx.load(tmp_path / "small")(batch), expected, rtol=0, atol=1e-12)
         assert not torch.allclose(expected, model(batch))
-
-
-def test_what_rotation_excludes_is_refused(diagnosed: tuple[torch.nn.Module, Diagnosis]) -> None:
-    with pytest.raises(InvalidRule, match="rotary"):
-        rx.prescribe(diagnosed[1], "qk=shared_rank:4")
-    norms = adopted_once("sapiens2, grouped heads")[2]
-    with pytest.raises(NotSupported, match="a norm over all features of query and key"):
-        rx.prescribe(rx.diagnose(norms, images(norms), batch_size=8, moments=True), "qk=total_rank:0.5")

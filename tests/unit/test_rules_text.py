@@ -15,7 +15,6 @@ from attnrx_lab.rules import (
     Shrinkage,
     Threshold,
     TopRank,
-    UniformHeads,
 )
 from support.cases import REWRITING
 from support.cases import RULES as OWN
@@ -47,26 +46,18 @@ def test_every_registered_rule_is_a_case() -> None:
     [
         ("energy_retention:0.90", EnergyRetention(0.9)),
         ("  energy_retention : rho = 9e-1 ", EnergyRetention(0.9)),
-        ("energy_retention:1", EnergyRetention(1.0)),
-        ("top_rank:32", TopRank(32)),
         ("effective_rank", EffectiveRank()),
-        ("uniform_heads", UniformHeads()),
-        ("remove_heads:output=.8", RemoveHeads(output=0.8)),
-        ("remove_heads:0.9,0.8", RemoveHeads(0.9, 0.8)),
         ("remove_heads:0.9,output=0.8", RemoveHeads(0.9, 0.8)),
         ("threshold:0.1 & remove_heads", Threshold(0.1) & RemoveHeads()),
         ("random_matched(energy_retention:0.9):seed=3", RandomMatched(EnergyRetention(0.9), seed=3)),
         ("largest_matched(top_rank:1 | shrinkage:0.5)", LargestMatched(TopRank(1) | Shrinkage(0.5))),
         ("threshold:1|top_rank:2&top_rank:3", Or((Threshold(1.0), And((TopRank(2), TopRank(3)))))),
         ("(threshold:1|top_rank:2)&top_rank:3", And((Or((Threshold(1.0), TopRank(2))), TopRank(3)))),
-        ("((top_rank:2))", TopRank(2)),
-        ("total_rank:96", TotalRank(96)),
         ("total_rank:0.5,scope=model,multiple=4", TotalRank(0.5, scope="model", multiple=4)),
         ("total_rank(0.5, scope=model, multiple=4)", TotalRank(0.5, scope="model", multiple=4)),
         ("random_matched(top_rank(2), seed=3)", RandomMatched(TopRank(2), seed=3)),
         ("uniform_rank:1", UniformRank(1)),
         ("uniform_rank:1.0,metric=mix", UniformRank(1.0, metric="mix")),
-        ("uniform_rank:0.4,multiple=8", UniformRank(0.4, multiple=8)),
         ("shared_rank:96,form=cp", SharedRank(96, form="cp")),
     ],
 )
@@ -95,24 +86,17 @@ def test_writing(rule: Rule, text: str) -> None:
     [
         ("", "character 1: expected the name of a rule, found 'the end'"),
         ("energy_retention", r"energy_retention needs rho, as in energy_retention\(rho=...\)"),
-        ("energy_retention:", "character 18: expected a number for rho, found 'the end'"),
         ("energy_retention:high", "rho of energy_retention is a number, not high"),
         ("energy_retention:0.9,0.8", "has only the knobs rho, metric, found '0.8'"),
-        ("effective_rank:3", "has only the knobs metric, found '3'"),
         ("energy_retention:0.9,rho=0.8", "rho is given twice"),
         ("energy_retention:0.9 top_rank:3", "character 22: expected '&', '|' or the end, found 'top_rank'"),
         ("energy_retention:90%%", "character 21: '%' cannot be read"),
-        ("energy_retention:0.9.1", "'0.9.1' cannot be read"),
         ("top_rank:2.5", "rank of top_rank is a whole number, not 2.5"),
         ("(top_rank:2", r"expected '\)', found 'the end'"),
-        ("top_rank:2 &", "expected the name of a rule, found 'the end'"),
         ("random_matched", "random_matched needs rule, as in random_matched"),
-        ("by_layer", "by_layer needs rules, as in by_layer"),
         ("random_matched(top_rank:2; top_rank:3)", r"expected '\)', found ';'"),
-        ("top_rank(effective_rank):2", "rank of top_rank is a whole number, not effective_rank"),
         ("(" * 5000, "may have 50 brackets, found 5000"),
         ("energy_retention:1.5", "rho=1.5.*a share above 0, at most 1"),
-        ("random_matched(top_rank:2):seed=-1", "seed=-1.*a whole number"),
     ],
 )
 def test_mistakes_are_named(text: str, message: str) -> None:
@@ -124,8 +108,6 @@ def test_mistakes_are_named(text: str, message: str) -> None:
     ("text", "message"),
     [
         ("energy_retension:0.9", "unknown rule 'energy_retension': did you mean 'energy_retention'"),
-        ("EnergyRetention:0.9", "unknown rule 'EnergyRetention': did you mean 'energy_retention'"),
-        ("topk:3", "unknown rule 'topk'"),
         ("energy_retention:roh=0.9", "unknown knob of energy_retention 'roh': did you mean 'rho'"),
     ],
 )

@@ -3,8 +3,8 @@
 import copy
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from attnrx.decide.planning import Plan, PlanPoint, Target
 from attnrx.decide.planning.plan_settings import target_of
 from attnrx.show.checks import Costs
 from attnrx.show.reports import summary_of
-from attnrx.support.errors import CheckpointError, DataError, InvalidInput, NotSupported
+from attnrx.support.errors import DataError, InvalidInput
 from attnrx.verbs.shrink import FITS_BY_EFFORT, timing_conditions
 from attnrx.verbs.shrunk import Shrunk
 from attnrx.vit.models import ViTConfig, model_fingerprint
@@ -43,16 +43,6 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Shrunk, list[
     """The folder, the result and the log of a call."""
     folder, lines = tmp_path_factory.mktemp("first"), list[str]()
     return folder, rx.shrink(original(), images(48), macs=0.8, folder=folder, log=lines.append), lines
-
-
-def objects(value: Any, depth: int = 8) -> Iterator[Any]:
-    """Yields the objects of attnrx in a value, with those in their fields; modules are displayed by torch."""
-    if depth and is_dataclass(value) and not isinstance(value, torch.nn.Module):
-        yield value
-        value = [getattr(value, field.name) for field in fields(value)]
-    if depth and isinstance(value, list | tuple | Mapping):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from objects(each, depth - 1)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +84,6 @@ def test_a_model_is_made_smaller_and_its_folder_loads(first, tmp_path: Path) -> 
     macs = [rx.models.family_of(model).costs(model).macs for model in (slim, original())]
     assert macs[0] <= 0.8 * macs[1] and prescription.about["plan"]["target"] == "macs=0.8x"
     assert evidence.about["images"] == 16 and "fewer MACs" in found.summary() and len(repr(found)) < 2000
-    diagnosis = rx.diagnose(original(), images(16))
-    deep = rx.models.build_model("svda:digits", depth=24)
-    space = rx.planning.PlanSettings().space(original(), diagnosis, Target("macs", 0.5))
-    others = (deep.config, rx.models.family_of(deep).costs(deep), space, pixels(CONFIG, 48))
-    of_attnrx = list(objects((found, found.report("x"), *others)))
-    assert {Shrunk, Plan, rx.Prescription, rx.Evidence, rx.Finding, rx.Diagnosis} <= {type(each) for each in of_attnrx}
-    for each in of_attnrx:
-        assert len(repr(each)) < 2000 and type(each).__name__ in repr(each)
     assert "<table>" in evidence._repr_html_()
     found.save(folder, onnx=False)
     assert {"model.safetensors", "README.md", "report.html", "evidence.json"} <= {one.name for one in folder.iterdir()}
@@ -181,11 +163,6 @@ def test_an_effort_with_distillation_comes_nearer_to_the_original(
     assert after < before
 
 
-def test_a_target_that_no_plan_reaches_is_refused() -> None:
-    with pytest.raises(NotSupported, match="out of reach"):
-        rx.shrink(original(), images(48), macs=0.05)
-
-
 def test_a_target_of_accuracy_needs_labels() -> None:
     model = cases.model(ViTConfig.uniform("dense", width=16, depth=3, heads=2, **cases.TINY))
     with pytest.raises(DataError, match="label"):
@@ -231,7 +208,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("name", ["report.html", "model.onnx", "model.onnx.json", "run_model.py", "config.json"])
+@pytest.mark.parametrize("name", ["report.html", "run_model.py", "config.json"])
 def test_files_of_the_user_are_kept_and_refused_before_the_work(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("mine")
     with pytest.raises(InvalidInput, match=re.escape(name)):
@@ -241,24 +218,6 @@ def test_files_of_the_user_are_kept_and_refused_before_the_work(name: str, tmp_p
         rx.shrink(original(), images(48), macs=0.8, folder=tmp_path, log=lines.append)
     assert not any("diagnosing" in line for line in lines)
     assert names(tmp_path) == {name} and (tmp_path / name).read_text() == "mine"
-
-
-def test_a_folder_that_is_a_file_is_refused_before_the_work(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="is not a folder"):
-        rx.shrink(original(), images(48), macs=0.8, folder=tmp_path / "file")
-    with pytest.raises(CheckpointError, match="is not a folder"):
-        rx.shrink(original(), images(48), macs=0.8, folder=tmp_path / "file" / "folder")
-
-
-@pytest.mark.parametrize("name", ["model-int8.onnx", "evidence-int8.json", "run_model-int8.py"])
-def test_files_of_the_user_are_kept_by_other_formats(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text("mine")
-    with pytest.raises(InvalidInput, match=re.escape(name)):
-        result().save(tmp_path, to="int8", original=original(), data=images(24))
-    with pytest.raises(InvalidInput, match=re.escape(name)):
-        rx.shrink(original(), images(48), macs=0.8, folder=tmp_path, to="int8")
-    assert (tmp_path / name).read_text() == "mine"
 
 
 @pytest.mark.slow
@@ -278,23 +237,9 @@ def test_exports_of_an_earlier_model_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_format_of_two_files_is_written_again(tmp_path: Path) -> None:
-    pytest.importorskip("openvino")
-    before = copy.deepcopy(original()).float()
-    for rules in ("vo=uniform_rank:0.5", "vo=uniform_rank:0.75"):
-        found = result(rules)
-        found.save(tmp_path, onnx=False, to="openvino", original=before, data=images(24), batch=2, threads=1)
-        facts = load_exported(tmp_path / "model-openvino.xml").facts
-        assert facts["model"]["fingerprint"] == model_fingerprint(rx.load(tmp_path))
-        stored = rx.Evidence.load(tmp_path / "evidence-openvino.json").about
-        assert stored["file"] == "model-openvino.xml" and stored["images"] > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.slow
-def test_models_of_other_precisions_are_saved_with_their_exports(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_model_in_bfloat16_is_saved_with_its_exports(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
-    found, before = result(dtype=dtype), copy.deepcopy(original()).to(dtype)
+    found, before = result(dtype=torch.bfloat16), copy.deepcopy(original()).bfloat16()
     found.save(tmp_path)
     assert load_exported(tmp_path / "model.onnx").images.precision == "float32"
     found.save(tmp_path, False, to="onnx", original=before, data=images(24), batch=2, threads=1)
@@ -307,12 +252,9 @@ def test_models_of_other_precisions_are_saved_with_their_exports(dtype: torch.dt
     ("dtype", "form", "precision"),
     [
         (torch.bfloat16, None, "bfloat16"),
-        (torch.float16, None, "float16"),
-        (torch.float32, None, "float32"),
         (torch.float64, None, "float32"),
         (torch.bfloat16, "onnx", "float32"),
         (torch.bfloat16, "program", "bfloat16"),
-        (torch.float64, "program", "float32"),
     ],
 )
 def test_a_model_is_timed_at_its_own_precision(dtype: torch.dtype, form: str | None, precision: str) -> None:

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.errors import CheckpointError
 from attnrx.support.storage import (
     fingerprint,
     read_json,
     read_tensors,
-    require_finite_tensors,
     write_atomically,
     write_json,
     write_tensors,
@@ -44,12 +43,6 @@ def test_a_full_disk_leaves_the_old_file_and_says_so(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="file"):
-        write_json(tmp_path / "file" / "a.json", {})
-
-
 def test_json_holds_no_nan(tmp_path: Path) -> None:
     path = write_json(tmp_path / "a.json", {"values": [float("nan"), float("inf"), 1.5], "nested": {"tuple": (1, 2)}})
     assert read_json(path) == {"values": [None, None, 1.5], "nested": {"tuple": [1, 2]}}
@@ -60,12 +53,6 @@ def test_broken_json_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"a\.json"):
         read_json(tmp_path / "a.json")
-
-
-def test_missing_files_are_named(tmp_path: Path) -> None:
-    for read in (read_json, read_tensors):
-        with pytest.raises(CheckpointError, match="does not exist"):
-            read(tmp_path / "a")
 
 
 def test_tensors_survive_and_truncation_is_found(tmp_path: Path) -> None:
@@ -88,10 +75,3 @@ def test_fingerprints_tell_models_apart() -> None:
         {"a": torch.tensor([0.0, 0, 0, 1e-300])},
     )
     assert len({fingerprint(one), *(fingerprint(other) for other in others)}) == 5
-
-
-def test_infinite_tensors_are_named() -> None:
-    with pytest.raises(InvalidInput, match="'b'"):
-        require_finite_tensors(
-            {"a": torch.zeros(2), "b": torch.tensor([1.0, torch.inf]), "c": torch.arange(3)}, "the model"
-        )

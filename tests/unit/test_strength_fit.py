@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from attnrx.support.errors import InvalidInput
 from attnrx_lab.strength_refit import StrengthFit
 
 HEADS, TERMS, TOKENS = 2, 6, 9
@@ -82,18 +81,3 @@ def test_small_changes_come_nearer_in_kl_divergence():
     found = fit.solve(keep, strength).to(start.dtype)
     before, after = (divergence(target, scores(left, right, each)) for each in (start, found))
     assert bool((after < before).all())
-
-
-def test_terms_that_no_sample_determines_keep_their_start():
-    left, right = rows(1)
-    left[..., 0] = 0
-    fit = StrengthFit(HEADS, TERMS)
-    fit.observe(left, right, scores(left, right, torch.ones(HEADS, TERMS)), 1.0)
-    found = fit.solve(torch.ones(HEADS, TERMS, dtype=torch.bool), torch.full((HEADS, TERMS), 5.0))
-    torch.testing.assert_close(found[:, 0], torch.full((HEADS,), 5.0, dtype=torch.float64))
-    torch.testing.assert_close(found[:, 1:], torch.ones(HEADS, TERMS - 1, dtype=torch.float64), rtol=1e-4, atol=1e-4)
-
-
-def test_solving_without_samples_is_refused():
-    with pytest.raises(InvalidInput, match="calibration data"):
-        StrengthFit(HEADS, TERMS).solve(torch.ones(HEADS, TERMS, dtype=torch.bool), torch.ones(HEADS, TERMS))

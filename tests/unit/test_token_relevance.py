@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from attnrx.show.reports import sample_tokens
-from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import attach_tokens_, family_of, token_run
 from attnrx.vit.tokens import AttentionReceived, ClassAttention, Reducer, TokenPolicy, ToMe
 from attnrx_lab.clutter import patches_left
-from attnrx_lab.tokens import AttentionAverage, EViT, Random, Spot
-from support.pretrained import adopted_once, deep, inputs
+from attnrx_lab.tokens import EViT, Random, Spot
+from support.pretrained import deep, inputs
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "token_relevance.py"))
 averaging_shares, kept, overlap = (BENCHMARK[name] for name in ("averaging_shares", "kept", "overlap"))
@@ -55,18 +54,6 @@ def test_rank_correlation_sees_order_alone() -> None:
     assert rank_correlation(ties, torch.tensor([[1.0, 2.0, 3.0]])).item() == pytest.approx(0.75**0.5)
 
 
-def test_what_is_kept_and_shared() -> None:
-    relevance = torch.tensor([[3.0, 1.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
-    assert kept(relevance, 2).tolist() == [[True, False, True, False], [True, True, False, False]]
-    assert overlap(kept(relevance, 2), kept(-relevance, 2)).tolist() == [0.0, 1.0]
-    assert overlap(kept(relevance, 1), kept(relevance, 4)).tolist() == [1.0, 1.0]
-
-
-def test_the_running_mean_leaves_unknown_layers_out() -> None:
-    relevance = torch.tensor([[1.0, 2.0], [torch.nan, torch.nan], [3.0, 0.0]])
-    assert running_mean(relevance).tolist() == [[1.0, 2.0], [1.0, 2.0], [2.0, 1.0]]
-
-
 def test_independent_noise_falls_as_the_paper_says() -> None:
     draws = noisy(shared=0.0)
     shares = averaging_shares(draws)
@@ -77,25 +64,6 @@ def test_independent_noise_falls_as_the_paper_says() -> None:
     assert (correlation - torch.eye(LAYERS, dtype=torch.float64)).abs().max() < 0.1
 
 
-def test_shared_noise_does_not_fall() -> None:
-    draws = noisy(shared=1.0)
-    shares = averaging_shares(draws)
-    torch.testing.assert_close(shares["measured"], torch.ones_like(shares["measured"]))
-    torch.testing.assert_close(noise_correlation(draws), torch.ones(IMAGES, LAYERS, LAYERS, dtype=torch.float64))
-    half = averaging_shares(noisy(shared=0.5))["measured"].mean(0)
-    expected = torch.tensor([0.5 + 0.5 / layers for layers in range(1, LAYERS + 1)], dtype=torch.float64)
-    torch.testing.assert_close(half, expected, rtol=0.08, atol=0)
-
-
-def test_noise_is_told_relative_to_the_spread() -> None:
-    draws = noisy(shared=0.0)
-    spread = torch.linspace(-6, 6, PATCHES, dtype=torch.float64).var()
-    torch.testing.assert_close(noise_to_spread(draws).mean(), 1 / spread, rtol=0.05, atol=0)
-    few = noise_to_spread(noisy(0.0, seed=1)[:2]).mean()  # the mean of two draws is noisy, and that is taken off
-    torch.testing.assert_close(few, 1 / spread, rtol=0.2, atol=0)
-    assert noise_to_spread(draws * 5).allclose(noise_to_spread(draws))
-
-
 @pytest.mark.parametrize(
     ("reducer", "source"), [(ClassAttention(), "class_attention"), (AttentionReceived(), "attention_received")]
 )
@@ -104,13 +72,6 @@ def test_relevance_is_what_the_reducer_went_by(reducer: Reducer, source: str, by
     model = deep()
     found = token_relevance(model, inputs(model))[source]
     samples = sample_tokens(num_pruned(model, reducer, by), inputs(model))
-    assert torch.equal(samples.left[:, 0], kept(found[:, 1], 9))
-
-
-def test_the_running_mean_is_what_attention_average_goes_by() -> None:
-    model = deep()
-    found = running_mean(token_relevance(model, inputs(model))["class_attention"])
-    samples = sample_tokens(num_pruned(model, AttentionAverage()), inputs(model))
     assert torch.equal(samples.left[:, 0], kept(found[:, 1], 9))
 
 
@@ -128,21 +89,3 @@ def test_the_same_patches_are_left_masked_and_compressed(reducer: Reducer) -> No
     expected = [int((patch_indices[0] >= 0).sum()) for patch_indices in trail]
     assert left[0].sum(-1).tolist() == expected and expected[0] in (8, 9)
     assert not bool((left[:, 1] & ~left[:, 0]).any())
-
-
-def test_a_policy_that_keeps_everything_leaves_everything() -> None:
-    model = deep()
-    assert bool(patches_left(num_pruned(model, ClassAttention(), keep=(1.0, 1.0)), inputs(model)).all())
-
-
-def test_a_model_without_a_class_token_has_received_attention_only() -> None:
-    model = adopted_once("vit, no class token")[2]
-    assert list(token_relevance(model, inputs(model))) == ["attention_received"]
-
-
-def test_models_that_do_not_fit_are_refused() -> None:
-    model = deep()
-    with pytest.raises(InvalidInput, match="give the original"):
-        token_relevance(num_pruned(model, Random()), inputs(model))
-    with pytest.raises(InvalidInput, match="has no token policy"):
-        patches_left(model, inputs(model))

@@ -7,28 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.support.errors import InvalidInput
-from attnrx.vit.tokens import ClassAttention, Reducer, Reduction, Shape, TokenLayout, TokenState, ToMe, Ward
-from attnrx.vit.tokens.reducer import first_best
+from attnrx.vit.tokens import ClassAttention, Reducer, Reduction, TokenState, ToMe, Ward
 from attnrx_lab.tokens import (
     ATS,
     DTPS,
-    DynamicViT,
     EViT,
     EvoViT,
     HaltingScores,
     PiToMe,
-    Random,
-    Spot,
     SPViT,
     ZeroTPrune,
 )
 from attnrx_lab.tokens.pitome import energy_scores
 from attnrx_lab.tokens.scores import TokenScores
-from attnrx_lab.tokens.spot import attention_features, standardized_features
+from attnrx_lab.tokens.spot import standardized_features
 from attnrx_lab.tokens.zero_tprune import page_rank, redundant
-
-SHAPE = Shape(8, 2, TokenLayout(1, 9, True, "class"))
 
 
 def state(patches: list[list[float]], sizes: list[float] | None = None, **given: Any) -> TokenState:
@@ -81,12 +74,6 @@ def test_dtps_squeezes_into_the_most_similar_by_exp_of_the_cosine() -> None:
     own, weight = math.e, math.exp(0.8)
     second = [weight * 3 / (own + weight), (own * 2 + weight * 4) / (own + weight)]
     torch.testing.assert_close(found.tokens, torch.tensor([[[3.0, 0.0], second]]))
-
-
-def test_dtps_takes_nothing_of_what_had_left_before() -> None:
-    shares = class_pays([0.4, 0.3, 0.0])
-    found = decided(DTPS(ClassAttention()), state([[1.0], [2.0], [50.0]], [1.0, 1.0, 0.0], class_attention=shares), 2)
-    torch.testing.assert_close(found.tokens, torch.tensor([[[1.0], [2.0]]]))
 
 
 def test_the_highest_sum_of_halting_scores_is_pruned() -> None:
@@ -157,56 +144,6 @@ def test_tome_merges_in_rounds_by_the_mean_keys_of_what_it_merged() -> None:
     torch.testing.assert_close(one.sizes, torch.tensor([[5.0]]))
 
 
-def test_a_second_round_goes_by_merged_keys() -> None:
-    keys = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [0.9, 0.4], [0.0, 1.0], [0.0, 1.0], [0.5, 0.5], [0.6, 0.6]]])
-    sizes = [1.0] * 6
-    found = decided(ToMe(), state([[float(value)] for value in range(6)], sizes, keys=keys), 2)
-    # Three pairs first; then the first and the last are one set, and the last, (0.55, 0.55), is nearer to the middle.
-    assert found.kept.tolist() == [[1, 3]]
-    torch.testing.assert_close(found.tokens, torch.tensor([[[0.5], [3.5]]]))
-
-
-def test_soft_reducers_are_what_their_scores_are() -> None:
-    for scores in (ClassAttention(), Random(), HaltingScores(), DynamicViT(), Spot(shared=True)):
-        for kind in (EViT(scores), SPViT(scores), DTPS(scores)):
-            assert (kind.needs, kind.every_layer, kind.learned) == (scores.needs, scores.every_layer, scores.learned)
-            assert kind.one_predictor == scores.one_predictor
-            assert kind.predictor_macs(SHAPE, 9, 4) == scores.predictor_macs(SHAPE, 9, 4) + 9 * SHAPE.width * (
-                4 if isinstance(kind, DTPS) else 1
-            )
-            of_kind, of_scores = (
-                sum(parameter.numel() for parameter in reducer.predictor(SHAPE).parameters())
-                for reducer in (kind, scores)
-            )
-            assert of_kind == of_scores
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: HaltingScores(gamma=0.0), "gamma not 0"),
-        (lambda: HaltingScores(beta=float("nan")), "finite"),
-        (lambda: ZeroTPrune(iterations=0), "at least one iteration"),
-        (lambda: ZeroTPrune(similar=1.5), "a share"),
-        (lambda: ZeroTPrune(least=0.7, most=0.7), "least < most"),
-        (lambda: PiToMe(margin=1.5), "a margin from 0 to 1"),
-        (lambda: PiToMe(alpha=-1.0), "not negative"),
-        (lambda: EvoViT(alpha=1.0), "a number in"),
-        (lambda: EvoViT(alpha=-0.1), "a number in"),
-    ],
-)
-def test_impossible_knobs_are_refused(make, said: str) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        make()
-
-
-def test_a_soft_reducer_of_something_that_has_no_scores_is_refused() -> None:
-    soft = SPViT()
-    object.__setattr__(soft, "scores", ToMe())  # past the type checks of the tests, which users do not have
-    with pytest.raises(InvalidInput, match="ToMe gives no scores"):
-        soft.__post_init__()
-
-
 def test_ward_merges_where_the_tokens_change_least_and_keeps_their_length() -> None:
     # The first set is at 0 and at (8, 0), the second at (1, 0) and at (0, 6), which stands for three patches.
     given = state([[0.0, 0.0], [1.0, 0.0], [8.0, 0.0], [0.0, 6.0]], [1.0, 1.0, 1.0, 3.0])
@@ -221,13 +158,6 @@ def test_ward_merges_where_the_tokens_change_least_and_keeps_their_length() -> N
     (token,) = decided(Ward(), turned, 1).tokens[0]
     assert token.norm().item() == pytest.approx((3 + 3 * 4) / 4)  # as long as they were in the mean
     torch.testing.assert_close(token / token.norm(), torch.tensor([3.0, 12.0]) / math.hypot(3, 12))
-
-
-def test_size_decides_what_ward_merges() -> None:
-    tokens = [[0.0], [3.0], [10.0], [12.0]]
-    # 0 into 3 adds 9/2; 10 into 12 adds 2 where both are single, and 10 where both stand for five.
-    single, heavy = (state(tokens, [1.0, 1.0, size, size]) for size in (1.0, 5.0))
-    assert [decided(Ward(), given, 3).kept.tolist() for given in (single, heavy)] == [[[0, 1, 3]], [[1, 2, 3]]]
 
 
 def unit(*degrees: float) -> list[list[float]]:
@@ -276,12 +206,6 @@ def test_ats_samples_by_class_attention_times_the_length_of_the_values() -> None
     assert decided(ATS(), sampled, 2).kept.tolist() == [[1, 3]]
 
 
-def test_ats_without_any_significance_keeps_what_is_there() -> None:
-    zero = torch.zeros(1, 1, 4)
-    given = state([[1.0], [2.0], [3.0]], [1.0, 0.0, 1.0], class_attention=zero, value_norms=zero)
-    assert decided(ATS(), given, 2).kept.tolist() == [[0, 2]]
-
-
 def test_evo_vit_blends_the_class_attention_of_the_layers() -> None:
     first, second, third = (torch.tensor([row]) for row in ([0.6, 0.4], [0.0, 1.0], [1.0, 0.0]))
     reducer = EvoViT(alpha=0.5)
@@ -301,22 +225,3 @@ def test_standardized_features_have_mean_zero_and_variance_one_over_the_remainin
     torch.testing.assert_close(found, expected)
     large = standardized_features(features, features + 1.0, there)
     assert large[0, :, 1].tolist() == [0.0, 0.0, 0.0]  # 1e-9 is a rounding error of 1
-
-
-def test_standardized_attention_features_of_uniform_attention_are_zero() -> None:
-    attention = torch.full((1, 2, 7, 7), 1 / 7, requires_grad=True)
-    features = attention_features(attention, 1, standardized=True)
-    assert features.shape == (1, 6, 12) and not bool(features.any())
-    features.sum().backward()
-    assert attention.grad is not None and bool(attention.grad.isfinite().all())
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])  # meta selects as CUDA does
-@pytest.mark.parametrize("count", [3, 5, 9])
-def test_the_best_of_fewer_values_are_all(device: str, count: int) -> None:
-    """A round of merging, which can merge half of the patches, may be asked for more."""
-    values = torch.tensor([[1.0, 4.0, 4.0, 0.0, 4.0]], device=device)
-    chosen = first_best(values, count)
-    assert chosen.shape == (1, min(count, 5))
-    if device == "cpu" and count == 3:
-        assert sorted(chosen[0].tolist()) == [1, 2, 4]

@@ -12,7 +12,6 @@ from attnrx.training.optimization import (
     Schedule,
     WeightMean,
     build_optimizer,
-    learning_rate_share,
     load_optimizer_,
     optimizer_tensors,
     set_learning_rate,
@@ -20,20 +19,6 @@ from attnrx.training.optimization import (
 from support.cases import CONFIGS, images, model
 from support.tiny_runs import config, splits
 from support.tiny_runs import model as model_of_runs
-
-
-def test_the_learning_rate_rises_to_one_and_falls_to_zero() -> None:
-    shares = [learning_rate_share(step, 100, 10) for step in range(100)]
-    assert 0 < shares[0] < shares[9] < 1
-    assert shares[10] == 1
-    assert shares[:11] == sorted(shares[:11])
-    assert shares[10:] == sorted(shares[10:], reverse=True)
-    assert 0 < shares[99] < 1e-3
-    assert shares[55] == pytest.approx(0.5)
-
-
-def test_without_warmup_the_first_step_is_a_full_one() -> None:
-    assert learning_rate_share(0, 5, 0) == 1
 
 
 def test_every_parameter_is_in_one_group_and_only_matrices_decay() -> None:
@@ -48,10 +33,6 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay() -> None:
         assert decay[id(parameter)] == expected, name
     set_learning_rate(optimizer, 0.5)
     assert sorted(group["lr"] for group in optimizer.param_groups) == [0.5, 0.5, 2.5]
-
-
-def test_a_dense_model_has_no_group_of_strengths() -> None:
-    assert len(build_optimizer(model(CONFIGS["dense"]), TrainingConfig()).param_groups) == 2
 
 
 def test_strength_decay_shrinks_strengths_and_nothing_else() -> None:
