@@ -70,7 +70,8 @@ MAX_VERIFICATION_IMAGES = 10_000
 # so many multiply-accumulates, and on so many at least: of 128 the mean error of a saliency map has an interval of
 # +- 20 %, of 324 of +- 13 % (docs/results/dense.md).
 VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 7.5e11, 64
-# Of models of more MACs per image it plans and fits on fewer images: those of a ViT-S with a decoder at 224 pixels.
+# Of models of more MACs per image it diagnoses, plans and fits on fewer images: those of a ViT-S with a decoder at 224
+# pixels.
 MAP_MACS = 8e9
 REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
 STATE_FOLDER = ".state"  # in the folder of a call: what it needs to go on after an interruption
@@ -333,8 +334,10 @@ class ShrinkRun:
         if len(images.verified) > (most := most_images(original)):
             log(f"the outputs are large: verified on {most:,} of {len(images.verified):,} images")
             images = images._replace(verified=images.verified.take(most))
+        share = 1.0
         if effort == "quick" and kind.needed_images < 1:
-            images, settings = _fewer_maps(images, settings, family_of(original).costs(original).macs)
+            macs = family_of(original).costs(original).macs
+            images, settings, share = _fewer_maps(images, settings, macs)
         planned = images.planned.take(min(settings.num_images, len(images.planned)))
         planned_model, outputs = original, KeptOutputs(original)
         begin("diagnosing")
@@ -348,7 +351,7 @@ class ShrinkRun:
         if is_halved:
             fewer = max(settings.sensitivity_images // 2, MIN_SENSITIVITY_IMAGES)
             settings = replace(settings, sensitivity_images=min(fewer, settings.sensitivity_images))
-        wanted = round(DIAGNOSIS_IMAGES * output_kind_of(original).needed_images ** 0.5) // (1 + is_halved)
+        wanted = round(share * DIAGNOSIS_IMAGES * output_kind_of(original).needed_images ** 0.5) // (1 + is_halved)
         diagnosed = planned.take(min(wanted, len(planned)))
         diagnosis = _diagnosis(planned_model, diagnosed, state, log)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
@@ -446,9 +449,9 @@ class ShrinkRun:
         return Shrunk(model, prescription, evidence, plan, target, *parts)
 
 
-def _fewer_maps(images: Parts, settings: PlanSettings, macs: float) -> tuple[Parts, PlanSettings]:
-    """Returns as few images as a quick call takes of a model with a number per position and so many MACs: the more
-    positions an image has, the less it varies.
+def _fewer_maps(images: Parts, settings: PlanSettings, macs: float) -> tuple[Parts, PlanSettings, float]:
+    """Returns as few images as a quick call takes of a model with a number per position and so many MACs, and their
+    share: the more positions an image has, the less it varies.
     """
     enough = max(round(VERIFICATION_MACS / macs), MIN_VERIFICATION_IMAGES)
     if len(images.verified) > enough:
@@ -461,7 +464,8 @@ def _fewer_maps(images: Parts, settings: PlanSettings, macs: float) -> tuple[Par
 
     names = ("num_images", "sensitivity_images", "trial_images")
     fewer = {name: max(round(share * getattr(settings, name)), 1) for name in names}
-    return images._replace(planned=some(images.planned), predicted=some(images.predicted)), replace(settings, **fewer)
+    images = images._replace(planned=some(images.planned), predicted=some(images.predicted))
+    return images, replace(settings, **fewer), share
 
 
 def _at_size_of(images: ImageSet, model: nn.Module, splits: Splits, log: Log) -> tuple[nn.Module, Splits]:
