@@ -1,6 +1,6 @@
 """Cached outputs of the original on some images, and the deviation of a candidate's outputs from them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,6 @@ from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.models import evaluating
 from attnrx.vit.outputs import Embeddings, OutputKind, output_kind_of
-
-Pixels = Float[Tensor, "batch channels height width"]
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,3 @@ class Answers:
             agrees = both.agreement("original", "candidate")
             change = None if self.labels is None else both.change("original", "candidate")
         return Deviation(both.divergence("original", "candidate"), kind.softened(base, other), agrees, change)
-
-    def parts(self) -> Iterator[tuple[Pixels, Float[Tensor, "batch classes"]]]:
-        """Yields every batch with the original's outputs."""
-        yield from zip(self.batches, self.outputs.split([len(batch) for batch in self.batches]), strict=True)

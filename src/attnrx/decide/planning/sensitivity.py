@@ -13,7 +13,7 @@ from torch import nn
 from attnrx.change.predictions import outputs_of, stored
 from attnrx.change.realization import realize
 from attnrx.decide.planning.plan_settings import PlanSettings
-from attnrx.decide.planning.reference_outputs import Answers, Pixels
+from attnrx.decide.planning.reference_outputs import Answers
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
@@ -132,7 +132,8 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     # Every probe is a model with one level of one axis in all layers, of which single blocks are used.
     probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
     with evaluating([space.model, *probes.values()]):
-        parts, works = answers.parts(), (*probes, *range(len(counts)))
+        outputs = answers.outputs.split([len(batch) for batch in answers.batches])
+        parts, works = zip(answers.batches, outputs, strict=True), (*probes, *range(len(counts)))
         for step in track(range(len(answers.batches) * len(works)), "sensitivities"):
             batch, index = divmod(step, len(works))
             if not index:
@@ -167,7 +168,7 @@ class _BatchProbe:
     def __init__(self, space: Space, family: Family, layers: Sequence[int], outputs: OutputKind):
         self.space, self.family, self.layers, self.outputs = space, family, layers, outputs
 
-    def take(self, images: Pixels, base: Float[Tensor, "batch classes"]) -> None:
+    def take(self, images: Float[Tensor, "batch channels height width"], base: Float[Tensor, "batch classes"]) -> None:
         self.images, self.base = images, base
         blocks = blocks_of(self.space.model, self.family)
         with recording_calls(blocks, lambda call: call) as calls:
