@@ -201,7 +201,8 @@ def result(rules: str = "vo=uniform_rank:0.5", dtype: torch.dtype = torch.float3
     prescription = rx.prescribe(rx.diagnose(model, images(16), moments=True), rules)
     small = rx.realize(model, prescription)
     evidence = rx.verify(small, model, images(16), [Costs()], prescription=prescription)
-    return Shrunk(small, prescription, evidence, None, Target("macs", 0.9))
+    parts = three_parts(splits_for(model, images(24)))
+    return Shrunk(small, prescription, evidence, None, Target("macs", 0.9), images=parts)
 
 
 def names(folder: Path) -> set[str]:
@@ -225,7 +226,7 @@ def test_exports_of_an_earlier_model_are_removed(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     first, before = result(), copy.deepcopy(original()).float()
     first.save(tmp_path)
-    first.save(tmp_path, False, to="onnx(opset=18)", original=before, data=images(24), batch=2, threads=1)
+    first.save(tmp_path, False, to="onnx(opset=18)", original=before, batch=2, threads=1)
     exports = {"model.onnx", "model.onnx.json", "run_model.py"}
     exports |= {"model-onnx.onnx", "model-onnx.onnx.json", "run_model-onnx.py", "evidence-onnx.json"}
     assert exports < names(tmp_path)
@@ -242,7 +243,7 @@ def test_a_model_in_bfloat16_is_saved_with_its_exports(tmp_path: Path) -> None:
     found, before = result(dtype=torch.bfloat16), copy.deepcopy(original()).bfloat16()
     found.save(tmp_path)
     assert load_exported(tmp_path / "model.onnx").images.precision == "float32"
-    found.save(tmp_path, False, to="onnx", original=before, data=images(24), batch=2, threads=1)
+    found.save(tmp_path, False, to="onnx", original=before, batch=2, threads=1)
     evidence = rx.Evidence.load(tmp_path / "evidence-onnx.json")
     assert evidence.about["file"] == "model-onnx.onnx"
     assert "'precision': 'float32'" in str(evidence.about["checks"])

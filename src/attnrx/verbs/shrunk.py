@@ -27,9 +27,9 @@ from attnrx.change.exporting import (
 )
 from attnrx.change.exporting.exported import KIND as EXPORTED
 from attnrx.change.exporting.exported import facts_path
-from attnrx.data import ImageData, ImageSet, Parts, Splits, three_parts
+from attnrx.data import ImageSet, Parts
 from attnrx.data.fixed_images import ONE_DRAW
-from attnrx.data.model_data import num_classes, splits_for
+from attnrx.data.model_data import num_classes
 from attnrx.decide.planning import Plan, Target
 from attnrx.decide.planning.plan_measurements import final_protocol, rounds_of
 from attnrx.nouns.diagnosis import Diagnosis
@@ -106,7 +106,6 @@ class Shrunk:
         *,
         to: str | None = None,
         original: nn.Module | None = None,
-        data: ImageData | Splits | None = None,
         batch: int = 32,
         threads: int | None = None,
     ) -> Path:
@@ -128,7 +127,6 @@ class Shrunk:
             to: Another format to write, e.g. "int8" or "openvino(precision=bf16)" (see `export`).
             original: The model that `shrink` was given; with it model.onnx is timed beside the same file of the
                 original, for `reports.files_table`. `to` needs it.
-            data: For `to`, the data of a result without `images`, which are divided as by `shrink`.
             batch: For `to`, the images of a timed batch.
             threads: CPU threads of the timings (torch's default).
 
@@ -160,7 +158,7 @@ class Shrunk:
                         timing = {"threads": threads, "batches": (timed,), "rounds": rounds_of(timed)}
                         compare_with_original(file, original, **timing)
                 if to is not None and original is not None:
-                    self._write_exported(new, to, original, data, batch, threads)
+                    self._write_exported(new, to, original, batch, threads)
             except AttnrxError as error:  # hours of work are not lost by a file that cannot be written
                 failures.append(error)
 
@@ -170,15 +168,12 @@ class Shrunk:
             raise failures[0]
         return folder
 
-    def _write_exported(
-        self, folder: Path, to: str, original: nn.Module, data: Any, batch: int, threads: int | None
-    ) -> None:
+    def _write_exported(self, folder: Path, to: str, original: nn.Module, batch: int, threads: int | None) -> None:
         """Writes a file of another format, and its evidence, to a folder that has none of them."""
-        if self.images is None and data is None:
-            raise InvalidInput("this result has no images of its own: give data to calibrate and verify the file on.")
+        assert self.images is not None  # `shrink` returns them
         form = parse_format(to)
         path, evidence_path = exported_paths(folder, form)
-        planned, _, tested = self.images or three_parts(splits_for(original, data))
+        planned, _, tested = self.images
         calibration = planned.take(min(form.wanted, len(planned)))
         names = fitting_names(self.model, self.class_names)
         precision = precision_for(self.model, form)

@@ -46,13 +46,8 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     shrunk = rx.shrink(model, splits, **settings, folder=arguments.out, log=log)
     log(shrunk.summary())
     log("writing the folder and model.onnx, and timing it" if onnx else "writing the folder")
-    exporting = {
-        "to": arguments.to,
-        "original": model,
-        "data": splits,
-        **options.given_arguments(arguments, "batch", "threads"),
-    }
-    folder = shrunk.save(arguments.out, onnx, **exporting)
+    timing = options.given_arguments(arguments, "batch", "threads")
+    folder = shrunk.save(arguments.out, onnx, to=arguments.to, original=model, **timing)
     name = None if arguments.to is None else rx.exporting.parse_format(arguments.to).name
     exported = None if name is None else rx.Evidence.load(folder / f"evidence-{name}.json")
     record = {
