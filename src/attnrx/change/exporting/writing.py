@@ -543,7 +543,7 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     with raising(f"the file written as {form.name} does not run", "No file was saved."), torch.no_grad():
         # Of several outputs each is compared with its own largest number.
         pairs = [
-            [tensor.double().flatten(1).cpu() for tensor in tensors_of(model(batch)).values()]
+            [tensor.double().reshape(len(tensor), -1).cpu() for tensor in tensors_of(model(batch)).values()]
             for model in (subject.model, exported)
             for batch in batches
         ]
