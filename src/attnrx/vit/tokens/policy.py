@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.text_parsing import Language, TextReader, Token, share
+from attnrx.support.text_parsing import Language, TextReader, share
 from attnrx.vit.tokens.reducer import Reducer
 from attnrx.vit.tokens.state import TokenLayout
 
@@ -194,7 +194,12 @@ class PolicyReader(TextReader):
             ratios.append(self.read_ratio())
         self.expect("@", "'@' and the layers before which tokens are pruned")
         if self.token.text == EVERY:
-            return self.read_every(reducer, first, len(ratios))
+            self.expect("name", EVERY)
+            self.expect("end", "the end")
+            if len(ratios) > 1 or not first.text.isdigit() or int(first.text) < 1:
+                problem = f"give one number before @{EVERY}: the patches to prune before every layer"
+                raise self.problem(first.start, problem)
+            return TokenPolicy(reducer, num_pruned=int(first.text))
         layers = [self.read_layer()]
         while self.take(","):
             layers.append(self.read_layer())
@@ -202,15 +207,6 @@ class PolicyReader(TextReader):
         if len(ratios) == 1:
             return TokenPolicy.staged(reducer, ratios[0], tuple(layers))
         return TokenPolicy(reducer, tuple(layers), tuple(ratios))
-
-    def read_every(self, reducer: Reducer, number: Token, given: int) -> TokenPolicy:
-        self.expect("name", EVERY)
-        self.expect("end", "the end")
-        if given > 1 or not number.text.isdigit() or int(number.text) < 1:
-            raise self.problem(
-                number.start, f"give one number before @{EVERY}: the patches to prune before every layer"
-            )
-        return TokenPolicy(reducer, num_pruned=int(number.text))
 
     def read_reducer(self) -> Reducer:
         name, kind = self.read_name(self.registry, "token reducer")
