@@ -109,7 +109,7 @@ def test_one_ratio_is_of_what_is_left_and_several_are_of_the_image() -> None:
         ("class_attention(seed=1):0.7@4", "class_attention has no knobs"),
         ("tome:0.7@every", "give one number before @every"),
         ("tome:13@every,4", "the end"),
-        ("spot" + 30 * "(" + ":0.7@4", "brackets"),
+        ("spot" + 60 * "(" + ":0.7@4", "brackets"),
     ],
 )
 def test_what_cannot_be_read_is_said(text: str, said: str) -> None:
