@@ -16,6 +16,8 @@ import torch
 
 import attnrx as rx
 from attnrx.change.exporting import present_exports
+from attnrx.data import three_parts
+from attnrx.data.model_data import splits_for
 from attnrx.decide.planning import Target
 from attnrx.nouns.prescription import TokenPrescription
 from attnrx.support import atomic_writes
@@ -131,13 +133,14 @@ def shrunk(number: int) -> Shrunk:
     prescription = rx.prescribe(rx.diagnose(original, PIXELS, moments=True), f"vo=uniform_rank:{2 + number}")
     small = rx.realize(original, prescription)
     evidence = rx.verify(small, original, PIXELS, [rx.checks.Costs()], prescription=prescription)
-    return Shrunk(small, prescription, evidence, None, Target("macs", 0.9))
+    parts = three_parts(splits_for(original, PIXELS))
+    return Shrunk(small, prescription, evidence, None, Target("macs", 0.9), images=parts)
 
 
 def results_saved(inputs: SimpleNamespace, out: Path, number: int) -> None:
     """The first result has files that the second one lacks, and the other way round."""
     found = shrunk(number)
-    settings = {"original": model(CONFIG).float(), "data": PIXELS, "batch": 2, "threads": 1}
+    settings = {"original": model(CONFIG).float(), "batch": 2, "threads": 1}
     to = "program" if number else "onnx"
     found.save(out, onnx=not number, to=to, **settings)
 
