@@ -67,13 +67,16 @@ def image_shape(values: Iterable[int]) -> tuple[int, int, int]:
 class _LastLayerCall(CallState):
     """`at_work` states whether the shortcut is active in this forward pass."""
 
-    at_work = False
+    # Set in every thread: a compiler refuses an attribute that a call reads from the class and sets on the instance.
+    def __init__(self):
+        self.at_work = False
 
 
 class _AdapterCall(CallState):
     """`entered` are all tokens before the block, and the norm before the attention, where only some pass through it."""
 
-    entered: tuple[Tensor, nn.Module | None] | None = None
+    def __init__(self):
+        self.entered: tuple[Tensor, nn.Module | None] | None = None
 
 
 class LastLayer:

@@ -370,9 +370,7 @@ class TokenReduction(nn.Module):
             # Rows at multiples of 8 numbers: from other ones every fused kernel makes a padded copy of its mask.
             count = sizes.shape[1]
             logs = sizes.new_empty(len(sizes), -(-count // 8) * 8)[:, :count]
-            # Two operations on a CPU: torch.func.vmap has no rule for outputs that are given.
-            logs = logs.copy_(sizes.log()) if sizes.is_cpu else torch.log(sizes, out=logs)
-            run.logarithms = sizes, logs
+            run.logarithms = sizes, logs.copy_(sizes).log_()  # not log(out=...), which torch.vmap does not know
         return run.logarithms[1]
 
     def kept_patches(self) -> Int[Tensor, "batch patches"] | None:
