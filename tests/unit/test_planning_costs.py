@@ -142,6 +142,21 @@ def test_ranks_are_multiples_of_8_on_cuda(
         assert all(rank % multiple == 0 and rank for layer in ranks for rank in layer)
 
 
+@pytest.mark.parametrize(
+    ("to", "target", "form"),
+    [
+        ("openvino(precision=bf16)", "faster=1.1", "uniform_rank"),
+        ("openvino(precision=bf16)", "macs=0.6x", "total_rank"),
+        ("openvino", "faster=1.1", "total_rank"),
+        (None, "faster=1.1", "total_rank"),
+    ],
+)
+def test_heads_have_equal_ranks_where_others_are_slower(to: str | None, target: str, form: str) -> None:
+    config = ViTConfig.uniform("dense", width=64, depth=1, heads=2, **cases.TINY)
+    diagnosis = rx.diagnose(model := cases.model(config), cases.pixels(config, 8), moments=True)
+    assert replace(SETTINGS, axes=("qk", "vo"), to=to).space(model, diagnosis, Target.parse(target)).form == form
+
+
 def test_no_lower_level_is_slower_and_many_times_quiet_the_clock(space: Space) -> None:
     random, levels = np.random.default_rng(0), np.arange(len(space.levels))
     own, other = np.meshgrid(levels, levels, indexing="ij")

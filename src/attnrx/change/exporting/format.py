@@ -113,6 +113,11 @@ class Format(ABC):
         return (path,)
 
     @property
+    def equal_heads(self) -> bool:
+        """Whether heads of unequal ranks are slower than dense ones in the runtime of the format."""
+        return False
+
+    @property
     def calibrated(self) -> bool:
         """Whether the format needs calibration images."""
         return False

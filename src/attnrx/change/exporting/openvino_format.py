@@ -77,6 +77,10 @@ class OpenVINO(Format):
         return Int8(images=self.images, tolerance=self.tolerance)
 
     @property
+    def equal_heads(self) -> bool:
+        return self.precision == "bf16"  # products in tiles (docs/results/speed.md)
+
+    @property
     def calibrated(self) -> bool:
         return self.precision == "int8"
 

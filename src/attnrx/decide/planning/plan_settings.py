@@ -254,9 +254,10 @@ class PlanSettings:
         return torch.randn(self.batch, *shape, generator=torch.Generator().manual_seed(0))
 
     def space(self, model: nn.Module, diagnosis: Diagnosis, target: Target) -> Space:
-        """Returns the search space; ranks vary between heads, except where heads are padded to the largest rank (for
-        latency on CUDA) or cannot be reordered by their ranks (under a norm over the outputs of all heads). On CUDA,
-        that of the model or of the timing, ranks are multiples of 8, of fewer in heads of fewer than 64 directions.
+        """Returns the search space; ranks vary between heads, except where that costs time (for latency on CUDA, and
+        in a format of `equal_heads`) or heads cannot be reordered by their ranks (under a norm over the outputs of all
+        heads). On CUDA, that of the model or of the timing, ranks are multiples of 8, of fewer in heads of fewer than
+        64 directions.
 
         Raises:
             NotSupported: The model lacks an axis that was named, or all of them.
@@ -266,7 +267,8 @@ class PlanSettings:
         is_latency = target.minimized == "latency"
         on_cuda = self.conditions.on_cuda or next(model.parameters()).device.type == "cuda"
         specs = family_of(model).specs(model)
-        uniform = (is_latency and self.conditions.on_cuda) or any(spec.fixes_values for spec in specs)
+        is_slower = self.conditions.on_cuda or (self.form is not None and self.form.equal_heads)
+        uniform = (is_latency and is_slower) or any(spec.fixes_values for spec in specs)
         form = "uniform_rank" if uniform else "total_rank"
         least = min(spec.head_dim for spec in specs)
         multiple = max(least // EIGHTHS, 1) if is_latency or on_cuda else 1
