@@ -91,7 +91,8 @@ def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef:
     """Returns the definition of a name in a module, or in the one that it is imported from."""
     path = Path(rx.__file__).parent.joinpath(*module.split(".")[1:])
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8"))
-    for node in tree.body:
+    # Also those under `if TYPE_CHECKING:`, where a module has the names that it imports on first use.
+    for node in [each for part in tree.body for each in (part.body if isinstance(part, ast.If) else [part])]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return node
         if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
