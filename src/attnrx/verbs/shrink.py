@@ -17,7 +17,7 @@ from torch import nn
 from attnrx.change.exporting import Format, dtype_name, parse_format, precision_for
 from attnrx.change.predictions import KeptOutputs
 from attnrx.change.realization import realize_and_fit
-from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
+from attnrx.change.realization.decoding import fit_decoder, map_share, smaller_decoder
 from attnrx.change.realization.descent import HELD_OUT
 from attnrx.change.realization.distillation import Distill
 from attnrx.change.realization.fits import Fit, fits_record
@@ -70,9 +70,6 @@ MAX_VERIFICATION_IMAGES = 10_000
 # so many multiply-accumulates, and on so many at least: of 128 the mean error of a saliency map has an interval of
 # +- 20 %, of 324 of +- 13 % (docs/results/dense.md).
 VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 7.5e11, 64
-# Of models of more MACs per image it diagnoses, plans and fits on fewer images: those of a ViT-S with a decoder at 224
-# pixels.
-MAP_MACS = 8e9
 REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
 STATE_FOLDER = ".state"  # in the folder of a call: what it needs to go on after an interruption
 
@@ -457,7 +454,7 @@ def _fewer_maps(images: Parts, settings: PlanSettings, macs: float) -> tuple[Par
     if len(images.verified) > enough:
         settings.log(f"a quick call: verified on {enough:,} of {len(images.verified):,} images")
         images = images._replace(verified=images.verified.take(enough))
-    share = min(1.0, MAP_MACS / macs)
+    share = map_share(macs)
 
     def some(part: ImageSet) -> ImageSet:
         return part.take(max(round(share**0.5 * len(part)), 1))

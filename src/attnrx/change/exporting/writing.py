@@ -441,7 +441,7 @@ class Runtime:
             )
         form: Any = self.form  # a dataclass, as every format
         form = replace(form, tolerance=inf) if form.calibrated else form
-        ready = copy_module(module).eval().to(self.conditions.device, TIMED_PRECISIONS[self.conditions.precision])
+        ready = copy_module(module).eval().to(self.conditions.device, PRECISIONS[self.conditions.precision])
         threads = self.conditions.threads or torch.get_num_threads()
         # AUTO and not a named size: where a block needs all tokens, e.g. for biases of pairs, the size becomes fixed.
         with TemporaryDirectory() as folder, raising(f"a part of this model cannot be timed as {form.name}"):

@@ -38,8 +38,9 @@ LEAST_SAVED, TOLERATED = 0.05, 0.02
 # last one.
 BATCH, ROWS = 8, 4096
 FIRST, LAST = (64, 60), (128, 200)
-# The fits have as many steps as one image each would take so many multiply-accumulates of the original.
-FIRST_MACS, LAST_MACS = 4.8e11, 1.6e12
+# The MACs per image of a ViT-S with a decoder at 224 pixels: a model of maps of more is planned on fewer images and
+# fitted in fewer steps.
+MAP_MACS = 8e9
 # Relative to the root mean square of a tensor; of 1e-3 and 4e-3 the better one for a saliency model.
 LEARNING_RATE = 4e-3
 RIDGE = 1e-3
@@ -54,6 +55,11 @@ class _Batch:
     images: Tensor
     features: Any
     targets: Float[Tensor, "images numbers"]
+
+
+def map_share(macs: float) -> float:
+    """Returns the share of images and steps that a model of maps of so many MACs per image is planned and fitted on."""
+    return min(1.0, MAP_MACS / macs)
 
 
 def smaller_decoder(outputs: KeptOutputs, images: FixedImages, seed: int = 0) -> tuple[Whole, float] | None:
@@ -79,7 +85,7 @@ def smaller_decoder(outputs: KeptOutputs, images: FixedImages, seed: int = 0) ->
     before, after = (family_of(each).costs(each).macs for each in (model, small))
     if after > (1 - LEAST_SAVED) * before:
         return None
-    _, divergence = _fit_(small, batches, min(FIRST[1], round(FIRST_MACS / before)), seed)
+    _, divergence = _fit_(small, batches, round(map_share(before) * FIRST[1]), seed)
     return (small, divergence) if divergence <= TOLERATED else None
 
 
@@ -93,7 +99,7 @@ def fit_decoder(model: nn.Module, outputs: KeptOutputs, images: FixedImages, see
         batches = _batches(fitted, images, outputs.of(images))
     if not batches:
         return model, "the decoder is not fitted: the Vision Transformer inside was not called once per image"
-    steps = min(LAST[1], round(LAST_MACS / family_of(outputs.model).costs(outputs.model).macs))
+    steps = round(map_share(family_of(outputs.model).costs(outputs.model).macs) * LAST[1])
     before, after = _fit_(fitted, batches, steps, seed)
     return fitted, f"decoder fitted: divergence {before:.3g} to {after:.3g} on images it was not fitted to"
 
