@@ -2,7 +2,6 @@
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
@@ -14,15 +13,7 @@ Item = TypeVar("Item")
 
 # Seconds before a loop is shown at all, and between two lines: of a loop by itself, and of one in a phase.
 DELAY, EVERY, EVERY_IN_PHASE = 2.0, 5.0, 15.0
-# Seconds of silence after which a line is written in the middle of one step, and between two looks at the clock.
-SILENCE, TICK = 14.0, 1.0
 SETTING = "ATTNRX_PROGRESS"
-# The loops that are most of their phases; in other phases every loop is.
-MAIN_LOOPS = {
-    "measuring sensitivities": "sensitivities",
-    "searching plans": "searching plans",
-    "realizing and repairing": "repairing blocks",
-}
 # The share of a call after which the time that is left is estimated.
 KNOWN = 0.1
 
@@ -31,54 +22,8 @@ def no_log(_: str) -> None:
     """A log callback that discards the message."""
 
 
-# The loops and calls that are shown now, the innermost at the end, and the thread that looks at the clock.
-_working: "list[_Loop | Phases]" = []
-_lock = threading.Lock()
-_thread: threading.Thread | None = None
-
-
-@contextmanager
-def ticking(work: "_Loop | Phases") -> Iterator[None]:
-    """Shows the work again whenever nothing was shown for SILENCE seconds, also during a step that takes long."""
-    global _thread
-    with _lock:
-        _working.append(work)
-        if _thread is None or not _thread.is_alive():  # the first work, or a process that was forked
-            _thread = threading.Thread(target=_watch, name="attnrx progress", daemon=True)
-            _thread.start()
-    try:
-        yield
-    finally:
-        with _lock:
-            _working.remove(work)
-
-
-def _watch() -> None:
-    global _thread
-    pause = threading.Event()
-    while True:
-        pause.wait(TICK)
-        with _lock:
-            if not _working:
-                _thread = None  # the next work starts another
-                return
-        tick()
-
-
-def tick() -> None:
-    """Writes a line of the innermost work if no work was shown for SILENCE seconds."""
-    now = time.monotonic()
-    with _lock:
-        work = list(_working)
-    # A line of any of them shows that the process works.
-    if work and now - max(each.shown for each in work) >= SILENCE:
-        work[-1].shown = now
-        if line := work[-1].line(now):
-            _write(line)
-
-
 class Phases:
-    """The phases of a call in their order, each with its usual share of the time; which one runs, and how far it is.
+    """The phases of a call in their order, each with its usual share of the time.
 
     Shares are relative and only serve the estimate of the time left, which is corrected by the time of the phases that
     are done.
@@ -86,10 +31,8 @@ class Phases:
 
     def __init__(self, shares: Iterable[tuple[str, float]], log: Log):
         self.steps, self.log = tuple(shares), log
-        self.position, self.done, self.depth = -1, 0.0, 0
-        self.skipped = 0.0
-        self.start = self.shown = time.monotonic()
-        self.loop = ""  # the innermost loop: its name and how many of its steps are done
+        self.position, self.skipped = -1, 0.0
+        self.start = time.monotonic()
 
     def begin(self, name: str) -> None:
         """Begins the next phase of this name; those in between are skipped, e.g. a diagnosis of an earlier call."""
@@ -97,7 +40,7 @@ class Phases:
         if not found or found[0] == self.position:  # another function's phase, or this one again
             return
         self.skipped += sum(share for _, share in self.steps[self.position + 1 : found[0]])
-        self.position, self.done, self.shown = found[0], 0.0, time.monotonic()
+        self.position = found[0]
         line = f"{self}{self._left()}"
         # Without a callback the phases are shown as loops are.
         if getattr(self.log, "__wrapped__", self.log) is no_log:
@@ -105,38 +48,16 @@ class Phases:
         else:
             self.log(line)
 
-    def advance(self, done: float) -> None:
-        """States that this share of the phase is done, and shows it if nothing was shown for a while."""
-        self.done = max(self.done, min(done, 1.0))
-        now = time.monotonic()
-        if now - self.shown >= EVERY_IN_PHASE:
-            self.shown = now
-            _write(self.line(now))
-
-    def line(self, now: float) -> str:
-        """Returns how far the phase and its innermost loop are, and the time that is left of the call."""
-        del now
-        if self.position < 0:
-            return ""
-        loop = f" ({self.loop})" if self.loop else ""
-        return f"{self}, {100 * self.done:.0f} %{loop}{self._left()}"
-
-    def counts(self, loop: str) -> bool:
-        """Whether a loop of this name is the progress of the phase that runs."""
-        return MAIN_LOOPS.get(self.steps[self.position][0], loop) == loop
-
     def __str__(self) -> str:
         return f"[{self.position + 1} of {len(self.steps)}] {self.steps[self.position][0]}"
 
     def _left(self) -> str:
         """Returns the time that is left of the whole call, as far as it can be known."""
         total = sum(share for _, share in self.steps) - self.skipped
-        before = sum(share for _, share in self.steps[: self.position]) - self.skipped
-        share = (before + self.done * self.steps[self.position][1]) / total
+        share = (sum(share for _, share in self.steps[: self.position]) - self.skipped) / total
         if share < KNOWN:
             return ""
-        seconds = (time.monotonic() - self.start) * (1 - share) / share
-        return f"; about {duration(seconds)} left in all"
+        return f"; about {duration((time.monotonic() - self.start) * (1 - share) / share)} left in all"
 
 
 _current: ContextVar[Phases | None] = ContextVar("phases", default=None)
@@ -154,11 +75,9 @@ def phases(shares: Mapping[str, float], log: Log = no_log, repeated: int = 1, ag
     names = list(shares)
     once = names[: names.index(again)] if again else names
     several = names[len(once) :] * repeated
-    found = Phases([(name, shares[name]) for name in (*once, *several)], log)
-    token = _current.set(found)
+    token = _current.set(Phases([(name, shares[name]) for name in (*once, *several)], log))
     try:
-        with ticking(found):
-            yield
+        yield
     finally:
         _current.reset(token)
 
@@ -176,70 +95,30 @@ def duration(seconds: float) -> str:
 
 
 def track(items: Iterable[Item], what: str, total: int | None = None) -> Generator[Item]:
-    """Yields the items, and shows how many are done and how long the others will take, if that is seconds.
+    """Yields the items, and shows now and then as a line on stderr how many are done and how long the others will take.
 
-    Inside a call with phases the outermost loop is the progress of its phase, and loops inside it only show that the
-    call runs. Otherwise it is shown as lines on stderr. Set the environment variable ATTNRX_PROGRESS to 0 for none.
+    Set the environment variable ATTNRX_PROGRESS to 0 for none.
     """
     # A generator has no length; without one no remaining time can be given.
     total = len(items) if total is None and isinstance(items, Sized) else total
     current = _current.get()
-    if current is not None and current.position >= 0:
-        yield from _in_phase(items, what, current, total)
-    else:
-        loop = _Loop(what, total)
-        with ticking(loop):
-            for item in items:
-                yield item
-                loop.advance()
+    in_phase = current is not None and current.position >= 0
+    every, prefix = (EVERY_IN_PHASE, f"{current}, ") if in_phase else (EVERY, "")
+    start = time.monotonic()
+    # The first line may be written DELAY after the start, each further one `every` after the last.
+    shown = start if in_phase else start + DELAY - EVERY
+    for done, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - shown >= every and done != total:  # no line for a loop that has ended
+            shown, count, left = now, f"{done}", ""
+            if total is not None:
+                count = f"{done} of {total}"
+                left = f", about {duration((now - start) / done * (total - done))} left"
+            _write(f"{prefix}{what}: {count}, {duration(now - start)}{left}")
 
 
 def _write(line: str) -> None:
     if os.environ.get(SETTING, "1") == "1":
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
-
-
-def _in_phase(items: Iterable[Item], what: str, current: Phases, total: int | None) -> Generator[Item]:
-    # The loop that is the work of a phase, not one that prepares it.
-    counts = not current.depth and current.counts(what)
-    start, around = current.done, current.loop
-    current.depth += 1
-    try:
-        for done, item in enumerate(items, 1):
-            current.loop = f"{what}: {done - 1}{_of(total)}"
-            yield item
-            # The rest of the phase: it may have several loops after one another.
-            share = done / total if counts and total else 0.0
-            current.advance(start + (1 - start) * share if share else current.done)
-    finally:
-        current.depth -= 1
-        current.loop = around
-
-
-class _Loop:
-    """A loop that is shown as lines."""
-
-    def __init__(self, what: str, total: int | None):
-        self.what, self.total, self.done = what, total, 0
-        self.start = time.monotonic()
-        # The first line may be written DELAY after the start, each further one EVERY after the last.
-        self.shown = self.start + DELAY - EVERY
-
-    def advance(self) -> None:
-        """States that one more step is done, and shows it if nothing was shown for a while."""
-        self.done += 1
-        now = time.monotonic()
-        if now - self.shown >= EVERY and self.done != self.total:  # no line for a loop that has ended
-            self.shown = now
-            _write(self.line(now))
-
-    def line(self, now: float) -> str:
-        seconds, left = now - self.start, ""
-        if self.total is not None and self.done:
-            left = f", about {duration(seconds / self.done * (self.total - self.done))} left"
-        return f"{self.what}: {self.done}{_of(self.total)}, {duration(seconds)}{left}"
-
-
-def _of(total: int | None) -> str:
-    return "" if total is None else f" of {total}"
