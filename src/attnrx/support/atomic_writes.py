@@ -8,7 +8,7 @@ temporary siblings of killed processes.
 import ctypes
 import errno
 import hashlib
-import importlib
+import math
 import os
 import platform
 import re
@@ -16,11 +16,11 @@ import secrets
 import shutil
 import stat
 import sys
-import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout  # a dependency of torch
 
 from attnrx.support.errors import CheckpointError, InvalidInput
 
@@ -171,9 +171,6 @@ def replacing_folder(folder: Path | str, parts: Parts, last: str) -> Iterator[Pa
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-_held = threading.local()  # the targets that this thread has locked
-
-
 @contextmanager
 def file_lock(target: Path | str, seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Holds the lock of a file or a folder; the system releases it when this process ends, however it ends.
@@ -189,53 +186,26 @@ def file_lock(target: Path | str, seconds: float = LOCK_SECONDS) -> Iterator[Non
         CheckpointError: It was held by another process or thread all the time.
     """
     target = Path(os.path.realpath(target))
-    held: set[Path] = _held.__dict__.setdefault("targets", set())
-    if target in held:
-        yield
-        return
     _create_parent(target)
-    path, deadline = target.with_name(f".{target.name}.lock"), time.monotonic() + seconds
+    path = target.with_name(f".{target.name}.lock")
+    # One object per path, which counts how often this thread holds it.
+    lock = FileLock(path, is_singleton=True)
     try:
-        while (descriptor := _try_lock(path)) is None:
-            if time.monotonic() >= deadline:
-                raise CheckpointError(
-                    f"{target} is being written by another process or thread: wait until it has ended, or choose "
-                    "another folder."
-                )
-            time.sleep(0.05)
+        lock.acquire(-1 if seconds == math.inf else seconds)
+    except Timeout as error:
+        raise CheckpointError(
+            f"{target} is being written by another process or thread: wait until it has ended, or choose another "
+            "folder."
+        ) from error
     except OSError:
-        descriptor = None
-    held.add(target)
+        pass
     try:
         yield
     finally:
-        held.remove(target)
-        if descriptor is not None:
-            with suppress(OSError):  # Windows deletes no open file; the next process takes the one that is there
+        if lock.lock_counter == 1:
+            with suppress(OSError):  # who waits for a file that was deleted opens a new one
                 path.unlink()
-            os.close(descriptor)
-
-
-def _try_lock(path: Path) -> int | None:
-    """Returns the descriptor of a locked file; None if another process or thread holds the lock."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        if os.name == "posix":
-            fcntl = importlib.import_module("fcntl")
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        else:
-            msvcrt = importlib.import_module("msvcrt")
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        # The holder deletes the file at the end: this one may be gone, and another process have locked a new one.
-        if os.path.samestat(os.fstat(descriptor), path.stat()):
-            return descriptor
-    except (BlockingIOError, PermissionError, FileNotFoundError):
-        pass
-    except OSError:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
+        lock.release()  # without effect if it is not held
 
 
 def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
