@@ -67,6 +67,6 @@ for finding in evidence.of("promises"):
     print(f"{finding.claim}: {finding.value:.3g} {finding.unit}, promised {promised:.3g}, limit {finding.limit:.3g}")
 
 # %% [markdown]
-# On the command line, with files: `attnrx plan MODEL --target latency=0.6x --data DATA --out plan`, then
-# `attnrx realize MODEL --prescription plan/prescription.json --out slim` and
+# On the command line `attnrx shrink MODEL --faster 1.6 --data DATA --out slim` does all of it. `plan.save("plan")`
+# writes files for `attnrx realize MODEL --prescription plan/prescription.json --out slim` and
 # `attnrx verify slim --reference MODEL --data DATA --checks promises`.

@@ -158,7 +158,6 @@ COMPLETE = {
     "demo": "--out {out}",
     "diagnose": "{model} --data {data} --out {out}",
     "export": "{model} --to program --out {out}.pt2",
-    "plan": "{model} --target macs=0.5x --data {data} --out {out}",
     "prescribe": "{diagnosis} --rules total_rank:0.5 --out {out}.json",
     "push": "{model} owner/name",
     "realize": "{model} --prescription {plain} --out {out}",
@@ -232,11 +231,6 @@ TEXTS: dict[str, tuple[str, ...]] = {
         "nothing", "target_rank", "target_rank:nan", "target_rank:rank=1:rank=2", "task:2", "distillation",
         "distillation:/nowhere", "perturbation_robustness:-1",
     ),
-    "plan {model} --data {data} --out {out} --target {value}": (
-        "latency", "latency=2x", "latency=0x", "macs=nanx", "macs=1e999x", "macs=.", "max-drop=101pt", "max-drop=1x",
-    ),
-    "plan {model} --data {data} --out {out} --target macs=0.5x --axes {value}": ("nothing", "scores,", "scores,scores"),
-    "plan {model} --data {data} --out {out} --target macs=0.5x --reducer {value}": ("nothing", "evit:0.7", "tome(a=1)"),
     "export {model} --out {out}.onnx --to {value}": ("onnx(", "onnx(opset=3)", "onnx(nothing=1)", "int8(images=0)"),
     "reproduce {value} --out {out}": ("nothing", "svda", "svda/table99", "../svda/table1", "/etc/passwd"),
     "reproduce svda/table1 --out {out} --only {value}": ("nothing", "CIFAR"),
@@ -289,8 +283,6 @@ LINES = (
     "train {model} --data {data} --out {out} --no-task",
     "train {model} --data {data} --out {out} --teacher {model}",
     "train {model} --data {data} --out {out} --min-learning-rate 1", "train {model} --data {data} --out {plain}",
-    "plan {model} --data {data} --out {out} --target macs=0.5x --diagnosis {plain}",
-    "plan svda:digits --data {data} --out {out} --target macs=0.5x --diagnosis {diagnosis}",
     "push /nowhere owner/name", "push {data} owner/name", "demo --data /nowhere --out {out}",
     "demo --data {pipe} --out {out}",
 )  # fmt: skip

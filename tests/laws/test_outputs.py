@@ -181,7 +181,6 @@ INPUTS = [
     ("export {run} --out {run}/config.json", "model"),
     ("realize {run} --prescription {slim}/prescription.json --out {slim}", "prescription"),
     ("train {run} --data {data} --out {run}", "model"),
-    ("plan {run} --target macs=0.9x --data {data} --diagnosis {diagnosis} --out {run}", "model"),
 ]
 
 

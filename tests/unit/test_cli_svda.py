@@ -1,4 +1,4 @@
-"""SVDA models on the command line: values and MLP with --moments, and plans over all axes of ranks."""
+"""SVDA models on the command line: values and MLP with --moments, and a plan over all axes of ranks."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import attnrx as rx
+from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import ViTConfig
 from support import cases
 from support.command_line import call, record
@@ -60,24 +61,16 @@ def test_rules_without_a_metric_use_the_strengths_of_an_svda_model(
     assert all(layer.qk.basis is None for layer in prescription.layers)
 
 
-@pytest.mark.parametrize("diagnosis", ["made", "given"])
-def test_an_svda_model_is_planned_over_all_axes(diagnosis: str, files: SimpleNamespace, tmp_path: Path) -> None:
-    numbers = ("--images", 12, "--other-images", 4, "--trials", 2)
-    given = () if diagnosis == "made" else ("--diagnosis", files.moments)
-    found = record(
-        "plan", files.model, "--data", files.data, "--target", "macs=0.7x", "--out", tmp_path / "plan", *numbers, *given
-    )
-    assert found["price"] <= 0.7
-    prescription = rx.Prescription.load(tmp_path / "plan" / "prescription.json")
+def test_an_svda_model_is_planned_over_all_axes_from_files(files: SimpleNamespace, tmp_path: Path) -> None:
     model = rx.load(files.model)
-    small = rx.realize(model, prescription)
+    splits = rx.adapt_preprocessing(rx.load_data(files.data), model)
+    images, others = splits.train.take(12), splits.validation.take(4)
+    settings = rx.planning.PlanSettings.preset("quick", trials=2, batch_size=8)
+    found = rx.plan(model, rx.Diagnosis.load(files.moments), "macs=0.7x", images, others, settings=settings)
+    found.save(tmp_path / "plan")
+    assert found.cost <= 0.7
+    small = rx.realize(model, rx.Prescription.load(tmp_path / "plan" / "prescription.json"))
     costs = [rx.models.family_of(each).costs(each).macs for each in (small, model)]
-    assert costs[0] / costs[1] == pytest.approx(found["price"], rel=1e-6)
-
-
-def test_a_plan_without_moments_is_refused_with_the_option_that_measures_them(
-    files: SimpleNamespace, tmp_path: Path
-) -> None:
-    words = ("--data", files.data, "--target", "macs=0.7x", "--out", tmp_path / "plan", "--images", 12)
-    refused = call("plan", files.model, *words, "--other-images", 4, "--diagnosis", files.plain)
-    assert refused.code == 2 and "--moments" in refused.err
+    assert costs[0] / costs[1] == pytest.approx(found.cost, rel=1e-6)
+    with pytest.raises(InvalidInput, match="moments"):
+        rx.plan(model, rx.Diagnosis.load(files.plain), "macs=0.7x", images, others, settings=settings)

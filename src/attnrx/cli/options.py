@@ -138,7 +138,7 @@ SEED = Number(int, lambda kinds: kinds.SEED)
 BATCH = Number(int, lambda kinds: kinds.BATCH)
 BATCHES = Number(int, lambda kinds: kinds.each(kinds.BATCH, "numbers from 1 to 65536, e.g. 1,8"), "N,N", several=True)
 THREADS = Number(int, lambda kinds: kinds.THREADS)  # threads, workers and processes
-DRAWS = TRIALS = Number(int, lambda kinds: kinds.whole(1, 1_000_000))
+DRAWS = Number(int, lambda kinds: kinds.whole(1, 1_000_000))
 ROUNDS = Number(int, lambda kinds: kinds.whole(2, 100_000))  # one round has no spread, and so no interval
 STEPS = Number(int, lambda kinds: kinds.whole(0, 10**6), "STEPS")
 NUMBER = Number(float, metavar="X")

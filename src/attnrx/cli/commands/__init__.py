@@ -16,7 +16,6 @@ CORE = (
     "train",
     "diagnose",
     "prescribe",
-    "plan",
     "realize",
     "verify",
     "export",

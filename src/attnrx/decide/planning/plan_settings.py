@@ -148,7 +148,7 @@ class PlanSettings:
     shares `pruned_shares` of the patches, in every `layer_stride`-th layer; in between they are interpolated. The
     search: `trials` plans, each the best predicted of some `variations`, are measured on `trial_images` (those that are
     far worse on the first batch than the best plan, on that one), the best `finalists` of them on all; `num_images` are
-    as many as `shrink` and `attnrx plan` take for it. `num_front` is the number of plans from the original to the
+    as many as `shrink` takes for it. `num_front` is the number of plans from the original to the
     target that are measured for comparison, on `trial_images`.
 
     A plan for latency is repeated up to `attempts` times, until its measured latency is between `min_ratio` and

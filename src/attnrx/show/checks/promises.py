@@ -50,7 +50,7 @@ class Promises(Check):
         record = self.promised or (None if prescription is None else prescription.about.get("plan"))
         if record is None:
             raise InvalidInput(
-                "the check promises goes with a prescription that was planned; give that of `attnrx plan`."
+                "the check promises goes with a prescription that was planned; give that of attnrx.plan or shrink."
             )
         predictions, (base, other) = comparison.predictions, ("reference", "candidate")
         kind = predictions.kind
