@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from charts import Chart, Curve, CurvePoint
 from torch import nn
 
 import attnrx as rx
@@ -24,7 +25,6 @@ from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
 from attnrx.nouns.plan import Plan
 from attnrx.show.checks import Accuracy, Comparison, Fidelity
-from attnrx.show.reports.figures import Chart, Curve, CurvePoint
 from attnrx.support.storage import read_json, write_json, write_text
 from attnrx.support.subprocess_runner import run_in_subprocess
 from attnrx.support.tables import markdown_table

@@ -15,7 +15,6 @@ MODEL, OUT = "runs/demo/train/cluttered-digits", Path("runs/gallery")
 WIDTH = 860  # of the page in pixels
 # The page, and the element that a picture shows.
 PICTURES = {
-    "front": ("report.html", "#front .figures"),
     "tokens": ("tokens.html", "#tokens .sample-stages .patches"),
     "heads": ("heads.html", "#attention .sample"),
     "maps": ("report.html", "#maps .figures"),

@@ -97,29 +97,6 @@ def test_controls_match_the_rank_of_every_head(name: str, ragged: bool) -> None:
         assert sum(even.ranks) == sum(wanted.ranks)
 
 
-@pytest.mark.parametrize("a", ["threshold", "shrinkage", "effective_rank", "uniform_heads"])
-@pytest.mark.parametrize("b", ["energy_retention", "norm_clip", "random_matched"])
-def test_rules_combine_like_sets(a: str, b: str) -> None:
-    found, first, second, third = diagnosis(), RULES[a], RULES[b], RULES["top_rank"]
-
-    def decide(rule: Rule) -> ScoreDecision:
-        return rule.decide(found, 1)
-
-    both, either = decide(first & second), decide(first | second)
-    assert within(both, decide(first)) and within(both, decide(second))
-    assert within(decide(first), either) and within(decide(second), either)
-    assert torch.equal(both.keep, decide(first).keep & decide(second).keep)
-    assert torch.equal(either.keep, decide(first).keep | decide(second).keep)
-    assert same(both, decide(second & first)) and same(either, decide(second | first))
-    assert same(decide(first & first), decide(first)) and same(decide(first | first), decide(first))
-    assert same(decide(first & (first | second)), decide(first)) and same(
-        decide(first | (first & second)), decide(first)
-    )
-    assert same(decide(first & (second | third)), decide((first & second) | (first & third)))
-    assert (first & second) & third == first & (second & third)
-    assert (first | second) | third == first | (second | third)
-
-
 def scores_of(strength: torch.Tensor, query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
     return scale * torch.einsum("hir,hr,hjr->hij", query, strength, key)
 

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import torch
 
@@ -14,8 +13,7 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import LayerPrescription, Prescription, ScoreDecision
 from attnrx.show.reports import ReportContent
 from attnrx.show.reports.page import render
-from attnrx.show.reports.ranks import prescribed_ranks
-from attnrx.show.reports.sections.layers import changes
+from attnrx.show.reports.sections.layers import changes, ranks
 from attnrx.vit.models import family_of
 from support.cases import CONFIGS, model, with_heads
 from support.pictures import speckles
@@ -30,14 +28,16 @@ def diagnosed(name: str = "dense") -> tuple[torch.nn.Module, Diagnosis]:
 def test_the_ranks_of_a_prescription() -> None:
     _, found = diagnosed()
     given = prescribe_maps(found, "qk=total_rank:0.6 vo=total_rank:0.5 fc1=uniform_rank:3 fc2=uniform_rank:3")
-    reported = prescribed_ranks(given, found)
-    assert [each.name for each in reported] == ["Query and key", "Value and output", "MLP"]
-    assert [each.columns for each in reported] == [("head 0", "head 1", "head 2")] * 2 + [("fc1", "fc2")]
+    reported = ranks(given, found)
+    assert list(reported) == ["Query and key", "Value and output", "MLP"]
+    columns = [columns for columns, _ in reported.values()]
+    assert columns == [("head 0", "head 1", "head 2")] * 2 + [("fc1", "fc2")]
+    scores, values, mlp = (rows for _, rows in reported.values())
     for index, layer in enumerate(given.layers):
-        assert tuple(part.rank for part in reported[0].layers[index]) == layer.qk.ranks
-        assert tuple(part.rank for part in reported[1].layers[index]) == layer.outputs["vo"].ranks
-    assert [part.rank for layer in reported[2].layers for part in layer] == [3] * 4
-    assert reported[0].kept == sum(map(sum, given.ranks)) and reported[0].full == 2 * 12
+        assert tuple(part[0] for part in scores[index] if part) == layer.qk.ranks
+        assert tuple(part[0] for part in values[index] if part) == layer.outputs["vo"].ranks
+    assert [part[0] for row in mlp for part in row if part] == [3] * 4
+    assert sum(part[1] for row in scores for part in row if part) == 2 * 12
 
 
 def test_removed_heads_and_ragged_heads_are_told_apart() -> None:
@@ -47,23 +47,23 @@ def test_removed_heads_and_ragged_heads_are_told_apart() -> None:
     slim = realize(vit, replace(given, layers=tuple(layers)))
     again = diagnose(slim, speckles(CONFIGS["dense"]))
     second = prescribe_maps(again, TotalRank(0.5))
-    for reported, spectrum in zip(prescribed_ranks(second, again)[0].layers, again.layers, strict=True):
-        assert reported[0].rank is None
-        assert [reported[head].full for head in spectrum.spectrum.heads] == [int(r) for r in spectrum.spectrum.rank]
+    _, rows = ranks(second, again)["Query and key"]
+    for row, layer in zip(rows, again.layers, strict=True):
+        assert row[0] is None
+        pairs = [row[head] for head in layer.spectrum.heads]
+        assert [pair[1] for pair in pairs if pair] == [int(rank) for rank in layer.spectrum.rank]
 
 
 def test_the_picture_holds_every_number_in_its_colour() -> None:
-    ranks = [[layer * 5 + head % 5 for head in range(12)] for layer in range(12)]
-    keeps = [torch.arange(60) < torch.tensor(row)[:, None] for row in ranks]
+    kept = [[layer * 5 + head % 5 for head in range(12)] for layer in range(12)]
+    keeps = [torch.arange(60) < torch.tensor(row)[:, None] for row in kept]
     layers = tuple(LayerPrescription({"qk": ScoreDecision(keep, torch.ones(12, 60), ("",) * 12)}) for keep in keeps)
     content = ReportContent("12 x 12", prescription=Prescription(layers, {}, "", {}))
     section = changes(content)
     assert section is not None
-    (drawn,) = [ElementTree.fromstring(figure.picture) for figure in section.data["figures"]]
-    cells = list(drawn.iter("rect"))
-    assert len(cells) == 144
-    assert cells[0].get("class") == "cell level-0" and cells[-1].findtext("title") == "layer 11, head 11: 56 of 60"
-    assert cells[-1].get("class") == "cell level-8"
-    texts = [element.text for element in drawn.iter("text") if "value" in element.get("class", "")]
-    assert texts == [str(rank) for row in ranks for rank in row]
-    assert len(re.findall(r"<title>layer \d+, head \d+: \d+ of 60</title>", render(content))) == 144
+    (figure,) = section.data["figures"]
+    assert [cell.text for row in figure.rows for cell in row] == [str(rank) for row in kept for rank in row]
+    assert figure.rows[0][0].step == 0 and figure.rows[-1][-1].step == 8
+    assert figure.rows[-1][-1].tip == "layer 11, head 11: 56 of 60"
+    page = render(content)
+    assert len(re.findall(r'<td class="level-\d" title="layer \d+, head \d+: \d+ of 60">\d+</td>', page)) == 144

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.show.reports import ReportContent, sample_attention, sample_tokens
-from attnrx.show.reports.figures import patch_picture
+from attnrx.show.reports.drawing import patch_picture
 from attnrx.show.reports.page import render
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import attach_tokens_, build_model, family_of, reduction_of, save_model, token_run

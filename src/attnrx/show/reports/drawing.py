@@ -1,104 +1,14 @@
-"""SVG drawing: axes, marks, escaped text and embedded pixels."""
+"""Pictures of samples: maps as embedded pixels, and the patches of an image as SVG."""
 
 import base64
 import io
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from xml.etree import ElementTree
+from collections.abc import Mapping
+from html import escape
+from itertools import groupby
 
 import torch
 
-from attnrx.show.reports.numbers import NOTHING, Number, fixed, short
-from attnrx.support.shapes import Float, Tensor, UInt8
-
-
-class Drawing:
-    """An SVG picture under construction; colours come from the classes of the page's style sheet."""
-
-    def __init__(self, width: Number, height: Number, title: str, description: str = ""):
-        box = f"0 0 {_coordinate(width)} {_coordinate(height)}"
-        size = {"width": _coordinate(width), "height": _coordinate(height)}
-        # ElementTree escapes texts and attributes: names of models and classes may contain markup. The label and the
-        # description are for screen readers.
-        self._root = ElementTree.Element("svg", {"viewBox": box, "role": "img", "aria-label": title, **size})
-        if description:
-            ElementTree.SubElement(self._root, "desc").text = description
-
-    def add(self, shape: str, style: str, tip: str = "", **attributes: Number | str) -> None:
-        """Adds one shape; `style` are its CSS classes and `tip` is its tooltip."""
-        # Names of attributes have hyphens, which keyword arguments cannot have.
-        written = {name.replace("_", "-"): _coordinate(value) for name, value in attributes.items()}
-        element = ElementTree.SubElement(self._root, shape, {"class": style, **written})
-        if tip:
-            ElementTree.SubElement(element, "title").text = tip
-
-    def text(self, x: Number, y: Number, words: str, style: str = "label", anchor: str = "start") -> None:
-        """Adds text whose baseline starts, ends or is centred at a point."""
-        attributes = {"x": _coordinate(x), "y": _coordinate(y), "text-anchor": anchor, "class": style}
-        ElementTree.SubElement(self._root, "text", attributes).text = words
-
-    def svg(self) -> str:
-        """Returns the finished picture as markup for an HTML page."""
-        # As text, without the XML declaration, which is not allowed inside HTML.
-        return ElementTree.tostring(self._root, encoding="unicode")
-
-
-def _coordinate(value: Number | str) -> str:
-    # Two decimals are a hundredth of a pixel; more only increase the page size.
-    return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-@dataclass(frozen=True)
-class AxisScale:
-    """Maps `low`..`high` to `start`..`stop` linearly; `high` must exceed `low`."""
-
-    low: Number
-    high: Number
-    start: Number
-    stop: Number
-
-    def __call__(self, value: Number) -> Number:
-        return self.start + (self.stop - self.start) * (value - self.low) / (self.high - self.low)
-
-    def ticks(self, count: int = 4) -> list[Number]:
-        """Returns about `count` round values within the range."""
-        rough = (self.high - self.low) / max(count, 1)
-        power = 10.0 ** math.floor(math.log10(rough))
-        # Tolerances, because ranges such as 0.1 to 0.7 are not exact in binary.
-        step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [index * step for index in range(first, last + 1)]
-
-    @property
-    def power(self) -> int:
-        """The power of ten that the labels are in units of: 0 unless they would be too long."""
-        largest = max(abs(self.low), abs(self.high))
-        if 1e-3 <= largest < 1e5 or largest == 0:
-            return 0
-        return math.floor(math.log10(largest))
-
-    def labels(self, count: int = 4) -> list[tuple[Number, str]]:
-        """Returns the ticks with their labels, in units of `power`; all have the same decimals."""
-        ticks = self.ticks(count)
-        if self.power or len(ticks) < 2:
-            unit = 10.0**self.power
-            return [(tick, short(tick / unit, 3)) for tick in ticks]
-        step = ticks[1] - ticks[0]
-        decimals = next((digits for digits in range(6) if abs(round(step, digits) - step) < step * 1e-6), 6)
-        return [(tick, fixed(tick, decimals)) for tick in ticks]
-
-
-def span(values: Iterable[Number], *, include: Iterable[Number] = (), room: Number = 0.06) -> tuple[Number, Number]:
-    """Returns a range that contains all values with a margin of `room`; equal values get a range around them."""
-    everything = [value for value in (*values, *include) if math.isfinite(value)] or [0.0, 1.0]
-    low, high = min(everything), max(everything)
-    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-3):  # equal up to rounding
-        margin = abs(low) * 0.1 if abs(low) > NOTHING else 1.0
-        return low - margin, high + margin
-    margin = (high - low) * room
-    return low - margin, high + margin
-
+from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
 
 GAP_WIDTH = 1  # pixels between the maps of a mosaic
 
@@ -153,3 +63,63 @@ def as_uri(image: Float[Tensor, "channels height width"]) -> str:
 def colour_ramp() -> str:
     """Returns the colour scale from low to high as a picture one pixel high."""
     return as_uri(colour(torch.linspace(0, 1, 128)[None], 0.0, 1.0))
+
+
+def patch_picture(
+    title: str,
+    shown: str,
+    left: Bool[Tensor, "rows columns"],
+    address: str | None = None,
+    groups: Int[Tensor, "rows columns"] | None = None,
+    fills: Mapping[int, str] | None = None,
+) -> str:
+    """Draws the image with the id `shown`; its patches form a grid, and those not marked in `left` are covered.
+
+    Patches of the same number in `groups` were merged: they are filled with the colour in `fills`, if there is one for
+    this number, and outlined together. The unit of the picture is one patch. The first picture of an image contains it
+    as the data URI `address`; the others refer to its id.
+    """
+    rows, columns = left.shape
+    size = f'width="{columns}" height="{rows}"'
+    image = f'<use class="shown" href="#{shown}"/>'
+    if address is not None:
+        image = f'<image class="shown" id="{shown}" href="{address}" {size} preserveAspectRatio="none"/>'
+    shapes = [image]
+    # Outlines separate patches of different parts: merged groups, or kept and pruned patches.
+    parts, line = (left.long(), "outline") if groups is None else (groups, "seam")
+    if groups is not None:
+        for group, fill in (fills or {}).items():
+            shapes.append(f'<path class="group" d="{_runs(groups == group)}" fill="{fill}"/>')
+    elif not left.all():
+        shapes.append(f'<path class="veil" d="{_runs(~left)}"/>')
+    if outline := _outline(parts.tolist()):
+        shapes.append(f'<path class="{line}" d="{outline}"/>')
+    # Names of classes may contain markup.
+    head = f'<svg viewBox="0 0 {columns} {rows}" role="img" aria-label="{escape(title)}" {size}>'
+    return f"{head}{''.join(shapes)}</svg>"
+
+
+def _runs(mask: Bool[Tensor, "rows columns"]) -> str:
+    """Returns the marked patches as one rectangle per run within a row."""
+    # Runs instead of single patches, to keep the page small.
+    path = ""
+    for row, cells in enumerate(mask.tolist()):
+        column = 0
+        for is_marked, run in groupby(cells):
+            length = len(list(run))
+            path += f"M{column} {row}h{length}v1h-{length}z" if is_marked else ""
+            column += length
+    return path
+
+
+def _outline(parts: list[list[int]]) -> str:
+    """Returns the edges between neighbouring patches of different parts."""
+    # The upper and the left edge of every patch, so that no edge is drawn twice.
+    edges = ""
+    for row, cells in enumerate(parts):
+        for column, part in enumerate(cells):
+            if row and parts[row - 1][column] != part:
+                edges += f"M{column} {row}h1"
+            if column and cells[column - 1] != part:
+                edges += f"M{column} {row}v1"
+    return edges

@@ -12,7 +12,7 @@ from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.numbers import fixed, interval, number, percent, quantity, short, typeset, with_unit
 from attnrx.show.reports.sections.evidence import costs, findings, provenance
 from attnrx.show.reports.sections.front import front
-from attnrx.show.reports.sections.layers import changes, explored_spectra, maps, treatment
+from attnrx.show.reports.sections.layers import changes, maps, treatment
 from attnrx.show.reports.sections.samples import attention, outputs, tokens
 from attnrx.show.reports.sections.verdict import verdict
 from attnrx.support.arguments import checked
@@ -103,7 +103,6 @@ def render(content: ReportContent) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     for function in (fixed, interval, number, percent, quantity, short, typeset, with_unit):
         environment.globals[function.__name__] = function
     # A section decides by the content whether it is shown.
@@ -115,7 +114,6 @@ def render(content: ReportContent) -> str:
         script=script,
         # The content security policy of the page allows the script of this hash and no other.
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        data={"spectra": explored_spectra(content)},
         verdict=verdict(content),
         sections=sections,
         # Without an open section the folded ones are the content of the page.

@@ -1,58 +1,66 @@
-"""Layers and heads: what changed, the prescription with its reasons, and the readings and spectra of every head."""
+"""Layers and heads: what changed, the prescription with its reasons, and the readings of every head."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.nouns.prescription import LayerPrescription, ScoreDecision
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.show.reports.content import ReportContent, Section
-from attnrx.show.reports.figures import LEVELS, Figure, HeatMap
-from attnrx.show.reports.numbers import MISSING, fixed, number, percent, plain, short
-from attnrx.show.reports.ranks import (
-    MLP,
-    SCORES,
-    UNITS,
-    VALUES,
-    HeadRank,
-    PathwayRanks,
-    prescribed_ranks,
-    prescribed_units,
-)
-from attnrx.support.shapes import Bool, Float, Tensor
-from attnrx.vit.maps import HIDDEN, LINEAR_MAPS
+from attnrx.show.reports.numbers import number, percent, plain, short
+from attnrx.vit.maps import LINEAR_MAPS
 
-DENSE = 9  # from this many columns on the cells of heat maps are small and show fewer digits
+LEVELS = 9  # steps of the sequential colour scale, .level-0 to .level-8 in the style sheet
 
-# The maps of a pathway in the keys of spectra; "fc" stands for both maps of the MLP.
-KEYS = {SCORES: "qk", VALUES: "vo", MLP: "fc", UNITS: HIDDEN}
-PATHWAYS = {
-    SCORES: "Directions in which a head scores pairs of tokens.",
+# The tables of ranks, with their captions.
+SCORES, VALUES, MLP, UNITS = "Query and key", "Value and output", "MLP", "Hidden units"
+CAPTIONS = {
+    SCORES: "Directions in which a head scores pairs of tokens; one cell across a layer is shared by all its heads.",
     VALUES: "Value dimensions of a head.",
-    MLP: "Ranks of the two maps; a map that is not factorized is marked “all”.",
+    MLP: "Ranks of the two maps.",
     UNITS: "Hidden units of the MLP; the second map is refitted to those that stay.",
 }
-SHARED = "A cell across a layer is the number of directions shared by all its heads."
 
-# Captions of the readings, in the order of the page; other readings follow.
+# Captions of the readings, in the order of the page; other readings follow. The first OPEN_FIGURES are open: the
+# effective ranks in a metric, because that of a plain dense head is the number of its directions.
 MEANING = {
-    "effective_rank": "The effective number of directions by the entropy of the energy (Eq. 24).",
     "effective_rank_mix": "The effective number of directions on the diagnosed images, by the metric of plans (mix).",
     "effective_rank_weights": "The effective number of directions of the product of query and key weights (plain SVD).",
     "selectivity": "0 where attention is uniform, 1 where every query attends to one token.",
+    "effective_rank": "The effective number of directions by the entropy of the energy (Eq. 24).",
     "entropy": "Spectral entropy in nats (Eq. 23).",
     "sparsity": "Share of directions below a tenth of the head's largest strength (Eq. 29: an absolute threshold).",
     "alignment": "Mean cosine between queries and keys, before the strengths.",
     "sensitivity": "Largest strength times the scale: the bound on the change of a score (Proposition 4).",
     "perturbation_response": "Change of the attention map under a small change of the image (Eq. 33).",
 }
-# The open figures: the first of these that differ between heads. A plain dense head has no strengths of its own, and
-# its effective rank is the number of its directions in every head.
-MAIN, OPEN_FIGURES = ("effective_rank", "effective_rank_mix", "effective_rank_weights", "selectivity"), 3
+OPEN_FIGURES = 3
 
-Rows = Sequence[Sequence[float | None]]
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a heat map: its text, its step of the colour scale (None: no colour), and its tooltip."""
+
+    text: str = ""
+    step: int | None = None
+    tip: str = ""
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Rows are layers, columns are heads or maps; a row with a single cell has it across all columns."""
+
+    title: str
+    note: str
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def colour_step(share: float) -> int:
+    """Returns the step of the colour scale of a share of its range; shares outside [0, 1] are clipped."""
+    return min(LEVELS - 1, max(0, int(share * LEVELS)))  # the highest value would begin one more step
 
 
 def treatment(content: ReportContent) -> Section | None:
@@ -60,23 +68,25 @@ def treatment(content: ReportContent) -> Section | None:
     prescription = content.prescription
     if prescription is None:
         return None
-    if content.diagnosis is None:
-        heads = [tuple(range(len(layer.heads))) for layer in prescription.layers]
-    else:
-        heads = [layer.spectrum.heads for layer in content.diagnosis.layers]
-    layers = [_reasons(layer, names) for layer, names in zip(prescription.layers, heads, strict=True)]
-    tokens = () if prescription.tokens is None else prescription.tokens.reasons
+    pairs = zip(prescription.layers, _heads(prescription, content.diagnosis), strict=True)
     removed = prescription.removed_share
     data = {
         "prescription": prescription,
-        "layers": layers,
-        "tokens": tokens,
+        "layers": [_reasons(layer, heads) for layer, heads in pairs],
+        "tokens": () if prescription.tokens is None else prescription.tokens.reasons,
         "removed": percent(removed) if removed else "",
     }
     return Section("prescription", "Prescription", data, "The rules, and the reason for every head and stage")
 
 
-def _reasons(layer: LayerPrescription, names: Sequence[int]) -> dict[str, Any]:
+def _heads(prescription: Prescription, diagnosis: Diagnosis | None) -> list[tuple[int, ...]]:
+    """Returns the heads of every layer by their index in the original model, which the diagnosis states."""
+    if diagnosis is None:
+        return [tuple(range(len(layer.heads))) for layer in prescription.layers]
+    return [layer.spectrum.heads for layer in diagnosis.layers]
+
+
+def _reasons(layer: LayerPrescription, heads: Sequence[int]) -> dict[str, Any]:
     scores = layer.qk
     keeps = f"heads keep {plain(list(scores.ranks), 16)} of {scores.keep.shape[1]}"
     if scores.is_shared:
@@ -84,7 +94,7 @@ def _reasons(layer: LayerPrescription, names: Sequence[int]) -> dict[str, Any]:
     removed = 1 - scores.kept / scores.directions if scores.directions else 0.0
     summary = f"{percent(removed)} of the score directions removed; {keeps}" if removed else "all score directions kept"
     return {
-        "heads": list(zip(names, scores.ranks, layer.heads.tolist(), scores.reasons, strict=True)),
+        "heads": list(zip(heads, scores.ranks, layer.heads.tolist(), scores.reasons, strict=True)),
         "summary": summary,
         "others": [
             (name, why) for name, decision in layer.decisions.items() if name != "qk" for why in decision.reasons
@@ -93,226 +103,142 @@ def _reasons(layer: LayerPrescription, names: Sequence[int]) -> dict[str, Any]:
 
 
 def changes(content: ReportContent) -> Section | None:
-    """Returns what was removed, in words, and one heat map per pathway that lost ranks."""
+    """Returns what was removed, in words, and one heat map per map that lost ranks."""
     prescription = content.prescription
     if prescription is None:
         return None
-    pathways = (*prescribed_ranks(prescription, content.diagnosis), *prescribed_units(prescription))
-    # A pathway that lost nothing would be a map of a single colour.
-    pathways = tuple(pathway for pathway in pathways if pathway.kept < pathway.full)
-    tokens = prescription.tokens
-    if not pathways and tokens is None:
-        return None
-    words = [[[_words(part) for part in layer] for layer in pathway.layers] for pathway in pathways]
-    spectra = explored_spectra(content)
-    facts = [fact for pathway in pathways for fact in _facts(pathway)]
-    if tokens is not None:
-        stages = len(tokens.policy.layers)
-        facts.append(("Tokens", f"{tokens.policy.reducer} before {number(stages)} layer{'s' * (stages != 1)}"))
-    data = {
-        "facts": facts,
-        "figures": [_rank_figure(pathway, texts, spectra) for pathway, texts in zip(pathways, words, strict=True)],
-        "steps": range(LEVELS),
-        "dense": any(len(pathway.columns) >= DENSE for pathway in pathways),
-        "inspects": any(key.startswith(KEYS[pathway.name]) for key in spectra for pathway in pathways),
+    facts, figures = [], []
+    for title, (columns, rows) in ranks(prescription, content.diagnosis).items():
+        parts = [part for row in rows for part in row if part is not None]
+        kept, full = sum(kept or 0 for kept, _ in parts), sum(full for _, full in parts)
+        if kept == full:  # a map of a single colour
+            continue
+        what = "units" if title == UNITS else "ranks"
+        words = f"{percent(1 - kept / full)} of the {what} removed, {number(kept)} of {number(full)} kept"
+        facts.append((title, words))
+        removed = sum(kept is None for kept, _ in parts)
+        if removed and title == SCORES:
+            facts.append(("Heads", f"{number(removed)} of {number(len(parts))} removed"))
+        cells = tuple(tuple(_rank_cells(layer, columns, row)) for layer, row in enumerate(rows))
+        figures.append(HeatMap(title, "", CAPTIONS[title], columns, cells))
+    if prescription.tokens is not None:
+        policy = prescription.tokens.policy
+        stages = len(policy.layers)
+        facts.append(("Tokens", f"{policy.reducer} before {number(stages)} layer{'s' * (stages != 1)}"))
+    return Section("changes", "What changed", {"facts": facts, "figures": figures, "steps": LEVELS}) if facts else None
+
+
+# The kept and the full rank of a unit; None in place of the kept one for a removed head, and in place of both where an
+# earlier compression had removed the head.
+Rank = tuple[int | None, int] | None
+
+
+def ranks(
+    prescription: Prescription, diagnosis: Diagnosis | None = None
+) -> dict[str, tuple[tuple[str, ...], list[list[Rank]]]]:
+    """Returns columns and rows, one per layer, of the table of every map: query and key, and those that are reduced.
+
+    The diagnosis provides the original indices of the heads and their numbers of directions.
+    """
+    layers, heads = prescription.layers, _heads(prescription, diagnosis)
+    head_columns = tuple(
+        f"head {head}" for head in range(1 + max((head for each in heads for head in each), default=0))
+    )
+
+    def by_head(layer: int, kept: Sequence[int], full: Sequence[int]) -> list[Rank]:
+        row: list[Rank] = [None] * len(head_columns)
+        for head, rank, whole, stays in zip(heads[layer], kept, full, layers[layer].heads.tolist(), strict=True):
+            row[head] = (rank if stays else None, whole)
+        return row
+
+    scores: list[list[Rank]] = []
+    for index, qk in enumerate(layer.qk for layer in layers):
+        full = [qk.keep.shape[1]] * len(qk.keep)
+        if diagnosis is not None:
+            full = [int(rank) for rank in diagnosis.layers[index].spectrum.rank]
+        scores.append([(qk.kept, qk.directions)] if qk.is_shared else by_head(index, qk.ranks, full))
+    tables = {SCORES: (head_columns, scores)}
+    outputs = {
+        name: [layer.outputs.get(name) for layer in layers]
+        for name in ("vo", *LINEAR_MAPS)
+        if any(name in layer.outputs for layer in layers)
     }
-    return Section("changes", "What changed", data)
+    # A layer without a decision keeps all directions of a map, as many as the other layers have.
+    full_ranks = {
+        name: max(each.strength.shape[1] for each in decisions if each is not None)
+        for name, decisions in outputs.items()
+    }
+    if "vo" in outputs:
+        values = []
+        for index, decision in enumerate(outputs["vo"]):
+            full = [full_ranks["vo"]] * len(heads[index])
+            values.append(by_head(index, full if decision is None else decision.ranks, full))
+        tables[VALUES] = head_columns, values
+    if linear := [name for name in LINEAR_MAPS if name in outputs]:
+        rows: list[list[Rank]] = [
+            [
+                (full_ranks[name] if decision is None else decision.ranks[0], full_ranks[name])
+                for name in linear
+                for decision in (layer.outputs.get(name),)
+            ]
+            for layer in layers
+        ]
+        tables[MLP] = tuple(linear), rows
+    hidden = [layer.hidden for layer in layers]
+    if full := max((len(decision.keep) for decision in hidden if decision is not None), default=0):
+        kept = [(full, full) if each is None else (int(each.keep.sum()), len(each.keep)) for each in hidden]
+        tables[UNITS] = ("hidden",), [[pair] for pair in kept]
+    return tables
 
 
-def _facts(pathway: PathwayRanks) -> Iterator[tuple[str, str]]:
-    share, what = (
-        percent(1 - pathway.kept / max(pathway.full, 1)),
-        "units" if pathway.name == UNITS else "ranks",
-    )
-    yield pathway.name, f"{share} of the {what} removed, {number(pathway.kept)} of {number(pathway.full)} kept"
-    heads = sum(part.rank is None for layer in pathway.layers for part in layer)
-    if heads and pathway.name == SCORES:
-        total = sum(len(layer) for layer in pathway.layers)
-        yield "Heads", f"{number(heads)} of {number(total)} removed"
-
-
-def _words(part: HeadRank) -> str:
-    if part.rank is None:
-        return "removed"
-    return f"all {number(part.full)}, one matrix" if part.whole else f"{number(part.rank)} of {number(part.full)}"
-
-
-def _rank_figure(pathway: PathwayRanks, words: list[list[str]], spectra: Collection[str]) -> Figure:
-    """Draws one pathway; `words` describe the parts of every layer, and `spectra` are the keys of known spectra."""
-    several, caption = len(pathway.columns) > 1, PATHWAYS.get(pathway.name, "")
-    shared = [several and len(layer) == 1 for layer in pathway.layers]
-    cells = [["all" if part.whole else number(part.rank) for part in layer] for layer in pathway.layers]
-    tips = []
-    for is_shared, row in zip(shared, words, strict=True):
-        names = ("all heads together",) if is_shared else pathway.columns
-        tips.append([f"{name}: {text}" for name, text in zip(names, row, strict=True)])
-    picture = HeatMap(
-        f"{pathway.name}: rank of every part, from zero to full",
-        [[None if part.rank is None else part.share for part in layer] for layer in pathway.layers],
-        0.0,
-        1.0,
-        dense=len(pathway.columns) >= DENSE,
-        columns=pathway.columns,
-        texts=cells,
-        tips=tips,
-        heads=_cell_keys(KEYS.get(pathway.name, ""), [len(layer) for layer in pathway.layers], spectra),
-    )
-    share = percent(pathway.kept / max(pathway.full, 1))
-    note = f"{number(pathway.kept)} of {number(pathway.full)} kept, {share}"
-    return Figure(picture.draw(), pathway.name, note, f"{caption} {SHARED}".strip() if any(shared) else caption)
+def _rank_cells(layer: int, columns: Sequence[str], row: Sequence[Rank]) -> Iterator[Cell]:
+    names = columns if len(row) == len(columns) else ("all heads together",)
+    for name, part in zip(names, row, strict=True):
+        kept, full = part or (None, 0)
+        if kept is None:
+            yield Cell("removed", None, f"layer {layer}, {name}: removed")
+        else:
+            words = f"{number(kept)} of {number(full)}"
+            yield Cell(number(kept), colour_step(kept / max(full, 1)), f"layer {layer}, {name}: {words}")
 
 
 def maps(content: ReportContent) -> Section | None:
     """Returns effective ranks and selectivity as open figures, and the other readings as folded ones."""
     if content.diagnosis is None:
         return None
-    figures = _reading_figures(content.diagnosis, explored_spectra(content))
-    if not figures:
-        return None
-    names = [name for name in MAIN if name in figures]
-    telling = []
-    for name in names:
-        values = torch.cat([layer.readings[name].double() for layer in content.diagnosis.layers])
-        if bool((values.amax() - values.amin()) > 1e-6 * values.abs().amax()):
-            telling.append(name)
-    main = [figures.pop(name) for name in (telling or names)[:OPEN_FIGURES]]
-    dense = any(max(layer.spectrum.heads, default=0) >= DENSE - 1 for layer in content.diagnosis.layers)
-    data = {"main": main, "rest": list(figures.values()), "steps": range(LEVELS), "dense": dense}
-    titles = ", ".join(figure.title for figure in (*main, *figures.values()))
-    return Section("maps", "Layers and heads", data, titles)
-
-
-def _reading_figures(diagnosis: Diagnosis, spectra: Collection[str]) -> dict[str, Figure]:
-    """Draws the readings with one number per head that all layers have, those of MEANING first."""
-    layers = diagnosis.layers
-    shared = [
+    layers = content.diagnosis.layers
+    # Readings with one number per head that all layers have, because a map needs a row for every layer.
+    per_head = [
         {name for name, reading in layer.readings.items() if tuple(reading.shape) == (len(layer.spectrum.heads),)}
         for layer in layers
     ]
-    # Only readings of all layers, because a map needs a row for every layer.
-    names = set.intersection(*shared) if shared else set()
-    full_rank = max((layer.spectrum.strength.shape[1] for layer in layers), default=1)
+    names = set.intersection(*per_head) if per_head else set()
+    if not names:
+        return None
+    figures = [
+        _reading_figure(name, content.diagnosis)
+        for name in [*(name for name in MEANING if name in names), *sorted(names - MEANING.keys())]
+    ]
+    data = {"main": figures[:OPEN_FIGURES], "rest": figures[OPEN_FIGURES:], "steps": LEVELS}
+    return Section("maps", "Layers and heads", data, ", ".join(figure.title for figure in figures))
+
+
+def _reading_figure(name: str, diagnosis: Diagnosis) -> HeatMap:
+    layers = diagnosis.layers
     columns = 1 + max((head for layer in layers for head in layer.spectrum.heads), default=0)
-    figures = {}
-    for name in [name for name in MEANING if name in names] + sorted(names - MEANING.keys()):
-        # Heads are at their index in the original model; columns without a head stay empty.
-        grid: list[list[float | None]] = [[None] * columns for _ in layers]
-        for row, layer in zip(grid, layers, strict=True):
-            for head, value in zip(layer.spectrum.heads, layer.readings[name].tolist(), strict=True):
-                row[head] = value
-        figures[name] = _reading_figure(name, grid, full_rank, spectra)
-    return figures
-
-
-def _reading_figure(name: str, grid: Rows, full_rank: int, spectra: Collection[str]) -> Figure:
-    values = [value for row in grid for value in row if value is not None and math.isfinite(value)] or [0.0]
-    dense = len(grid[0]) >= DENSE
+    values = [value for layer in layers for value in layer.readings[name].tolist() if math.isfinite(value)] or [0.0]
+    full_rank = max(layer.spectrum.strength.shape[1] for layer in layers)
     limits = {"effective_rank": (0.0, float(full_rank)), "selectivity": (0.0, 1.0), "sparsity": (0.0, 1.0)}
     low, high = limits.get(name, (min(values), max(values)))
-    largest = max(abs(low), abs(high))
-    # Cells have space for three digits: very small or large values are shown in units of a power of ten.
-    power = 0 if largest == 0 or 0.01 <= largest < 1000 else math.floor(math.log10(largest))
-    decimals = max(0, (2 if dense else 3) - (1 if largest / 10**power < 2 else 2))
-    decimals = 1 if name.startswith("effective_rank") else max(decimals, 2 if largest <= 1 else 0)
-
-    def write(value: float) -> str:
-        return fixed(value / 10**power, decimals) if math.isfinite(value) else MISSING
-
+    rows = []
+    for index, layer in enumerate(layers):
+        # Heads are at their index in the original model; columns without a head stay empty.
+        row = [Cell("removed", None, f"layer {index}, head {head}: removed") for head in range(columns)]
+        for head, value in zip(layer.spectrum.heads, layer.readings[name].tolist(), strict=True):
+            share = (value - low) / (high - low) if high > low else 0.5
+            step = colour_step(share) if math.isfinite(share) else None
+            row[head] = Cell(number(value, 2), step, f"layer {index}, head {head}: {number(value)}")
+        rows.append(tuple(row))
     title = name.replace("rank_", "rank, ").replace("_", " ").capitalize()
-    heads = _cell_keys("qk", [len(row) for row in grid], spectra)
-    picture = HeatMap(f"{title} of every head", grid, low, high, write, dense, heads=heads).draw()
-    unit = f", cells in units of {number(10.0**power, 1)}" if power else ""
-    return Figure(picture, title, f"{short(low, 3)} to {short(high, 3)}{unit}", MEANING.get(name, ""))
-
-
-def explored_spectra(content: ReportContent) -> dict[str, dict[str, Any]]:
-    """Returns the spectra that the page shows for the heads and maps as JSON-ready records by key, "qk-LAYER-HEAD"; the
-    maps of the MLP have one unit, 0.
-    """
-    diagnosis, prescription = content.diagnosis, content.prescription
-    by_key: dict[str, dict[str, Any]] = {}
-    # First the diagnosed directions, all of them kept. A prescription then replaces those that it decides on.
-    for index, layer in enumerate(() if diagnosis is None else diagnosis.layers):
-        spectrum, energies = layer.spectrum, _shown_energies(layer)
-        for head, energy, used in zip(spectrum.heads, energies, spectrum.used, strict=True):
-            by_key[f"qk-{index}-{head}"] = _spectrum(f"Layer {index}, head {head}", energy, used, used)
-    for index, layer in enumerate(() if prescription is None else prescription.layers):
-        diagnosed = None if diagnosis is None else diagnosis.layers[index].spectrum
-        heads = range(len(layer.heads)) if diagnosed is None else diagnosed.heads
-        for name, strength, keep in _decided(layer):
-            # Padding has the strength 0; a kept direction may have it too.
-            energies, used = strength.square(), (strength > 0) | keep
-            if diagnosis is not None and name == "qk":
-                energies, used = _score_energies(diagnosis.layers[index], layer.qk)
-            is_linear = name in (*LINEAR_MAPS, HIDDEN)
-            for unit, *tensors in zip((0,) if is_linear else heads, energies, keep, used, strict=True):
-                title = f"Layer {index}, {name}" if is_linear else f"Layer {index}, head {unit}"
-                by_key[f"{name}-{index}-{unit}"] = _spectrum(title, *tensors)
-    return {key: spectrum for key, spectrum in by_key.items() if spectrum["energy"]}
-
-
-def _spectrum(
-    title: str, energy: Float[Tensor, "directions"], keep: Bool[Tensor, "directions"], used: Bool[Tensor, "directions"]
-) -> dict[str, Any]:
-    """Returns the used directions of one unit by decreasing energy, and which are kept."""
-    # The same order for energies and mask; stable, so that equal energies stay in the order of the file.
-    energy, keep = energy[used], keep[used]
-    order = energy.argsort(descending=True, stable=True)
-    # A head without energy has shares of 0 and not NaN.
-    energy, keep = energy[order] / energy.sum().clamp_min(1e-300), keep[order]
-    relative = energy / energy[:1].clamp_min(1e-300)  # to the strongest direction
-    return {
-        "title": title,
-        "note": f"{int(keep.sum())} of {len(keep)} · {percent(float(energy[keep].sum()))}",
-        "energy": [float(f"{each:.3g}") for each in relative.tolist()],  # three digits are a tenth of a pixel
-        "keep": "".join("1" if each else "0" for each in keep.tolist()),
-    }
-
-
-def _cell_keys(map_key: str, widths: Sequence[int], spectra: Collection[str]) -> list[list[str]]:
-    """Returns the key of every cell of rows of these widths, empty without a spectrum; a map of the MLP is a column."""
-
-    def key(layer: int, column: int) -> str:
-        name = f"{LINEAR_MAPS[column]}-{layer}-0" if map_key == "fc" else f"{map_key}-{layer}-{column}"
-        return name if name in spectra else ""
-
-    return [[key(layer, column) for column in range(width)] for layer, width in enumerate(widths)]
-
-
-def _shown_energies(layer: LayerDiagnosis) -> Float[Tensor, "heads directions"]:
-    """Returns the energies of a layer's directions; those in the metric "mix" where its own strengths are all equal, as
-    those of a plain dense head are.
-    """
-    energy, mix = layer.spectrum.energy, layer.readings.get("strength_mix")
-    if mix is None or mix.shape != energy.shape or not layer.spectrum.used.all():
-        return energy
-    is_flat = bool((energy - energy.mean(-1, keepdim=True)).abs().max() <= 1e-6 * energy.abs().max())
-    return mix.double().square() if is_flat else energy
-
-
-def _score_energies(diagnosis: LayerDiagnosis, decision: ScoreDecision) -> tuple[Tensor, Tensor]:
-    """Returns the energies of all score directions of a decision, and which directions there are.
-
-    A decision without a basis selects among the diagnosed directions, and may rescale those it keeps. One with a basis
-    has the strengths of the kept directions only; all are a reading of the diagnosis in the metric of the rule.
-    """
-    if decision.basis is None:
-        return diagnosis.spectrum.energy, diagnosis.spectrum.used
-    keep, strength = decision.keep, decision.strength
-    for name, reading in diagnosis.readings.items():
-        if name.startswith("strength_") and reading.shape == strength.shape:
-            # The metric of the rule is recognized by its strengths, because the decision does not name it.
-            if torch.allclose(reading.double()[keep], strength[keep], rtol=1e-4):
-                return reading.double().square(), reading > 0
-    return strength.square(), torch.ones_like(keep)
-
-
-def _decided(layer: LayerPrescription) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields the maps with the strengths and the kept directions of their units; shared directions are one unit."""
-    yield "qk", layer.qk.strength, layer.qk.keep & layer.heads[:, None]
-    for name, decision in layer.outputs.items():
-        # The kept directions are the strongest ones.
-        order = decision.strength.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        yield name, decision.strength, order < torch.tensor(decision.ranks)[:, None]
-    if layer.hidden is not None:
-        yield HIDDEN, layer.hidden.strength[None], layer.hidden.keep[None]
+    heads = tuple(f"head {head}" for head in range(columns))
+    return HeatMap(title, f"{short(low, 3)} to {short(high, 3)}", MEANING.get(name, ""), heads, tuple(rows))

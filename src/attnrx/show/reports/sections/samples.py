@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from attnrx.show.reports.content import ReportContent, Section
-from attnrx.show.reports.drawing import GAP_WIDTH, as_uri, colour, colour_ramp, mosaic, overlay
-from attnrx.show.reports.figures import patch_picture
+from attnrx.show.reports.drawing import GAP_WIDTH, as_uri, colour, colour_ramp, mosaic, overlay, patch_picture
 from attnrx.show.reports.numbers import TIMES, number, short
 from attnrx.show.reports.sampling import AttentionSamples, MapSamples, TokenSamples
 from attnrx.support.shapes import Float, Int, Tensor

@@ -1,54 +1,22 @@
 """The result: one sentence, the outcomes of the claims, and every measured quantity before and after."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from attnrx.nouns.evidence import Evidence
 from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.headline import (
     TOP_1,
-    MeasuredSpeed,
     accuracies,
     cost_totals,
+    finding_of,
     nothing_removed,
     speeds,
     statements,
     summary_parts,
 )
-from attnrx.show.reports.numbers import fixed, number, typeset, with_unit
+from attnrx.show.reports.numbers import MISSING, fixed, number, quantity, typeset, with_unit
 
 SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-@dataclass(frozen=True)
-class Bar:
-    """The bar of one model: its amount as text, and its length and interval as shares of the track."""
-
-    amount: str
-    share: float
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True)
-class BarPair:
-    """One quantity of the original and of the candidate, and for the latency of the unchanged model in its runtime.
-
-    `after` is named `name`, "smaller" unless nothing was removed.
-    """
-
-    title: str
-    note: str
-    before: Bar
-    after: Bar
-    name: str = "smaller"
-    between: tuple[str, Bar] | None = None
-
-    @property
-    def bars(self) -> list[tuple[str, str, Bar]]:
-        """The bars from top to bottom: name, kind in the style sheet, and bar."""
-        between = [] if self.between is None else [(self.between[0], "before", self.between[1])]
-        return [("original", "before", self.before), *between, (self.name, "after", self.after)]
 
 
 def verdict(content: ReportContent) -> Section:
@@ -61,7 +29,8 @@ def verdict(content: ReportContent) -> Section:
             for part in summary_parts(evidence)
         ],
         "sentence": sentence(content.evidence),
-        "bars": list(_bars(content)),
+        "after": "unchanged" if nothing_removed(evidence) else "smaller",
+        "rows": list(_rows(content)),
         "conditions": next((speed.conditions for speed in speeds(evidence)), ""),
         "notes": _notes(content),
         "failures": list(evidence.failures),
@@ -84,47 +53,29 @@ def _notes(content: ReportContent) -> list[str]:
     return list(dict.fromkeys(map(str, notes)))
 
 
-def _bars(content: ReportContent) -> Iterator[BarPair]:
-    """Yields latency, accuracy, parameters and MACs, each if it was measured."""
-    name = "unchanged" if nothing_removed(content.measured) else "smaller"
-    if measured := speeds(content.measured):
-        yield _latency_bars(measured[0], name)
-    if (both_accuracies := accuracies(content.measured)) is not None:
-        measure = str(both_accuracies[1].details.get("measure", TOP_1))
-        before, after = (
-            Bar(fixed(each.value, 1), each.value / 100, _share(each.low), _share(each.high)) for each in both_accuracies
+def _rows(content: ReportContent) -> Iterator[tuple[str, ...]]:
+    """Yields latency, accuracy, parameters and MACs, each if it was measured: name, before, after and change."""
+    for speed in speeds(content.measured)[:1]:
+        # All from the speed of the sentence: the ratio of the two median times differs from the median of their ratios
+        # where the load of the machine changes between rounds.
+        before = speed.reference_seconds
+        times = (
+            [MISSING] * 2
+            if before is None
+            else [f"{number(1000 * each)} ms" for each in (before, before / speed.value)]
         )
-        yield BarPair(measure[0].upper() + measure[1:], "%", before, after, name)
+        yield f"Latency at batch {speed.batch}", *times, f"{speed.text} {speed.interval}".strip()
+    if (both := accuracies(content.measured)) is not None:
+        measure, change = str(both[1].details.get("measure", TOP_1)), finding_of(content.measured, "accuracy change")
+        texts = [quantity(each.value, "%", each.low, each.high) for each in both]
+        points = "" if change is None else quantity(change.value, change.unit, change.low, change.high, signed=True)
+        yield measure[0].upper() + measure[1:], *texts, points
     for unit, title in (("params", "Parameters"), ("macs", "MACs of one image")):
         if (totals := cost_totals(content.measured, unit)) is not None:
             old, new = totals
             # One unit for both models, so that the numbers can be compared without converting.
             scale, prefix = next(((scale, prefix) for scale, prefix in SCALES if max(totals) >= scale), (1, ""))
-            saved = 100 * (new - old) / old if old else 0.0
-            note = "unchanged" if old == new else with_unit(fixed(saved, 1, signed=True), "%")
-            longest = max(old, new, 1)
-            before, after = (Bar(number(total / scale) + prefix, total / longest) for total in totals)
-            yield BarPair(title, note, before, after, name)
-
-
-def _latency_bars(speed: MeasuredSpeed, name: str) -> BarPair:
-    """Returns the latencies as shares of the baseline's, all from the speeds of the sentence: the ratio of the two
-    median times differs from the median of their ratios where the load of the machine changes between rounds.
-    """
-    unchanged = speed.by_runtime if name != "unchanged" else None
-    # The longest bar fills the track: the baseline's, or that of a model that is slower.
-    longest = max(1.0, 1 / speed.value, 0.0 if unchanged is None else 1 / unchanged)
-    # A latency is 1 / speed, so the higher end of the speed is the lower end of the bar.
-    ends = [None if end is None else 1 / end / longest for end in (speed.high, speed.low)]
-    note = f"% of {speed.baseline}"
-    if speed.reference_seconds is not None:
-        note += f", {number(1000 * speed.reference_seconds)} ms at batch {speed.batch}"
-    between = None
-    if unchanged is not None:
-        between = "kernels alone", Bar(number(100 / unchanged), 1 / unchanged / longest)
-    after = Bar(number(100 / speed.value), 1 / speed.value / longest, *ends)
-    return BarPair("Latency", note, Bar("100", 1 / longest), after, name, between)
-
-
-def _share(percent: float | None) -> float | None:
-    return None if percent is None else percent / 100
+            change = (
+                "unchanged" if old == new else with_unit(fixed(100 * (new - old) / max(old, 1), 1, signed=True), "%")
+            )
+            yield title, number(old / scale) + prefix, number(new / scale) + prefix, change
