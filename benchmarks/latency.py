@@ -24,7 +24,7 @@ from attnrx.vit.costs import (
     compare_latency,
     compare_memory,
 )
-from attnrx.vit.models import VisionTransformer, ViTConfig, initialize_, named_config
+from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig, initialize_, named_config
 
 HEADER = (
     f"{'ranks':<14}{'batch':>6} {'precision':<10}{'mode':<9}{'original ms':>12}{'candidate ms':>13}"

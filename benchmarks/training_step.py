@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from attnrx.support.storage import write_json
 from attnrx.vit.costs import Ratio, Timing, device_name, interleave
-from attnrx.vit.models import VisionTransformer, initialize_, named_config
+from attnrx_lab.vision_transformer import VisionTransformer, initialize_, named_config
 
 
 @dataclass(frozen=True)

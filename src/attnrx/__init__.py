@@ -28,7 +28,6 @@ HOMES = {
     "Reader": "attnrx.vit.models",
     "Spectrum": "attnrx.vit.spectrum",
     "TrainingConfig": "attnrx.training",
-    "ViTConfig": "attnrx.vit.models",
     "diagnose": "attnrx.decide.diagnosing",
     "distill": "attnrx.change.realization.distillation",
     "elastic": "attnrx.verbs.elastic",
@@ -78,7 +77,6 @@ __all__ = [
     "Shrunk",
     "Spectrum",
     "TrainingConfig",
-    "ViTConfig",
     "__version__",
     "adapt_preprocessing",
     "checks",
@@ -131,7 +129,7 @@ if TYPE_CHECKING:
     from attnrx.verbs.shrunk import Shrunk
     from attnrx.verbs.verify import verify
     from attnrx.vit import costs, models, tokens  # noqa: F401
-    from attnrx.vit.models import Reader, ViTConfig, use_backend
+    from attnrx.vit.models import Reader, use_backend
     from attnrx.vit.spectrum import Spectrum
 
 
@@ -143,6 +141,7 @@ _FORMER = {
     "measure_divergence": "attnrx_lab.rules.measure_divergence",
     "measure_sublayers": "heads=, hidden= or tokens=: linear maps in place of sublayers did not pay",
     "Budget": "attnrx.plan",
+    "ViTConfig": "attnrx_lab.vision_transformer.ViTConfig",
     "prescribe_within": "attnrx.plan",
 }
 

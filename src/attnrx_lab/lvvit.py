@@ -15,9 +15,9 @@ from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, linear_costs, no
 from attnrx.vit.models import register_family
 from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.chunked_forward import require_images
-from attnrx.vit.models.transformer import AttnrxFamily, Layer, Transformer, TransformerConfig
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
+from attnrx_lab.vision_transformer import AttnrxFamily, Layer, Transformer, TransformerConfig
 
 PATCH_SHARE = 0.5
 """Weight of the maximum over the patch logits; the class token's logits have weight 1, as published."""

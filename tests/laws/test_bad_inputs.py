@@ -28,6 +28,7 @@ from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import AttnrxError
 from attnrx.support.storage import SEAL, file_sha256, read_json, sealed, write_json
+from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig, initialize_
 from support.edits import ABSENT, edited
 from support.pictures import write_folder
 from support.time_limits import time_limit
@@ -38,10 +39,10 @@ RULE = "total_rank:0.5"
 
 
 def small_model() -> torch.nn.Module:
-    config = rx.ViTConfig.uniform(
+    config = ViTConfig.uniform(
         "dense", width=16, depth=2, heads=2, image_size=16, patch_size=4, channels=3, classes=3, mlp_ratio=2.0
     )
-    return rx.models.initialize_(rx.models.VisionTransformer(config), seed=0).float().eval()
+    return initialize_(VisionTransformer(config), seed=0).float().eval()
 
 
 @pytest.fixture(scope="module")
@@ -472,8 +473,8 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "load(None)": (lambda: rx.load(None), "load(source=None)"),  # type: ignore[arg-type]
     "load_data of an empty text": (lambda: rx.load_data(""), "load_data(name_or_path='')"),
     "learning rate": (lambda: rx.TrainingConfig(learning_rate=NAN), "learning_rate"),
-    "patch_size": (lambda: rx.ViTConfig.uniform(patch_size=0), "patch_size"),
-    "image_size of a model": (lambda: rx.ViTConfig.uniform(image_size=2**20), "image_size"),
+    "patch_size": (lambda: ViTConfig.uniform(patch_size=0), "patch_size"),
+    "image_size of a model": (lambda: ViTConfig.uniform(image_size=2**20), "image_size"),
     "share as text": (lambda: rx.load("elastic", macs="0.5"), "macs='0.5'"),  # type: ignore[arg-type]
     "one budget for several sizes": (
         lambda: rx.elastic(small_model(), torch.zeros(1), "elastic", macs=0.5),  # type: ignore[arg-type]

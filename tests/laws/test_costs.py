@@ -10,9 +10,10 @@ from attnrx.change.realization import compressed_spec, realize
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import PartCosts, count_params, count_product_macs, layer_costs
-from attnrx.vit.models import Transformer, VisionTransformer, family_of
+from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec
 from attnrx_lab.costs import direction_costs, saved_shares
+from attnrx_lab.vision_transformer import Transformer, VisionTransformer
 from support.cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
 
 

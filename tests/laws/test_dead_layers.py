@@ -9,7 +9,8 @@ from attnrx.decide.rules import in_metric as stated
 from attnrx.decide.rules import parse_rule
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.vit.maps import OUTPUT_MAPS
-from attnrx.vit.models import VisionTransformer, family_of
+from attnrx.vit.models import family_of
+from attnrx_lab.vision_transformer import VisionTransformer
 from support import cases
 from support.comparisons import pixels
 

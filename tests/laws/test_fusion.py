@@ -13,9 +13,10 @@ from attnrx.support.errors import NotSupported
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import LossContext, Task
 from attnrx.vit.attention import Eager, using
-from attnrx.vit.models import VisionTransformer, family_of, load_model, save_model
+from attnrx.vit.models import family_of, load_model, save_model
 from attnrx_lab.papers.ownership import FusionOwnership, nonnegative_fusion, normalize_fusion_, project_fusion_
 from attnrx_lab.rules import FusionOwner, SharedRank
+from attnrx_lab.vision_transformer import VisionTransformer
 from support import cases
 from support.comparisons import pixels
 

@@ -22,7 +22,7 @@ from attnrx.decide.planning import Target
 from attnrx.nouns.prescription import TokenPrescription
 from attnrx.support import atomic_writes
 from attnrx.verbs.shrunk import Shrunk
-from attnrx.vit.models import ViTConfig
+from attnrx_lab.vision_transformer import ViTConfig
 from support.cases import model
 from support.command_line import call
 from support.interruptions import snapshots, visible, watched

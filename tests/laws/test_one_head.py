@@ -12,7 +12,8 @@ from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import NotSupported
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_product_macs
-from attnrx.vit.models import VisionTransformer, ViTConfig, family_of
+from attnrx.vit.models import family_of
+from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig
 from support import cases
 from support.comparisons import logits, pixels
 

@@ -9,7 +9,8 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.errors import InvalidRule, NoOpPrescription
 from attnrx.vit.attention import Attention
 from attnrx.vit.maps import LINEAR_MAPS, OUTPUT_MAPS
-from attnrx.vit.models import VisionTransformer, family_of
+from attnrx.vit.models import family_of
+from attnrx_lab.vision_transformer import VisionTransformer
 from support import cases
 from support.comparisons import pixels
 

@@ -17,7 +17,7 @@ import torch
 import attnrx as rx
 from attnrx.support import atomic_writes
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
-from attnrx.vit.models import ViTConfig
+from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig, initialize_
 from support.command_line import call, record
 from support.interruptions import visible
 from support.pictures import write_folder
@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     torch.set_default_dtype(torch.float32)
     try:
         data = write_folder(root / "images", {"train": 8, "validation": 2, "test": 4}, size=(16, 16))
-        run = rx.save(rx.models.initialize_(rx.models.VisionTransformer(CONFIG), 0).float(), root / "run")
+        run = rx.save(initialize_(VisionTransformer(CONFIG), 0).float(), root / "run")
         files = {name: root / f"{name}.json" for name in ("diagnosis", "prescription", "evidence")}
         slim = root / "slim"
         record("diagnose", run, "--data", data, "--out", files["diagnosis"])

@@ -8,7 +8,8 @@ import torch
 from attnrx.change.realization import realize, realizing
 from attnrx.data import ImageSet, Normalization, from_tensors
 from attnrx.support.errors import FingerprintMismatch, InvalidInput, NotSupported
-from attnrx.vit.models import TransformerConfig, VisionTransformer, family_of, observing
+from attnrx.vit.models import family_of, observing
+from attnrx_lab.vision_transformer import TransformerConfig, VisionTransformer
 from support.cases import CONFIGS, NORMS, OWN, PATTERNS, images, model, own, prescription, with_heads, with_strength
 
 

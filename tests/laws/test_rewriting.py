@@ -14,9 +14,10 @@ from attnrx.decide.rules.metrics import rewritten
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.vit.maps import OUTPUT_MAPS
-from attnrx.vit.models import VisionTransformer, family_of, observing
+from attnrx.vit.models import family_of, observing
 from attnrx_lab.rules import DivergenceRank, FusionRank, SharedRank, TopRank, measure_divergence
 from attnrx_lab.rules.shared import JointForm
+from attnrx_lab.vision_transformer import VisionTransformer
 from support import cases
 from support.comparisons import logits, pixels, whole
 

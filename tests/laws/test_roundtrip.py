@@ -13,9 +13,10 @@ from attnrx.nouns.prescription import Prescription
 from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.storage import sealed
-from attnrx.vit.models import ViTConfig, family_of, load_model, model_fingerprint, save_model
+from attnrx.vit.models import family_of, load_model, model_fingerprint, save_model
 from attnrx.vit.spec import AttentionSpec
 from attnrx_lab.lvvit import LVViTConfig
+from attnrx_lab.vision_transformer import ViTConfig
 from support.cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
 
 

@@ -12,15 +12,15 @@ import attnrx as rx
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Distillation, FeatureDistillation, LossContext
-from attnrx.vit.models import initialize_
 from attnrx_lab.papers.similarity import TokenSimilarity
+from attnrx_lab.vision_transformer import VisionTransformer, initialize_
 from support.cases import CONFIGS, images, model
 from support.tiny_runs import MODEL, at, config, splits
 from support.tiny_runs import model as student
 
 
 def teacher(seed: int) -> nn.Module:
-    return initialize_(rx.models.VisionTransformer(MODEL), seed, strength=4.0).eval()
+    return initialize_(VisionTransformer(MODEL), seed, strength=4.0).eval()
 
 
 def learning(folder: Path) -> TrainingConfig:

@@ -17,8 +17,9 @@ from attnrx.change.realization.distillation import Distill
 from attnrx.change.realization.repair import Repair
 from attnrx.data import Normalization, from_tensors
 from attnrx.show.checks import Fidelity
-from attnrx.vit.models import VisionTransformer, model_fingerprint
+from attnrx.vit.models import model_fingerprint
 from attnrx_lab.rules import measure_divergence
+from attnrx_lab.vision_transformer import VisionTransformer
 from support.cases import CONFIGS, pixels
 from support.cases import model as model_of
 from support.pretrained import VIT, of_timm

@@ -20,6 +20,7 @@ from attnrx.decide.planning import PlanSettings, Target
 from attnrx.show.checks import CHECKS
 from attnrx.support.errors import AttnrxError, InvalidInput, UserCodeError
 from attnrx.vit.costs import Conditions, LatencyProtocol
+from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig, initialize_
 from support.time_limits import time_limit
 from support.wrong_arguments import Case, of_class, of_function
 
@@ -55,10 +56,10 @@ def as_for_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 def small_model() -> nn.Module:
-    config = rx.ViTConfig.uniform(
+    config = ViTConfig.uniform(
         "dense", width=16, depth=2, heads=2, image_size=16, patch_size=4, channels=3, classes=3, mlp_ratio=2.0
     )
-    return rx.models.initialize_(rx.models.VisionTransformer(config), seed=0).float().eval()
+    return initialize_(VisionTransformer(config), seed=0).float().eval()
 
 
 def valid_arguments(folder: Path) -> dict[str, dict[str, Any]]:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import attnrx as rx
 from attnrx.support.errors import AttnrxError
+from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig, initialize_
 from support.time_limits import time_limit
 
 SECONDS = 20
@@ -113,10 +114,10 @@ VERBS: dict[str, Callable[[nn.Module, Any], object]] = {
     "verb", [pytest.param(name, marks=() if name == "diagnose" else pytest.mark.slow) for name in VERBS]
 )
 def test_wrong_data_are_refused(verb: str) -> None:
-    config = rx.ViTConfig.uniform(
+    config = ViTConfig.uniform(
         "dense", width=16, depth=2, heads=2, image_size=16, patch_size=4, channels=3, classes=3, mlp_ratio=2.0
     )
-    model = rx.models.initialize_(rx.models.VisionTransformer(config), seed=0).float().eval()
+    model = initialize_(VisionTransformer(config), seed=0).float().eval()
     torch.set_default_dtype(torch.float32)
     jaxtyping.config.update("jaxtyping_disable", True)  # as for a user
     found = list[str]()

@@ -6,9 +6,10 @@ import pytest
 
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import PartCosts, count_params, count_product_macs, layer_costs
-from attnrx.vit.models import VisionTransformer, ViTConfig, family_of
+from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec
 from attnrx_lab.costs import Compression, priced
+from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig
 from support.cases import CONFIGS, images, model
 
 FULL = AttentionSpec.full("dense", width=12, heads=3)

@@ -8,11 +8,11 @@ import pytest
 
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.vit.models import named_config
 from attnrx_lab.costs import saved_shares
 from attnrx_lab.papers import load_recipe, recipe_names, reproduce
 from attnrx_lab.papers.irratt_tables import CLUTTER
 from attnrx_lab.papers.spot import SpotExperiment, outline_for, token_price
+from attnrx_lab.vision_transformer import named_config
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import pytest
 
 from attnrx.vit.costs import count_params
-from attnrx.vit.models import build_model, named_config
+from attnrx.vit.models import build_model
 from attnrx_lab.costs import direction_costs, saved_shares
+from attnrx_lab.vision_transformer import named_config
 
 
 @dataclass(frozen=True)

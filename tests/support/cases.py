@@ -13,16 +13,7 @@ from attnrx.nouns.prescription import HeadDecision, LayerPrescription, Prescript
 from attnrx.show.checks import Accuracy, Calibration, Check, Costs, Features, Fidelity, Latency, Promises, Retrieval
 from attnrx.training.losses import Loss, Task
 from attnrx.vit.costs import LatencyProtocol
-from attnrx.vit.models import (
-    Transformer,
-    TransformerConfig,
-    VisionTransformer,
-    ViTConfig,
-    family_of,
-    initialize_,
-    model_fingerprint,
-)
-from attnrx.vit.models.transformer import Model
+from attnrx.vit.models import family_of, model_fingerprint
 from attnrx.vit.tokens import AttentionReceived, ClassAttention, Reducer, ToMe, Ward
 from attnrx_lab.checks import Controls, Robustness, Transfer
 from attnrx_lab.lvvit import LVViT, LVViTConfig
@@ -56,6 +47,14 @@ from attnrx_lab.tokens import (
     Spot,
     SPViT,
     ZeroTPrune,
+)
+from attnrx_lab.vision_transformer import (
+    Model,
+    Transformer,
+    TransformerConfig,
+    VisionTransformer,
+    ViTConfig,
+    initialize_,
 )
 
 TINY = {"image_size": 8, "patch_size": 4, "channels": 1, "classes": 3, "mlp_ratio": 2.0}

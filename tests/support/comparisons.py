@@ -14,7 +14,7 @@ from attnrx.decide.rules.metrics import rewritten
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.show.checks import Comparison
-from attnrx.vit.models import VisionTransformer
+from attnrx_lab.vision_transformer import VisionTransformer
 from support import cases
 from support.cases import pixels
 

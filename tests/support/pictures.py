@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from attnrx.data import LoadedImages, Normalization, Splits, from_tensors
-from attnrx.vit.models import ViTConfig
+from attnrx_lab.vision_transformer import ViTConfig
 
 CLASSES = ("cat", "dog", "eel")
 

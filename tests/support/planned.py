@@ -14,8 +14,8 @@ from attnrx.decide.planning.measured_costs import measured_cost_table
 from attnrx.decide.planning.space import Choices, Space
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.vit.costs import Conditions
-from attnrx.vit.models import VisionTransformer, ViTConfig
 from attnrx.vit.tokens import Ward
+from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig
 from support import cases
 from support.comparisons import pixels
 

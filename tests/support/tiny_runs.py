@@ -21,8 +21,8 @@ from attnrx.data import Augmentation, ImageSet, Normalization, Splits, from_tens
 from attnrx.support.progress import Log, no_log
 from attnrx.training import TrainingConfig, TrainingRun, train, trainer
 from attnrx.training.losses import Task
-from attnrx.vit.models import VisionTransformer, ViTConfig, initialize_
 from attnrx_lab.perturbation import PerturbationRobustness, TargetRank
+from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig, initialize_
 
 MODEL = ViTConfig.uniform(
     "svda", width=8, depth=2, heads=2, image_size=8, patch_size=4, channels=1, classes=3, mlp_ratio=2.0

@@ -14,7 +14,7 @@ from attnrx.support.errors import NotSupported
 from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_params, count_product_macs
-from attnrx.vit.models import VisionTransformer, family_of
+from attnrx.vit.models import family_of
 from attnrx_lab.baselines import (
     FACTORS,
     FactoringBaseline,
@@ -29,6 +29,7 @@ from attnrx_lab.baselines.factoring import (
     weights_at,
     with_factors,
 )
+from attnrx_lab.vision_transformer import VisionTransformer
 from support import cases
 from support.comparisons import logits, pixels
 

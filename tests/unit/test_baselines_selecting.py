@@ -12,7 +12,7 @@ from attnrx.decide.diagnosing import diagnose
 from attnrx.nouns.prescription import LayerPrescription
 from attnrx.support.errors import NotSupported
 from attnrx.vit.costs import count_params
-from attnrx.vit.models import VisionTransformer, build_model, family_of
+from attnrx.vit.models import build_model, family_of
 from attnrx.vit.tokens import parse_policy
 from attnrx_lab.baselines import (
     PRESCRIBED,
@@ -27,6 +27,7 @@ from attnrx_lab.baselines.diffrate import differentiable_macs
 from attnrx_lab.baselines.factoring import ATTENTION_MAPS, MLP_MAPS, linear_at
 from attnrx_lab.baselines.snapvit import self_supervised_loss
 from attnrx_lab.papers.sources import generated_splits
+from attnrx_lab.vision_transformer import VisionTransformer
 from support import cases
 from support.comparisons import logits, pixels
 

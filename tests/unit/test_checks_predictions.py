@@ -15,7 +15,7 @@ from attnrx.show.checks import (
     Features,
     Fidelity,
 )
-from attnrx.vit.models import VisionTransformer
+from attnrx_lab.vision_transformer import VisionTransformer
 from support.comparisons import Setting
 
 

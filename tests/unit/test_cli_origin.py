@@ -11,6 +11,7 @@ import attnrx as rx
 from attnrx.change.realization.elastic import Elastic, Size
 from attnrx.show.checks import Accuracy, Fidelity
 from attnrx.support.errors import InvalidInput
+from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig, initialize_
 from support.command_line import call, record
 from support.pictures import rows, write_folder, write_parquet
 
@@ -21,10 +22,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     root = tmp_path_factory.mktemp("origin")
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    config = rx.ViTConfig.uniform(
+    config = ViTConfig.uniform(
         "dense", width=16, depth=2, heads=2, image_size=16, patch_size=4, channels=3, classes=3, mlp_ratio=2.0
     )
-    models = [rx.models.initialize_(rx.models.VisionTransformer(config), seed).float().eval() for seed in (0, 1)]
+    models = [initialize_(VisionTransformer(config), seed).float().eval() for seed in (0, 1)]
     torch.set_default_dtype(default)
     paths = SimpleNamespace(root=root, data=write_folder(root / "data", {"train": 4, "validation": 2, "test": 4}))
     paths.model, paths.stranger = (rx.save(model, root / f"model{i}") for i, model in enumerate(models))

@@ -7,7 +7,7 @@ import pytest
 
 import attnrx as rx
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.models import ViTConfig
+from attnrx_lab.vision_transformer import ViTConfig
 from support import cases
 from support.command_line import call, record
 from support.pictures import write_folder

@@ -10,9 +10,10 @@ from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.diagnostics import Geometry, SpectralShape
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.models import VisionTransformer, family_of, model_fingerprint
+from attnrx.vit.models import family_of, model_fingerprint
 from attnrx_lab.perturbation import measure_perturbation
 from attnrx_lab.redundancy import Redundancy
+from attnrx_lab.vision_transformer import VisionTransformer
 from support.cases import CONFIGS, PATTERNS, model, prescription
 from support.pictures import speckles as data
 

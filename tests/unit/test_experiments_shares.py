@@ -10,10 +10,11 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidInput
 from attnrx.verbs.prescribe import prescribe
-from attnrx.vit.models import VisionTransformer, family_of
+from attnrx.vit.models import family_of
 from attnrx_lab.baselines.compressor import GRID, largest_share
 from attnrx_lab.comparison.methods import Template, costs_at
 from attnrx_lab.rules import TopRank
+from attnrx_lab.vision_transformer import VisionTransformer
 from support import cases
 from support.comparisons import pixels
 

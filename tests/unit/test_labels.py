@@ -15,6 +15,7 @@ from attnrx.show.checks import Accuracy, Fidelity
 from attnrx.support.errors import DataError, UnknownName
 from attnrx.vit.models import build_model
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
+from attnrx_lab.vision_transformer import SCENARIOS
 from support import cases
 
 IMAGENETTE = {"tench": 0, "English springer": 217, "cassette player": 482, "chain saw": 491, "church": 497}
@@ -103,7 +104,7 @@ def test_equal_counts_and_numbers_without_names_stay() -> None:
 
 
 def test_the_command_takes_a_map_and_warns_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = build_model("svda:digits") if "digits" in rx.models.SCENARIOS else build_model("svda:cifar10")
+    model = build_model("svda:digits") if "digits" in SCENARIOS else build_model("svda:cifar10")
     slim = rx.save(model, tmp_path / "slim")
     table = tmp_path / "map.json"
     table.write_text(json.dumps({str(digit): (digit + 1) % 10 for digit in range(10)}))

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import attnrx as rx
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.storage import write_tensors
 from attnrx.training import train
@@ -15,6 +14,7 @@ from attnrx.vit.models import attach_tokens_, build_model, family_of
 from attnrx.vit.tokens import TokenPolicy
 from attnrx_lab.lvvit import SIZES, LVViT, LVViTConfig, LVViTFamily, published_names
 from attnrx_lab.tokens import Random
+from attnrx_lab.vision_transformer import initialize_
 from support.cases import LVVITS, images, own
 from support.tiny_runs import at, config, same, splits
 
@@ -202,7 +202,7 @@ def test_stopped_and_resumed_is_never_stopped(tmp_path: Path) -> None:
 
     def run(folder: str):
         shape = LVViTConfig.uniform("svda", **{**SMALL, "image_size": 8, "patch_size": 4, "channels": 1, "classes": 3})
-        model = rx.models.initialize_(LVViT(shape), seed=0)
+        model = initialize_(LVViT(shape), seed=0)
         return train(model, splits(), config(), tmp_path / folder)
 
     whole = run("whole")

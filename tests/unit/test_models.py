@@ -7,9 +7,9 @@ import torch
 
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.attention import Attention
-from attnrx.vit.models import ViTConfig, build_model, family_of, load_model, model_fingerprint, save_model
-from attnrx.vit.models.transformer import sincos_positions
+from attnrx.vit.models import build_model, family_of, load_model, model_fingerprint, save_model
 from attnrx.vit.spec import AttentionSpec
+from attnrx_lab.vision_transformer import ViTConfig, sincos_positions
 from support.cases import CONFIGS, images, model
 
 

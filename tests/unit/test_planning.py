@@ -41,10 +41,11 @@ from attnrx.support.errors import (
     UnknownName,
 )
 from attnrx.support.storage import read_json
-from attnrx.vit.models import VisionTransformer, blocks_of, chunked_forward, family_of, load_model, recording_calls
+from attnrx.vit.models import blocks_of, chunked_forward, family_of, load_model, recording_calls
 from attnrx.vit.outputs import KINDS, divergence, softened_divergence
 from attnrx.vit.tokens import AttentionReceived, Reducer, ToMe, Ward
 from attnrx_lab.tokens import Random
+from attnrx_lab.vision_transformer import VisionTransformer
 from support import cases, planned, pretrained
 from support.comparisons import pixels
 from support.planned import CONFIG, SETTINGS, made

@@ -29,7 +29,8 @@ from attnrx.decide.planning.measured_costs import _Timer
 from attnrx.decide.planning.plan_settings import Target
 from attnrx.decide.planning.space import RANKS, Choices, Space
 from attnrx.vit.costs import Conditions
-from attnrx.vit.models import ViTConfig, family_of
+from attnrx.vit.models import family_of
+from attnrx_lab.vision_transformer import ViTConfig
 from support import cases, planned, pretrained
 from support.planned import SETTINGS, made, timed
 

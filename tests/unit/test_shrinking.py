@@ -24,8 +24,9 @@ from attnrx.show.reports import summary_of
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.verbs.shrink import FITS_BY_EFFORT, timing_conditions
 from attnrx.verbs.shrunk import Shrunk
-from attnrx.vit.models import ViTConfig, model_fingerprint
+from attnrx.vit.models import model_fingerprint
 from attnrx.vit.outputs import output_kind_of
+from attnrx_lab.vision_transformer import ViTConfig
 from support import cases
 from support.comparisons import pixels
 from support.planned import CONFIG, original

@@ -12,7 +12,8 @@ from attnrx.support.errors import CheckpointError, InvalidInput, TrainingDiverge
 from attnrx.support.storage import read_json
 from attnrx.training import checkpoints, train
 from attnrx.training.preparation import deterministic
-from attnrx.vit.models import VisionTransformer, initialize_, load_model
+from attnrx.vit.models import load_model
+from attnrx_lab.vision_transformer import VisionTransformer, initialize_
 from support.command_line import call
 from support.pictures import write_folder
 from support.tiny_runs import MODEL, at, config, model, run, splits

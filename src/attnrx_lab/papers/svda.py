@@ -22,7 +22,7 @@ from attnrx.support.progress import Log
 from attnrx.training import TrainingConfig, train
 from attnrx.verbs.load import load
 from attnrx.verbs.prescribe import prescribe
-from attnrx.vit.models import SCENARIOS, build_model
+from attnrx.vit.models import build_model
 from attnrx_lab.checks import Bounds, Controls
 from attnrx_lab.papers.experiment import (
     Experiment,
@@ -36,6 +36,7 @@ from attnrx_lab.papers.experiment import (
 )
 from attnrx_lab.papers.sources import generated_splits
 from attnrx_lab.rules import TopRank, control_prescriptions
+from attnrx_lab.vision_transformer import SCENARIOS
 
 KINDS = ("mask", "renormalized", "exact", "refit")
 CONTROL_KINDS = ("mask", "renormalized", "refit")  # how controls are realized

@@ -103,7 +103,7 @@ def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Modu
     """Returns model and data: data normalized for a model, or a new model with the data's shape and scale."""
     # A new model is built twice: this one states the image size that the data are loaded with.
     model = rx.load(arguments.model, seed, weights=arguments.weights, trust=arguments.trust)
-    form, _, scenario = arguments.model.partition(":")
+    form = arguments.model.partition(":")[0]
     if form not in BUILT_FOR_DATA or Path(arguments.model).exists():
         return model, splits_argument(model, arguments)
     family = rx.models.family_of(model)
@@ -112,7 +112,7 @@ def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Modu
     for note in splits.notes:
         log(f"{splits.name}: {note}")
     classes = len(splits.class_names)
-    if (splits.channels, classes) != (channels, rx.models.SCENARIOS[scenario]["classes"]):
+    if (splits.channels, classes) != (channels, rx.models.num_outputs(*family.heads(model))):
         log(f"{arguments.model} is built for this data: {splits.channels} channels, {classes} classes")
     scale = splits.normalization
     shape = {"channels": splits.channels, "classes": classes, "image_size": splits.image_size}

@@ -15,7 +15,14 @@ from attnrx.vit.models.families import (
     register_family,
     save_model,
 )
-from attnrx.vit.models.family import STATED_OUTPUTS, Family, model_fingerprint, num_outputs, require_ordinary_weights
+from attnrx.vit.models.family import (
+    STATED_OUTPUTS,
+    Family,
+    NamedFamily,
+    model_fingerprint,
+    num_outputs,
+    require_ordinary_weights,
+)
 from attnrx.vit.models.input_validation import InputValidation
 from attnrx.vit.models.mlp import LowRankLinear, hidden_units, rank_of
 from attnrx.vit.models.module_inputs import ModuleInputs
@@ -34,22 +41,12 @@ from attnrx.vit.models.observation_hooks import (
 from attnrx.vit.models.reader import Reader
 from attnrx.vit.models.token_hooks import attach_tokens_, described_tokens, recording_tokens, token_run
 from attnrx.vit.models.token_reduction import TokenReduction, TokenRun, reduction_of, require_all_tokens
-from attnrx.vit.models.transformer import (
-    SCENARIOS,
-    Transformer,
-    TransformerConfig,
-    VisionTransformer,
-    ViTConfig,
-    initialize_,
-    named_config,
-)
 
 __all__ = [
-    "FAMILIES", "LIBRARIES", "SCENARIOS", "STATED_OUTPUTS", "Family", "InputValidation", "LowRankLinear",
-    "ModuleCall", "ModuleInputs", "Reader", "TokenReduction", "TokenRun", "Transformer", "TransformerConfig",
-    "ViTConfig", "VisionTransformer", "accepting", "at_size_of", "attach_tokens_", "blocks_of",
-    "build_model", "counted_by_spec", "described_tokens", "evaluating", "family_of", "hidden_units", "initialize_",
-    "is_model_file", "known_families", "load_model", "model_fingerprint", "model_names", "named_config",
+    "FAMILIES", "LIBRARIES", "STATED_OUTPUTS", "Family", "InputValidation", "LowRankLinear", "ModuleCall",
+    "ModuleInputs", "NamedFamily", "Reader", "TokenReduction", "TokenRun", "accepting", "at_size_of",
+    "attach_tokens_", "blocks_of", "build_model", "counted_by_spec", "described_tokens", "evaluating", "family_of",
+    "hidden_units", "is_model_file", "known_families", "load_model", "model_fingerprint", "model_names",
     "num_outputs", "observing", "observing_calls", "observing_mlp", "rank_of", "recording_blocks", "recording_calls",
     "recording_tokens", "reduction_of", "register_family", "replacing_forward", "require_all_tokens",
     "require_model_folder", "require_ordinary_weights", "save_model", "token_run", "use_backend",

@@ -16,7 +16,7 @@ from attnrx.support.modules import copy_module
 from attnrx.support.plugins import import_plugins
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
-from attnrx.vit.models.family import Family, require_ordinary_tensors
+from attnrx.vit.models.family import Family, NamedFamily, require_ordinary_tensors
 from attnrx.vit.models.foreign_code import merged, without_wrapper
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.vit.models.module_inputs import ModuleInputs, taking
@@ -25,7 +25,6 @@ from attnrx.vit.models.reader import Factory, ModuleFamily, Reader
 from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.timm_family import TimmFamily
 from attnrx.vit.models.tower_families import OpenClipFamily, TorchvisionFamily
-from attnrx.vit.models.transformer import AttnrxFamily, ViTFamily, initialize_
 from attnrx.vit.models.whole import WholeFamily, named_function
 
 # The families of other libraries, by the prefix of a model name.
@@ -35,13 +34,13 @@ LIBRARIES: dict[str, AdoptedFamily] = {
     "torchvision": TorchvisionFamily(),
     "open_clip": OpenClipFamily(),
 }
-# The families of models that are built of attnrx's layers.
-OWN: list[AttnrxFamily[Any]] = [ViTFamily()]
+# The registered families of models that are built of attnrx's layers.
+OWN: list[NamedFamily] = []
 # `family_of` takes the first that matches; each matches its own class of models only.
-FAMILIES: list[Family] = [*OWN, *LIBRARIES.values(), ModuleFamily(), WholeFamily(LIBRARIES)]
+FAMILIES: list[Family] = [*LIBRARIES.values(), ModuleFamily(), WholeFamily(LIBRARIES)]
 
 
-def register_family(family: AttnrxFamily[Any]) -> None:
+def register_family(family: NamedFamily) -> None:
     """Makes a family of models that are built of attnrx's layers known, by its names and in saved folders.
 
     Raises:
@@ -136,12 +135,12 @@ def model_names() -> tuple[str, ...]:
     return tuple(name for family in OWN for name in family.names())
 
 
-def _own_family(name: str) -> AttnrxFamily[Any] | None:
+def _own_family(name: str) -> NamedFamily | None:
     import_plugins()
     return next((family for family in OWN if name in family.names()), None)
 
 
-def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any) -> nn.Module:
+def build_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:
     """Builds a freshly initialized model from its name, e.g. `svda:cifar10` or `timm:vit_tiny_patch16_224`.
 
     `changes` override fields of its configuration. On the meta device the model has no weights; its costs can be
@@ -150,7 +149,6 @@ def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any)
     Args:
         name: The name of an attnrx model, or LIBRARY:NAME.
         seed: The seed of the weights of attnrx models.
-        strength: The initial strength of every direction (SVDA).
         **changes: Fields of the configuration, or arguments of the library.
 
     Raises:
@@ -163,7 +161,7 @@ def build_model(name: str, seed: int = 0, strength: float = 1.0, **changes: Any)
     family = _own_family(name)
     if family is None:
         raise UnknownName("model", name, (*model_names(), *(f"{library}:NAME" for library in LIBRARIES)))
-    return initialize_(family.model_type(family.config(name, **changes)), seed, strength)
+    return family.fresh(name, seed, **changes)
 
 
 def load_model(

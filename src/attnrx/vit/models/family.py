@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -232,6 +233,29 @@ class Family(ABC):
     @abstractmethod
     def costs_with(self, model: nn.Module, shapes: "LayerShapes") -> ModelCosts:
         """Returns the costs of the model with these shapes in its layers."""
+
+
+class NamedFamily(Family):
+    """A family of models that are built of attnrx's layers, by names of its own (`register_family`)."""
+
+    takes_weights: ClassVar[bool] = False
+    """Whether `load` takes published weights."""
+
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of the models, each with a colon."""
+
+    @abstractmethod
+    def fresh(self, name: str, seed: int = 0, **changes: Any) -> nn.Module:
+        """Returns an initialized model of one of the names; `changes` override fields of its configuration."""
+
+    def load(self, name: str, weights: Path | str) -> nn.Module:
+        """Returns a model with the weights of a published file, in evaluation mode, where the family `takes_weights`.
+
+        Raises:
+            CheckpointError: The file cannot be read, or does not fit the model.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

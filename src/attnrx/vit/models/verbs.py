@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from torch import nn
 
 from attnrx.support.modules import copy_module
 from attnrx.vit.models.adopted import Adopted
+from attnrx.vit.models.families import OWN
 from attnrx.vit.models.foreign_code import added_code, require_own_weights, require_plain_weights, require_unchanged
-from attnrx.vit.models.transformer import Transformer
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -39,9 +39,9 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 
 def _require_own_code(model: nn.Module) -> None:
-    if not isinstance(model, Adopted | Transformer):
+    if not (isinstance(model, Adopted) or any(family.matches(model) for family in OWN)):
         return
-    shape = model.origin.input_shape
+    shape: Any = model.origin.input_shape  # type: ignore[union-attr]
     require_plain_weights(model)
     require_unchanged(model, model, shape)
     if added_code(model):

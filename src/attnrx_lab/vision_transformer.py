@@ -1,10 +1,9 @@
-"""The models of attnrx: configuration with costs, layers, initialization, family; the Vision Transformer of SVDA."""
+"""Models of attnrx layers: configuration with costs, layers, initialization; the Vision Transformer of SVDA."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -20,7 +19,8 @@ from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, layer_costs, lin
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models.chunked_forward import chunked_forward, require_images
-from attnrx.vit.models.family import Family, LayerShapes, MLPRanks
+from attnrx.vit.models.families import register_family
+from attnrx.vit.models.family import LayerShapes, MLPRanks, NamedFamily
 from attnrx.vit.models.fused_block import fused_block
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, rank_of
 from attnrx.vit.models.observation_hooks import recording_calls
@@ -230,29 +230,19 @@ def initialize_(model: Model, seed: int, strength: float = 1.0) -> Model:
     return model
 
 
-class AttnrxFamily(Family, Generic[Config]):
+class AttnrxFamily(NamedFamily, Generic[Config]):
     """A family of attnrx models, which are described by their configuration."""
 
     model_type: type[Transformer[Config]]
     config_type: type[Config]
-    takes_weights: ClassVar[bool] = False
-    """Whether `load` takes published weights."""
-
-    @abstractmethod
-    def names(self) -> tuple[str, ...]:
-        """Returns the names of the models of the family, each with a colon."""
 
     @abstractmethod
     def config(self, name: str, **changes: Any) -> Config:
-        """Returns the configuration of one of these names; `changes` override its fields."""
+        """Returns the configuration of one of the names; `changes` override its fields."""
 
-    def load(self, name: str, weights: Path | str) -> Transformer[Config]:
-        """Creates a model with the weights of a published file, in evaluation mode, where the family `takes_weights`.
-
-        Raises:
-            CheckpointError: The file cannot be read, or does not fit the model.
-        """
-        raise NotImplementedError
+    def fresh(self, name: str, seed: int = 0, strength: float = 1.0, **changes: Any) -> Transformer[Config]:
+        """Returns an initialized model; `strength` is the initial strength of every direction (SVDA)."""
+        return initialize_(self.model_type(self.config(name, **changes)), seed, strength)
 
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
         return tuple(f"layers.{index}" for index in range(len(self._transformer(model).layers)))
@@ -433,3 +423,6 @@ def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:
     if scenario not in SCENARIOS:
         raise UnknownName("configuration", scenario, SCENARIOS)
     return ViTConfig.uniform(form, **{**SCENARIOS[scenario], **changes})
+
+
+register_family(ViTFamily())
