@@ -77,10 +77,8 @@ features (`get_image_features`, `encode_image`), else what its Vision Transforme
 verified. Of several Vision Transformers in a module the largest one becomes smaller. It may be called several times in
 a forward pass (two crops, tiles, frames of a video): then every input costs as many images.
 
-Adapters and masks are merged in the copy: a model of PEFT (LoRA, DoRA and all that its `merge_and_unload` merges, also
-inside a module of your own or by `add_adapter` of transformers) becomes the model without PEFT, and so does any part of
-your own around a linear map, or of a subclass of it, that computes a linear map (proved on random tokens). Masks of
-`torch.nn.utils.prune`, weight norms, spectral norms and other parametrizations are applied to the weights.
+Adapters, masks of `torch.nn.utils.prune`, weight norms and other parametrizations have to be in the weights before:
+`model.merge_and_unload()` of PEFT, `torch.nn.utils.prune.remove`, `torch.nn.utils.parametrize.remove_parametrizations`.
 
 `load(model, image_size=(280, 210))` makes a model for images of another size, or rectangles: position embeddings are
 interpolated by the code of the library (timm's `set_input_size` or `dynamic_img_size`, `interpolate_pos_encoding` of

@@ -1,4 +1,4 @@
-"""Small models as users have them: with adapters and masks, of structures that no library has, with several towers."""
+"""Small models as users have them: with other heads, of structures that no library has, with several towers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
 
 timm = pytest.importorskip("timm")
 SIZE, WIDTH, CLASSES = 32, 24, 5
@@ -27,98 +26,6 @@ def of_transformers(kind: str = "ViTForImageClassification", **options: Any) -> 
         sizes["intermediate_size"] = 48
     cls = getattr(transformers, kind)
     return cls(cls.config_class(**sizes, image_size=SIZE, num_labels=CLASSES, **options))
-
-
-# Adapters, masks and norms of weights.
-
-
-def lora(**options: Any) -> Any:
-    return pytest.importorskip("peft").LoraConfig(r=2, init_lora_weights=False, **options)
-
-
-def peft_of(model: nn.Module, **options: Any) -> Any:
-    return pytest.importorskip("peft").get_peft_model(model, lora(**options))
-
-
-def peft_transformers() -> nn.Module:
-    return peft_of(of_transformers(), target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"])
-
-
-class Decoder(nn.Module):
-    """A map of the patches of a backbone with adapters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = peft_of(of_transformers("Dinov2Model"), target_modules=["q_proj", "v_proj"])
-        self.decoder = nn.ConvTranspose2d(WIDTH, 1, 8, 8)
-
-    def forward(self, images: Tensor) -> Tensor:
-        tokens = self.backbone(images).last_hidden_state[:, 1:]
-        return self.decoder(tokens.mT.unflatten(2, (images.shape[2] // 8, -1)))
-
-
-class LoraQKV(nn.Module):
-    """Adapters of queries and values around a fused projection, as published for SAM and DINOv2."""
-
-    def __init__(self, qkv: nn.Linear, rank: int = 2):
-        super().__init__()
-        self.qkv, self.dim = qkv, qkv.in_features
-        self.a_q, self.a_v = (nn.Linear(self.dim, rank, bias=False) for _ in range(2))
-        self.b_q, self.b_v = (nn.Linear(rank, self.dim, bias=False) for _ in range(2))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        qkv = self.qkv(tokens)
-        qkv[:, :, : self.dim] += self.b_q(self.a_q(tokens))
-        qkv[:, :, -self.dim :] += self.b_v(self.a_v(tokens))
-        return qkv
-
-
-class LoraLinear(nn.Linear):
-    """A subclass of the linear map, with a low-rank part."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2):
-        super().__init__(base.in_features, base.out_features)
-        self.load_state_dict(base.state_dict())
-        self.a, self.b = (
-            nn.Parameter(torch.randn(rank, base.in_features)),
-            nn.Parameter(torch.randn(base.out_features, rank)),
-        )
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) + 0.5 * F.linear(F.linear(input, self.a), self.b)
-
-
-def own_lora() -> nn.Module:
-    model = of_timm()
-    for block in model.blocks:
-        block.attn.qkv = LoraQKV(block.attn.qkv)
-        block.mlp.fc1 = LoraLinear(block.mlp.fc1)
-    return model
-
-
-def linear_maps(model: nn.Module) -> list[nn.Linear]:
-    return [part for part in model.modules() if type(part) is nn.Linear]
-
-
-def weight_normed() -> nn.Module:
-    model = of_timm()
-    for part in linear_maps(model):
-        parametrizations.weight_norm(part)
-    return model
-
-
-def old_weight_norm() -> nn.Module:
-    model = of_transformers("Dinov2ForImageClassification")
-    for part in linear_maps(model)[:6]:
-        nn.utils.weight_norm(part)
-    return model
-
-
-def pruned() -> nn.Module:
-    model = nn.Sequential(of_timm(num_classes=0), nn.Linear(WIDTH, CLASSES))
-    for part in linear_maps(model):
-        prune.l1_unstructured(part, "weight", 0.3)
-    return model
 
 
 # Heads and parts of the user's own.
@@ -569,12 +476,6 @@ class Case:
 
 
 CASES: dict[str, Case] = {
-    "LoRA of PEFT, transformers": Case(peft_transformers, is_slow=True, needs_factory=False),
-    "LoRA of PEFT in a module": Case(Decoder, needs_factory=False, is_slow=True),
-    "own LoRA": Case(own_lora, needs_factory=False),
-    "weight norm": Case(weight_normed, needs_factory=False),
-    "old weight norm": Case(old_weight_norm, is_slow=True, needs_factory=False),
-    "pruned in a sequence": Case(pruned),
     "new head, torchvision": Case(new_head_of_torchvision, needs_factory=False),
     "no head, torchvision": Case(no_head_of_torchvision, needs_factory=False),
     "two heads": Case(two_heads),
@@ -612,8 +513,6 @@ def made(name: str) -> Any:
     model = CASES[name].make().double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            # Heads and adapters start at zero; norms of weights stay positive.
-            scale = parameter.abs() if key.endswith(("original0", "weight_g")) else 0
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator) + scale)
+        for parameter in model.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))  # heads start at zero
     return model.eval()

@@ -38,7 +38,7 @@ from attnrx.vit.models.adoption_proof import (
 )
 from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.family import Family, LayerShapes, num_outputs, require_ordinary_weights, require_weights
-from attnrx.vit.models.foreign_code import merged, require_own_weights, require_unchanged, require_uncompiled
+from attnrx.vit.models.foreign_code import require_copyable_code, require_plain_weights, require_unchanged
 from attnrx.vit.models.library_blocks import fuse_
 from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, Pair, halve_, hidden_units, keep_units_of_, rank_of
@@ -216,35 +216,32 @@ class AdoptedFamily(Family):
         norm = self.parts(source).norm
         return dict(source.named_modules()).get(norm, nn.Identity()) if norm else nn.Identity()
 
-    def adopt(self, model: nn.Module, plain: nn.Module | None = None, **stated: Any) -> Adopted:
+    def adopt(self, model: nn.Module, **stated: Any) -> Adopted:
         """Returns a deep copy of the model with attnrx attention in every layer; the model itself is not changed.
 
         Two properties are checked on random images first: the copy returns the logits of the model, and so does a model
-        rebuilt from the description of the copy. Weights that are computed from other tensors (masks of pruning, weight
-        norms, adapters) are plain weights in the copy, and activations that its parts keep are detached.
+        rebuilt from the description of the copy. Activations that its parts keep are detached.
 
         Args:
             model: The model of the library.
-            plain: `merged(model)`, where the caller has it.
             **stated: Fields of `Origin` that override what the model states: `mean` and `std` of the normalization,
                 `preprocessing`, the settings of the library's transform of pictures.
 
         Raises:
             NotSupported: The model has an unsupported feature, named in the message, an attribute that cannot be
-                copied, or a function (a replaced `forward`, a hook) that holds one of its own parts.
+                copied, adapters, or weights that are computed from other tensors.
             InvalidInput: The model was adopted already, or has no weights.
         """
         if isinstance(model, Adopted):
             raise InvalidInput(f"{model.origin.architecture} was adopted already.")
-        # Without masks of pruning and weight norms, as these replace the weights and the classes of parts.
-        plain = merged(model) if plain is None else plain
-        self.require_supported(plain)
-        require_uncompiled(model)
+        require_plain_weights(model)
+        self.require_supported(model)
+        require_copyable_code(model)
         require_weights(model)
-        origin = self._stated(plain, stated)
+        origin = self._stated(model, stated)
         wrapped = self.model_type(model, origin)
         require_unchanged(model, wrapped, origin.input_shape)
-        adopted = self.model_type(copy_module(plain), origin)
+        adopted = self.model_type(copy_module(model), origin)
         adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
         self._install_(adopted, self._converted_attention(adopted.source))
         require_ordinary_weights(adopted)  # here, because every later step requires it
@@ -253,7 +250,6 @@ class AdoptedFamily(Family):
             "its attention computes something else than plain softmax attention, or its heads, its scale or the order "
             "of its projections are not those that were read",
         )
-        require_own_weights(adopted, model, origin.input_shape)
         # A model that was changed after its creation would be saved, and loaded as another one.
         self._require_rebuilt(adopted)
         self.prove_units(adopted)

@@ -17,7 +17,7 @@ from attnrx.support.plugins import import_plugins
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
 from attnrx.vit.models.family import Family, NamedFamily, require_ordinary_tensors
-from attnrx.vit.models.foreign_code import merged, without_wrapper
+from attnrx.vit.models.foreign_code import require_plain_weights
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.vit.models.module_inputs import ModuleInputs, taking
 from attnrx.vit.models.parts import model_name, reading_parts
@@ -281,33 +281,33 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None, inputs: Any = N
 
 def _adopt(model: nn.Module, whole: WholeFamily, takes_images: bool) -> nn.Module:
     """Adopts a model of a library, the largest Vision Transformer in a module, a structure that is found, or MLPs."""
-    plain, model = merged(model), without_wrapper(model)
-    library = next((each for each in LIBRARIES.values() if takes_images and each.adopts(plain)), None)
-    refusals = () if library is None else tuple(library.refusals(plain))
+    require_plain_weights(model)
+    library = next((each for each in LIBRARIES.values() if takes_images and each.adopts(model)), None)
+    refusals = () if library is None else tuple(library.refusals(model))
     if library is None and takes_images:
         _require_no_supported_part(model)
-    if (library is None or refusals) and (trunks := whole.trunks_of(plain)):
+    if (library is None or refusals) and (trunks := whole.trunks_of(model)):
         errors: list[NotSupported] = []
         for path, family in trunks:  # the first that the module calls; its others stay as they are
             try:
-                return whole.adopt(model, path, family, plain)
+                return whole.adopt(model, path, family)
             except NotSupported as error:
                 errors.append(error)
         raise errors[0]
     if library is None:
-        structured = whole.structure.found(plain) if takes_images else None
+        structured = whole.structure.found(model) if takes_images else None
         if structured is not None:
             with suppress(NotSupported):  # its attention is not what its parts are named like: its MLPs are read
                 return whole.adopt(model, structured[1], whole.structure, structured[0])
-        return _adopt_units(whole, model, lambda: takes_images and family_of(plain), plain=plain)
+        return _adopt_units(whole, model, lambda: takes_images and family_of(model))
     if any(refusal.is_of_class for refusal in refusals):
-        return _adopt_units(whole, model, partial(library.adopt, model, plain=plain), plain=plain)
+        return _adopt_units(whole, model, partial(library.adopt, model))
     try:
-        return library.adopt(model, plain=plain)
+        return library.adopt(model)
     except NotSupported as error:
         # A model that its library cannot create again, e.g. one with a part of the user's own.
         try:
-            return whole.adopt(model, "", library, plain)
+            return whole.adopt(model, "", library)
         except AttnrxError:
             raise error from None
 
@@ -317,11 +317,10 @@ def _adopt_units(
     model: nn.Module,
     refuse: Callable[[], object],
     named: dict[str, Any] | None = None,
-    plain: nn.Module | None = None,
 ) -> nn.Module:
     """Adopts the MLPs of a model that no reader reads; without any it is refused as before, by `refuse`."""
     try:
-        return whole.adopt(model, "", whole.units, plain, named)
+        return whole.adopt(model, "", whole.units, named=named)
     except NotSupported as error:
         try:
             refuse()

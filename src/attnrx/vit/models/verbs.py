@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from attnrx.support.modules import copy_module
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.families import OWN
-from attnrx.vit.models.foreign_code import added_code, require_own_weights, require_plain_weights, require_unchanged
+from attnrx.vit.models.foreign_code import require_copyable_code, require_plain_weights, require_unchanged
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -43,9 +42,8 @@ def _require_own_code(model: nn.Module) -> None:
         return
     shape: Any = model.origin.input_shape  # type: ignore[union-attr]
     require_plain_weights(model)
+    require_copyable_code(model)
     require_unchanged(model, model, shape)
-    if added_code(model):
-        require_own_weights(copy_module(model), model, shape)
 
 
 @contextmanager

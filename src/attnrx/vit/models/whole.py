@@ -25,7 +25,7 @@ from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.chunked_forward import chunked_forward
 from attnrx.vit.models.family import Family, LayerShapes, require_ordinary_weights, require_weights
-from attnrx.vit.models.foreign_code import LIBRARIES, merged, require_own_weights, require_unchanged, require_uncompiled
+from attnrx.vit.models.foreign_code import LIBRARIES, require_copyable_code, require_plain_weights, require_unchanged
 from attnrx.vit.models.library_costs import num_params
 from attnrx.vit.models.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
@@ -253,11 +253,11 @@ class WholeFamily(Family):
 
         return sorted(outermost(model, family_of), key=lambda each: -num_params(model.get_submodule(each[0])))
 
-    def _creation(self, plain: nn.Module) -> Mapping[str, Any] | None:
+    def _creation(self, model: nn.Module) -> Mapping[str, Any] | None:
         """Returns how a library creates a module, as far as the module states it."""
-        library = next((each for each in self.libraries.values() if each.adopts(plain)), None)
+        library = next((each for each in self.libraries.values() if each.adopts(model)), None)
         with suppress(NotSupported):  # its arguments cannot be saved
-            stated = None if library is None else library.creation(plain)
+            stated = None if library is None else library.creation(model)
             return stated and {"library": library.name, **stated}  # type: ignore[union-attr]
 
     def _by_library(self, creation: Mapping[str, Any]) -> nn.Module:
@@ -268,24 +268,24 @@ class WholeFamily(Family):
         model: nn.Module,
         path: str,
         family: AdoptedFamily,
-        plain: nn.Module | None = None,
+        rewritten: nn.Module | None = None,
         named: Mapping[str, Any] | None = None,
     ) -> Whole:
         """Returns a deep copy of a module whose Vision Transformer, at `path`, has attnrx attention in every layer.
 
-        The copy returns what the module returns, which is checked on random images. `path` is that in `plain`, by
-        default `merged(model)`, in which all weights are plain parameters. `named` is how a library creates it, where
-        that is known; the module itself is compared with what is created so.
+        The copy returns what the module returns, which is checked on random images. `path` is that in `rewritten`, by
+        default the module itself. `named` is how a library creates it, where that is known; the module itself is
+        compared with what is created so.
 
         Raises:
             NotSupported: The outputs differ, are no tensors with one entry per image, or the Vision Transformer is
                 called several times or never.
             InvalidInput: The module has no weights.
         """
-        require_uncompiled(model)
+        require_plain_weights(model)
+        require_copyable_code(model)
         require_weights(model)
-        plain = merged(model) if plain is None else plain
-        module = copy_module(plain)
+        module = copy_module(model if rewritten is None else rewritten)
         source = module.get_submodule(path)
         with reading_parts(source, "its parts"):
             family.require_supported(source)
@@ -304,7 +304,7 @@ class WholeFamily(Family):
         errors: list[_OtherInputs] = []
         if not path:  # the parts of a library's model have no code of a user's, or it is lost when the model is saved
             require_unchanged(model, lambda images: rows_of(called(model, images)), whole.input_shape)
-        replaced = _of_images(plain, whole, family)
+        replaced = _of_images(model if rewritten is None else rewritten, whole, family)
         original = _OfImages(model, around, replaced.trunk)  # its paths may be others
         for way in _ways_to_call(model, around):
             around = original.around = replaced.around = whole.around = way
@@ -318,10 +318,9 @@ class WholeFamily(Family):
         else:
             raise NotSupported(str(errors[0])) from errors[0]
         family.prove_units(trunk)
-        require_own_weights(whole, model, whole.input_shape)
-        inputs = vars(plain).get(ATTRIBUTE) if around.call == "forward" else None
-        creation = (named or self._creation(plain)) if self.factory is None else None
-        if creation and not _is_created(partial(self._by_library, creation), plain, original, images, tensors):
+        inputs = vars(model).get(ATTRIBUTE) if around.call == "forward" else None
+        creation = (named or self._creation(model)) if self.factory is None else None
+        if creation and not _is_created(partial(self._by_library, creation), model, original, images, tensors):
             creation = None
         whole.around = replace(
             around,
@@ -376,7 +375,7 @@ class WholeFamily(Family):
         family = self._family(around.family)
         # With values, because the code of a module may read those of its buffers.
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            module = family.recognize_(merged(self._created(around)), around.path, description)
+            module = family.recognize_(self._created(around), around.path, description)
         if around.inputs:
             vars(module)[ATTRIBUTE] = ModuleInputs(tuple(Field(*each) for each in around.inputs))
         require_parts(module, (around.path,), around.name)
