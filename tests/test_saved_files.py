@@ -59,7 +59,7 @@ def test_diagnoses_give_the_prescriptions_of_their_texts(name: str) -> None:
 
 def test_plans_are_read() -> None:
     plan = Plan.load(SAVED / "timm.plan.json" / "plan.json")
-    assert plan.front and plan.expected["divergence"].value > 0 and plan.prescription.layers
+    assert plan.explained and plan.expected["divergence"].value > 0 and plan.prescription.layers
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75])

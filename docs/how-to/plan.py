@@ -44,16 +44,6 @@ for number, (own, before) in enumerate(zip(family.costs(slim).layers, family.cos
 # %% [markdown]
 # `plan.explained` has one line for every choice: its saving and its own effect on the outputs.
 #
-# The plan also has its front, from the original to the target: share of the cost, and divergence of the outputs in
-# nats, predicted by addition and measured.
-
-# %%
-point = plan.front[-1]
-print(
-    f"{point.cost:.3f} of the {plan.minimized}: {point.sensitivity:.2g} nats predicted, {point.divergence:.2g} measured"
-)
-
-# %% [markdown]
 # A plan predicts latency and quality from images that were not used for the selection. The check `promises` verifies
 # them: on other images the means must be within the interval that the plan predicts for their number, and for a target
 # of latency the measured latency must agree. A claim holds only if these images exclude twice the promised loss; with

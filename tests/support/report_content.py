@@ -13,7 +13,6 @@ from attnrx.decide.diagnostics import spectral_shape
 from attnrx.decide.rules import EnergyRetention, prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.evidence import Evidence, Finding, judged
-from attnrx.nouns.plan import Plan, PlanPoint
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports import (
     AttentionSamples,
@@ -54,20 +53,7 @@ def _example(depth: int, heads: int) -> ReportContent:
         evidence=with_speed(with_costs(evidence(), model, slim), latency()),
         tokens=tokens(model),
         attention=sampled(model, realize(model, prescription, by="mask"), slim),
-        plan=plan(prescription),
     )
-
-
-def plan(
-    prescription: Prescription, spend: str = "latency", points: tuple[PlanPoint, ...] = (), outputs: str = "logits"
-) -> Plan:
-    """Gives a plan with these measured plans, or three of which the last one was timed."""
-    points = points or (
-        PlanPoint(0.97, 0.001, 0.002, 0.996, 0.0, 0.97, 0.99, description="qk 92 % of the ranks"),
-        PlanPoint(0.943, 0.01, 0.011, 0.986, -0.0056, 0.9, 0.92, 1 / 0.943, f"qk 53 % of the ranks {HOSTILE}"),
-    )
-    about = {"images": 192, "outputs": outputs}
-    return Plan(prescription, f"{spend}=0.9x", spend, points[-1].cost, {}, (), points, {"batch": 32}, about)
 
 
 def spread_model(depth: int = 3, heads: int = 4) -> nn.Module:

@@ -172,11 +172,8 @@ def test_a_plan_is_realized_and_its_promises_are_verified(made: SimpleNamespace)
     settings = rx.planning.PlanSettings.preset("normal", trials=2, axes=("qk", "tokens"), batch_size=8)
     plan = rx.plan(model, rx.diagnose(model, images, moments=True), "macs=0.8x", images, others, settings=settings)
     plan.save(folder)
-    assert plan.cost <= 0.8 and plan.explained and len(plan.front) > 1
+    assert plan.cost <= 0.8 and plan.explained
     file = folder / "prescription.json"
-    page = made.root / "planned.html"
-    record("report", "--plan", folder / "plan.json", "--prescription", file, "--out", page)
-    assert 'id="front"' in page.read_text() and "Accuracy against cost" in page.read_text()
     realized = record("realize", made.run, "--prescription", file, "--out", slim)
     assert realized["macs_down_percent"] == pytest.approx(100 * (1 - plan.cost), abs=0.1)
     words = ("verify", slim, "--reference", made.run, "--data", made.data, "--checks", "promises")

@@ -225,17 +225,13 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
         return
     found = plan(model, diagnosis, target, images, pixels(CONFIG, 10, 4), settings=settings)
     again = plan(model, diagnosis, target, images, pixels(CONFIG, 10, 4), settings=settings)
-    assert found.predictions == again.predictions and found.front == again.front
+    assert found.predictions == again.predictions and str(found.prescription) == str(again.prescription)
     slim = realize(model, found.prescription)
     costs, before = (family_of(each).costs(each) for each in (slim, model))
     if not target.startswith("max-drop"):
         spent = getattr(costs, found.minimized) / getattr(before, found.minimized)
         assert spent == pytest.approx(found.cost) and spent <= Target.parse(target).limit
-    assert found.explained and found.front[-1].cost == found.cost
-    for point in found.front:
-        assert point.description and None not in (point.agreement, point.macs, point.change)
-        assert 0 <= (point.agreement or 0) <= 1 and 0 < (point.macs or 0) <= 1
-    assert found.front[-1].divergence <= max(trial["divergence"] for trial in found.about["trials"])
+    assert found.explained
     path = found.save(tmp_path / "plan")
     assert read_json(path)["target"] == target
     kept = Prescription.load(tmp_path / "plan" / "prescription.json")
@@ -317,11 +313,11 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
     measurements = MacsAsLatency(settings.space(model, diagnosis, target), settings, "latency", images)
     measurements.timer = SlowTimer()  # pyright: ignore[reportAttributeAccessIssue]
     made = Planner(measurements, settings, target)
-    trial, allowed = made.for_cost(most)
+    trial = made.for_cost(most)
     assert made.latency == {"faster": 1 / (slower * requested[-1])}
     assert requested[-1] == pytest.approx(trial.step.cost) and 0.98 * most <= slower * requested[-1] <= most
     # The closed form alone was too slow; what was searched for after that is not.
-    assert slower * requested[0] > most > allowed and len(requested) == 2 and len(made.trials) == 9
+    assert slower * requested[0] > most and len(requested) == 2 and len(made.trials) == 9
     slower = 100.0
     # A correction asks for at most the fastest plan, and the message names what was measured.
     with pytest.raises(NotSupported, match=r"cannot be promised: .*Request a share of the MACs"):
@@ -347,7 +343,7 @@ def test_no_output_of_a_plan_is_computed_twice(
 
     monkeypatch.setattr(Answers, "outputs_of", counting)
     made = Planner(measurements, settings, target)
-    best, _ = made.for_cost(0.8)
+    best = made.for_cost(0.8)
     plans = len({trial.step.choices for trial in made.trials})
     # Batches of four images: one of every plan, three more of the finalists.
     assert sorted(computed) == [1] * plans + [3, 3]
@@ -382,7 +378,7 @@ def test_a_plan_for_a_file_is_corrected_by_the_speed_of_files(
     measurements = CostsOfFiles(settings.space(model, diagnosis, target), settings, "latency", images)
     measurements.timer = FileTimer()  # pyright: ignore[reportAttributeAccessIssue]
     made = Planner(measurements, settings, target)
-    trial, _ = made.for_cost(target.limit)
+    trial = made.for_cost(target.limit)
     # A first plan at 3/4 of the MACs is too slow as a file; the last one is fast enough, and little faster.
     assert files[0] == pytest.approx(0.75, abs=0.03) and 4 <= 3.0 / (0.2 + 0.8 * files[-1]) <= 4.12
     # The plan promises the speed of the model in attnrx, not that of the file.

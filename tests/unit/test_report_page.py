@@ -23,7 +23,7 @@ from attnrx.vit.costs import LatencyComparison, Ratio
 from support import cases, report_content
 
 EVERYTHING = [
-    "verdict", "front", "changes", "tokens", "attention", "prescription", "maps", "evidence",
+    "verdict", "changes", "tokens", "attention", "prescription", "maps", "evidence",
     "costs", "provenance",
 ]  # fmt: skip
 FOLDED = EVERYTHING[EVERYTHING.index("prescription") :]
@@ -88,7 +88,6 @@ def test_everything_given_is_shown_in_order():
     ("part", "sections"),
     [
         ("prescription", ["changes", "prescription"]),
-        ("plan", ["front"]),
         ("diagnosis", ["maps"]),
         ("tokens", ["tokens"]),
         ("attention", ["attention"]),

@@ -1,7 +1,7 @@
-"""A plan: target, prescription, explanations, predicted costs and accuracy, and alternative plans."""
+"""A plan: target, prescription, explanations, and predicted costs and accuracy."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,6 @@ from attnrx.support.storage import file_kind, read_record, write_json
 from attnrx.vit.outputs import KINDS, Embeddings, OutputKind
 
 KIND, SCHEMA = "attnrx plan", 2
-# More points than a page can show are no result of attnrx; their charts would take hours.
-MAX_POINTS = 5000
-
-NUMBER = fields.Optional(fields.Number())
 RECORD = fields.Record(
     {
         **{name: PLAN.known[name] for name in ("expected", "measured")},
@@ -27,20 +23,9 @@ RECORD = fields.Record(
         "spend": fields.Text(),
         "price": fields.Number(),
         "explained": fields.Items(fields.Text()),
-        "front": fields.Items(
-            fields.Record(
-                {"cost": fields.Number(1e-9), "sensitivity": NUMBER, "divergence": NUMBER},
-                {
-                    **dict.fromkeys(("agreement", "change", "macs", "params"), NUMBER),
-                    "faster": fields.Optional(fields.Number(1e-6)),
-                    "description": fields.Text(),
-                },
-            ),
-            1,
-            MAX_POINTS,
-        ),
         "about": fields.Record(more={"outputs": fields.Choice(tuple(KINDS)), "images": fields.Integer(0)}, open=True),
-    }
+    },
+    {"front": fields.ANYTHING},  # of earlier versions
 )
 
 
@@ -76,41 +61,14 @@ def limits_of(quantity: str, outputs: OutputKind) -> tuple[float, float]:
     return (0.0, 1.0) if quantity == "agreement" else (-1.0, 1.0)
 
 
-@dataclass(frozen=True)
-class PlanPoint:
-    """One plan of the Pareto front: its cost as a share of the original's, predicted and measured divergence (nats).
-
-    `agreement` and `change` of top-1 accuracy are shares of the images of the plan, `macs` and `params` shares of the
-    original's. `faster` is the measured speed relative to the original, None for a plan that was not timed.
-    `description` summarizes the choices.
-    """
-
-    cost: float
-    sensitivity: float | None
-    divergence: float | None
-    agreement: float | None = None
-    change: float | None = None
-    macs: float | None = None
-    params: float | None = None
-    faster: float | None = None
-    description: str = ""
-
-    @property
-    def speedup(self) -> float:
-        """The speed relative to the original: measured if the plan was timed, else predicted; for plans of latency."""
-        # The cost of a plan of latency is its share of the original's latency.
-        return 1 / self.cost if self.faster is None else self.faster
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Displayed):
     """A prescription for a target, with its predictions.
 
     `minimized` is the cost that the plan limits ("latency", "macs" or "params"), `cost` the predicted share of the
     original's, `measured` the latency measured while planning (for latency). `expected` holds the divergence in nats,
-    and the agreement and the change of top-1 accuracy as shares. `explained` has one line per choice; `front` contains
-    plans between the original and this one, cheapest last. `about` records the settings, what the model returns
-    ("outputs") and the number of "images" behind the measured values of the front.
+    and the agreement and the change of top-1 accuracy as shares. `explained` has one line per choice. `about` records
+    the settings, what the model returns ("outputs") and the number of "images" that the plan was made on.
     """
 
     prescription: Prescription
@@ -119,7 +77,6 @@ class Plan(Displayed):
     cost: float
     expected: Mapping[str, PredictedQuantity]
     explained: tuple[str, ...]
-    front: tuple[PlanPoint, ...]
     measured: Mapping[str, Any] | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -151,7 +108,6 @@ class Plan(Displayed):
             "schema": SCHEMA,
             **self.predictions,
             "explained": list(self.explained),
-            "front": [asdict(point) for point in self.front],
             "about": dict(self.about),
         }
 
@@ -206,7 +162,6 @@ class Plan(Displayed):
                 for name, quantity in record["expected"].items()
             },
             tuple(record["explained"]),
-            tuple(PlanPoint(**point) for point in record["front"]),
             record["measured"],
             record["about"],
         )

@@ -204,7 +204,6 @@ class Shrunk:
             self.evidence,
             tokens=tokens,
             outputs=self.maps,
-            plan=self.plan,
         )
 
 

@@ -25,7 +25,6 @@ def add(parser: Parser) -> None:
     option(parser, "--evidence", "FILE", "the file of `attnrx verify`")
     option(parser, "--prescription", "FILE", "the file of `attnrx prescribe`")
     option(parser, "--diagnosis", "FILE", "the file of `attnrx diagnose`")
-    option(parser, "--plan", "FILE", "the plan.json of a saved plan, shown as accuracy against speed")
     option(parser, "--title", "TITLE", "the title of the page")
     add_out(parser, "the page", kind="attnrx report")
     maps = parser.add_argument_group(
@@ -62,7 +61,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         evidence=evidence,
         attention=attention,
         tokens=tokens,
-        plan=_part(rx.planning.Plan, arguments.plan),
     )
     path = rx.write_report(arguments.out, content)
     outcome = None if evidence is None else evidence.outcome

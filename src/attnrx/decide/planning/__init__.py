@@ -4,12 +4,11 @@ from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.planning.plan_settings import PlanSettings, Target
 from attnrx.decide.planning.planner import plan, plan_each
 from attnrx.decide.planning.space import AXES
-from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity
+from attnrx.nouns.plan import Plan, PredictedQuantity
 
 __all__ = [
     "AXES",
     "Plan",
-    "PlanPoint",
     "PlanSettings",
     "PredictedQuantity",
     "Target",

@@ -216,11 +216,6 @@ class PlanMeasurements:
             answers = replace(answers, outputs=torch.cat(answers.outputs_of(self.space.model)))
         return measure_sensitivities(self.space, answers, self.settings)
 
-    @cached_property
-    def unchanged_divergence(self) -> float:
-        """The mean divergence of the model of the space from the reference, before any choice, on the first images."""
-        return 0.0 if self.reference is self.space.model else self.trial_answers.measure(self.space.model).mean
-
     @property
     def sensitivities(self) -> Sensitivities:
         """Half the variance of the logits' change by single choices."""
@@ -273,7 +268,3 @@ class PlanMeasurements:
         if choices not in self._latencies:
             self._latencies[choices] = self.timer.of_model(self.realized(choices))
         return self._latencies[choices]
-
-    def known_speed(self, choices: Choices) -> float | None:
-        """Returns the last measured speed of a plan as a model in attnrx; None if it was not timed."""
-        return self._latencies.get(choices, {}).get("faster")

@@ -148,8 +148,7 @@ class PlanSettings:
     shares `pruned_shares` of the patches, in every `layer_stride`-th layer; in between they are interpolated. The
     search: `trials` plans, each the best predicted of some `variations`, are measured on `trial_images` (those that are
     far worse on the first batch than the best plan, on that one), the best `finalists` of them on all; `num_images` are
-    as many as `shrink` takes for it. `num_front` is the number of plans from the original to the
-    target that are measured for comparison, on `trial_images`.
+    as many as `shrink` takes for it.
 
     A plan for latency is repeated up to `attempts` times, until its measured latency is between `min_ratio` and
     `max_ratio` times the target; the first attempt is not searched, and with `adjusts` those after the second correct
@@ -180,7 +179,6 @@ class PlanSettings:
     variations: int = 8
     trial_images: int = 96
     finalists: int = 4
-    num_front: int = 5
     attempts: int = 3
     min_ratio: float = 0.98
     max_ratio: float = 1.0
@@ -203,7 +201,7 @@ class PlanSettings:
             trials=NATURAL,
             min_ratio=NOT_NEGATIVE,
             max_ratio=NOT_NEGATIVE,
-            **dict.fromkeys((*counts, "num_front", "attempts"), COUNT),
+            **dict.fromkeys((*counts, "attempts"), COUNT),
         )
         # These raise before the work.
         reducer = None if self.reducer is None else parse_reducer(self.reducer)
@@ -313,7 +311,6 @@ EFFORTS: Mapping[str, PlanSettings] = {
         # instead of 0.038 nats on 500 test images, in 6 % less CPU time (one seed, 2026-11-26).
         trial_images=96,
         finalists=3,
-        num_front=2,
         attempts=4,
         # A plan that is faster by more is adjusted: an attempt takes as long as a tenth of a call.
         min_ratio=0.945,

@@ -12,20 +12,20 @@ from torch import nn
 from attnrx.data import ImageData, require_labels, without_images_of
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning.allocation import Step, require_reachable
-from attnrx.decide.planning.cost_table import CostTable, prescribed_costs
+from attnrx.decide.planning.cost_table import CostTable
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
 from attnrx.decide.planning.plan_search import Trial, refine_plan
 from attnrx.decide.planning.plan_settings import DROP, PlanSettings, Target
 from attnrx.decide.planning.reference_outputs import Answers, Deviation
 from attnrx.decide.planning.sensitivity import Sensitivities
-from attnrx.decide.planning.space import AXES, RANKS, TOKENS, Choices, Space
+from attnrx.decide.planning.space import AXES, TOKENS, Choices, Space
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.plan import Plan, PlanPoint, PredictedQuantity, limits_of
+from attnrx.nouns.plan import Plan, PredictedQuantity, limits_of
 from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import begin, phases, track
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens
+from attnrx.vit.models import model_fingerprint, require_all_tokens
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import OutputKind, current_judgement
 
@@ -131,9 +131,9 @@ def plan_each(
         planner = Planner(measurements, settings, target)
         # Outputs of the original on the other images are computed per target, after the plan: they need memory only
         # then.
-        best, cost = planner.for_drop() if target.quantity == DROP else planner.for_cost(target.limit)
+        best = planner.for_drop() if target.quantity == DROP else planner.for_cost(target.limit)
         begin("predicting on other images")
-        yield planner.finished(best, cost, Answers.of(reference or model, other_images, settings.batch_size))
+        yield planner.finished(best, Answers.of(reference or model, other_images, settings.batch_size))
 
 
 class Planner:
@@ -164,17 +164,17 @@ class Planner:
             )
         return frontier.at(limit)
 
-    def for_cost(self, limit: float) -> tuple[Trial, float]:
-        """Returns the best plan at a cost and the cost it was planned for; for latency, by repeated measurement.
+    def for_cost(self, limit: float) -> Trial:
+        """Returns the best plan at a cost; for latency, by repeated measurement.
 
         Raises:
             TargetMet: The unchanged model meets the target.
             NotSupported: The measured latencies of the plans are too far from the predicted ones for a promise.
         """
         require_reachable(self.space, self.measurements.cost_table, limit)
-        return self._by_timing(limit) if self.target.minimized == "latency" else (self._searched(limit), limit)
+        return self._by_timing(limit) if self.target.minimized == "latency" else self._searched(limit)
 
-    def _by_timing(self, limit: float) -> tuple[Trial, float]:
+    def _by_timing(self, limit: float) -> Trial:
         """Repeats planning with a target corrected by the measured latency, and returns the best plan that is fast
         enough.
         """
@@ -185,7 +185,7 @@ class Planner:
         factor = QUICK_FACTOR if self.settings.adjusts else RETRY_FACTOR
         allowed = limit * (QUICK_FACTOR if self.settings.adjusts else 1.0)
         best, trial = None, None
-        timings: list[tuple[Trial, float, float]] = []  # trial, predicted and measured share of the latency
+        timings: list[tuple[Trial, float]] = []  # trial and measured share of the latency
         largest_ratio = limit * self.settings.max_ratio
         self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
         begin("searching plans")
@@ -202,7 +202,7 @@ class Planner:
             ratio = 1 / self.measurements.speed(trial.step.choices)
             what = "" if self.settings.to is None else f" as {self.settings.to}"
             self.log(f"measured {1 / ratio:.2f}x faster{what}, where {1 / trial.step.cost:.2f}x was predicted")
-            timings.append((trial, allowed, ratio))
+            timings.append((trial, ratio))
             if ratio <= largest_ratio and (best is None or trial.divergence < best[0].divergence):
                 best = timings[-1]
             # The first attempt is the closed form: it measures the error of the cost table before a search is paid for.
@@ -214,17 +214,17 @@ class Planner:
             # From the predicted cost of the plan itself, which may be below the allowed one.
             allowed = max(min(trial.step.cost * factor * limit / ratio, largest), least)
         if best is None:
-            best = min((timed for timed in timings if timed[2] <= limit), key=_divergence, default=None)
-        near = [timed for timed in timings if timed[2] <= MISSED * limit]
+            best = min((timed for timed in timings if timed[1] <= limit), key=_divergence, default=None)
+        near = [timed for timed in timings if timed[1] <= MISSED * limit]
         if self.settings.adjusts and near:
             closest = min(near, key=_divergence)
             # A plan that is fast enough but answers far worse is of less use than one that nearly is.
             if best is None or max(2 * closest[0].divergence, TOLERATED) < best[0].divergence:
                 best = closest
-                if best[2] > limit:
-                    self.log(f"the target was missed: {1 / best[2]:.2f}x faster instead of {1 / limit:.2f}x")
+                if best[1] > limit:
+                    self.log(f"the target was missed: {1 / best[1]:.2f}x faster instead of {1 / limit:.2f}x")
         if best is None:
-            speeds = [1 / ratio for *_, ratio in timings]
+            speeds = [1 / ratio for _, ratio in timings]
             fastest, measured = max(speeds), ", ".join(f"{speed:.2f}x" for speed in speeds)
             less = f"at most faster={fastest - 0.01:.2f}" if fastest > 1.02 else "a share of the MACs, e.g. macs=0.7"
             raise NotSupported(
@@ -232,7 +232,7 @@ class Planner:
                 f"original. Request {less}, or measure on an idle machine."
             )
         self.latency = self.measurements.latency(best[0].step.choices)
-        return best[0], best[1]
+        return best[0]
 
     def _adjusted(self, limit: float, last: Trial) -> Trial:
         """Returns the best plan at this cost among those reached from the best trials."""
@@ -291,7 +291,7 @@ class Planner:
         self.log(f"{tried} on {len(answers)} images: divergence {best.divergence:.3g}{unit}")
         return best
 
-    def for_drop(self) -> tuple[Trial, float]:
+    def for_drop(self) -> Trial:
         """Returns the cheapest plan whose drop on the images is within the limit, by bisection over the cost.
 
         Raises:
@@ -318,7 +318,7 @@ class Planner:
         # The search is for the lowest divergence, and its plan may lose more accuracy than that of the closed form.
         if not self._keeps_accuracy(found.step):
             found = self.measurements.trial(cheapest, self.measurements.answers)
-        return found, high
+        return found
 
     def _keeps_accuracy(self, step: Step) -> bool:
         """Whether the accuracy of a plan on the images drops by no more than the target."""
@@ -330,7 +330,7 @@ class Planner:
         )
         return -100 * change <= self.target.limit
 
-    def finished(self, best: Trial, limit: float, others: Answers) -> Plan:
+    def finished(self, best: Trial, others: Answers) -> Plan:
         """Builds the plan: measures its predictions on held-out images and explains its choices."""
         choices, space, found = best.step.choices, self.space, self.measurements
         begin("predicting on other images")
@@ -357,38 +357,12 @@ class Planner:
             best.step.cost,
             expected_of(deviation, others.kind),
             explained(space, found.cost_table, found.divergences, choices, found.answers.kind.unit),
-            self._front(best, limit),
             self.latency,
             about,
         )
 
-    def _front(self, best: Trial, limit: float) -> tuple[PlanPoint, ...]:
-        """Returns plans between the original and the target, on the images of trials."""
-        frontier = self.measurements.frontier
-        plans = self.settings.num_front
-        shares = [1 - (1 - limit) * part / plans for part in range(1, plans)]
-        # Without repetitions: close costs may have the same plan. A share that the unchanged model meets has none.
-        steps = dict.fromkeys(frontier.at(share) for share in shares if share < frontier.nothing)
-        return tuple(self._point(step) for step in (*steps, best.step))
 
-    def _point(self, step: Step) -> PlanPoint:
-        space, choices, found = self.space, step.choices, self.measurements
-        deviation, before = found.deviation(choices, found.trial_answers), family_of(space.model).costs(found.reference)
-        after = prescribed_costs(space.model, space.prescription(choices))
-        return PlanPoint(
-            step.cost,
-            found.unchanged_divergence + found.divergences.total(choices),
-            deviation.mean,
-            agreement=None if deviation.agrees is None else float(deviation.agrees.mean()),
-            change=None if deviation.change is None else float(deviation.change.mean()),
-            macs=after.macs / before.macs,
-            params=after.params / before.params,
-            faster=found.known_speed(choices),
-            description=described_choices(space, choices),
-        )
-
-
-def _divergence(timed: tuple[Trial, float, float]) -> float:
+def _divergence(timed: tuple[Trial, float]) -> float:
     return timed[0].divergence
 
 
@@ -434,12 +408,3 @@ def explained(
             damage = f"alone {cost:.2g} {unit}".rstrip()
             lines.append(f"layer {layer + 1}: {what}; saves {saved:.2f} % of the {cost_table.quantity}, {damage}")
     return tuple(lines)
-
-
-def described_choices(space: Space, choices: Choices) -> str:
-    """Returns the mean share of the ranks that every changed axis keeps, and the patches left at the end."""
-    means = {axis: sum(space.levels[level] for level in choices.of(axis)) / space.depth for axis in RANKS}
-    parts = [f"{axis} {100 * mean:.0f} % of the ranks" for axis, mean in means.items() if mean < 1]
-    if any(choices.num_pruned):
-        parts.append(f"{space.patches - choices.left[-1]} of {space.patches} patches at the end")
-    return ", ".join(parts)

@@ -6,7 +6,6 @@ from typing import Any
 
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
-from attnrx.nouns.plan import Plan
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports.sampling import AttentionSamples, MapSamples, TokenSamples
 from attnrx.support.display import Displayed
@@ -31,7 +30,7 @@ class ReportContent(Displayed):
     """The parts of one report about one candidate.
 
     `about` is a free record: the model, the data, the versions, the seed, the command. Costs and latency are those of
-    the evidence. The front of the `plan` has the plans that were measured on the way to this candidate.
+    the evidence.
     """
 
     title: str
@@ -42,7 +41,6 @@ class ReportContent(Displayed):
     attention: AttentionSamples | None = None
     tokens: TokenSamples | None = None
     outputs: MapSamples | None = None
-    plan: Plan | None = None
 
     @property
     def measured(self) -> Evidence:

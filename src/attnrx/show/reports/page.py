@@ -11,7 +11,6 @@ from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.numbers import fixed, interval, number, percent, quantity, short, typeset, with_unit
 from attnrx.show.reports.sections.evidence import costs, findings, provenance
-from attnrx.show.reports.sections.front import front
 from attnrx.show.reports.sections.layers import changes, maps, treatment
 from attnrx.show.reports.sections.samples import attention, outputs, tokens
 from attnrx.show.reports.sections.verdict import verdict
@@ -23,7 +22,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 # In the order of the page, after the result; sections with a summary are folded.
 SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
-    front,
     changes,
     outputs,
     tokens,
