@@ -16,24 +16,20 @@ WIDTH = 860  # of the page in pixels
 # The page, and the element that a picture shows.
 PICTURES = {
     "tokens": ("tokens.html", "#tokens .sample-stages .patches"),
-    "heads": ("heads.html", "#attention .sample"),
     "maps": ("report.html", "#maps .figures"),
 }
 
 
 def make_pages() -> None:
-    """Makes the demonstration's model smaller, and shows a test image in it: tokens, and heads with half the ranks."""
+    """Makes the demonstration's model smaller, and shows the tokens of a test image in it."""
     model = rx.load(MODEL)
     splits = rx.adapt_preprocessing(rx.load_data("cluttered-digits"), model)
     rx.shrink(model, splits, macs=0.4, folder=OUT).save(OUT, onnx=False)
     diagnosis = rx.diagnose(model, splits.train.take(256))
     images = next(iter(splits.test.take(1).batches(1))).images
     merged = rx.realize(model, rx.prescribe(diagnosis, "tokens=ward:0.7@2,3,4,5"))
-    halved = rx.realize(model, rx.prescribe(diagnosis, "qk=total_rank:0.5"))
     tokens = rx.reports.sample_tokens(merged, images)
-    heads = rx.reports.sample_attention({"original": model, "half of the ranks": halved}, images)
     rx.write_report(OUT / "tokens.html", rx.reports.ReportContent("Tokens", tokens=tokens))
-    rx.write_report(OUT / "heads.html", rx.reports.ReportContent("Heads", attention=heads))
 
 
 def take_pictures() -> None:

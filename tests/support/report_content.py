@@ -15,10 +15,8 @@ from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.evidence import Evidence, Finding, judged
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports import (
-    AttentionSamples,
     ReportContent,
     TokenSamples,
-    sample_attention,
     sample_tokens,
 )
 from attnrx.vit.costs import Conditions, LatencyComparison, Ratio, Timing
@@ -52,7 +50,6 @@ def _example(depth: int, heads: int) -> ReportContent:
         diagnosis=diagnosis,
         evidence=with_speed(with_costs(evidence(), model, slim), latency()),
         tokens=tokens(model),
-        attention=sampled(model, realize(model, prescription, by="mask"), slim),
     )
 
 
@@ -119,13 +116,6 @@ def with_speed(evidence: Evidence, times: LatencyComparison) -> Evidence:
     others = (finding for finding in evidence.findings if finding.check != "latency")
     details = {"quantity": "speed", **json.loads(json.dumps(asdict(times)))}
     return replace(evidence, findings=(*others, Finding("latency", "speed", times.faster.value, "x", details=details)))
-
-
-def sampled(model: nn.Module, masked: nn.Module, slim: nn.Module) -> AttentionSamples:
-    """Runs three models on smooth random images."""
-    coarse = torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(1))
-    images = nn.functional.interpolate(coarse, size=16, mode="bicubic").clamp(-1, 1)
-    return sample_attention({"original": model, "masked": masked, "compressed": slim}, images, ("three", "eight"))
 
 
 def tokens(model: nn.Module) -> TokenSamples:

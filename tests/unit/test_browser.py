@@ -11,7 +11,7 @@ from support import report_content
 
 pytestmark = pytest.mark.browser
 
-OPEN = ["changes", "tokens", "attention"]
+OPEN = ["changes", "tokens"]
 FOLDED = ["prescription", "maps", "evidence", "costs", "provenance"]
 
 # Whatever reaches beyond the window without lying in a box that scrolls by itself.

@@ -14,7 +14,7 @@ import torch
 from attnrx.change.realization import realize
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.nouns.prescription import LayerPrescription, Prescription, ScoreDecision, TokenPrescription
-from attnrx.show.reports import ReportContent, model_card, sample_attention, summary_of, write_report
+from attnrx.show.reports import ReportContent, model_card, summary_of, write_report
 from attnrx.show.reports.numbers import TIMES
 from attnrx.show.reports.page import render
 from attnrx.show.reports.sections.verdict import verdict
@@ -23,7 +23,7 @@ from attnrx.vit.costs import LatencyComparison, Ratio
 from support import cases, report_content
 
 EVERYTHING = [
-    "verdict", "changes", "tokens", "attention", "prescription", "maps", "evidence",
+    "verdict", "changes", "tokens", "prescription", "maps", "evidence",
     "costs", "provenance",
 ]  # fmt: skip
 FOLDED = EVERYTHING[EVERYTHING.index("prescription") :]
@@ -90,7 +90,6 @@ def test_everything_given_is_shown_in_order():
         ("prescription", ["changes", "prescription"]),
         ("diagnosis", ["maps"]),
         ("tokens", ["tokens"]),
-        ("attention", ["attention"]),
         ("evidence", ["evidence", "costs"]),
     ],
 )
@@ -242,8 +241,6 @@ def test_a_compressed_model_with_removed_heads_is_reported():
     layers[1] = cases.with_heads(layers[1], [True, False, True, True])
     prescription = replace(content.prescription, layers=tuple(layers))
     slim = realize(model, prescription, by="compress")
-    attention = sample_attention({"original": model, "compressed": slim}, torch.zeros(1, 1, 16, 16))
-    assert bool(attention.maps["compressed"][0, 1, 1].isnan().all())
-    of_diagnosis = ReportContent("slim", diagnosis=report_content.diagnosed(slim), attention=attention)
+    of_diagnosis = ReportContent("slim", diagnosis=report_content.diagnosed(slim))
     for each in (of_diagnosis, replace(content, prescription=prescription)):
         assert '<td class="absent" title="layer 1, head 1: removed">removed</td>' in render(each)

@@ -27,12 +27,7 @@ def add(parser: Parser) -> None:
     option(parser, "--diagnosis", "FILE", "the file of `attnrx diagnose`")
     option(parser, "--title", "TITLE", "the title of the page")
     add_out(parser, "the page", kind="attnrx report")
-    maps = parser.add_argument_group(
-        "attention maps and tokens, which need --candidate and --data, and maps --reference"
-    )
-    option(maps, "--reference", "MODEL", "the model the candidate was made from")
-    option(maps, "--weights", "FILE", "the weights of a reference timm:NAME, in a local file")
-    option(maps, "--samples", COUNT, "test images to show", 6)
+    option(parser, "--samples", COUNT, "test images whose tokens are shown, of a --candidate with token reduction", 6)
     add_data(parser, "whose test images are shown", required=False)
     add_device(parser)
 
@@ -44,13 +39,13 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
     folder = None if name is None or candidate is None else stored_folder(name, candidate)
     evidence = _part(rx.Evidence, arguments.evidence, folder, "evidence.json")
-    # Evidence of another model beside this candidate's maps would be wrong without any sign of it.
+    # Evidence of another model beside this candidate's pictures would be wrong without any sign of it.
     if evidence is not None and candidate is not None:
         evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
     prescription = _part(rx.Prescription, arguments.prescription, folder, "prescription.json")
-    attention, tokens = _samples(arguments, candidate, prescription)
+    tokens = _samples(arguments, candidate)
     subject = name or arguments.out
-    named = {option: getattr(arguments, option) for option in ("candidate", "reference", "data")}
+    named = {option: getattr(arguments, option) for option in ("candidate", "data")}
     about = {option: value for option, value in named.items() if value}
     content = rx.reports.ReportContent(
         title=arguments.title or f"attnrx: {subject}",
@@ -59,7 +54,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         prescription=prescription,
         diagnosis=_part(rx.Diagnosis, arguments.diagnosis),
         evidence=evidence,
-        attention=attention,
         tokens=tokens,
     )
     path = rx.write_report(arguments.out, content)
@@ -75,33 +69,14 @@ def _part(kind: Any, given: str | None, folder: Path | None = None, name: str = 
     return None if given is None else kind.load(given)
 
 
-Samples = tuple["rx.reports.AttentionSamples | None", "rx.reports.TokenSamples | None"]
-
-
-def _samples(arguments: Namespace, candidate: "nn.Module | None", prescription: "rx.Prescription | None") -> Samples:
-    """Returns token samples for a candidate with token reduction, else attention samples, which need a reference."""
-    if arguments.reference is None and arguments.weights is not None:
-        raise InvalidInput("--weights are those of --reference; add it.")
+def _samples(arguments: Namespace, candidate: "nn.Module | None") -> "rx.reports.TokenSamples | None":
+    """Returns token samples for a candidate with token reduction, if data are given."""
     if candidate is None or arguments.data is None:
-        if arguments.reference is not None:
-            raise InvalidInput("--reference is for attention maps, which need --candidate and --data too; add them.")
-        return None, None
-    reference = None
-    if arguments.reference is not None:
-        reference = model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
-    has_tokens = rx.models.reduction_of(candidate) is not None
-    if has_tokens and reference is not None:
-        raise InvalidInput(f"--reference is for attention maps, and {arguments.candidate} reduces tokens; omit it.")
+        return None
+    if rx.models.reduction_of(candidate) is None:
+        raise InvalidInput(
+            f"--data is for pictures of the tokens, which {arguments.candidate} does not reduce; omit it."
+        )
     splits = splits_argument(candidate, arguments)
     images, labels = rx.reports.first_images(splits.test, splits.class_names, arguments.samples)
-    if has_tokens:
-        return None, rx.reports.sample_tokens(candidate, images, labels)
-    if reference is None:
-        raise InvalidInput(
-            f"--data is for attention maps, which need --reference too, or for models with token reduction, and "
-            f"{arguments.candidate} has none; add --reference, or omit --data."
-        )
-    models = {"original": reference}
-    if prescription is not None:
-        models["masked"] = rx.realize(reference, prescription, by="mask")
-    return rx.reports.sample_attention({**models, "compressed": candidate}, images, labels), None
+    return rx.reports.sample_tokens(candidate, images, labels)

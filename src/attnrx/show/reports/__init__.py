@@ -6,17 +6,14 @@ from attnrx.show.reports.files import files_table, written_files
 from attnrx.show.reports.headline import summary_of
 from attnrx.show.reports.page import render, write_report
 from attnrx.show.reports.sampling import (
-    AttentionSamples,
     MapSamples,
     TokenSamples,
     first_images,
-    sample_attention,
     sample_maps,
     sample_tokens,
 )
 
 __all__ = [
-    "AttentionSamples",
     "MapSamples",
     "ReportContent",
     "TokenSamples",
@@ -25,7 +22,6 @@ __all__ = [
     "is_unedited",
     "model_card",
     "render",
-    "sample_attention",
     "sample_maps",
     "sample_tokens",
     "summary_of",

@@ -7,7 +7,7 @@ from typing import Any
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.reports.sampling import AttentionSamples, MapSamples, TokenSamples
+from attnrx.show.reports.sampling import MapSamples, TokenSamples
 from attnrx.support.display import Displayed
 from attnrx.support.errors import FingerprintMismatch, InvalidInput
 
@@ -38,7 +38,6 @@ class ReportContent(Displayed):
     prescription: Prescription | None = None
     diagnosis: Diagnosis | None = None
     evidence: Evidence | None = None
-    attention: AttentionSamples | None = None
     tokens: TokenSamples | None = None
     outputs: MapSamples | None = None
 

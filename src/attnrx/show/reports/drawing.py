@@ -10,42 +10,18 @@ import torch
 
 from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
 
-GAP_WIDTH = 1  # pixels between the maps of a mosaic
-
 # Cividis (Nuñez, Anderton and Renslow 2018) at nine equal steps: perceptually uniform, also for colour-blind readers.
 _CIVIDIS = "00224e 1a386f 434e6c 61656f 7d7c78 9c9477 bcae6c decb57 fee838"
 
 
 def colour(values: Float[Tensor, "height width"], low: float, high: float) -> Float[Tensor, "3 height width"]:
-    """Maps values from `low` (dark blue) to `high` (yellow) to colours; NaN becomes the grey of the gaps."""
+    """Maps values from `low` (dark blue) to `high` (yellow) to colours."""
     ramp = torch.tensor([list(bytes.fromhex(code)) for code in _CIVIDIS.split()], dtype=torch.float64) / 255
     position = ((values.double() - low) / max(high - low, 1e-12)).clamp(0, 1).nan_to_num(0.0) * (len(ramp) - 1)
     # The highest value is the end of the last interval, and not the beginning of one more.
     below = position.floor().long().clamp(max=len(ramp) - 2)
     mixed = torch.lerp(ramp[below], ramp[below + 1], (position - below)[..., None])
-    mixed[values.isnan()] = 0.5
     return mixed.movedim(-1, 0).to(values.dtype)
-
-
-def mosaic(maps: Float[Tensor, "layers heads height width"]) -> Float[Tensor, "rows columns"]:
-    """Arranges the maps as layers by heads, with NaN gaps between them."""
-    layers, heads, height, width = maps.shape
-    sheet = maps.new_full((layers, heads, height + GAP_WIDTH, width + GAP_WIDTH), torch.nan)
-    sheet[..., :height, :width] = maps
-    # [layers, height, heads, width]: layers are rows of maps, heads their columns.
-    flat = sheet.permute(0, 2, 1, 3).reshape(layers * (height + GAP_WIDTH), heads * (width + GAP_WIDTH))
-    return flat[:-GAP_WIDTH, :-GAP_WIDTH]
-
-
-def overlay(
-    image: Float[Tensor, "channels height width"], map: Float[Tensor, "rows columns"], low: float, high: float
-) -> Float[Tensor, "3 height width"]:
-    """Blends a map, upsampled bilinearly, with the grey image."""
-    stretched = torch.nn.functional.interpolate(
-        map[None, None], size=image.shape[-2:], mode="bilinear", align_corners=False
-    )
-    grey = image.mean(0, keepdim=True).expand(3, -1, -1).to(map.dtype)
-    return 0.35 * grey + 0.65 * colour(stretched[0, 0], low, high)
 
 
 def as_uri(image: Float[Tensor, "channels height width"]) -> str:

@@ -12,7 +12,7 @@ from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.numbers import fixed, interval, number, percent, quantity, short, typeset, with_unit
 from attnrx.show.reports.sections.evidence import costs, findings, provenance
 from attnrx.show.reports.sections.layers import changes, maps, treatment
-from attnrx.show.reports.sections.samples import attention, outputs, tokens
+from attnrx.show.reports.sections.samples import outputs, tokens
 from attnrx.show.reports.sections.verdict import verdict
 from attnrx.support.arguments import checked
 from attnrx.support.errors import InvalidInput
@@ -25,7 +25,6 @@ SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
     changes,
     outputs,
     tokens,
-    attention,
     treatment,
     maps,
     findings,

@@ -1,6 +1,5 @@
-"""Samples for reports: the attention that the patches of a few images receive, and the patches that are kept."""
+"""Samples for reports: the patches of a few images that are kept, and the maps that models return."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,39 +16,11 @@ from attnrx.vit.models import (
     TokenRun,
     evaluating,
     family_of,
-    observing,
     reduction_of,
     token_run,
 )
-from attnrx.vit.observation import Observation
 from attnrx.vit.tokens import TokenPolicy
 from attnrx.vit.tokens.merging import Merging
-
-
-@dataclass(frozen=True)
-class AttentionSamples:
-    """Sample images in the unit range and, per model, the attention received by each patch.
-
-    Received attention is the mean over the queries and sums to 1 over the patches; prefix tokens are excluded. `maps`
-    is ordered, the original first, e.g. "original", "masked", "compressed", each [images, layers, heads, tokens]. The
-    tokens are the patches of a square grid, row by row; a pruned head is NaN. `labels` are the classes of the images.
-    """
-
-    images: Float[Tensor, "images channels height width"]
-    maps: Mapping[str, Tensor]
-    labels: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        if math.isqrt(self.tokens) ** 2 != self.tokens:
-            raise InvalidInput(f"{self.tokens} tokens are not a square grid of patches; remove class tokens.")
-
-    @property
-    def tokens(self) -> int:
-        return next(iter(self.maps.values())).shape[-1]
-
-    @property
-    def side(self) -> int:
-        return math.isqrt(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -80,69 +51,6 @@ def first_images(images: ImageSet, class_names: Sequence[str], count: int) -> tu
     # Datasets without names number their classes.
     names = {label: f"class {name}" if name.isdigit() else name for label, name in enumerate(class_names)}
     return batch.images, tuple(names.get(label, f"class {label}") for label in map(int, batch.labels.tolist()))
-
-
-def sample_attention(
-    models: Mapping[str, nn.Module],
-    images: Float[Tensor, "images channels height width"],
-    labels: tuple[str, ...] = (),
-) -> AttentionSamples:
-    """Runs models on a few images, and returns the attention that every patch receives.
-
-    Args:
-        models: The models by name, the original first.
-        images: Normalized images.
-        labels: The classes of the images.
-
-    Returns:
-        The samples for `ReportContent.attention`; heads are at their index in the original model.
-
-    Raises:
-        InvalidInput: There is no model or no image, a model reduces tokens, or its patches are no square grid.
-    """
-    if not models or not len(images):
-        raise InvalidInput(f"{len(models)} models and {len(images)} images: give at least one of each.")
-    _require_labels(labels, images)
-    reduced = [name for name, model in models.items() if reduction_of(model) is not None]
-    if reduced:
-        raise InvalidInput(
-            f"{', '.join(reduced)} has token reduction, so its layers have maps of different sizes; see "
-            "`sample_tokens`."
-        )
-    original = next(iter(models.values()))
-    family = family_of(original)
-    # Heads have their index in the original, so its largest one sets the columns of all models.
-    heads = max(max(layer.spec.heads, default=0) for layer in family.attention(original)) + 1
-    maps = {name: _received(model, images, heads) for name, model in models.items()}
-    return AttentionSamples(_in_unit_range(images, original), maps, labels)
-
-
-def _require_labels(labels: tuple[str, ...], images: Tensor) -> None:
-    if labels and len(labels) != len(images):
-        raise InvalidInput(f"{len(labels)} labels for {len(images)} images: give one each, or none.")
-
-
-def _received(model: nn.Module, images: Tensor, heads: int) -> Float[Tensor, "images layers heads tokens"]:
-    family = family_of(model)
-    layers = family.attention(model)
-    maps: dict[int, Tensor] = {}
-    prefix = family.token_layout(model).prefix
-
-    def observe(layer: int, observation: Observation) -> None:
-        received = observation.attention[..., prefix:, prefix:].sum(-2).double().cpu()
-        # Without the prefix tokens, whose attention is not on the picture: the patches alone sum to 1.
-        received = received / received.sum(-1, keepdim=True)
-        by_head = received.new_full((received.shape[0], heads, received.shape[-1]), torch.nan)
-        by_head[:, list(layers[layer].spec.heads)] = received
-        maps[layer] = by_head
-
-    weight = next(model.parameters())
-    # All images in one forward pass, because a report shows a few of them.
-    with evaluating([model]), observing(model, family, observe):
-        model(images.to(weight.device, weight.dtype))
-    tokens = max(by_head.shape[-1] for by_head in maps.values())
-    empty = torch.full((len(images), heads, tokens), torch.nan, dtype=torch.float64)  # for a layer without heads
-    return torch.stack([maps.get(layer, empty) for layer in range(len(layers))], dim=1)
 
 
 def _in_unit_range(images: Tensor, model: nn.Module) -> Float[Tensor, "images channels height width"]:
@@ -213,7 +121,8 @@ def sample_tokens(
         raise InvalidInput("this model has no token policy, so there are no token samples.")
     if not len(images):
         raise InvalidInput("no image to show tokens on: give at least one.")
-    _require_labels(labels, images)
+    if labels and len(labels) != len(images):
+        raise InvalidInput(f"{len(labels)} labels for {len(images)} images: give one each, or none.")
     family, layout, policy = family_of(model), reduction.shape.layout, reduction.policy
     weight = next(model.parameters())
     run = token_run(model, images.to(weight.device, weight.dtype), tracked=True)

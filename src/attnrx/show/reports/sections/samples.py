@@ -1,78 +1,17 @@
-"""Sample images: the attention received by their patches, and the patches kept after each stage."""
+"""Sample images: the patches kept after each stage, and the maps that models return."""
 
 from typing import Any
 
 import torch
 
 from attnrx.show.reports.content import ReportContent, Section
-from attnrx.show.reports.drawing import GAP_WIDTH, as_uri, colour, colour_ramp, mosaic, overlay, patch_picture
-from attnrx.show.reports.numbers import TIMES, number, short
-from attnrx.show.reports.sampling import AttentionSamples, MapSamples, TokenSamples
+from attnrx.show.reports.drawing import as_uri, colour, colour_ramp, patch_picture
+from attnrx.show.reports.numbers import number
+from attnrx.show.reports.sampling import MapSamples, TokenSamples
 from attnrx.support.shapes import Float, Int, Tensor
 
-# In powers of two: the colour scale of attention ends between 1.04 and 8 times uniform attention. The lower limit
-# avoids amplified rounding of uniform heads, the upper one a scale set by one extreme head.
-LEAST_REACH, MOST_REACH = 0.05, 3.0
-OVERLAY_SIDE = 224  # small images are enlarged to this size, so that the overlaid map is smooth
 
-
-def attention(content: ReportContent) -> Section | None:
-    """Returns, per image and model, the last layer's attention over the image and a sheet of all layers and heads."""
-    samples = content.attention
-    if samples is None:
-        return None
-    # log2 of the attention relative to uniform attention: factors of 2 and 1/2 are symmetric around 0.
-    relative = {name: (maps.double() * samples.tokens).clamp(min=1e-6).log2() for name, maps in samples.maps.items()}
-    values = torch.stack(list(relative.values()))
-    finite = values[~values.isnan()].abs()
-    # The scale contains 99 % of the values; torch.quantile takes no more than 16 million.
-    reach = float(torch.quantile(finite[:: max(1, finite.numel() // 1_000_000)], 0.99)) if finite.numel() else 0.0
-    reach = min(max(reach, LEAST_REACH), MOST_REACH)
-    data = {
-        "images": [_attention_image(samples, relative, index, reach) for index in range(len(samples.images))],
-        "layers": values.shape[2],
-        "heads": values.shape[3],
-        "ramp": colour_ramp(),
-        "reach": short(2**reach, 3) + TIMES,
-    }
-    return Section("attention", "Attention maps", data)
-
-
-def _attention_image(
-    samples: AttentionSamples, relative: dict[str, Tensor], index: int, reach: float
-) -> dict[str, Any]:
-    image = _enlarged(samples.images[index].double().cpu(), OVERLAY_SIDE // samples.images.shape[-1])
-    first, models = next(iter(relative)), []
-    for name, maps in relative.items():
-        grids = maps[index].cpu().unflatten(-1, (samples.side, samples.side))
-        # The mean over the heads of the last layer, of the attention itself and not of its logarithm.
-        last = grids[-1].exp2().nanmean(0).log2().nan_to_num(0.0)
-        sheet = mosaic(_enlarged(grids, 24 * GAP_WIDTH // samples.side))  # pixels are much larger than the gaps
-        model = {
-            "name": name,
-            "overlay": as_uri(overlay(image, last, -reach, reach)),
-            "sheet": as_uri(colour(sheet, -reach, reach)),
-            "change": "" if name == first else _change(samples.maps[first][index], samples.maps[name][index]),
-        }
-        models.append(model)
-    return {"label": _label(samples, index), "picture": as_uri(image), "models": models}
-
-
-def _change(before: Float[Tensor, "layers heads tokens"], after: Float[Tensor, "layers heads tokens"]) -> str:
-    """Describes the share of attention that moved between patches: half the 1-norm of the change."""
-    moved = (after - before).double().abs().sum(-1) / 2
-    moved = moved[~moved.isnan()]
-    if not moved.numel():
-        return "no common head to compare"
-    mean, most = (number(100 * float(value), 2) for value in (moved.mean(), moved.max()))
-    return f"{mean} % of a head's attention moved on average, {most} % at most"
-
-
-def _enlarged(pixels: Float[Tensor, "*more height width"], factor: int) -> Float[Tensor, "*more rows columns"]:
-    return pixels.repeat_interleave(max(1, factor), -1).repeat_interleave(max(1, factor), -2)
-
-
-def _label(samples: AttentionSamples | MapSamples | TokenSamples, index: int) -> str:
+def _label(samples: MapSamples | TokenSamples, index: int) -> str:
     return samples.labels[index] if samples.labels else f"image {index}"
 
 
