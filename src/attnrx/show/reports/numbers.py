@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
 Number = float | int
@@ -111,24 +110,6 @@ def plain(value: Any, longest: int = 8) -> str:
         shown = ", ".join(f"[{text}]" if inner else text for text, inner in zip(texts, nested, strict=False))
         return f"{shown}, … ({len(value)} in all)" if len(value) > longest else shown or MISSING
     return str(value)
-
-
-def described(record: Mapping[str, Any], inside: str = "") -> list[tuple[str, str]]:
-    """Flattens a free record to pairs of texts; nested fields are named by their path."""
-    pairs: list[tuple[str, str]] = []
-    for key, value in record.items():
-        name = inside + str(key).replace("_", " ")
-        if isinstance(value, Mapping):
-            pairs += described(value, f"{name} · ")
-        # A list of records, such as diagnostics with their options, would be unreadable on one line.
-        elif isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
-            for index, item in enumerate(value):  # named by their type, or else by their index
-                kind = next((key for key in ("check", "type") if key in item), None)
-                rest = {k.replace("_", " "): inner for k, inner in item.items() if k != kind and inner is not None}
-                pairs.append((f"{name} · {item[kind] if kind else index}", plain(rest) if rest else "no knobs"))
-        elif value is not None:
-            pairs.append((name, plain(value)))
-    return pairs
 
 
 def _decimals(low: Number | None, high: Number | None) -> int | None:

@@ -2,7 +2,9 @@
 
 import base64
 import hashlib
+import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from attnrx.nouns.diagnosis import Diagnosis
@@ -102,6 +104,8 @@ def render(content: ReportContent) -> str:
     )
     for function in (fixed, interval, number, percent, quantity, short, typeset, with_unit):
         environment.globals[function.__name__] = function
+    # A record may have any values, e.g. paths.
+    environment.globals["json_text"] = partial(json.dumps, indent=1, default=str, ensure_ascii=False)
     # A section decides by the content whether it is shown.
     sections = [section for section in (build(content) for build in SECTIONS) if section is not None]
     script = (TEMPLATES / "script.js").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from typing import Any
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.headline import MeasuredSpeed, Record, cost_records, latency_records
-from attnrx.show.reports.numbers import MISSING, TIMES, described, fixed, number, with_unit
+from attnrx.show.reports.numbers import MISSING, TIMES, fixed, number, with_unit
 
 NAMES = {
     "query_key": "query and key",
@@ -22,9 +22,9 @@ def findings(content: ReportContent) -> Section | None:
     if content.evidence is None:
         return None
     shown, elsewhere = by_severity(content.evidence)
-    groups: dict[str, list[tuple[Finding, list[tuple[str, str]]]]] = {}  # with their described details, by check
+    groups: dict[str, list[Finding]] = {}
     for finding in shown:
-        groups.setdefault(finding.check.replace("_", " "), []).append((finding, described(finding.details)))
+        groups.setdefault(finding.check.replace("_", " "), []).append(finding)
     data = {"groups": groups, "elsewhere": len(elsewhere)}
     return Section("evidence", "Evidence", data, f"{len(shown)} findings; {content.evidence.summary}")
 
@@ -77,18 +77,12 @@ def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
 
 
 def provenance(content: ReportContent) -> Section | None:
-    """Returns the records of the parts, one table each."""
-    parts: dict[str, Mapping[str, Any]] = {"this report": content.about}
-    diagnosed: dict[str, Any] = {}
-    if content.diagnosis is not None:
-        diagnosed = {"fingerprint": content.diagnosis.fingerprint, **content.diagnosis.about}
-        parts["the diagnosis"] = diagnosed
-    if content.prescription is not None:
-        record = {"fingerprint": content.prescription.fingerprint, **content.prescription.about}
-        # The fields that the prescription shares with the diagnosis are listed once.
-        new = {name: value for name, value in record.items() if name not in diagnosed or diagnosed[name] != value}
-        parts["the prescription"] = new
-    parts["the evidence"] = content.measured.about
-    records = [(name, described(record)) for name, record in parts.items() if record]
-    names = ", ".join(name for name, _ in records)
-    return Section("provenance", "Provenance", {"records": records}, f"Records of {names}") if records else None
+    """Returns the records of the parts."""
+    records: dict[str, Mapping[str, Any]] = {"this report": content.about}
+    for name, part in (("the diagnosis", content.diagnosis), ("the prescription", content.prescription)):
+        if part is not None:
+            records[name] = {"fingerprint": part.fingerprint, **part.about}
+    records["the evidence"] = content.measured.about
+    records = {name: record for name, record in records.items() if record}
+    summary = f"Records of {', '.join(records)}"
+    return Section("provenance", "Provenance", {"records": records}, summary) if records else None
