@@ -33,7 +33,7 @@ def logits(model) -> torch.Tensor:
 def shared() -> VisionTransformer:
     """A CP SlimAtt of five directions a layer."""
     dense = cases.model(DENSE)
-    rule = SharedRank(5, form="cp", joint="centered", sweeps=20)
+    rule = SharedRank(5, form="cp", sweeps=20)
     small = realize(dense, prescribe_maps(diagnose(dense, IMAGES, batch_size=8), rule))
     assert isinstance(small, VisionTransformer)
     return small

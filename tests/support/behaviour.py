@@ -26,6 +26,7 @@ from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models import family_of
 from attnrx_lab.baselines.compressor import largest_share
 from attnrx_lab.comparison.methods import Template, costs_at
+from attnrx_lab.rules import JointMoments
 from support import cases, pretrained
 
 RECORD = Path(__file__).with_name("behaviour.json")
@@ -120,7 +121,11 @@ class Subject:
 def subject(name: str) -> Subject:
     """Builds a model with fixed weights and diagnoses it on fixed images."""
     model, images = (real if name == "vit-tiny" else small)(name)
-    return Subject(model, images, rx.diagnose(model, images, batch_size=IMAGES))
+    spectra = tuple(layer.spectrum() for layer in family_of(model).attention(model))
+    diagnostics = rx.diagnostics.suited_diagnostics(spectra)
+    if name == "dense":
+        diagnostics = (*diagnostics, JointMoments())
+    return Subject(model, images, rx.diagnose(model, images, diagnostics=diagnostics, batch_size=IMAGES))
 
 
 def small(name: str) -> tuple[nn.Module, Any]:

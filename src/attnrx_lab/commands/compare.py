@@ -48,8 +48,14 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     calibration = splits.train.take(min(arguments.calibration_images, len(splits.train)))
     log(f"diagnosing {arguments.model} on {len(calibration):,} training images")
     # With moments for a model of any form: rules of values, heads and MLP need them.
-    how = {"moments": True, "batch_size": min(arguments.batch_size, 32), "seed": arguments.seed}
-    diagnosis = rx.diagnose(model, calibration, **how)
+    spectra = tuple(layer.spectrum() for layer in rx.models.family_of(model).attention(model))
+    diagnostics = rx.diagnostics.suited_diagnostics(spectra, moments=True)
+    if any("joint=centered" in method.rules for method in methods):
+        from attnrx_lab.rules import JointMoments
+
+        diagnostics = (*diagnostics, JointMoments())
+    batch_size = min(arguments.batch_size, 32)
+    diagnosis = rx.diagnose(model, calibration, diagnostics=diagnostics, batch_size=batch_size, seed=arguments.seed)
     # Only these rules need it: one more pass, in which the attention is computed at every rank.
     if any("divergence_rank" in method.rules for method in methods):
         from attnrx_lab.rules import measure_divergence

@@ -16,7 +16,7 @@ from attnrx_lab.redundancy import Redundancy
 from attnrx_lab.rules.controls import CONTROLS, control_prescriptions
 from attnrx_lab.rules.divergence import DivergenceRank, measure_divergence
 from attnrx_lab.rules.matched import LargestMatched, RandomMatched, UniformMatched
-from attnrx_lab.rules.shared import FusionOwner, FusionRank, SharedRank
+from attnrx_lab.rules.shared import FusionOwner, FusionRank, JointMoments, SharedRank
 from attnrx_lab.rules.simple import ContributionEnergy, MedianThreshold, NormClip, Shrinkage, UniformHeads
 from attnrx_lab.rules.svda import EffectiveRank, RemoveHeads, Threshold, TopRank
 
@@ -27,6 +27,7 @@ __all__ = [
     "EffectiveRank",
     "FusionOwner",
     "FusionRank",
+    "JointMoments",
     "LargestMatched",
     "MedianThreshold",
     "NormClip",

@@ -6,13 +6,16 @@ from typing import ClassVar
 
 import torch
 
+from attnrx.decide.diagnostics import Diagnostic
+from attnrx.decide.diagnostics.geometry import query_grams
 from attnrx.decide.rules.decisions import keep_only, largest
 from attnrx.decide.rules.rule import Rule, learned_spectrum
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import Basis, ScoreDecision
-from attnrx.support.arguments import Kind, one_of
+from attnrx.support.arguments import Kind, one_of, optional
 from attnrx.support.errors import InvalidRule, NotSupported, UnknownName
 from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.observation import Observation
 from attnrx_lab.decompositions import Canonical, FactoredTensor, als, block_terms, cpd_epc, fusion_ranks
 
 AUGMENTED = "augmented"
@@ -25,6 +28,28 @@ NOISE = 1e-12
 def rank_among(value: int | float, total: int) -> int:
     """Returns the rank that a knob specifies: an integer itself, or a share of the `total` directions, at least one."""
     return value if isinstance(value, int) else max(1, round(value * total))
+
+
+@dataclass(frozen=True)
+class JointMoments(Diagnostic):
+    """Returns query_joint_gram and key_joint_covariance [heads, directions, heads * directions]: the query_gram and
+    key_covariance of all heads together, for directions that heads are to share in the metric "centered".
+    """
+
+    def measure(self, observation: Observation) -> dict[str, Tensor]:
+        return {
+            "query_joint_gram": _joint_grams(observation.query).mean(0),
+            "key_joint_covariance": _joint_grams(observation.key - observation.key.mean(1, keepdim=True)).mean(0),
+        }
+
+
+def _joint_grams(
+    rows: Float[Tensor, "batch tokens heads directions"],
+) -> Float[Tensor, "batch heads directions features"]:
+    """Returns the second moment of every image's rows, all heads side by side, mean over tokens."""
+    # All heads are one head of `heads * directions` features; the rows of its moment are then split by head again.
+    heads = rows.shape[2:]
+    return query_grams(rows.flatten(2).unsqueeze(2)).squeeze(1).unflatten(1, heads)
 
 
 class JointForm:
@@ -89,8 +114,8 @@ class SharedRank(Rule):
     that bounds the size of the terms (CPD-EPC), or "literal" for block terms (BTD-(L, L, 1), whose directions form
     blocks with one strength pattern each), as IrrAtt's Algorithms 1 to 3 are printed. Block terms are realized in the
     mixed form (IrrAtt), the others in the shared one (CP SlimAtt), whose iterations start from water-filling and from
-    random terms, drawn from `seed`, and keep the smaller error. `joint` is the metric (JOINT_METRICS). No direction is
-    removed afterwards.
+    random terms, drawn from `seed`, and keep the smaller error. `joint` is the metric (JOINT_METRICS), of which
+    "centered" needs the diagnostic `JointMoments`. No direction is removed afterwards.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
@@ -135,9 +160,10 @@ class FusionRank(Rule):
     CPD-EPC decomposes the query-key tensor, every term is assigned to the head that uses it most (IrrAtt, Algorithm 1),
     and each head keeps that number of the strongest of its own directions. These are block terms with the identity as
     fusion, so no fusion layer is needed. A head never keeps more directions than it has. `sweeps` and `seed` are those
-    of the decomposition (see `shared_rank`). The default metric is "augmented".
+    of the decomposition (see `shared_rank`). The metric is "augmented", the default, or "weights".
     """
 
+    kinds: ClassVar[Mapping[str, Kind]] = {"metric": optional(one_of("weights", AUGMENTED))}
     default_metric: ClassVar[str | None] = AUGMENTED
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
 

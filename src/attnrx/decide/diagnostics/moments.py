@@ -47,11 +47,9 @@ class Moments(Diagnostic):
 
     key_gram [heads, directions, directions] is the second moment of the keys, and key_softmax their covariance under
     the attention: the mean over queries of sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T, which is the curvature of the
-    softmax in the directions of the keys. query_joint_gram and key_joint_covariance [heads, directions, heads *
-    directions] are the query_gram and key_covariance of all heads together, for directions that heads are to share.
-    output_mean [heads, v_head_dim] and output_covariance [heads, v_head_dim, heads * v_head_dim] describe the outputs
-    of all heads together, over all tokens of all images, and readout_gram [heads, v_head_dim, v_head_dim] the output
-    projection.
+    softmax in the directions of the keys. output_mean [heads, v_head_dim] and output_covariance [heads, v_head_dim,
+    heads * v_head_dim] describe the outputs of all heads together, over all tokens of all images, and readout_gram
+    [heads, v_head_dim, v_head_dim] the output projection.
     """
 
     accumulator: ClassVar[type[Accumulator]] = _Moments
@@ -60,18 +58,7 @@ class Moments(Diagnostic):
         return {
             "key_gram": query_grams(observation.key).mean(0),
             "key_softmax": softmax_covariance(observation.key, observation.attention),
-            "query_joint_gram": joint_grams(observation.query).mean(0),
-            "key_joint_covariance": joint_grams(observation.key - observation.key.mean(1, keepdim=True)).mean(0),
         }
-
-
-def joint_grams(
-    rows: Float[Tensor, "batch tokens heads directions"],
-) -> Float[Tensor, "batch heads directions features"]:
-    """Returns the second moment of every image's rows, all heads side by side, mean over tokens."""
-    # All heads are one head of `heads * directions` features; the rows of its moment are then split by head again.
-    heads = rows.shape[2:]
-    return query_grams(rows.flatten(2).unsqueeze(2)).squeeze(1).unflatten(1, heads)
 
 
 def softmax_covariance(

@@ -135,12 +135,6 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
             # Moments are quadratic in the rows: E (T q)(T q)^T = T E[q q^T] T^T.
             gram = table @ layer.reading(name).double() @ table.mT
             readings |= {name: gram, f"{side}_moment": gram.diagonal(dim1=-2, dim2=-1)}
-    # Rows of all heads together, [heads, directions, heads * directions], where queries carry the strengths.
-    weighted = changed.strength[..., None] * balanced.left
-    for name, table in (("query_joint_gram", weighted), ("key_joint_covariance", balanced.right)):
-        if name in layer.readings:
-            joint = layer.reading(name).double().unflatten(-1, table.shape[:1] + table.shape[-1:])
-            readings[name] = torch.einsum("hid,hdkf,kjf->hikj", table, joint, table).flatten(-2)
     return LayerDiagnosis(changed, readings), Basis(balanced.left, balanced.right, shared=spectrum.shared)
 
 
