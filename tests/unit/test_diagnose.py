@@ -49,7 +49,7 @@ def test_the_size_of_batches_changes_nothing(name: str) -> None:
 def test_readings_stay_within_their_bounds(name: str) -> None:
     for layer in diagnose(model(CONFIGS[name]), data(CONFIGS[name])).layers:
         heads, directions = layer.spectrum.strength.shape
-        extra = {"effective_rank_weights", "effective_rank_mix"} if layer.spectrum.norms == "none" else set[str]()
+        extra = {"effective_rank_mix"} if layer.spectrum.norms == "none" else set[str]()
         assert {name for name, reading in layer.readings.items() if reading.ndim == 1} == PER_HEAD | extra
         for reading in extra:
             assert ((layer.reading(reading) >= 1) & (layer.reading(reading) <= directions)).all()

@@ -19,15 +19,15 @@ def test_readings_are_cells_by_head_and_those_of_the_metric_of_plans_are_open() 
     assert diagnosis is not None
     spectrum = diagnosis.layers[0].spectrum
     selectivity = torch.tensor([0.0, 1.0, float("nan"), 0.5])
-    names = ("effective_rank", "effective_rank_mix", "effective_rank_weights", "entropy")
+    names = ("effective_rank", "effective_rank_mix", "entropy")
     readings = {name: torch.rand(4) for name in names} | {"selectivity": selectivity}
     layers = (LayerDiagnosis(spectrum, readings), LayerDiagnosis(replace(spectrum, heads=(0, 1, 2, 5)), readings))
     section = maps(ReportContent("readings", diagnosis=replace(diagnosis, layers=layers)))
     assert section is not None
     titles = [figure.title for figure in section.data["main"]]
-    assert titles == ["Effective rank, mix", "Effective rank, weights", "Selectivity"]
+    assert titles == ["Effective rank, mix", "Selectivity"]
     assert [figure.title for figure in section.data["rest"]] == ["Effective rank", "Entropy"]
-    figure = section.data["main"][-1]
+    figure = section.data["main"][1]
     assert figure.note == "0 to 1" and figure.columns == tuple(f"head {head}" for head in range(6))
     first, second = figure.rows
     assert [cell.step for cell in first] == [0, LEVELS - 1, None, 4, None, None]

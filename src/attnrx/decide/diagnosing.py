@@ -42,9 +42,6 @@ from attnrx.vit.models import (
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.observation import Observation
 
-# The metrics in which spectra are shown, and the readings that each needs.
-METRIC_NEEDS = {"weights": frozenset[str](), "mix": frozenset(("query_gram", "key_covariance", "key_softmax"))}
-
 
 @checked(images=optional(COUNT))
 @verb
@@ -116,7 +113,7 @@ def diagnose(
     for index, (layer, spectrum, measured) in enumerate(zip(attention, spectra, readings, strict=True)):
         rotation = rotations[index].readings()[0] if index in rotations else {}
         diagnosed = LayerDiagnosis(spectrum, measured | rotation | layer.value_factors(), *mlp.diagnosed(index))
-        layers.append(_with_metrics(diagnosed) if observe_mlp else diagnosed)
+        layers.append(_with_mix(diagnosed) if observe_mlp else diagnosed)
     name = shown.fingerprint.rsplit(":", 2)[0]  # of name:images:hash
     about = {
         "family": family.name,
@@ -174,26 +171,18 @@ def diagnosis_or_spectra(given: Diagnosis | nn.Module, *rules: object) -> Diagno
     return Diagnosis(layers, model_fingerprint(given), about)
 
 
-def _with_metrics(layer: LayerDiagnosis) -> LayerDiagnosis:
-    """Adds the spectra of a layer without norms in the metrics of the weights and of the data.
-
-    strength_METRIC [heads, directions] are the singular values of the scores in that metric, effective_rank_METRIC
-    [heads] their effective ranks.
+def _with_mix(layer: LayerDiagnosis) -> LayerDiagnosis:
+    """Adds effective_rank_mix [heads], of the scores in the metric of plans, to a layer whose directions can be
+    rewritten.
     """
     spectrum = layer.spectrum
-    # Their directions cannot be rewritten in another basis, so a metric has no spectrum to show.
-    if spectrum.has_norms or not spectrum.heads or spectrum.shared or "qk" in spectrum.fixed:
+    is_measured = {"query_gram", "key_covariance", "key_softmax"} <= layer.readings.keys()
+    if not is_measured or spectrum.has_norms or not spectrum.heads or spectrum.shared or "qk" in spectrum.fixed:
         return layer
-    readings = dict(layer.readings)
-    for metric, needs in METRIC_NEEDS.items():
-        if needs <= layer.readings.keys():
-            rotates = spectrum.pairs is not None
-            directions = rotary_directions(metric, layer) if rotates else directions_in(metric, layer)
-            # A removed head has no rows, and must have no strength in any metric.
-            strength = directions.strength * (spectrum.used.any(-1, keepdim=True))
-            readings[f"strength_{metric}"] = strength
-            readings[f"effective_rank_{metric}"] = effective_rank(strength)
-    return replace(layer, readings=readings)
+    directions = (directions_in if spectrum.pairs is None else rotary_directions)("mix", layer)
+    # A removed head has no rows, and must have no strength in any metric.
+    rank = effective_rank(directions.strength * spectrum.used.any(-1, keepdim=True))
+    return replace(layer, readings={**layer.readings, "effective_rank_mix": rank})
 
 
 class _MlpWatch:

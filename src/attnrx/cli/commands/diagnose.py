@@ -15,7 +15,6 @@ EXAMPLE = "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json"
 # The readings in the printed table; the file contains all.
 SHOWN = (
     "effective_rank",
-    "effective_rank_weights",
     "effective_rank_mix",
     "sparsity",
     "alignment",

@@ -23,10 +23,9 @@ CAPTIONS = {
 }
 
 # Captions of the readings, in the order of the page; other readings follow. The first OPEN_FIGURES are open: the
-# effective ranks in a metric, because that of a plain dense head is the number of its directions.
+# effective rank in a metric, because that of a plain dense head is the number of its directions.
 MEANING = {
     "effective_rank_mix": "The effective number of directions on the diagnosed images, by the metric of plans (mix).",
-    "effective_rank_weights": "The effective number of directions of the product of query and key weights (plain SVD).",
     "selectivity": "0 where attention is uniform, 1 where every query attends to one token.",
     "effective_rank": "The effective number of directions by the entropy of the energy (Eq. 24).",
     "entropy": "Spectral entropy in nats (Eq. 23).",
@@ -35,7 +34,7 @@ MEANING = {
     "sensitivity": "Largest strength times the scale: the bound on the change of a score (Proposition 4).",
     "perturbation_response": "Change of the attention map under a small change of the image (Eq. 33).",
 }
-OPEN_FIGURES = 3
+OPEN_FIGURES = 2
 
 
 @dataclass(frozen=True)
