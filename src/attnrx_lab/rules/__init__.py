@@ -12,6 +12,7 @@ from attnrx_lab import (  # noqa: F401  (they register losses, forms and the ref
     strength_refit,
     svda_attention,
 )
+from attnrx_lab.indicators import Indicators
 from attnrx_lab.redundancy import Redundancy
 from attnrx_lab.rules.controls import CONTROLS, control_prescriptions
 from attnrx_lab.rules.divergence import DivergenceRank, measure_divergence
@@ -64,3 +65,4 @@ for _kind in (
     register_rule(_kind)
 
 register_diagnostic(Redundancy)  # of which `remove_heads` reads the similarities
+register_diagnostic(Indicators)

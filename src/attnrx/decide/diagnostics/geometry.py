@@ -1,4 +1,4 @@
-"""Geometry: the direction of queries relative to keys, the selectivity of a head, and the second moments of both.
+"""Geometry: the selectivity of a head, and the second moments of queries and keys.
 
 The moments are those of the rows as they enter the scores: divided by their norms if the form has norms, before the
 strength. Keys are centred over the tokens of their own image: a component common to all keys of an image adds a
@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from attnrx.decide.diagnostics.diagnostic import Diagnostic
 from attnrx.support.shapes import Float, Tensor
@@ -18,7 +17,7 @@ from attnrx.vit.observation import Observation
 
 @dataclass(frozen=True)
 class Geometry(Diagnostic):
-    """Returns alignment and selectivity [heads], query_moment and key_moment [heads, directions], and two matrices.
+    """Returns selectivity [heads], query_moment and key_moment [heads, directions], and two matrices.
 
     The matrices, [heads, directions, directions], are query_gram and key_covariance, whose diagonals are the moments.
     """
@@ -27,7 +26,6 @@ class Geometry(Diagnostic):
         # Queries are not centred: softmax ignores a component that all keys share, but not one that all queries share.
         query, key = query_grams(observation.query).mean(0), key_covariances(observation.key).mean(0)
         return {
-            "alignment": alignment(observation.query, observation.key),
             "selectivity": selectivity(observation.attention),
             "query_moment": query.diagonal(dim1=-2, dim2=-1),
             "key_moment": key.diagonal(dim1=-2, dim2=-1),
@@ -36,25 +34,12 @@ class Geometry(Diagnostic):
         }
 
 
-def alignment(
-    query: Float[Tensor, "batch queries heads directions"], key: Float[Tensor, "batch keys heads directions"]
-) -> Float[Tensor, "heads"]:
-    """Returns the mean cosine between the query and key rows of an image, over all pairs and images, in [-1, 1].
-
-    The strength is not used. The rows are divided by their norms here, so dense and compressed heads are comparable;
-    a zero row has cosine zero with everything.
-    """
-    # The mean over all pairs of a dot product is the dot product of the two means.
-    cosine = (_mean_unit(query) * _mean_unit(key)).sum(-1)
-    return cosine.mean(0).clamp(-1, 1)  # only rounding can exceed the interval
-
-
 def selectivity(attention: Float[Tensor, "batch heads queries keys"]) -> Float[Tensor, "heads"]:
     """Returns one minus the mean entropy of the attention rows over log(keys): 0 for uniform, 1 for one-hot attention.
 
     With a single key the selectivity is 0.
     """
-    attention, keys = _wide(attention), attention.shape[-1]
+    attention, keys = widened(attention), attention.shape[-1]
     if keys == 1:
         return attention.new_zeros(attention.shape[1])
     logs = attention.clamp(min=torch.finfo(attention.dtype).tiny).log_()  # 0 log 0 = 0; three times as fast as xlogy
@@ -66,7 +51,7 @@ def query_grams(
     query: Float[Tensor, "batch queries heads directions"],
 ) -> Float[Tensor, "batch heads directions directions"]:
     """Returns the second moment of every image's query rows, mean over tokens of q q^T."""
-    rows = _wide(query).transpose(1, 2).contiguous()  # the copy costs less than multiplying strided rows
+    rows = widened(query).transpose(1, 2).contiguous()  # the copy costs less than multiplying strided rows
     return (rows.mT @ rows).div_(rows.shape[-2])
 
 
@@ -74,14 +59,9 @@ def key_covariances(
     key: Float[Tensor, "batch keys heads directions"],
 ) -> Float[Tensor, "batch heads directions directions"]:
     """Returns the covariance of every image's key rows over its tokens."""
-    key = _wide(key)
+    key = widened(key)
     return query_grams(key - key.mean(1, keepdim=True))
 
 
-def _wide(rows: Tensor) -> Tensor:
+def widened(rows: Tensor) -> Tensor:
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
-
-
-def _mean_unit(rows: Float[Tensor, "batch tokens heads directions"]) -> Float[Tensor, "batch heads directions"]:
-    rows = _wide(rows)
-    return F.normalize(rows, dim=-1, eps=torch.finfo(rows.dtype).tiny).mean(1)

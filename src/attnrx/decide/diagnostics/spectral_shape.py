@@ -1,7 +1,7 @@
 """Spectral shape: the distribution of a head's energy over its directions, from the strengths alone.
 
 `used` is True for existing directions and False on padding, which is ignored. A head without energy (all
-strengths zero, or no directions) has entropy 0, effective rank 0, sparsity 1 and sensitivity 0.
+strengths zero, or no directions) has entropy and effective rank 0.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,10 @@ from attnrx.decide.diagnostics.diagnostic import Diagnostic
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.spectrum import Spectrum
 
-# A direction below a tenth of the strongest one's strength has less than a hundredth of its energy.
-INACTIVE_BELOW = 0.1
-
 
 @dataclass(frozen=True)
 class SpectralShape(Diagnostic):
-    """Returns energy [heads, directions], and entropy, effective_rank, sparsity and sensitivity [heads]."""
+    """Returns energy [heads, directions], and entropy and effective_rank [heads]."""
 
     def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
         strength, used = spectrum.strength, spectrum.used
@@ -26,8 +23,6 @@ class SpectralShape(Diagnostic):
             "energy": energy(strength, used),
             "entropy": entropy(strength, used),
             "effective_rank": effective_rank(strength, used),
-            "sparsity": sparsity(strength, used),
-            "sensitivity": sensitivity(strength, spectrum.scale, used),
         }
 
 
@@ -35,8 +30,8 @@ def energy(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads directions"]:
     """Returns each direction's share of its head's squared strengths (SVDA, Eq. 22); zeros without energy."""
-    magnitude = _magnitude(strength, used)
-    largest = _largest(magnitude)[..., None]
+    magnitude = magnitude_of(strength, used)
+    largest = largest_of(magnitude)[..., None]
     # Divided by the largest one first, so that squares neither overflow nor vanish.
     square = (magnitude / torch.where(largest > 0, largest, torch.ones_like(largest)).detach()).square()
     total = square.sum(-1, keepdim=True)
@@ -59,39 +54,15 @@ def effective_rank(
     strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
 ) -> Float[Tensor, "*heads"]:
     """Returns the effective rank exp(H) (SVDA, Eqs. 24 and 25): 1 to the number of directions; 0 without energy."""
-    active = (_magnitude(strength, used) != 0).sum(-1)
+    active = (magnitude_of(strength, used) != 0).sum(-1)
     # Rounding may put exp(log(n)) above n, and then its ceiling would be n + 1.
     return torch.minimum(entropy(strength, used).exp(), active.to(strength.dtype))
 
 
-def sparsity(
-    strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
-) -> Float[Tensor, "*heads"]:
-    """Returns the share of a head's directions whose |strength| lies below the threshold (P_epsilon, SVDA, Eq. 29).
-
-    Eq. 29 has an absolute threshold epsilon. Ours is a tenth of the head's largest |strength|, which does not depend on
-    the scale of the strengths.
-    """
-    magnitude = _magnitude(strength, used)
-    there = torch.ones_like(magnitude, dtype=torch.bool) if used is None else used
-    # Zero is inactive also in the head whose largest strength, and so its threshold, is zero.
-    inactive = ((magnitude < INACTIVE_BELOW * _largest(magnitude)[..., None]) | (magnitude == 0)) & there
-    directions = there.sum(-1)
-    share = inactive.sum(-1).to(strength.dtype) / directions.clamp(min=1)
-    return torch.where(directions > 0, share, torch.ones_like(share))
-
-
-def sensitivity(
-    strength: Float[Tensor, "*heads directions"], scale: float, used: Bool[Tensor, "*heads directions"] | None = None
-) -> Float[Tensor, "*heads"]:
-    """Returns max|strength| * scale, which bounds the change of the scores per change of query and key (Prop. 4)."""
-    return scale * _largest(_magnitude(strength, used))
-
-
-def _magnitude(strength: Tensor, used: Tensor | None) -> Tensor:
+def magnitude_of(strength: Tensor, used: Tensor | None) -> Tensor:
     return (strength if used is None else torch.where(used, strength, torch.zeros_like(strength))).abs()
 
 
-def _largest(magnitude: Tensor) -> Tensor:
+def largest_of(magnitude: Tensor) -> Tensor:
     # amax refuses an axis without directions.
     return magnitude.amax(-1) if magnitude.shape[-1] else magnitude.sum(-1)
