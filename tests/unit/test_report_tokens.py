@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from attnrx.show.reports import ReportContent, sample_tokens
-from attnrx.show.reports.drawing import patch_picture
 from attnrx.show.reports.page import render
+from attnrx.show.reports.sections.samples import patch_picture
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import attach_tokens_, build_model, family_of, reduction_of, save_model, token_run
 from attnrx.vit.tokens import AttentionReceived, Reducer, TokenPolicy, ToMe, Ward

@@ -40,13 +40,12 @@ class MeasuredSpeed:
     high: float | None
     batch: int
     conditions: str
-    threads: int | None = None
+    where: str = ""  # the threads of a CPU, or another device, for the sentence
     baseline: str = "the original"
     runtime: str = KERNELS
     by_runtime: float | None = None
     by_compression: float | None = None
     reference_seconds: float | None = None
-    device: str = ""  # other than a CPU
 
     @classmethod
     def from_record(cls, record: Record) -> "MeasuredSpeed":
@@ -56,12 +55,13 @@ class MeasuredSpeed:
             (record.get(name) or {}).get("value") for name in ("by_runtime", "by_compression")
         )
         settings, threads, torch = record.get("conditions") or {}, record.get("threads"), record.get("torch_version")
-        graphs, device = "CUDA graphs" if settings.get("graphs") else None, ""
-        if str(settings.get("device", "cpu")).startswith("cuda"):
-            threads, device = None, " as ".join(filter(None, (record.get("hardware"), graphs)))
+        graphs = "CUDA graphs" if settings.get("graphs") else None
+        used = None if threads is None else f"{threads} thread{'s' * (threads != 1)}"
+        on_cuda = str(settings.get("device", "cpu")).startswith("cuda")
+        where = " as ".join(filter(None, (record.get("hardware"), graphs))) if on_cuda else used or ""
         parts = [
             f"batch {record['batch']}",
-            None if threads is None else f"{threads} thread{'s' * (threads != 1)}",
+            None if on_cuda else used,
             settings.get("precision"),
             record.get("runtime") or (torch and f"PyTorch {torch}"),
             "compiled" if settings.get("compiled") else None,
@@ -74,13 +74,12 @@ class MeasuredSpeed:
             known(faster.get("high")),
             record["batch"],
             ", ".join(part for part in parts if part),
-            threads,
+            where,
             record.get("baseline", "the original"),
             record.get("runtime", KERNELS),
             by_runtime,
             by_compression,
             (record.get("reference") or {}).get("median"),
-            device,
         )
 
     @property
@@ -94,9 +93,7 @@ class MeasuredSpeed:
     @property
     def setting(self) -> str:
         """The baseline, the batch size and the threads or the device, for the sentence."""
-        where = f" on {self.device}" if self.device else ""
-        if self.threads is not None:
-            where = f" on {self.threads} thread{'s' * (self.threads != 1)}"
+        where = f" on {self.where}" if self.where else ""
         return f"{'than' if self.value >= 1 else 'of'} {self.baseline} at batch {self.batch}{where}"
 
     @property

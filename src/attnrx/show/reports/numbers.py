@@ -34,11 +34,7 @@ def number(value: Number | None, digits: int = 3) -> str:
     if -4 <= exponent < 6:
         return fixed(rounded, max(0, digits - 1 - exponent))
     mantissa = fixed(rounded / 10**exponent, digits - 1)
-    return f"{mantissa}{GAP}{TIMES}{GAP}10{superscript(exponent)}"
-
-
-def superscript(exponent: int) -> str:
-    return str(exponent).translate(_SUPERSCRIPT)
+    return f"{mantissa}{GAP}{TIMES}{GAP}10{str(exponent).translate(_SUPERSCRIPT)}"
 
 
 def short(value: Number | None, digits: int = 4) -> str:
