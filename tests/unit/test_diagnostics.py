@@ -10,9 +10,8 @@ from attnrx.decide.diagnostics.geometry import selectivity
 from attnrx.decide.diagnostics.spectral_shape import effective_rank, energy, entropy
 from attnrx.vit.observation import Observation
 from attnrx.vit.spectrum import Spectrum
-from attnrx_lab.indicators import sensitivity, sparsity
 from attnrx_lab.perturbation import noise_like
-from attnrx_lab.redundancy import output_similarity, spectral_redundancy
+from attnrx_lab.redundancy import output_similarity, sensitivity, sparsity, spectral_redundancy
 
 HEADS, DIRECTIONS, TOKENS, HEAD_DIM, WIDTH = 3, 4, 5, 2, 6
 

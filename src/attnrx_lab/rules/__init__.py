@@ -12,8 +12,7 @@ from attnrx_lab import (  # noqa: F401  (they register losses, forms and the ref
     strength_refit,
     svda_attention,
 )
-from attnrx_lab.indicators import Indicators
-from attnrx_lab.redundancy import Redundancy
+from attnrx_lab.redundancy import Indicators, Redundancy
 from attnrx_lab.rules.controls import CONTROLS, control_prescriptions
 from attnrx_lab.rules.divergence import DivergenceRank, measure_divergence
 from attnrx_lab.rules.matched import LargestMatched, RandomMatched, UniformMatched
