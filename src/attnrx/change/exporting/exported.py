@@ -39,7 +39,7 @@ class _FormatReader(TextReader):
 
 
 def parse_format(text: str) -> Format:
-    """Parses a format with its knobs, e.g. `onnx`, `onnx(opset=18)` or `int8(images=128,method=percentile)`.
+    """Parses a format with its knobs, e.g. `onnx`, `onnx(opset=18)` or `int8(images=128,tolerance=0.05)`.
 
     Raises:
         UnknownName: There is no such format or knob.

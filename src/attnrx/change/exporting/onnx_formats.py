@@ -226,37 +226,37 @@ def _rename_value(graph: Any, name: str, new: str) -> None:
             names[:] = [new if each == name else each for each in names]
 
 
+MAPS = ("Gemm", "MatMul")
 TRIED_ON = 32  # images on which maps are quantised by turns
-METHODS: dict[str, str] = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
 
 
 @dataclass(frozen=True)
 class Int8(Onnx):
     """ONNX with 8-bit linear maps, by ONNX Runtime's static quantisation (QDQ).
 
-    Weights are quantised per output feature, activations per tensor with ranges estimated by `method` on `images`
+    Weights are quantised per output feature, activations per tensor by their least and largest values on `images`
     calibration images. Weights have 7 bits, so that sums of two products do not saturate on processors without VNNI,
     and are signed, as OpenVINO's kernels need them. Linear maps that change the outputs on calibration images by more
     than `tolerance` (norm of the difference over norm of the outputs) stay in float: one hidden unit that is a hundred
     times larger than all others, as pre-trained ViTs have, makes the 8 bits of its map useless. The two products inside
-    attention are quantised only with `attention`; patch embedding, norms, softmax and activation functions never are.
+    attention, patch embedding, norms, softmax and activation functions are not quantised.
     `most_difference` is the largest allowed difference of a logit from eager PyTorch, as a share of the largest logit;
     use `verify` to measure the loss of accuracy.
     """
 
     name: ClassVar[str] = "int8"
+    # How ranges were estimated, and whether the products inside attention were quantised.
+    retired: ClassVar[Mapping[str, Any]] = {"method": "minmax", "attention": False}
     images: int = 64
-    method: str = "minmax"
-    attention: bool = False
     tolerance: float = 0.1
     most_difference: float = 0.5
 
     def __post_init__(self):
         super().__post_init__()
-        if self.images < 1 or self.method not in METHODS or not self.most_difference > 0 or not self.tolerance > 0:
+        if self.images < 1 or not self.most_difference > 0 or not self.tolerance > 0:
             raise InvalidInput(
-                f"int8(images={self.images}, method={self.method}, tolerance={self.tolerance}, most_difference="
-                f"{self.most_difference}): give an image or more, one of {', '.join(METHODS)}, and numbers above 0."
+                f"int8(images={self.images}, tolerance={self.tolerance}, most_difference={self.most_difference}): give "
+                "an image or more, and numbers above 0."
             )
 
     def runtime_at(self, precision: str) -> str:
@@ -285,7 +285,10 @@ class Int8(Onnx):
                 self._quantize(plain, trial, maps, trial_images)
                 return float((self._outputs(trial, trial_images) - expected).norm() / expected.norm())
 
-            maps = self._maps(library("onnx").load(plain, load_external_data=False))
+            graph = library("onnx").load(plain, load_external_data=False).graph
+            weights = {tensor.name for tensor in graph.initializer}
+            # A product of two activations is one of attention's.
+            maps = [node.name for node in graph.node if node.op_type in MAPS and weights & set(node.input)]
             sensitive = set(_sensitive(maps, difference, self.tolerance))
             quantized_maps = [name for name in maps if name not in sensitive]
             if not quantized_maps:
@@ -308,22 +311,14 @@ class Int8(Onnx):
                 path,
                 _CalibrationReader(images),
                 quant_format=quantization.QuantFormat.QDQ,
-                op_types_to_quantize=["Gemm", "MatMul"],
+                op_types_to_quantize=list(MAPS),
                 nodes_to_quantize=list(maps),
                 per_channel=True,
                 # Weights of 7 bits, signed, and activations unsigned: see the class.
                 reduce_range=True,
                 activation_type=quantization.QuantType.QUInt8,
                 weight_type=quantization.QuantType.QInt8,
-                calibrate_method=getattr(quantization.CalibrationMethod, METHODS[self.method]),
             )
-
-    def _maps(self, model: Any) -> list[str]:
-        """Returns the names of the matrix products that may be quantised, in order."""
-        weights = {tensor.name for tensor in model.graph.initializer}
-        products = [node for node in model.graph.node if node.op_type in ("Gemm", "MatMul")]
-        # A product of two activations is one of attention's.
-        return [node.name for node in products if self.attention or weights & set(node.input)]
 
     @property
     def wanted(self) -> int:

@@ -18,7 +18,7 @@ EXAMPLE = (
 )
 FORMATS = (
     "onnx, program (torch.export), aotinductor, openvino, executorch or int8, with knobs in brackets: onnx(opset=18), "
-    "int8(images=128,method=percentile,tolerance=0.05), openvino(precision=bf16), openvino(precision=int8)"
+    "int8(images=128,tolerance=0.05), openvino(precision=bf16), openvino(precision=int8)"
 )
 
 
