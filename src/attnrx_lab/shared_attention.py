@@ -15,7 +15,7 @@ from attnrx.vit.attention.factors import Bucket, BucketValues, HeadOutputs, Mixt
 from attnrx.vit.attention.forms import Keys, Queries, ScoreForm, register_form
 from attnrx.vit.kernels.cached_weights import CachedWeights
 from attnrx.vit.kernels.compilation import kernel_threads, required_library
-from attnrx.vit.kernels.native_attention import described_heads, num_features, require_fitting
+from attnrx.vit.kernels.native_attention import described_heads, num_features, require_heads
 from attnrx.vit.kernels.operators import address, define, require_inference
 from attnrx.vit.spec import AttentionSpec
 
@@ -181,7 +181,7 @@ def _mixed_attention(
         )
     # Every head is described with the queries and keys of all directions: views with stride 0 over the heads.
     queries, keys = ([side[:, None].expand(-1, value.shape[1], -1, -1) for value in values] for side in (query, key))
-    require_fitting(queries, keys, values, sizes)
+    require_heads(queries, keys, values, sizes)
     output = _empty_mixed(query, key, values)
     batch, tokens, _ = output.shape
     fits = mix.shape == (sum(value.shape[1] for value in values), len(ranks)) and min(ranks, default=0) >= 0

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.kernels.compilation import kernel_threads, required_library
-from attnrx.vit.kernels.operators import address, define, require_inference
+from attnrx.vit.kernels.operators import address, define, require_fitting, require_inference
 
 # The numbers that describe a head to the kernel (pointer and two strides each of query, key, value and output; rank
 # and value dimension), and the bytes of a float.
@@ -58,10 +57,6 @@ def native_attention(
         NotSupported: The kernel cannot be built here.
         InvalidInput: Tensors that are not float32, or whose shapes do not fit.
     """
-    if not len(queries) == len(keys) == len(values) or not queries:
-        raise InvalidInput(
-            f"{len(queries)} queries, {len(keys)} keys and {len(values)} values of heads: give one each, at least one."
-        )
     require_inference((*queries, *keys, *values, sizes, bias))
     token_sizes = None if sizes is None else sizes.float()
     return _NATIVE_ATTENTION(list(queries), list(keys), list(values), token_sizes, scale, bias)
@@ -76,7 +71,7 @@ def _attention(
     bias: Tensor | None = None,
 ) -> Tensor:
     library = required_library()
-    require_fitting(queries, keys, values, sizes)
+    require_heads(queries, keys, values, sizes)
     output = _empty(queries, keys, values)
     if not values[0].shape[2]:  # softmax over no keys times no values
         return output.zero_()
@@ -119,28 +114,28 @@ def described_heads(
     return (ctypes.c_int64 * len(numbers))(*numbers), len(numbers) // DESCRIBED, buffers
 
 
-def require_fitting(queries: list[Tensor], keys: list[Tensor], values: list[Tensor], sizes: Tensor | None) -> None:
-    """Raises InvalidInput for shapes with which the kernel would read out of bounds."""
-    axes = {side.ndim for side in (*queries, *keys, *values)}
-    if axes != {4}:
-        raise InvalidInput(
-            f"queries, keys and values with {sorted(axes)} axes: give [batch, heads, tokens, features] each."
-        )
-    (batch, _, tokens, _), length = queries[0].shape, values[0].shape[2]
-    for query, key, value in zip(queries, keys, values, strict=True):
-        heads, rank = value.shape[1], query.shape[3]
-        shapes = (batch, heads, tokens, rank), (batch, heads, length, rank), (batch, heads, length, value.shape[3])
-        if (query.shape, key.shape, value.shape) != shapes:
-            found = f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
-            raise InvalidInput(f"queries, keys and values of {found} are not those of the same heads and images.")
-        if not query.dtype == key.dtype == value.dtype == torch.float32:
-            raise InvalidInput(f"the attention kernel reads float32; {query.dtype}, {key.dtype}, {value.dtype} given.")
-    _require_sizes(sizes, batch, length)
+def require_heads(
+    queries: Sequence[Float[Tensor, "*_"]],
+    keys: Sequence[Float[Tensor, "*_"]],
+    values: Sequence[Float[Tensor, "*_"]],
+    sizes: Float[Tensor, "*_"] | None,
+) -> None:
+    """Raises InvalidInput for heads, or sizes of keys, with which the kernel would read out of bounds."""
+    all_sides = (*queries, *keys, *values)
+    fits = len(queries) == len(keys) == len(values) > 0 and {side.ndim for side in all_sides} == {4}
+    if fits:
+        (batch, _, tokens, _), length = queries[0].shape, values[0].shape[2]
+        for query, key, value in zip(queries, keys, values, strict=True):
+            heads, rank = value.shape[1], query.shape[3]
+            shapes = (batch, heads, tokens, rank), (batch, heads, length, rank), (batch, heads, length, value.shape[3])
+            fits &= (query.shape, key.shape, value.shape) == shapes
+            fits &= query.dtype == key.dtype == value.dtype == torch.float32
+        fits &= _fit(sizes, batch, length)
+    require_fitting(fits, *all_sides, sizes)
 
 
-def _require_sizes(sizes: Tensor | None, batch: int, length: int) -> None:
-    if sizes is not None and (sizes.shape != (batch, length) or sizes.dtype != torch.float32):
-        raise InvalidInput(f"sizes are float32 {[batch, length]} here, not {sizes.dtype} {list(sizes.shape)}.")
+def _fit(sizes: Tensor | None, batch: int, length: int) -> bool:
+    return sizes is None or (sizes.shape == (batch, length) and sizes.dtype == torch.float32)
 
 
 # The two structures have the fields, order and types of `Bias` and `Rotation` in attention.cpp.
@@ -165,8 +160,7 @@ def _described_bias(bias: Tensor | None, shape: tuple[int, int, int, int]) -> An
     """Returns a pointer to the description of a contiguous bias; None without one."""
     if bias is None:
         return None
-    if bias.shape[0] not in (1, shape[0]) or tuple(bias.shape[1:]) != shape[1:]:
-        raise InvalidInput(f"a bias of {list(bias.shape)} is not that of pairs of tokens, {list(shape)}.")
+    require_fitting(bias.shape[0] in (1, shape[0]) and tuple(bias.shape[1:]) == shape[1:], bias)
     # One bias for all images: stride 0. byref keeps the structure alive; the caller keeps the tensor.
     image = 0 if bias.shape[0] == 1 else bias.stride(0)
     return ctypes.byref(_Bias(bias.data_ptr(), image, bias.stride(1)))
@@ -199,26 +193,26 @@ def _joint_attention(
     bias: Tensor | None = None,
 ) -> Tensor:
     library = required_library()
-    if features.ndim != 3:
-        raise InvalidInput(f"features of {list(features.shape)}: give [batch, tokens, features of all heads].")
     features = features.contiguous()
+    require_fitting(features.ndim == 3 and features.dtype == torch.float32, features)
     batch, tokens, row = features.shape
-    if row != 2 * sum(ranks) + sum(value_dims) or len(ranks) != len(value_dims):
-        raise InvalidInput(
-            f"{row} features are not those of heads with ranks {ranks} and value dimensions {value_dims}."
-        )
-    if features.dtype != torch.float32:
-        raise InvalidInput(f"the attention kernel reads float32; {features.dtype} given.")
-    _require_sizes(sizes, batch, tokens)
+    fits = row == 2 * sum(ranks) + sum(value_dims) and len(ranks) == len(value_dims)
+    require_fitting(fits and _fit(sizes, batch, tokens), features, sizes)
     output = _empty_joint(features, ranks, value_dims)
     sizes, numbers = None if sizes is None else sizes.contiguous(), ctypes.c_int64 * len(ranks)
     rotation = None
     if cosines is not None and sines is not None:
         heads, prefix = len(ranks), pairs[-1]
         cosines, sines = cosines.contiguous(), sines.contiguous()
-        _require_rotation(cosines, sines, ranks, pairs, (batch, tokens))
         # `pairs` is flat, because an operator takes lists of integers only (see RotationTable).
         columns, counts, stills = (numbers(*pairs[start : start + heads]) for start in range(0, 3 * heads, heads))
+        fits = all(
+            0 <= column and column + count <= cosines.shape[2] and 0 <= still and still + 2 * count <= rank
+            for column, count, still, rank in zip(columns, counts, stills, ranks, strict=True)
+        )
+        fits &= cosines.shape == sines.shape and cosines.dtype == sines.dtype == torch.float32
+        fits &= cosines.shape[0] in (1, batch) and cosines.shape[1] == tokens - prefix
+        require_fitting(fits, cosines, sines)
         image = 0 if cosines.shape[0] == 1 else cosines.stride(0)
         # The structure holds addresses only: arrays and tables are local variables, alive until the call returns.
         addresses = [ctypes.addressof(array) for array in (columns, counts, stills)]
@@ -232,24 +226,6 @@ def _joint_attention(
     ):  # fmt: skip
         raise MemoryError("attention found no memory for the keys and values of one head.")
     return output
-
-
-def _require_rotation(
-    cosines: Tensor, sines: Tensor, ranks: Sequence[int], pairs: Sequence[int], shape: tuple[int, int]
-) -> None:
-    """Raises InvalidInput for rotations with which the kernel would read out of bounds."""
-    heads, (batch, tokens) = len(ranks), shape
-    columns, counts, stills = (pairs[start : start + heads] for start in range(0, 3 * heads, heads))
-    fits = all(
-        0 <= column and column + count <= cosines.shape[2] and 0 <= still and still + 2 * count <= rank
-        for column, count, still, rank in zip(columns, counts, stills, ranks, strict=True)
-    )
-    is_table = cosines.shape == sines.shape and cosines.dtype == sines.dtype == torch.float32
-    if not (fits and is_table and cosines.shape[0] in (1, batch) and cosines.shape[1] == tokens - pairs[-1]):
-        raise InvalidInput(
-            f"rotations of {list(cosines.shape)} ({cosines.dtype}) are not those of {batch} images with "
-            f"{tokens - pairs[-1]} patches in float32, or the pairs {list(pairs)} do not fit the ranks {list(ranks)}."
-        )
 
 
 def num_features(values: Iterable[torch.Size]) -> int:

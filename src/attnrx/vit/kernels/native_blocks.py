@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor, TokenBatch
 from attnrx.vit.kernels.compilation import kernel_threads, required_library
 from attnrx.vit.kernels.native_products import NativeMap, described_maps
-from attnrx.vit.kernels.operators import define, require_inference
+from attnrx.vit.kernels.operators import define, require_fitting, require_inference
 
 
 class BlockTensors(NamedTuple):
@@ -64,7 +63,8 @@ def native_block(
         InvalidInput: Tensors that are not float32, or whose shapes do not fit.
     """
     require_inference((tokens, sizes))
-    sizes, outputs = None if sizes is None else sizes.float(), tokens.shape[1] if outputs is None else outputs
+    sizes = None if sizes is None else sizes.float().contiguous()
+    outputs = tokens.shape[1] if outputs is None else outputs
     output, rows = _NATIVE_BLOCK(tokens, *block, sizes, outputs, first_rows)
     return output, rows if first_rows else None
 
@@ -85,13 +85,19 @@ def _block(  # noqa: PLR0913, the arguments of the operator
 ) -> tuple[Tensor, Tensor]:
     library = required_library()
     tokens = tokens.contiguous()
-    if not 0 <= outputs <= tokens.shape[1]:
-        raise InvalidInput(f"{outputs} of {tokens.shape[1]} tokens are to be computed.")
+    images, count, width = tokens.shape
+    directions, features, maps_of = sum(ranks), sum(value_dims), [weight.shape[0] for weight in weights]
+    fits = len(maps_of) > 4 and maps_of[:4] == [directions, directions, features, width] and maps_of[-1] == width
+    fits &= 0 <= outputs <= count and len(vectors) == 6 and len(ranks) == len(value_dims)
+    fits &= tokens.dtype == torch.float32 and (sizes is None or sizes.shape == (images, count))
+    for vector in vectors:
+        fits &= vector is None or vector.shape == (width,)
+    for vector in (*vectors, sizes):
+        fits &= vector is None or (vector.dtype == torch.float32 and vector.is_contiguous())
+    require_fitting(fits, tokens, *weights, *vectors, sizes)
     output, rows = _empty(tokens, vectors, epsilons, weights, biases, gelus, ranks, *[None] * 3, outputs, first_rows)
     if not output.numel():
         return output, rows.zero_()
-    images, count, width = tokens.shape
-    _require_fitting(tokens, vectors, ranks, value_dims, weights, sizes)
     # Queries, keys and values are maps of the tokens, the others of what the step before returns.
     sides, buffers = described_maps(width, weights[:3], biases[:3], gelus[:3], joined=True)
     readout, others = described_maps(sum(value_dims), weights[3:4], biases[3:4], gelus[3:4])
@@ -100,7 +106,6 @@ def _block(  # noqa: PLR0913, the arguments of the operator
     integers = ctypes.c_int64 * len(ranks)
     all_ranks, all_dims = integers(*ranks), integers(*value_dims)
     buffers += (*others, *more)
-    sizes = None if sizes is None else sizes.contiguous()
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*vectors, sizes)]
     described = _Block(
         tokens.data_ptr(), output.data_ptr(), rows.data_ptr() if first_rows else 0, pointers[6],
@@ -112,35 +117,6 @@ def _block(  # noqa: PLR0913, the arguments of the operator
     if library.attnrx_block(ctypes.byref(described), kernel_threads()):
         raise MemoryError("a block found no memory for the features of one image.")
     return output, rows
-
-
-def _require_fitting(
-    tokens: Tensor,
-    vectors: list[Tensor | None],
-    ranks: list[int],
-    value_dims: list[int],
-    weights: list[Tensor],
-    sizes: Tensor | None,
-) -> None:
-    """Raises InvalidInput for arguments with which the kernel would read out of bounds."""
-    images, count, width = tokens.shape
-    outputs = [weight.shape[0] for weight in weights]
-    directions, features = sum(ranks), sum(value_dims)
-    if len(outputs) < 5 or outputs[:4] != [directions, directions, features, width] or outputs[-1] != width:
-        raise InvalidInput(
-            f"maps with {outputs} outputs are not those of heads of ranks {ranks} and value dimensions {value_dims}, "
-            f"and of an MLP, in a block of width {width}."
-        )
-    fits = len(vectors) == 6 and len(ranks) == len(value_dims) and tokens.dtype == torch.float32
-    for vector in vectors:
-        fits &= vector is None or (
-            vector.shape == (width,) and vector.dtype == torch.float32 and vector.is_contiguous()
-        )
-    if not fits or (sizes is not None and (sizes.shape != (images, count) or sizes.dtype != torch.float32)):
-        raise InvalidInput(
-            f"the norms, factors or sizes do not fit {tokens.dtype} tokens {list(tokens.shape)}: give contiguous "
-            f"float32 vectors of {width}, and sizes {[images, count]}."
-        )
 
 
 def _empty(tokens: Tensor, *others: Any) -> tuple[Tensor, Tensor]:

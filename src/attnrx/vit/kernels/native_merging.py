@@ -4,11 +4,10 @@ import ctypes
 
 import torch
 
-from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
 from attnrx.vit.kernels.compilation import kernel_threads, native_library, required_library
-from attnrx.vit.kernels.operators import define, require_inference
+from attnrx.vit.kernels.operators import define, require_fitting, require_inference
 
 Merged = tuple[
     Float[Tensor, "batch left width"],
@@ -70,17 +69,16 @@ def _merge(
     # Without keys the patches themselves are compared, by squared distances (Ward).
     compared = tokens if keys is None else keys
     weights = sizes if weights is None else weights.to(sizes.dtype)
-    _require_fitting(tokens, sizes, weights, indices, compared)
-    if lengths and keys is not None:
-        raise InvalidInput("lengths are kept where patches are compared themselves; give no keys.")
-    if not 0 < merged <= (indices.shape[1] + 1) // 2 or indices.shape[1] < 2:
-        raise InvalidInput(f"{merged} of {indices.shape[1]} patches in one round: merge at most half of them.")
+    (images, count), shapes = indices.shape, {sizes.shape, weights.shape, compared.shape[:2], tokens.shape[:2]}
+    fits = len(shapes) == 1 and images == len(tokens) and 2 <= count <= tokens.shape[1]
+    fits &= 0 < merged <= (count + 1) // 2 and not (lengths and keys is not None)
+    fits &= tokens.dtype == sizes.dtype == compared.dtype == torch.float32 and indices.dtype == torch.int64
+    require_fitting(fits, tokens, sizes, weights, compared, indices)
     outputs = _empty(tokens, sizes, indices, None, None, merged)
     # A row must be contiguous; a copy is kept until the kernel has returned.
     tokens = tokens if tokens.stride(2) == 1 else tokens.contiguous()
     compared = compared if compared.stride(2) == 1 else compared.contiguous()
     sizes, weights, indices = sizes.contiguous(), weights.contiguous(), indices.contiguous()
-    images, count = indices.shape
     # The fields of the structure `Merge` of merging.cpp, in their order.
     numbers = (
         tokens.data_ptr(), *tokens.stride()[:2], tokens.shape[2],
@@ -91,20 +89,6 @@ def _merge(
     if library.attnrx_merge((ctypes.c_int64 * len(numbers))(*numbers), kernel_threads()):
         raise MemoryError("token merging found no memory for the patches of one image.")
     return outputs
-
-
-def _require_fitting(tokens: Tensor, sizes: Tensor, weights: Tensor, indices: Tensor, compared: Tensor) -> None:
-    """Raises InvalidInput for arguments with which the kernel would read out of bounds."""
-    images, count = indices.shape
-    all_shapes = sizes.shape, weights.shape, compared.shape[:2], tokens.shape[:2]
-    if len(set(all_shapes)) > 1 or images != len(tokens) or count > tokens.shape[1]:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in (tokens, sizes, weights, compared, indices))
-        raise InvalidInput(
-            f"tokens, sizes, weights, compared rows and patch indices of {shapes} are not those of the same tokens."
-        )
-    if not tokens.dtype == sizes.dtype == compared.dtype == torch.float32 or indices.dtype != torch.int64:
-        dtypes = ", ".join(str(tensor.dtype) for tensor in (tokens, sizes, compared, indices))
-        raise InvalidInput(f"the merging kernel reads float32 tensors and int64 indices; {dtypes} given.")
 
 
 def _empty(

@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.kernels.compilation import kernel_threads, native_library, required_library
-from attnrx.vit.kernels.operators import define, require_inference
+from attnrx.vit.kernels.operators import define, require_fitting, require_inference
 
 # The smallest product that the kernel computes; for smaller ones the call itself takes longer than it saves.
 LEAST_MACS = 1_000_000
@@ -119,12 +118,10 @@ def described_maps(
     buffers: list[Tensor] = []
     for weight, bias, gelu in zip(weights, biases, gelus, strict=True):
         outputs = weight.shape[0]
-        if weight.ndim != 2 or weight.shape[1] != inputs or (bias is not None and bias.shape != (outputs,)):
-            added = "" if bias is None else f" and a bias {list(bias.shape)}"
-            raise InvalidInput(f"a weight {list(weight.shape)}{added} make no map of {inputs} features.")
+        fits = weight.ndim == 2 and weight.shape[1] == inputs and (bias is None or bias.shape == (outputs,))
         for tensor in (weight, weight if bias is None else bias):
-            if tensor.dtype != torch.float32 or not tensor.is_cpu:
-                raise InvalidInput(f"the kernel reads float32 on a CPU; {tensor.dtype} on {tensor.device} given.")
+            fits &= tensor.dtype == torch.float32 and tensor.is_cpu
+        require_fitting(fits, weight, bias)
         weight = weight if weight.is_contiguous() else weight.contiguous()
         bias = bias if bias is None or bias.is_contiguous() else bias.contiguous()
         buffers += (weight,) if bias is None else (weight, bias)
@@ -137,10 +134,7 @@ def _maps(
     features: Tensor, weights: list[Tensor], biases: list[Tensor | None], gelus: list[bool], joined: bool = False
 ) -> Tensor:
     library = required_library()
-    if not features.ndim or not weights:
-        raise InvalidInput(f"{len(weights)} maps of features {list(features.shape)}: give a map and rows of features.")
-    if features.dtype != torch.float32:
-        raise InvalidInput(f"the product kernel reads float32; {features.dtype} given.")
+    require_fitting(features.ndim > 0 and len(weights) > 0 and features.dtype == torch.float32, features)
     features = features.contiguous()
     maps, _buffers = described_maps(features.shape[-1], weights, biases, gelus, joined)
     output = _empty(features, weights, biases, gelus, joined)

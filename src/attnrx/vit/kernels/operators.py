@@ -44,6 +44,13 @@ def require_inference(tensors: Sequence[Tensor | None]) -> None:
             raise InvalidInput(f"a C++ kernel reads dense tensors; {tensor.layout} given: convert it by to_dense().")
 
 
+def require_fitting(fits: bool, *tensors: Tensor | None) -> None:
+    """Raises InvalidInput for tensors, of any shapes, with which a kernel would read out of bounds."""
+    if not fits:
+        given = ", ".join(f"{each.dtype} {list(each.shape)}" for each in tensors if each is not None)
+        raise InvalidInput(f"a C++ kernel cannot read {given}: give float32 tensors on a CPU whose shapes fit.")
+
+
 def address(tensor: Float[Tensor, "*sizes"] | None) -> int | None:
     """Returns where a contiguous tensor is, as a kernel takes it; None stands for no tensor."""
     return None if tensor is None else tensor.data_ptr()
