@@ -13,8 +13,8 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention.factors import Bucket, BucketValues, HeadOutputs, Mixture, ScoreFactors
 from attnrx.vit.attention.forms import Keys, Queries, ScoreForm, register_form
-from attnrx.vit.kernels.cached_weights import CachedWeights
 from attnrx.vit.kernels.compilation import kernel_threads, required_library
+from attnrx.vit.kernels.fixed_weights import of_weights
 from attnrx.vit.kernels.native_attention import described_heads, num_features, require_heads
 from attnrx.vit.kernels.operators import address, define, require_inference
 from attnrx.vit.spec import AttentionSpec
@@ -57,7 +57,6 @@ class MixedForm(ScoreForm):
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
         self.mix = nn.Parameter(torch.eye(len(spec.heads), len(spec.rows)))
-        self._kept: CachedWeights[Tensor] = CachedWeights()
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
         """Returns the number of rows of every block; those of the last one are padded to the width of the buckets."""
@@ -70,7 +69,7 @@ class MixedForm(ScoreForm):
         rows = self.rows(buckets)
         # Both descriptions of the same scores: fused kernels take strengths per direction, unfused backends the
         # mixture.
-        strength = self._kept(rows, (self.mix,), lambda: self.mix[:, _block_index(rows, self.mix)])
+        strength = of_weights(self, rows, lambda: self.mix[:, _block_index(rows, self.mix)])
         blocks, sides = BlockFactors(query, key, rows), (query.unsqueeze(2), key.unsqueeze(2))
         return tuple(
             ScoreFactors(

@@ -10,7 +10,7 @@ from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention.factors import Bucket, ScoreFactors
 from attnrx.vit.attention.forms import Keys, Queries, ScoreForm, register_form
 from attnrx.vit.attention.head_linear import padding_index
-from attnrx.vit.kernels.cached_weights import CachedWeights
+from attnrx.vit.kernels.fixed_weights import of_weights
 from attnrx.vit.spec import AttentionSpec
 
 
@@ -24,7 +24,6 @@ class SvdaForm(ScoreForm):
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
         self.strength = nn.Parameter(torch.ones(sum(spec.ranks)))
-        self._kept: CachedWeights[dict[Bucket, Tensor]] = CachedWeights()
 
     def rows_by_bucket(self, buckets: tuple[Bucket, ...]) -> list[int]:
         if not self.spec.keeps_original_norms:
@@ -33,8 +32,7 @@ class SvdaForm(ScoreForm):
         return [self.spec.original_rank if bucket.rank else 0 for bucket in buckets]
 
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
-        # Padding is several small operations per bucket, so it is done once per change of the strengths.
-        strength = self._kept(buckets, (self.strength,), lambda: self._strength(buckets))
+        strength = of_weights(self, buckets, lambda: self._strength(buckets))
         return tuple(
             ScoreFactors(bucket, self._unit(q, bucket), self._unit(k, bucket), strength[bucket], self.spec.scale)
             for bucket, q, k in self.parts(query, key, buckets)

@@ -20,7 +20,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import attnrx as rx
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.kernels.cached_weights import CachedWeights
 from attnrx.vit.models import recording_tokens
 from attnrx.vit.models.token_reduction import CallState
 from attnrx.vit.tokens import TokenPolicy
@@ -59,13 +58,13 @@ def called(kind: str, library: str, grad: bool) -> tuple[nn.Module, Tensor, Tens
 
 
 def held_tensors(model: nn.Module) -> dict[int, Tensor]:
-    """Returns every tensor that is reachable from a model, except of cached weights, which are no data of a call."""
+    """Returns every tensor that is reachable from a model."""
     found: dict[int, Tensor] = {}
     visited: set[int] = set()
     waiting: list[Any] = [model]
     while waiting:
         each = waiting.pop()
-        if id(each) in visited or isinstance(each, type | ModuleType | CachedWeights):
+        if id(each) in visited or isinstance(each, type | ModuleType):
             continue
         visited.add(id(each))
         if isinstance(each, Tensor):

@@ -48,11 +48,8 @@ def gathered_weights(model: nn.Module) -> Iterator[None]:
     All processes must enter and exit together, and the weights must not change inside. No effect on a model that is not
     sharded.
     """
-    parts = _parts(model)
-    for part in parts:
+    for part in _parts(model):
         part.unshard()
-    # Gathering rewrites the same memory without a new version; caches of weights are keyed by the version.
-    torch.autograd.graph.increment_version([parameter for parameter in model.parameters() if parts])
     try:
         yield
     finally:

@@ -46,7 +46,7 @@ from attnrx.support.trees import tensors_of
 from attnrx.vit.attention import Attention, AttentionCapture, Backend, Portable, using
 from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
 from attnrx.vit.costs.conditions import PRECISIONS as TIMED_PRECISIONS
-from attnrx.vit.kernels.cached_weights import fixed_weights
+from attnrx.vit.kernels.fixed_weights import fixed_weights
 from attnrx.vit.models import (
     TokenReduction,
     described_tokens,

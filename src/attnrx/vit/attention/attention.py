@@ -27,8 +27,8 @@ from attnrx.vit.attention.head_linear import (
     parameters_of,
 )
 from attnrx.vit.attention.positions import Positions
-from attnrx.vit.kernels.cached_weights import has_fixed_weights
 from attnrx.vit.kernels.compilation import required_library
+from attnrx.vit.kernels.fixed_weights import has_fixed_weights
 from attnrx.vit.kernels.native_attention import JointFeatures
 from attnrx.vit.maps import HEADS
 from attnrx.vit.spec import AttentionSpec
@@ -184,7 +184,7 @@ class Attention(nn.Module):
         if "output_norm" in self.inner_norms:
             # Zeros of the padding would change the statistics of the norm.
             return self.output(self.inner_norms["output_norm"](self._unpadded(features, value_dims)))
-        # Otherwise the padding is free: zero columns are added to the cached weight, not to the features.
+        # Otherwise the padding is free: zero columns are added to the weight, not to the features.
         return self.output.padded(features, value_dims)
 
     def _bias(self, positions: Positions | None, queries: int | None) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 
 from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.kernels.cached_weights import has_fixed_weights
+from attnrx.vit.kernels.fixed_weights import has_fixed_weights
 
 ValueBatch = Float[Tensor, "batch heads keys v_head_dim"]
 HeadOutputs = Float[Tensor, "batch queries features"]

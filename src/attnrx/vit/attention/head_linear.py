@@ -7,15 +7,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._C._functorch import is_batchedtensor
 
 from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Tensor, TokenBatch
 from attnrx.vit.attention.factors import Bucket
-from attnrx.vit.kernels.cached_weights import CachedWeights, has_fixed_weights
+from attnrx.vit.kernels.fixed_weights import has_fixed_weights, of_weights
 from attnrx.vit.kernels.native_products import linear_map, native_maps, runs_natively
-
-LARGEST_COPY = 1 << 18
-"""Numbers of the largest joint weight that is copied: every use of a copy reads the weights, to compare their hash."""
 
 
 class HeadLinear(nn.Module):
@@ -28,7 +26,6 @@ class HeadLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(sum(rows))) if bias else None
         if self.weight.numel():  # every head may have rank 0, or be gone
             nn.init.trunc_normal_(self.weight, std=0.02)
-        self._kept: CachedWeights[WeightAndBias] = CachedWeights()
 
     def forward(self, tokens: TokenBatch) -> Float[Tensor, "batch tokens rows"]:
         return F.linear(tokens, self.weight, self.bias)
@@ -37,7 +34,7 @@ class HeadLinear(nn.Module):
         """Returns `rows[h]` features for every head h; features beyond the head's own are zero."""
         if rows == self.rows:
             return self(tokens)
-        return linear_map(tokens, *self._kept(rows, (self.weight, self.bias), lambda: self.spread(rows)))
+        return linear_map(tokens, *of_weights(self, rows, lambda: self.spread(rows)))
 
     def augmented(self) -> Float[Tensor, "rows augmented"]:
         """Returns the rows with their bias (or zero) as the last column, in float64 on the CPU."""
@@ -96,13 +93,11 @@ def addresses_of(parameters: Sequence[Tensor | None]) -> tuple[int, ...]:
 class FusedQKV:
     """Several projections of the same tokens as one matrix product, while no gradients are needed.
 
-    One wide product is faster than several narrow ones, especially for few tokens. The C++ kernel and, for large
-    projections, PyTorch write the results side by side; otherwise the weight is a copy of theirs, which is cached. On
-    other devices than a CPU the weights themselves are rows of one (`pack_`).
+    One wide product is faster than several narrow ones, especially for few tokens. On a CPU the C++ kernel or PyTorch
+    writes the results side by side. On other devices the weights themselves are rows of one (`pack_`).
     """
 
     def __init__(self):
-        self._kept: CachedWeights[WeightAndBias] = CachedWeights()
         self._packed: PackedWeights | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -159,29 +154,31 @@ class FusedQKV:
             # A hook on a projection must receive that projection's own call, and a subclass may compute something else.
             if side._forward_hooks or side._forward_pre_hooks or type(side) is not HeadLinear:
                 return None
-        is_whole = not has_fixed_weights() and all(rows == side.rows for side, rows in sides)
-        if is_whole and (packed := self.packed(parameters)) is not None:
-            return F.linear(tokens, *packed)
-        # Without the cache the joint weight would be copied together in every call.
-        if not CachedWeights.possible(parameters):
+        if has_fixed_weights():
+            key = tuple([rows for _, rows in sides])
+            return linear_map(tokens, *of_weights(self, key, lambda: _joined(sides)))
+        if any(rows != side.rows for side, rows in sides):
             return None
-        if is_whole:
-            weights = [side.weight for side, _ in sides]
-            if runs_natively(tokens, *weights):
-                return native_maps(tokens, weights, [side.bias for side, _ in sides], [False] * len(sides), joined=True)
-            if _are_large(tokens, weights):
-                return _side_by_side(tokens, sides)
-        return linear_map(tokens, *self._kept(tuple([rows for _, rows in sides]), parameters, lambda: _joined(sides)))
+        if (packed := self.packed(parameters)) is not None:
+            return F.linear(tokens, *packed)
+        weights = [side.weight for side, _ in sides]
+        if runs_natively(tokens, *weights):
+            return native_maps(tokens, weights, [side.bias for side, _ in sides], [False] * len(sides), joined=True)
+        return _side_by_side(tokens, sides) if _are_plain(tokens, weights) else None
 
 
 def parameters_of(projections: "Sequence[HeadLinear]") -> list[Tensor | None]:
     return [parameter for side in projections for parameter in (side.weight, side.bias)]
 
 
-def _are_large(tokens: TokenBatch, weights: Sequence[Tensor]) -> bool:
-    """Whether a copy of the weights would take longer than it saves."""
-    size, dtypes = sum([weight.numel() for weight in weights]), {tokens.dtype, *[weight.dtype for weight in weights]}
-    return size > LARGEST_COPY and len(dtypes) == 1 and not torch.is_autocast_enabled("cpu")
+def _are_plain(tokens: TokenBatch, weights: Sequence[Tensor]) -> bool:
+    """Whether products with weights can be written to a part of a tensor: on a CPU, of no subclass of tensors, and not
+    vectorized by torch.func.vmap.
+    """
+    for each in (tokens, *weights):
+        if type(each) not in (Tensor, nn.Parameter) or each.dtype != tokens.dtype or is_batchedtensor(each):
+            return False
+    return tokens.is_cpu and not torch.is_autocast_enabled("cpu")
 
 
 def _side_by_side(tokens: TokenBatch, sides: Sequence[Side]) -> Float[Tensor, "batch tokens rows"]:
@@ -225,7 +222,6 @@ class OutputProjection(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
         if self.weight.numel():
             nn.init.trunc_normal_(self.weight, std=0.02)
-        self._kept: CachedWeights[Tensor] = CachedWeights()
 
     def forward(self, features: Float[Tensor, "batch tokens features"]) -> TokenBatch:
         return linear_map(features, self.weight, self.bias)
@@ -234,7 +230,7 @@ class OutputProjection(nn.Module):
         """Projects heads that are padded to `value_dims[h]` features; features beyond the head's own are ignored."""
         if value_dims == self.value_dims:
             return self(features)
-        return linear_map(features, self._kept(value_dims, (self.weight,), lambda: self.spread(value_dims)), self.bias)
+        return linear_map(features, of_weights(self, value_dims, lambda: self.spread(value_dims)), self.bias)
 
     def spread(self, value_dims: tuple[int, ...]) -> Float[Tensor, "width features"]:
         """Returns the weight with zero columns for the padding."""

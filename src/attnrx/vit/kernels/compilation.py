@@ -36,7 +36,6 @@ ARGUMENTS = {
     "merge": "pi",
     "maps": "piipllpi",
     "block": "pi",
-    "content": "pii",
 }
 
 
@@ -240,7 +239,6 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, arguments in ARGUMENTS.items():
         function = getattr(library, f"attnrx_{name}")
         function.argtypes, function.restype = [types[each] for each in arguments], ctypes.c_int
-    library.attnrx_content.restype = ctypes.c_uint64
     return library
 
 

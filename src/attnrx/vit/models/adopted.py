@@ -15,7 +15,7 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention, AttentionContext, Positions
-from attnrx.vit.kernels.cached_weights import CachedWeights
+from attnrx.vit.kernels.fixed_weights import of_weights
 from attnrx.vit.models.chunked_forward import chunked_forward, is_watched, require_images
 from attnrx.vit.models.mlp import Pair
 from attnrx.vit.models.substitute import Substitute
@@ -347,17 +347,16 @@ class PlainAttention(Adapter):
 
 
 class PairBias(nn.Module):
-    """The bias of pairs that a module of a library computes, cached while its parameters and mode are the same."""
+    """The bias of pairs that a module of a library computes."""
 
     def __init__(self, source: nn.Module, compute: Callable[[], Tensor]):
         """`compute` is a bound method or a partial function of the module, so that a copy computes its own."""
         super().__init__()
         self.source, self.compute = source, compute
-        self._kept: CachedWeights[Tensor] = CachedWeights()
 
     def forward(self, *_: Any, **__: Any) -> Float[Tensor, "1 heads tokens tokens"]:
         """Returns the bias of all tokens; arguments of the library, e.g. the window, are those of the model."""
-        return self._kept(self.training, tuple(self.source.parameters()), self.compute)
+        return of_weights(self, None, self.compute)
 
 
 INTERLEAVED, HALVES = "interleaved", "halves"

@@ -18,7 +18,7 @@ from attnrx.support.optional import installed_versions, required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
-from attnrx.vit.kernels.cached_weights import CachedWeights
+from attnrx.vit.kernels.fixed_weights import of_weights
 from attnrx.vit.models.adopted import (
     HALVES,
     INTERLEAVED,
@@ -159,13 +159,12 @@ class TableBias(nn.Module):
         super().__init__()
         self.relative_position_bias_table = table
         self.index = index  # no buffer: timm's is not saved with the weights either
-        self._kept: CachedWeights[Tensor] = CachedWeights()
 
     def forward(self) -> Float[Tensor, "1 heads tokens tokens"]:
-        table = self.relative_position_bias_table
-        return self._kept((), (table,), lambda: self._pairs(table))
+        return of_weights(self, None, self._pairs)
 
-    def _pairs(self, table: Tensor) -> Tensor:
+    def _pairs(self) -> Tensor:
+        table = self.relative_position_bias_table
         # [pairs, heads] to [1, heads, tokens, tokens]; contiguous once here, instead of at every use.
         count = math.isqrt(self.index.numel())
         return table[self.index.flatten().to(table.device)].view(1, count, count, -1).permute(0, 3, 1, 2).contiguous()

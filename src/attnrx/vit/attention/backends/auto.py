@@ -63,7 +63,7 @@ class Fused(Backend):
         """
         width, rank = self.width(spec), max(spec.ranks, default=0)
         limit = self.FULL_ABOVE_WITH_FEW if context.has_fewer_than(FEW_TOKENS) else self.FULL_ABOVE
-        # A bucket of rank `width` is padded in the cached weights, one of a smaller rank after the projection.
+        # A bucket of rank `width` is padded in the weights, one of a smaller rank after the projection.
         full = spec.keeps_original_norms or rank > limit * width
         return padded_buckets(spec.ranks, width if full else rank, width), (width,) * len(spec.heads)
 
