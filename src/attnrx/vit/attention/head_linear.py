@@ -164,21 +164,20 @@ class FusedQKV:
         weights = [side.weight for side, _ in sides]
         if runs_natively(tokens, *weights):
             return native_maps(tokens, weights, [side.bias for side, _ in sides], [False] * len(sides), joined=True)
-        return _side_by_side(tokens, sides) if _are_plain(tokens, weights) else None
+        plain = [each is None or _is_plain(each, tokens.dtype) for each in (tokens, *parameters)]
+        return _side_by_side(tokens, sides) if all(plain) and not torch.is_autocast_enabled("cpu") else None
 
 
 def parameters_of(projections: "Sequence[HeadLinear]") -> list[Tensor | None]:
     return [parameter for side in projections for parameter in (side.weight, side.bias)]
 
 
-def _are_plain(tokens: TokenBatch, weights: Sequence[Tensor]) -> bool:
-    """Whether products with weights can be written to a part of a tensor: on a CPU, of no subclass of tensors, and not
-    vectorized by torch.func.vmap.
+def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a product with a tensor, of any shape, can be written to a part of another one: on a CPU, of no subclass
+    of tensors, and not vectorized by torch.func.vmap.
     """
-    for each in (tokens, *weights):
-        if type(each) not in (Tensor, nn.Parameter) or each.dtype != tokens.dtype or is_batchedtensor(each):
-            return False
-    return tokens.is_cpu and not torch.is_autocast_enabled("cpu")
+    has_type = type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == dtype
+    return has_type and tensor.is_cpu and not is_batchedtensor(tensor)
 
 
 def _side_by_side(tokens: TokenBatch, sides: Sequence[Side]) -> Float[Tensor, "batch tokens rows"]:

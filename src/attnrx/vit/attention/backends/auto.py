@@ -7,10 +7,8 @@ from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention.backends.backend import (
     Backend,
     Eager,
-    TokenSizes,
     fused_attention,
     has_equal_heads,
-    scores,
 )
 from attnrx.vit.attention.factors import (
     AttentionContext,
@@ -172,7 +170,7 @@ class Auto(Fused):
         return Eager() if spec.mixes_blocks else Fused()
 
 
-class Portable(Backend):
+class Portable(Eager):
     """Attention in few operations of a graph, for exported files: scaled dot products of torch, whatever the batch
     size, the threads and the machine are.
 
@@ -181,9 +179,6 @@ class Portable(Backend):
     """
 
     takes_few_queries = True
-
-    def __init__(self, sizes: TokenSizes | None = None):
-        self.sizes = sizes
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         # Rank 1 for a head without directions: its zero rows give a uniform map, of keys weighted by their sizes.
@@ -195,16 +190,7 @@ class Portable(Backend):
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         if factors.mixture is not None:  # the scores are no single product of two factors
-            logits, mask = scores(factors), self._mask(value, None)
-            return torch.softmax(logits if mask is None else logits + mask, dim=-1) @ value
+            return super().attend(factors, value)
         query, key = factors.folded()
-        mask = self._mask(query, factors.bias)
+        mask = self.mask(query, factors.bias)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=factors.scale)
-
-    def _mask(self, like: Tensor, bias: Tensor | None) -> Float[Tensor, "batch heads queries keys"] | None:
-        """Returns what is added to the scores: the bias of pairs, and the logarithms of the sizes, -inf for 0."""
-        sizes = None if self.sizes is None else self.sizes()
-        if sizes is None:
-            return bias
-        logs = sizes.to(like.dtype).log()[:, None, None]
-        return logs if bias is None else bias + logs

@@ -33,6 +33,27 @@ class Backend(ABC):
     takes_few_queries = False
     """Whether queries may have fewer tokens than keys and values."""
 
+    def __init__(self, sizes: TokenSizes | None = None, log_sizes: TokenSizes | None = None):
+        """`sizes` weight the keys, where the backend takes them; `log_sizes` are their logarithms."""
+        self.sizes, self.log_sizes = sizes, log_sizes
+
+    def token_sizes(self) -> Float[Tensor, "batch keys"] | None:
+        return None if self.sizes is None else self.sizes()
+
+    def mask(
+        self, like: Float[Tensor, "*_"], bias: Float[Tensor, "_ _ queries keys"] | None
+    ) -> Float[Tensor, "batch _ _ keys"] | None:
+        """Returns what is added to the scores: the bias of pairs, and the logarithms of the sizes, -inf for 0."""
+        bias = None if bias is None else bias.to(like.dtype)
+        sizes = self.token_sizes()
+        if sizes is None:
+            return bias
+        # A pruned token has the score -inf. The prefix tokens are never pruned, so every row has a finite score.
+        logs = sizes.to(like.dtype).log() if self.log_sizes is None else self.log_sizes()
+        assert logs is not None
+        mask = logs.to(like.dtype)[:, None, None]
+        return mask if bias is None else bias + mask
+
     @abstractmethod
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Returns the neighbouring heads that are computed together, with their padded rank, and the padded value
@@ -87,22 +108,14 @@ class Backend(ABC):
 class Eager(Backend):
     """The reference: scores, softmax, weighted sum of the values; keys are weighted by their `sizes`, if given."""
 
-    def __init__(self, sizes: TokenSizes | None = None):
-        self.sizes = sizes
-
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         """Groups only neighbours of equal shape, so that nothing is padded."""
         return exact_buckets(spec.ranks, spec.value_dims), spec.value_dims
 
-    def token_sizes(self) -> Float[Tensor, "batch keys"] | None:
-        return None if self.sizes is None else self.sizes()
-
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         """Computes scores (SVDA, Eq. 2), attention (SVDA, Eq. 3) and the weighted sum of the values."""
-        logits, sizes = scores(factors), self.token_sizes()
-        if sizes is not None:  # a size of 0 becomes the score -inf, so the key has weight zero
-            logits = logits + sizes.to(value.dtype).log()[:, None, None]
-        return torch.softmax(logits, dim=-1) @ value
+        logits, mask = scores(factors), self.mask(value, None)
+        return torch.softmax(logits if mask is None else logits + mask, dim=-1) @ value
 
     def mean(self, value: ValueBatch) -> Float[Tensor, "batch heads 1 v_head_dim"]:
         sizes = self.token_sizes()

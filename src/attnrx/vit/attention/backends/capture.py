@@ -56,8 +56,8 @@ class AttentionCapture(Backend):
         wanted: tuple[str, ...],
         log_sizes: TokenSizes | None = None,
     ):
-        self.sizes, self.receive, self.wanted = sizes, receive, wanted
-        self.log_sizes = log_sizes
+        super().__init__(sizes, log_sizes)
+        self.receive, self.wanted = receive, wanted
 
     def at(self, spec: AttentionSpec, context: AttentionContext) -> Backend:
         """Returns itself, or the C++ kernel if nothing but class attention has to be captured."""
@@ -78,10 +78,10 @@ class AttentionCapture(Backend):
     def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
         if self.wanted or type(self) is not AttentionCapture or joint.features.device.type == "cpu":
             return super().attend_fused_qkv(joint)
-        return fused_attention(joint, self._mask(joint.features, joint.bias))
+        return fused_attention(joint, self.mask(joint.features, joint.bias))
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
-        sizes = self.sizes()
+        sizes = self.token_sizes()
         query, key = factors.folded()
         # The logarithm of a size 0 is -inf, with an infinite gradient, so sampled sizes do not enter a fused kernel as
         # its mask (see `sized_softmax`). Full maps are never in memory in a fused kernel.
@@ -103,22 +103,10 @@ class AttentionCapture(Backend):
             return output.unflatten(2, (value.shape[1], -1)).transpose(1, 2)
         if factors.mixture is not None:
             return sized_softmax(scores(factors), sizes) @ value
-        mask = self._mask(query, factors.bias)
+        mask = self.mask(query, factors.bias)
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=factors.scale)
         # The export to ONNX decomposes the kernel with a mask into products, whose output has another memory layout.
         return output.contiguous() if factors.bias is not None and torch.compiler.is_exporting() else output
-
-    def _mask(self, like: Tensor, bias: Tensor | None) -> Float[Tensor, "batch _ _ keys"] | None:
-        """Returns what is added to the scores: the bias of pairs, and the logarithms of the sizes."""
-        bias = None if bias is None else bias.to(like.dtype)
-        sizes = self.sizes()
-        if sizes is None:
-            return bias
-        # A pruned token has the score -inf. The prefix tokens are never pruned, so every row has a finite score.
-        logs = sizes.log() if self.log_sizes is None else self.log_sizes()
-        assert logs is not None
-        mask = logs.to(like.dtype)[:, None, None, :]
-        return mask if bias is None else bias + mask
 
     def pass_on(
         self,
@@ -151,7 +139,7 @@ def capture_uniform(
 class NativeCapture(Native):
     """The C++ kernel, which returns no attention, beside the attention of the first token, one row per head."""
 
-    def __init__(self, sizes: TokenSizes, receive: Callable[[CapturedAttention], None]):
+    def __init__(self, sizes: TokenSizes | None, receive: Callable[[CapturedAttention], None]):
         super().__init__(sizes)
         self.receive = receive
 
@@ -213,9 +201,8 @@ class Observed(Backend):
         readout: Float[Tensor, "heads v_head_dim width"],
         capture: AttentionCapture | None = None,
     ):
-        self.observe = observe
-        self.readout = readout
-        self.capture = capture
+        super().__init__(None if capture is None else capture.sizes)
+        self.observe, self.readout, self.capture = observe, readout, capture
 
     def layout(self, spec: AttentionSpec, context: AttentionContext) -> HeadLayout:
         rank = max((*spec.ranks, 1))
@@ -223,7 +210,7 @@ class Observed(Backend):
 
     def attend(self, factors: ScoreFactors, value: ValueBatch) -> Tensor:
         logits = scores(factors)
-        attention = sized_softmax(logits, None if self.capture is None else self.capture.sizes())
+        attention = sized_softmax(logits, self.token_sizes())
         output = attention @ value
         if self.capture is not None:
             self.capture.pass_on(attention, factors, value)
