@@ -106,7 +106,7 @@ def covers_ratio(
     for _ in range(repetitions):
         runs = [run_of(rounds // processes, phi, between, generator) for _ in range(processes)]
         sides = [torch.stack(side) for side in zip(*runs, strict=True)]
-        found = Ratio.of_processes(*sides) if processes > 1 else Ratio.of(*runs[0])
+        found = Ratio.of(*sides)
         covered += found.low <= 1.5 <= found.high
         width += (found.high - found.low) / 1.5
     return covered / repetitions, width / repetitions

@@ -64,7 +64,7 @@ def test_models_that_cannot_be_pickled_are_measured_in_this_process() -> None:
 
 def test_an_interval_over_processes_has_the_spread_of_their_medians() -> None:
     medians = torch.tensor([1.0, 1.1, 1.2, 1.3], dtype=torch.float64)
-    found = Ratio.of_processes(medians[:, None].expand(4, 9), torch.ones(4, 9))
+    found = Ratio.of(medians[:, None].expand(4, 9), torch.ones(4, 9))
     low, high = (found.value / found.low, found.high / found.value)
     half = 3.182 * float(medians.log().std()) / 2
     assert found.value == pytest.approx(1.15) and low == pytest.approx(high) == pytest.approx(math.exp(half))

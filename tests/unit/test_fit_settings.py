@@ -11,11 +11,12 @@ import torch
 import attnrx as rx
 from attnrx.change.realization import fits
 from attnrx.change.realization.distillation import Distill
-from attnrx.change.realization.fits import KINDS, fits_record, realize_and_fit, recorded_fits
+from attnrx.change.realization.fits import KINDS, fits_record, realize_and_fit
 from attnrx.change.realization.repair import Repair
 from attnrx.support.errors import InvalidInput
 from attnrx.verbs.shrink import FITS_BY_EFFORT
 from attnrx.vit.models import model_fingerprint
+from attnrx_lab.checks.controls import recorded_fits
 from support.command_line import record
 from support.comparisons import pixels
 from support.pictures import write_folder

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from attnrx.change.predictions import Predictions
-from attnrx.change.realization.fits import realize_and_fit, recorded_fits
+from attnrx.change.realization.fits import KINDS, Fit, realize_and_fit
 from attnrx.nouns.evidence import Finding
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.fidelity import discrepancy, squared_distances
 from attnrx.show.checks.statistics import estimate, resampled_means
+from attnrx.support.dataclass_records import of_fields
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx_lab.rules.controls import control_prescriptions
@@ -139,3 +140,21 @@ def spread(values: list[float], *, lower_is_better: bool) -> dict[str, Any]:
         "deviation": stdev(draws) if len(draws) > 1 else None,
         "p": (1 + as_good) / (1 + len(draws)),
     }
+
+
+def recorded_fits(record: Mapping[str, Any]) -> tuple[Fit, ...]:
+    """Returns the fits of a record, in their order; records of earlier versions have the steps only.
+
+    Raises:
+        InvalidInput: An earlier version refined the queries and keys of the model, which is not repeated.
+    """
+    if record.get("refine"):
+        raise InvalidInput(
+            f"the model was refined in {record['refine']} steps by an earlier version, which this one does not repeat; "
+            "realize its prescription again, with repair."
+        )
+    found = []
+    for name, (kind, count) in KINDS.items():
+        if record.get(name):
+            found.append(of_fields(kind, {count: record[name], **record.get("settings", {}).get(name, {})}))
+    return tuple(found)

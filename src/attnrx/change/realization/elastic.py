@@ -21,7 +21,6 @@ INDEX = "elastic.json"
 ORIGINAL = "original"
 # A size is loaded as it is for budgets up to this share above its own.
 SAME = 1.01
-NEAR = 0.1  # of the MACs
 HALVINGS = 20  # of the search for the number of tokens
 MOST_SIZES = 1000
 NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,100}")
@@ -82,9 +81,7 @@ class Size:
         for (more, before), (fewer, after) in pairwise(self.cuts):
             if fewer <= macs <= more:
                 return after + (before - after) * (macs - fewer) / max(more - fewer, 1e-9)
-        # A size without cuts, of an earlier version: with a tenth fewer MACs by its tokens it is as good as a plan
-        # for that budget (docs/results/plan.md, "budgets between two plans"), and with still fewer it is worse.
-        return self.divergence if not self.cuts and self.macs - macs <= NEAR else None
+        return None
 
     def __str__(self) -> str:
         speed = "" if self.latency is None else f", {1 / self.latency:.2f}x the speed"

@@ -16,7 +16,7 @@ from attnrx.change.realization.repair import Repair, repair
 from attnrx.data import ImageData
 from attnrx.data.model_data import images_for
 from attnrx.nouns.prescription import Prescription
-from attnrx.support.dataclass_records import fields_of, of_fields
+from attnrx.support.dataclass_records import fields_of
 from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import copy_module
 from attnrx.support.progress import Log, begin, no_log
@@ -43,24 +43,6 @@ def fits_record(*fits: Fit) -> dict[str, Any]:
         record["settings"][name] = fields_of(settings)
         record[name] = record["settings"][name].pop(KINDS[name][1])
     return record
-
-
-def recorded_fits(record: Mapping[str, Any]) -> tuple[Fit, ...]:
-    """Returns the fits of a record, in their order; records of earlier versions have the steps only.
-
-    Raises:
-        InvalidInput: An earlier version refined the queries and keys of the model, which is not repeated.
-    """
-    if record.get("refine"):
-        raise InvalidInput(
-            f"the model was refined in {record['refine']} steps by an earlier version, which this one does not repeat; "
-            "realize its prescription again, with repair."
-        )
-    found = []
-    for name, (kind, count) in KINDS.items():
-        if record.get(name):
-            found.append(of_fields(kind, {count: record[name], **record.get("settings", {}).get(name, {})}))
-    return tuple(found)
 
 
 @verb

@@ -1,7 +1,7 @@
 """Realizes a prescription: ranks layer by layer, then the token policy with its predictors."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -15,13 +15,11 @@ from attnrx.support.arguments import IMAGES, checked, one_of, optional
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
 from attnrx.support.plugins import import_plugins
-from attnrx.support.shapes import Tensor
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.maps import LINEAR_MAPS, REALIZATIONS, REALIZED_NORMS
 from attnrx.vit.models import (
     Family,
     LowRankLinear,
-    TokenReduction,
     attach_tokens_,
     family_of,
     model_fingerprint,
@@ -238,18 +236,10 @@ def realize_tokens_(model: nn.Module, family: Family, tokens: TokenPrescription,
         torch.manual_seed(tokens.seed)
         reduction = attach_tokens_(model, family, tokens.policy, by, heads)
     if tokens.predictors is not None:
-        _load_(reduction, tokens.predictors)
-
-
-def _load_(reduction: TokenReduction, predictors: Mapping[str, Tensor]) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in reduction.stages.state_dict().items()}
-    loaded = {name: tuple(tensor.shape) for name, tensor in predictors.items()}
-    wrong = sorted(name for name in expected.keys() | loaded.keys() if expected.get(name) != loaded.get(name))
-    if wrong:
-        shape, first = reduction.shape, wrong[0]
-        raise InvalidInput(
-            f"the predictors of {reduction.policy} were made for another model: this one has width {shape.width} and "
-            f"{shape.heads} heads, so {first} is {expected.get(first, 'absent')}, and the prescription's is "
-            f"{loaded.get(first, 'absent')}. Train predictors for this model, or omit them for fresh ones."
-        )
-    reduction.stages.load_state_dict(dict(predictors))
+        try:
+            reduction.stages.load_state_dict(dict(tokens.predictors))
+        except RuntimeError as error:
+            raise InvalidInput(
+                f"the predictors of {reduction.policy} were made for another model: {error}. Train predictors for this "
+                "model, or omit them for fresh ones."
+            ) from error

@@ -48,8 +48,8 @@ class Ratio:
     """The median over rounds of one time divided by the other of the same round, with its 95 % interval.
 
     The interval is a t interval on the scale of the logarithm: over the medians of several processes, which include
-    what differs between processes (`of_processes`), or over those of four consecutive parts of one run (batch means;
-    `of`). A repetition in another process can differ by more than the latter.
+    what differs between processes, or over those of four consecutive parts of one run (batch means). A repetition in
+    another process can differ by more than the latter.
     """
 
     value: float
@@ -57,39 +57,26 @@ class Ratio:
     high: float
 
     @classmethod
-    def of(cls, seconds: Float[Tensor, "runs"], reference: Float[Tensor, "runs"]) -> "Ratio":
+    def of(cls, seconds: Float[Tensor, "*processes runs"], reference: Float[Tensor, "*processes runs"]) -> "Ratio":
         """Pairs the runs of each round: runs close in time share the load of other processes, which cancels in the
         ratio.
 
         Raises:
             InvalidInput: Fewer than two rounds.
         """
-        ratios = (seconds / reference).double()  # [runs]
-        if len(ratios) < 2:
-            raise InvalidInput(f"{len(ratios)} round: an interval needs at least two.")
+        ratios = (seconds / reference).double().reshape(-1, seconds.shape[-1])
+        processes, rounds = ratios.shape
+        if rounds < 2:
+            raise InvalidInput(f"{rounds} round: an interval needs at least two.")
         # What remains of the load lasts for many rounds, and a bootstrap of single rounds would take them for
         # independent: its 95 % interval covers the ratio in 60 % of the runs. Quarters of the run are nearly
         # independent; fewer parts would have much wider intervals (benchmarks/coverage.py).
-        parts = ratios.tensor_split(min(len(ratios), PARTS))
+        parts = ratios if processes > 1 else ratios[0].tensor_split(min(rounds, PARTS))
         # Medians, not means: in some rounds the machine does something else.
-        value, medians = float(_median(ratios)), torch.stack([_median(part).log() for part in parts])
+        value, medians = float(_median(ratios.flatten())), torch.stack([_median(part).log() for part in parts])
         # The shorter the parts are, the more their neighbours are correlated, and their spread too small.
-        spread = float(medians.std()) * (1 + len(parts) / len(ratios))
-        return cls._around(value, spread, len(parts))
-
-    @classmethod
-    def of_processes(
-        cls, seconds: Float[Tensor, "processes runs"], reference: Float[Tensor, "processes runs"]
-    ) -> "Ratio":
-        """Returns the ratio of at least two processes, each with its median over the rounds."""
-        ratios = (seconds / reference).double()
-        medians = torch.stack([_median(run).log() for run in ratios])
-        return cls._around(float(_median(ratios.flatten())), float(medians.std()), len(ratios))
-
-    @classmethod
-    def _around(cls, value: float, spread: float, parts: int) -> "Ratio":
-        """Returns a ratio with the t interval of so many medians, of which `spread` is the standard deviation."""
-        factor = math.exp(STUDENT[parts] * spread / parts**0.5)
+        spread = float(medians.std()) * (1 if processes > 1 else 1 + len(parts) / rounds)
+        factor = math.exp(STUDENT[len(parts)] * spread / len(parts) ** 0.5)
         return cls(value, value / factor, value * factor)
 
 
@@ -307,8 +294,7 @@ def compare_latencies(
     def ratio(slower: str, faster: str) -> Ratio | None:
         if slower not in seconds or faster not in seconds:
             return None
-        sides = seconds[slower], seconds[faster]
-        return Ratio.of_processes(*sides) if len(runs) > 1 else Ratio.of(*(side[0] for side in sides))
+        return Ratio.of(seconds[slower], seconds[faster])
 
     def compared(name: str) -> LatencyComparison:
         faster = ratio(REFERENCE, name)
