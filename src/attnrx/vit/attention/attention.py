@@ -19,12 +19,14 @@ from attnrx.vit.attention.backends.capture import AttentionCapture, Observed
 from attnrx.vit.attention.factors import AttentionContext, Bucket, ScoreFactors
 from attnrx.vit.attention.forms import RotaryForm, form_of, required_rotation, row_pairs
 from attnrx.vit.attention.head_linear import (
-    FusedQKV,
     HeadLinear,
     OutputProjection,
+    PackedWeights,
     addresses_of,
     in_buckets,
+    joint_product,
     parameters_of,
+    separated,
 )
 from attnrx.vit.attention.positions import Positions
 from attnrx.vit.kernels.compilation import required_library
@@ -71,7 +73,7 @@ class Attention(nn.Module):
         self.inner_norms = nn.ModuleDict({name: nn.Identity() for name in spec.inner_norms})
         self.kept_patches: Callable[[], Int[Tensor, "batch kept"] | None] | None = None
         self.backend: Backend = backend or Auto()
-        self._fused_qkv = FusedQKV()
+        self._packed: PackedWeights | None = None
         self.equal_heads = _equal_heads(spec)
         self._plans_of: Backend | None = None
         self._plans: dict[AttentionContext, LayerPlan] = {}
@@ -102,7 +104,7 @@ class Attention(nn.Module):
             positions = positions.of_patches(self.kept_patches())
         sides = ((scores.query, plan.rows), (scores.key, plan.rows), (self.value, plan.value_dims))
         if key_tokens is None:
-            joint = self._fused_qkv.product(tokens, sides)
+            joint = joint_product(tokens, sides, self._packed)
             # Under autocast the product has a lower precision than the tokens.
             if plan.joint and joint is not None and joint.dtype == tokens.dtype:
                 rotation = None
@@ -111,9 +113,10 @@ class Attention(nn.Module):
                 bias = self._bias(positions, None)
                 features = JointFeatures(joint, plan.rows, plan.value_dims, self.spec.scale, rotation, bias)
                 return self._projected(plan.backend.attend_fused_qkv(features), plan.value_dims)
-            query, key, value = self._fused_qkv.split(joint, tokens, sides)
+            query, key, value = separated(joint, tokens, sides)
         else:
-            query, (key, value) = scores.query.padded(tokens, plan.rows), self._fused_qkv(key_tokens, sides[1:])
+            joint, query = joint_product(key_tokens, sides[1:], self._packed), scores.query.padded(tokens, plan.rows)
+            key, value = separated(joint, key_tokens, sides[1:])
         # Per bucket: [batch, heads, keys, width].
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
         factors = self._score_factors(query, key, plan.rows, plan.buckets, positions)
@@ -145,14 +148,14 @@ class Attention(nn.Module):
         return self.output(backend.attend(factors, value.transpose(1, 2)).transpose(1, 2).flatten(2))
 
     def pack_(self) -> None:
-        """Moves the weights of queries, keys and values into one, of which they become rows (`FusedQKV.pack_`)."""
-        self._fused_qkv.pack_(self._projections)
+        """Moves the weights of queries, keys and values into one, of which they become rows (`PackedWeights.of_`)."""
+        self._packed = PackedWeights.of_(self._projections)
 
     def packed(self, parameters: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
         """Returns one weight and bias for queries, keys and values, whose weights and biases, of any shape, are
         `parameters`; None where they are not packed.
         """
-        return self._fused_qkv.packed(parameters)
+        return None if self._packed is None else self._packed.last(parameters)
 
     @property
     def _projections(self) -> tuple[HeadLinear, HeadLinear, HeadLinear]:
@@ -235,8 +238,10 @@ class Attention(nn.Module):
         return features.unflatten(-1, (len(value_dims), width))[..., :head_dim].flatten(2)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy or a pickle has: not the plans of the shapes that this layer was called with."""
-        return {**self.__dict__, "_plans": {}, "_plans_of": None}
+        """Returns what a copy or a pickle has: neither the plans of the shapes that this layer was called with, nor the
+        memory that its weights share.
+        """
+        return {**self.__dict__, "_plans": {}, "_plans_of": None, "_packed": None}
 
     def plan(self, tokens: TokenBatch) -> LayerPlan:
         """Returns how the backend computes these tokens; cached by shape."""

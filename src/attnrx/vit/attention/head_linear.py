@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +71,31 @@ class PackedWeights(NamedTuple):
     bias: Tensor | None
     first_rows: tuple[int, ...]
 
-    def of(self, parameters: Sequence[Tensor | None]) -> WeightAndBias | None:
+    @classmethod
+    def of_(cls, projections: Sequence[HeadLinear]) -> "PackedWeights | None":
+        """Moves the weights of the projections into one, of which they become rows; None where they are on a CPU.
+
+        A change in place of any of them is then one of the whole. PyTorch's recurrent layers do the same, at the same
+        times: when a layer was made, copied or moved to a device (`flatten_parameters`).
+        """
+        parameters = parameters_of(projections)
+        present = [parameter for parameter in parameters if parameter is not None]
+        if any(type(each) is not nn.Parameter or each.is_cpu or each.is_inference() for each in present):
+            return None
+        if len({(each.device, each.dtype) for each in present}) != 1:
+            return None
+        rows = [len(each.weight) for each in projections]
+        with torch.inference_mode(mode=False), torch.no_grad():
+            weight, bias = _joined([(each, each.rows) for each in projections])
+            for each, part in zip(projections, weight.split(rows), strict=True):
+                each.weight.data = part
+            for each, part in zip(projections, () if bias is None else bias.split(rows), strict=bias is not None):
+                if each.bias is not None:
+                    each.bias.data = part
+        first_rows = tuple([sum(rows[:index]) for index in range(len(rows))])
+        return cls(tuple(parameters), addresses_of(parameters), weight, bias, first_rows)
+
+    def last(self, parameters: Sequence[Tensor | None]) -> WeightAndBias | None:
         """Returns weight and bias of the last projections; None if these parameters, of any shape, are elsewhere."""
         # By identity first: a parameter that replaces one for a call may have no address, e.g. that of torch.func.vmap.
         start = len(self.parameters) - len(parameters)
@@ -90,85 +114,46 @@ def addresses_of(parameters: Sequence[Tensor | None]) -> tuple[int, ...]:
     return tuple([0 if parameter is None else parameter.data_ptr() for parameter in parameters])
 
 
-class FusedQKV:
-    """Several projections of the same tokens as one matrix product, while no gradients are needed.
+def joint_product(
+    tokens: TokenBatch, sides: Sequence[Side], packed: PackedWeights | None
+) -> Float[Tensor, "batch tokens rows"] | None:
+    """Returns the results of `padded` for several projections of the same tokens, concatenated: on a CPU written side
+    by side, on other devices one product with the `packed` weights.
 
-    One wide product is faster than several narrow ones, especially for few tokens. On a CPU the C++ kernel or PyTorch
-    writes the results side by side. On other devices the weights themselves are rows of one (`pack_`).
+    None where they have to be computed one by one, e.g. for gradients.
     """
-
-    def __init__(self):
-        self._packed: PackedWeights | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FusedQKV, ()
-
-    def pack_(self, projections: "Sequence[HeadLinear]") -> None:
-        """Moves the weights of the projections into one, of which they become rows, unless they are on a CPU.
-
-        A change in place of any of them is then one of the whole. PyTorch's recurrent layers do the same, at the same
-        times: when a layer was made, copied or moved to a device (`flatten_parameters`).
-        """
-        parameters = parameters_of(projections)
-        present = [parameter for parameter in parameters if parameter is not None]
-        self._packed = None
-        if any(type(each) is not nn.Parameter or each.is_cpu or each.is_inference() for each in present):
-            return
-        if len({(each.device, each.dtype) for each in present}) != 1:
-            return
-        rows = [len(each.weight) for each in projections]
-        with torch.inference_mode(mode=False), torch.no_grad():
-            weight, bias = _joined([(each, each.rows) for each in projections])
-            for each, part in zip(projections, weight.split(rows), strict=True):
-                each.weight.data = part
-            for each, part in zip(projections, () if bias is None else bias.split(rows), strict=bias is not None):
-                if each.bias is not None:
-                    each.bias.data = part
-        first_rows = tuple([sum(rows[:index]) for index in range(len(rows))])
-        self._packed = PackedWeights(tuple(parameters), addresses_of(parameters), weight, bias, first_rows)
-
-    def packed(self, parameters: Sequence[Tensor | None]) -> WeightAndBias | None:
-        """Returns the one weight and bias of the last projections, whose parameters these are, of any shape."""
-        return None if self._packed is None else self._packed.of(parameters)
-
-    def __call__(self, tokens: TokenBatch, sides: Sequence[Side]) -> list[Tensor]:
-        """Returns the result of `padded` for every projection."""
-        return self.split(self.product(tokens, sides), tokens, sides)
-
-    def split(
-        self, joint: Float[Tensor, "batch tokens rows"] | None, tokens: TokenBatch, sides: Sequence[Side]
-    ) -> list[Tensor]:
-        """Returns the result of `padded` for every projection, from `product` or, where that is None, one by one."""
-        if joint is None:
-            return [side.padded(tokens, rows) for side, rows in sides]
-        return list(torch.split_with_sizes(joint, [sum(rows) for _, rows in sides], -1))
-
-    def product(self, tokens: TokenBatch, sides: Sequence[Side]) -> Float[Tensor, "batch tokens rows"] | None:
-        """Returns the results of all projections, concatenated; None where they have to be computed one by one."""
-        if is_recorded() and not has_fixed_weights():
+    if is_recorded() and not has_fixed_weights():
+        return None
+    # With few tokens the Python overhead here is as large as the arithmetic, so nothing unnecessary is created.
+    parameters: list[Tensor | None] = []
+    for side, _ in sides:
+        parameters += (side.weight, side.bias)
+        # A hook on a projection must receive that projection's own call, and a subclass may compute something else.
+        if side._forward_hooks or side._forward_pre_hooks or type(side) is not HeadLinear:
             return None
-        # With few tokens the Python overhead here is as large as the arithmetic, so nothing unnecessary is created.
-        parameters: list[Tensor | None] = []
-        for side, _ in sides:
-            parameters += (side.weight, side.bias)
-            # A hook on a projection must receive that projection's own call, and a subclass may compute something else.
-            if side._forward_hooks or side._forward_pre_hooks or type(side) is not HeadLinear:
-                return None
-        if has_fixed_weights():
-            key = tuple([rows for _, rows in sides])
-            return linear_map(tokens, *of_weights(self, key, lambda: _joined(sides)))
-        if any(rows != side.rows for side, rows in sides):
-            return None
-        if (packed := self.packed(parameters)) is not None:
-            return F.linear(tokens, *packed)
-        weights = [side.weight for side, _ in sides]
-        if runs_natively(tokens, *weights):
-            return native_maps(tokens, weights, [side.bias for side, _ in sides], [False] * len(sides), joined=True)
-        plain = [each is None or _is_plain(each, tokens.dtype) for each in (tokens, *parameters)]
-        return _side_by_side(tokens, sides) if all(plain) and not torch.is_autocast_enabled("cpu") else None
+    if has_fixed_weights():
+        return linear_map(tokens, *of_weights(sides[0][0], tuple(sides), lambda: _joined(sides)))
+    if any(rows != side.rows for side, rows in sides):
+        return None
+    if packed is not None and (found := packed.last(parameters)) is not None:
+        return F.linear(tokens, *found)
+    weights = [side.weight for side, _ in sides]
+    if runs_natively(tokens, *weights):
+        return native_maps(tokens, weights, [side.bias for side, _ in sides], [False] * len(sides), joined=True)
+    plain = [each is None or _is_plain(each, tokens.dtype) for each in (tokens, *parameters)]
+    return _side_by_side(tokens, sides) if all(plain) and not torch.is_autocast_enabled("cpu") else None
 
 
-def parameters_of(projections: "Sequence[HeadLinear]") -> list[Tensor | None]:
+def separated(
+    joint: Float[Tensor, "batch tokens rows"] | None, tokens: TokenBatch, sides: Sequence[Side]
+) -> list[Float[Tensor, "batch tokens _"]]:
+    """Returns the result of `padded` for every projection, from `joint_product` or, where that is None, one by one."""
+    if joint is None:
+        return [side.padded(tokens, rows) for side, rows in sides]
+    return list(torch.split_with_sizes(joint, [sum(rows) for _, rows in sides], -1))
+
+
+def parameters_of(projections: Sequence[HeadLinear]) -> list[Tensor | None]:
     return [parameter for side in projections for parameter in (side.weight, side.bias)]
 
 
