@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import attnrx as rx
 from attnrx.change.decompositions import compensated, unit_losses
-from attnrx.change.decompositions.hidden_units import BLOCK
-from attnrx.change.decompositions.least_squares import DAMPING
+from attnrx.change.decompositions.elimination import BLOCK, DAMPING
 from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.rules.outputs import HIDDEN_METRICS
 from attnrx.vit.models import family_of

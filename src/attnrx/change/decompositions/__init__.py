@@ -2,8 +2,7 @@
 
 from attnrx.change.decompositions.allocation import water_fill
 from attnrx.change.decompositions.balanced import Balanced, balance, factor_directions, read_out, svd_directions
-from attnrx.change.decompositions.hidden_units import compensated, unit_losses
-from attnrx.change.decompositions.least_squares import elimination_losses
+from attnrx.change.decompositions.elimination import compensated, elimination_losses, unit_losses
 from attnrx.change.decompositions.low_rank import activation_aware, break_even_rank, output_pca, pays, plain_svd
 
 __all__ = [
