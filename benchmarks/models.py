@@ -105,8 +105,7 @@ A model of timm with `dynamic_img_size=True`, and DINOv2 and DINOv3 of transform
 patches tile in every call, after shrinking too: ranks are those of the model, and a token policy keeps its shares of
 the patches of each image. So may one loader: the images of the most frequent size are those to plan and to compare on,
 and the evidence has the divergence and the agreement of the outputs at the other sizes too. Their costs and plans are
-those of one size, `image_size`, and so are their files, except with `attnrx.export(model, path, size="dynamic")`
-(`--size dynamic`), which takes every size that patches tile; this needs a model without pruned tokens. """
+those of one size, `image_size`, and so are their files. """
 
 
 @dataclass(frozen=True)

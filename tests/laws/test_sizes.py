@@ -198,36 +198,6 @@ def test_the_exported_file_has_the_size(library: str, tmp_path: Path) -> None:
     assert tuple(exported.facts["images"]["shape"]) == (3, 40, 24)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("to", ["onnx", "openvino", "program"])
-@pytest.mark.parametrize("library", ["timm", "transformers"])
-def test_a_file_takes_every_size_where_the_library_interpolates(library: str, to: str, tmp_path: Path) -> None:
-    pytest.importorskip({"onnx": "onnxruntime", "program": "torch"}.get(to, to))
-    model = pretrained.of_timm(VIT, depth=3, img_size=32, dynamic_img_size=True) if library == "timm" else None
-    model = pretrained.of_hf("Dinov2Model", image_size=32, num_hidden_layers=3) if model is None else model
-    slim: Any = rx.load(model.float())
-    rules = "qk=total_rank:0.5 vo=total_rank:0.5 hidden=total_rank:0.5"
-    slim = rx.realize(slim, rx.prescribe(rx.diagnose(slim, pictures(32, 32, 8, torch.float32)), rules))
-    path = tmp_path / {"onnx": "model.onnx", "openvino": "model.xml"}.get(to, "model.pt2")
-    if (library, to) == ("timm", "openvino"):  # OpenVINO has no operation for timm's interpolation
-        with pytest.raises(NotSupported, match="cannot be written as openvino"):
-            rx.export(slim, path, to=to, size="dynamic")
-        return
-    for batch in ("dynamic", 2):
-        exported = rx.export(slim, path, to=to, size="dynamic", batch=batch)
-        for file in (exported, rx.load(path, trust=to == "program")):
-            for size in ((32, 32), (48, 40), (24, 64), (16, 16)):
-                images = pictures(*size, count=3, dtype=torch.float32)
-                torch.testing.assert_close(file(images), slim(images), rtol=0, atol=1e-5)
-    with pytest.raises(InvalidInput, match="a multiple of 8 from 16"):
-        exported(pictures(32, 8, dtype=torch.float32))
-    attach_tokens_(slim, family_of(slim), POLICY)
-    with pytest.raises(NotSupported, match="pruned tokens"):
-        rx.export(slim, tmp_path / "pruned.onnx", size="dynamic")
-    with pytest.raises(NotSupported, match="images of one size"):
-        rx.export(rx.load(pretrained.of_timm(VIT)), tmp_path / "fixed.onnx", size="dynamic")
-
-
 @pytest.mark.parametrize(
     ("made_for", "size"),
     [(70, (42, 28)), *(pytest.param(518, size, marks=pytest.mark.slow) for size in ((224, 224), (280, 210)))],

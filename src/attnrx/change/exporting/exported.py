@@ -81,7 +81,7 @@ FACTS = fields.Record(
                 "batch": fields.Optional(fields.Integer(1, 2**31 - 1)),
                 "device": fields.Text(parse=_device),
             },
-            {"patch": fields.Optional(fields.Items(fields.Integer(1, 2**16), 2, 2))},
+            {"patch": fields.Optional(fields.Items(fields.Integer(1, 2**16), 2, 2))},  # of earlier versions
         ),
         "files": fields.Record(open=True, then=_require_file_names),
         "normalization": fields.Record(
@@ -99,21 +99,13 @@ RECORD = fields.Record(more={"earlier": FACTS}, then=FACTS.check, open=True)  # 
 class Images:
     """The input of an exported file: [batch, channels, height, width] at `precision`, on `device`.
 
-    `batch` is None if the batch size is dynamic. With `patch`, height and width are any multiples, from 2 on, of its
-    sides, and those of `shape` are the size that the model is made for.
+    `batch` is None if the batch size is dynamic.
     """
 
     shape: tuple[int, int, int]
     precision: str = "float32"
     batch: int | None = None
     device: str = "cpu"
-    patch: tuple[int, int] | None = None
-
-    def fit(self, shape: tuple[int, ...]) -> bool:
-        """Whether the file takes images of this shape."""
-        if self.patch is None or len(shape) != 3 or shape[0] != self.shape[0]:
-            return shape == self.shape
-        return all(side >= 2 * patch and side % patch == 0 for side, patch in zip(shape[1:], self.patch, strict=True))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -156,14 +148,10 @@ class Exported(nn.Module):
         Raises:
             InvalidInput: The images have another shape or precision than the file takes.
         """
-        if not self.images.fit(tuple(images.shape[1:])) or images.dtype != self.images.dtype or not len(images):
-            channels, height, width = self.images.shape
-            size = f"{height}, {width}"
-            if self.images.patch is not None:
-                size = ", ".join(f"a multiple of {patch} from {2 * patch}" for patch in self.images.patch)
+        if images.shape[1:] != self.images.shape or images.dtype != self.images.dtype or not len(images):
             raise InvalidInput(
-                f"{self.path.name} takes [batch, {channels}, {size}] at {self.images.precision}; found "
-                f"{list(images.shape)} at {dtype_name(images.dtype)}."
+                f"{self.path.name} takes [batch, {', '.join(map(str, self.images.shape))}] at {self.images.precision}; "
+                f"found {list(images.shape)} at {dtype_name(images.dtype)}."
             )
         run, placed = self._run(torch.get_num_threads()), images.to(self.images.device)
         with torch.no_grad():
@@ -266,7 +254,8 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
             f"{path} is {form.name}: such a file can run any code of its author, with your rights, once it is opened. "
             "If you trust its origin, pass trust=True (--trust on the command line); onnx and openvino need no trust."
         )
-    return Exported(path, form, of_fields(Images, facts["images"]), facts).eval()
+    images = {name: value for name, value in facts["images"].items() if name != "patch"}
+    return Exported(path, form, of_fields(Images, images), facts).eval()
 
 
 def sealed_script(script: str) -> str:

@@ -40,8 +40,7 @@ class Program(Format):
 
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Loads the program; it uses torch's threads."""
-        # Without guards: `Exported` validates shapes, and that of a free size excludes the size of the model, at which
-        # its library skips the interpolation.
+        # Without guards: `Exported` validates shapes.
         return _returning_all(torch.export.load(path).module(check_guards=False))
 
 

@@ -52,10 +52,8 @@ from attnrx.vit.models import (
     described_tokens,
     family_of,
     model_fingerprint,
-    reduction_of,
     require_ordinary_weights,
 )
-from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.foreign_code import LIBRARIES
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.models.whole import Whole
@@ -65,7 +63,6 @@ DYNAMIC = "dynamic"
 # Batch sizes for capture and for parity if the batch size of the file is dynamic. Not one image for the capture:
 # torch.export makes sizes of one constant.
 CAPTURED, COMPARED, AT_ONCE = 2, (1, 3, 8), 8
-MOST_PATCHES = 512  # per side, of a file whose height and width are free
 # Batch sizes and rounds for the speed of a file, unless its batch size is fixed.
 TIMED, ROUNDS = (1, 32), 20
 # The share of images whose logits may differ in models with token reduction: rounding may swap two tokens of nearly
@@ -110,7 +107,6 @@ class ExportSubject:
         batch: int | str = DYNAMIC,
         precision: str | None = None,
         calibration: ImageSet | None = None,
-        size: str | None = None,
     ) -> "ExportSubject":
         """Copies a model of a known family, converts it to `precision`, and collects its facts.
 
@@ -129,8 +125,7 @@ class ExportSubject:
         converted = converted if precision is None else converted.to(PRECISIONS[precision])
         weight = next(converted.parameters())
         fixed = batch if isinstance(batch, int) else form.fixed_batch
-        patch = None if size is None else _free_patch(model)
-        images = Images(family.input_shape(model), dtype_name(weight.dtype), fixed, str(weight.device), patch)
+        images = Images(family.input_shape(model), dtype_name(weight.dtype), fixed, str(weight.device))
         mean, std = family.normalization(model)
         costs, outputs = family.costs(model), output_kind_of(model)
         facts = {
@@ -175,21 +170,8 @@ class ExportSubject:
         generator = torch.Generator().manual_seed(0)
         # Noise is drawn in float64 and then converted, so that it is the same for every precision.
         sizes = COMPARED if self.images.batch is None else (size, size)
-        return [self._noise(each, self.images.shape, generator) for each in sizes]
-
-    def _noise(self, count: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        noise = torch.randn(count, *shape, generator=generator, dtype=torch.float64)
-        return noise.to(self.images.device, self.images.dtype)
-
-    def other_sizes(self) -> list[Tensor]:
-        """Returns noise of two other heights and widths, where these are free; the first is captured."""
-        if self.images.patch is None:
-            return []
-        (channels, height, width), (down, right) = self.images.shape, self.images.patch
-        generator, count = torch.Generator().manual_seed(1), self.images.batch or CAPTURED
-        # Neither square nor the size of the model, at which libraries take other paths.
-        shapes = (channels, height + 2 * down, width + 3 * right), (channels, 3 * down, 2 * right)
-        return [self._noise(count, shape, generator) for shape in shapes]
+        noise = [torch.randn(each, *self.images.shape, generator=generator, dtype=torch.float64) for each in sizes]
+        return [each.to(self.images.device, self.images.dtype) for each in noise]
 
 
 @checked(
@@ -198,7 +180,6 @@ class ExportSubject:
     precision=optional(one_of(*PRECISIONS)),
     calibration=optional(IMAGES),
     class_names=each(TEXT, "a list with the name of every class"),
-    size=optional(one_of(DYNAMIC)),
 )
 @verb
 def export(
@@ -211,7 +192,6 @@ def export(
     calibration: ImageData | None = None,
     class_names: Sequence[str] = (),
     features: bool = False,
-    size: str | None = None,
 ) -> Exported:
     """Writes a model as a file that runs without attnrx, and returns the file as a module.
 
@@ -235,8 +215,6 @@ def export(
         class_names: The name of every class; by default the model's, else those of a calibration dataset with as many
             classes, e.g. an ImageFolder.
         features: Write the features of all patches instead of the answer of the model.
-        size: "dynamic" for images of any height and width that patches tile, where the model takes them in every call:
-            timm's dynamic_img_size, DINOv2 and DINOv3 of transformers, without pruned tokens; by default one size.
 
     Returns:
         The file as a module, which runs in the runtime of the format.
@@ -254,7 +232,7 @@ def export(
     form = parse_format(to) if isinstance(to, str) else to
     wanted = max(form.wanted, batch if isinstance(batch, int) else AT_ONCE)  # as many as are calibrated on
     images = None if calibration is None else images_for(model, calibration, "calibration", limit=wanted)
-    subject = ExportSubject.of(model, form, batch, precision, images, size)
+    subject = ExportSubject.of(model, form, batch, precision, images)
     class_names = class_names or fitting_names(model, dataset_classes(calibration))
     if class_names:
         classes = num_classes(model)
@@ -269,24 +247,6 @@ def export(
         facts = {**subject.facts, "class_names": [], "output": "features"}
         subject = replace(subject, model=PatchFeatures(subject.model).eval(), facts=facts, outputs=None)
     return write_exported(subject, path, form)
-
-
-def _free_patch(model: nn.Module) -> tuple[int, int]:
-    """Returns the sides of a patch of a model that takes images of any size in every call.
-
-    Raises:
-        NotSupported: It takes one size only.
-    """
-    patching = model.patching if isinstance(model, Adopted) and model.takes_any_size else None
-    if patching is None or reduction_of(model) is not None:
-        pruned = isinstance(model, Adopted) and reduction_of(model) is not None
-        reason = "the number of pruned tokens is fixed in a file" if pruned else "this model takes images of one size"
-        raise NotSupported(
-            f"size='{DYNAMIC}': {reason}. It needs a model without pruned tokens that interpolates its position "
-            "embeddings in every call, e.g. of timm with dynamic_img_size=True, or a DINOv2 of transformers; other "
-            "models are exported at one size, that of attnrx.load(model, image_size=...)."
-        )
-    return patching[1:]
 
 
 def fitting_names(model: nn.Module, class_names: Sequence[str]) -> tuple[str, ...]:
@@ -357,16 +317,10 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
     next(steps)
     images = subject.images
     capture_images = torch.zeros(images.batch or CAPTURED, *images.shape, dtype=images.dtype, device=images.device)
-    sides: dict[int, Any] = {}
-    if images.patch is not None:
-        capture_images = subject.other_sizes()[0]
-        batches = [*batches, *subject.other_sizes()]
-        names = zip((2, 3), images.patch, ("rows", "columns"), strict=True)
-        sides = {axis: step * torch.export.Dim(name, min=2, max=MOST_PATCHES) for axis, step, name in names}
-    shapes, advice = (sides,) if sides else None, ""
+    shapes, advice = None, ""
     problem = "this model cannot be captured by torch.export"
     if images.batch is None:
-        shapes = ({0: torch.export.Dim("batch", min=1), **sides},)
+        shapes = ({0: torch.export.Dim("batch", min=1)},)
         problem = "this model cannot be exported for batches of any size"
         advice = "Give batch=N, the number of images that the file is to take at once."
     with raising(problem, advice):

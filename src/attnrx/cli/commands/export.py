@@ -27,7 +27,7 @@ def add(parser: Parser) -> None:
     options.option(parser, "--to", "FORMAT", FORMATS, "onnx")
     options.add_out(parser, "the file; its facts are written to PATH.json", kind="attnrx exported model")
     options.add_arguments(
-        parser, "export", "features", "size", batch=options.batch, precision=("float32", "bfloat16", "float16")
+        parser, "export", "features", batch=options.batch, precision=("float32", "bfloat16", "float16")
     )
     options.add_data(
         parser, "training images for calibration of int8 and for parity (parity: on noise)", required=False
@@ -49,7 +49,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     # The file has class names, so that it can be used without the data.
     names = () if splits is None else rx.exporting.fitting_names(model, splits.class_names)
     log(f"writing {arguments.model} as {form.name}, and comparing its outputs with the model's")
-    settings = options.given_arguments(arguments, "batch", "precision", "features", "size")
+    settings = options.given_arguments(arguments, "batch", "precision", "features")
     exported = rx.export(model, arguments.out, form, **settings, calibration=calibration, class_names=names)
     # The dictionary of the file: the comparison below adds the speeds to it.
     facts, speeds = exported.facts, ()
