@@ -19,6 +19,7 @@ from attnrx.support.shapes import Float, Tensor
 from attnrx.training.losses import Loss, LossContext, register_loss
 from attnrx.vit.models import (
     InputValidation,
+    TokenReduction,
     evaluating,
     family_of,
     model_fingerprint,
@@ -155,10 +156,10 @@ class PerturbationRobustness(Loss):
         family = family_of(context.model)
         indices = _chosen(self, self.layers, len(family.attention(context.model)))
         reduction = reduction_of(context.model)
-        if reduction is not None and reduction.policy.drops and max(indices) + 1 >= reduction.first_layer:
-            before = "/".join(map(str, range(1, reduction.first_layer)))
+        if reduction is not None and reduction.policy.drops and max(indices) + 1 >= (first := first_layer(reduction)):
+            before = "/".join(map(str, range(1, first)))
             raise NotSupported(
-                f"{self}: from layer {reduction.first_layer} on, {reduction.policy} gives an image and its noisy copy "
+                f"{self}: from layer {first} on, {reduction.policy} gives an image and its noisy copy "
                 f"different patches, whose maps cannot be compared; give layers before it, at most layers={before}."
             )
 
@@ -189,6 +190,14 @@ def step_noise(context: LossContext) -> Float[Tensor, "batch channels height wid
     shape = count * processes, *context.images.shape[1:]
     noise = torch.randn(shape, generator=generator, dtype=context.images.dtype)
     return noise[count * process : count * (process + 1)].to(context.images.device)
+
+
+def first_layer(reduction: TokenReduction) -> int:
+    """Returns the layer (counted from 1) before which the first patch is pruned."""
+    patches = reduction.shape.layout.patches
+    return next(
+        layer for layer, count in zip(reduction.policy.layers, reduction.counts, strict=True) if count < patches
+    )
 
 
 def _chosen(loss: Loss, layers: tuple[int, ...], depth: int) -> set[int]:

@@ -12,7 +12,7 @@ from attnrx.support.trees import joined, mapped
 from attnrx.vit.attention import Attention, AttentionContext
 from attnrx.vit.models.substitute import is_capturing
 from attnrx.vit.models.token_hooks import forward_pass
-from attnrx.vit.models.token_reduction import TokenRun, reduction_of
+from attnrx.vit.models.token_reduction import reduction_of
 
 WARM = 16 * 2**20
 """Bytes of the largest activation that a CPU thread handles at once.
@@ -43,18 +43,13 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: Imag
     if not context.free_on_cpu or largest < 1:
         return forward(images)
     chunk_size = max(context.threads * WARM // (largest * images.element_size()), 1)
-    if len(images) <= chunk_size or any(map(_needs_whole_batch, model.modules())):
+    reduction = reduction_of(model)
+    is_recorded = reduction is not None and reduction.is_recorded  # the statistics of the tokens of a batch
+    if len(images) <= chunk_size or is_recorded or any(map(_needs_whole_batch, model.modules())):
         return forward(images)
     # Chunks of equal sizes: a small last one would pack the weights for few images.
     num_chunks = -(-len(images) // chunk_size)
-    reduction, chunks = reduction_of(model), images.split(-(-len(images) // num_chunks))
-    if reduction is None or not reduction.is_recorded:
-        return joined([forward(chunk) for chunk in chunks])
-    with reduction.recording() as runs:
-        outputs = [forward(chunk) for chunk in chunks]
-    if runs:  # none of a policy that keeps every patch
-        reduction.record(TokenRun.joined(runs))
-    return joined(outputs)
+    return joined([forward(chunk) for chunk in images.split(-(-len(images) // num_chunks))])
 
 
 def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str) -> None:

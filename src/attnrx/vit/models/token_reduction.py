@@ -1,7 +1,7 @@
 """Token pruning and merging inside a model: stages before its layers, at which a reducer selects the tokens."""
 
 import threading
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import CapturedAttention
-from attnrx.vit.kernels.native_merging import Merged, can_merge
+from attnrx.vit.kernels.native_merging import can_merge
 from attnrx.vit.maps import REALIZATIONS
 from attnrx.vit.tokens import (
     LayerStatistic,
@@ -150,8 +150,8 @@ class TokenRun:
 
     `sizes` is None until a token is pruned. `patches` is the number of patches of an image, known from the first stage
     on. `patch_indices` holds the index of every patch token in the image, -1 for tokens added by a stage; `trail` holds
-    those indices after each stage. `restorations` has one for every chunk of the batch, if features of all patches are
-    requested, which are those after `restored_blocks`, or patches are tracked.
+    those indices after each stage. `restoration` is None unless features of all patches are requested, which are those
+    after `restored_blocks`, or patches are tracked.
     `image_keys` are those of the reducer. In training, `sampled` holds the mask sampled at
     each stage: 1 for a kept patch, 0 for a pruned one, with a gradient; `drawn` holds the stages: one that
     keeps every patch samples none.
@@ -167,15 +167,10 @@ class TokenRun:
         self.image_keys: Int[Tensor, " batch"] | None = None
         self.captured = CapturedAttention()
         self.trail: list[Int[Tensor, "batch kept"]] = []
-        self.restorations: list[TokenRestoration] = []
+        self.restoration: TokenRestoration | None = None
         self.sampled: list[Float[Tensor, "batch patches"]] = []
         self.drawn: list[int] = []
         self.is_past_blocks = False
-
-    @property
-    def restoration(self) -> TokenRestoration | None:
-        """The restoration of the last chunk; None where features of all patches are not requested."""
-        return self.restorations[-1] if self.restorations else None
 
     @property
     def restores(self) -> bool:
@@ -188,21 +183,7 @@ class TokenRun:
 
         -1 for a pruned patch; None where features of all patches are not requested, or no patch was pruned or merged.
         """
-        per_chunk = [restoration.representatives(layer) for restoration in self.restorations]
-        indices = [chunk for chunk in per_chunk if chunk is not None]
-        return torch.cat(indices) if indices else None
-
-    @classmethod
-    def joined(cls, runs: Sequence["TokenRun"]) -> "TokenRun":
-        """Returns the statistics of a chunked batch, without captured attention, which no later stage uses."""
-        joined = cls(runs[0].restored_blocks)
-        sizes = [run.sizes for run in runs if run.sizes is not None]
-        indices = [run.patch_indices for run in runs if run.patch_indices is not None]
-        joined.sizes = torch.cat(sizes) if sizes else None
-        joined.patch_indices = torch.cat(indices) if indices else None
-        joined.restorations = [restoration for run in runs for restoration in run.restorations]
-        joined.trail = [torch.cat(stage) for stage in zip(*(run.trail for run in runs), strict=True)]
-        return joined
+        return None if self.restoration is None else self.restoration.representatives(layer)
 
 
 class _ReductionCall(CallState):
@@ -295,7 +276,7 @@ class TokenReduction(nn.Module):
 
     @contextmanager
     def recording(self, tracked: bool = False) -> Iterator[list[TokenRun]]:
-        """Collects the statistics of every forward pass of this thread in the context; a chunked batch is one pass.
+        """Collects the statistics of every forward pass of this thread in the context; a batch is not chunked.
 
         Of nested contexts the innermost one collects. With `tracked` they state which token represents each patch.
         """
@@ -314,15 +295,10 @@ class TokenReduction(nn.Module):
         """Whether a `recording` context collects the forward passes of this thread."""
         return bool(self.call.records)
 
-    def record(self, run: TokenRun) -> None:
-        """Adds a run to the innermost `recording` context, if there is one."""
-        if self.call.records:
-            self.call.records[-1].append(run)
-
     def _end(self) -> None:
         run, self.call.run = self.call.run, None
-        if run is not None:
-            self.record(run)
+        if run is not None and self.call.records:
+            self.call.records[-1].append(run)
 
     def _end_outside(self) -> None:
         """Ends the run after the last hook of a pass that no context ends: a method called on the inner model."""
@@ -339,12 +315,6 @@ class TokenReduction(nn.Module):
     def samples_patches(self) -> bool:
         """Whether stages sample the kept patches, with a gradient."""
         return self.training and self.policy.reducer.learned
-
-    @property
-    def first_layer(self) -> int:
-        """The layer (counted from 1) before which the first patch is pruned."""
-        patches = self.shape.layout.patches
-        return next(layer for layer, count in zip(self.policy.layers, self.counts, strict=True) if count < patches)
 
     def sampled_shares(self, run: TokenRun) -> tuple[float, ...]:
         """Returns the share of the image's patches that the policy keeps after each stage that sampled in a run."""
@@ -388,7 +358,7 @@ class TokenReduction(nn.Module):
         run = self.call.run = TokenRun(self.restored_blocks if blocks is None else blocks)
         # In training every patch stays in its place, so none has to be restored.
         if (run.restored_blocks or self.call.tracked) and not self.samples_patches:
-            run.restorations.append(TokenRestoration(self.shape.layout.prefix))
+            run.restoration = TokenRestoration(self.shape.layout.prefix)
         run.image_keys = self.policy.reducer.image_keys(images)
 
     def enter(self, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
@@ -469,16 +439,11 @@ class TokenReduction(nn.Module):
         if self.uses_kernel and can_merge(tokens, run.patch_indices.shape[1], count):
             merged = self.policy.reducer.native_merge(state, count)
             if merged is not None:
-                return self._merged(state, merged)
+                tokens, run.sizes, run.patch_indices, destinations = merged
+                self._track(RestorableStage(state.layer, state.patches, tokens[:, prefix:], destinations))
+                run.trail.append(run.patch_indices)
+                return tokens
         return self._applied(state, self.policy.reducer.reduce(state, count, self.predictor(stage)))
-
-    def _merged(self, state: TokenState, merged: Merged) -> Tensor:
-        """Returns the tokens that the C++ kernel merged, and updates the statistics of the run."""
-        run = self._run
-        tokens, run.sizes, run.patch_indices, destinations = merged
-        self._track(RestorableStage(state.layer, state.patches, tokens[:, state.prefix :], destinations))
-        run.trail.append(run.patch_indices)
-        return tokens
 
     def _applied(self, state: TokenState, reduction: Reduction) -> Tensor:
         """Returns the tokens that a reduction leaves, and updates the statistics of the run."""
