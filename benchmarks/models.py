@@ -71,11 +71,11 @@ optimizers), and copies, pickles, `half()`, `torch.compile`, averaged weights an
 Attention weights (`output_attentions=True`) are not computed. `torch.compile` of a module of transformers that captures
 hidden states takes no token policy.
 
-A module whose forward needs more than images (CLIP with texts, a vision-language model, two images through one tower)
-is copied as a whole too: called with its own arguments it returns what it returned, and images alone give its image
-features (`get_image_features`, `encode_image`), else what its Vision Transformer returns, by which it is planned and
-verified. Of several Vision Transformers in a module the largest one becomes smaller. It may be called several times in
-a forward pass (two crops, tiles, frames of a video): then every input costs as many images.
+A module whose forward needs more than images and that has `get_image_features` or `encode_image` (CLIP with texts, a
+vision-language model) is copied as a whole too: called with its own arguments it returns what it returned, and images
+alone give its image features, by which it is planned and verified; of other such modules state `inputs`, as below. Of
+several Vision Transformers in a module the largest one becomes smaller. It may be called several times in a forward
+pass (two crops, tiles, frames of a video): then every input costs as many images.
 
 Adapters, masks of `torch.nn.utils.prune`, weight norms and other parametrizations have to be in the weights before:
 `model.merge_and_unload()` of PEFT, `torch.nn.utils.prune.remove`, `torch.nn.utils.parametrize.remove_parametrizations`.

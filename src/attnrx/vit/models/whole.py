@@ -1,9 +1,8 @@
 """Users' own modules around a Vision Transformer: a backbone with a decoder, several outputs, a head of any class."""
 
 import copy
-import inspect
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -54,7 +53,7 @@ class Surroundings:
     `OutputKind`, and `macs` the multiply-accumulates per image outside of the Vision Transformer. `creation` is how a
     library creates the module, if it does: its `library`, and `architecture` and `arguments` (`AdoptedFamily.create`).
     `by_class` is whether the class without arguments creates it. `call` is what images alone are given to: "forward",
-    one of IMAGE_METHODS, or "trunk" where the module takes them with other inputs only.
+    or one of IMAGE_METHODS where that needs other inputs too.
     `calls` is the number of images that the Vision Transformer gets for one input. `inputs` are the fields of
     `ModuleInputs` where the module takes other inputs than images.
     `cuts` are the pairs of maps around the Vision Transformer of which units were removed, with the units that are left
@@ -77,24 +76,20 @@ class Surroundings:
     inputs: tuple[tuple[Any, ...], ...] = ()
 
 
-def _answer(module: nn.Module, around: Surroundings, trunk: Adopted, images: Tensor) -> Any:
-    """Returns what a module returns for images alone; `trunk` is the Vision Transformer in it."""
+def _answer(module: nn.Module, around: Surroundings, images: Tensor) -> Any:
+    """Returns what a module returns for images alone."""
     if around.call == "forward":
         return called(module, images)
-    if around.call == "trunk":
-        return trunk.logits(images)
     features = getattr(module, around.call)(images)
     return getattr(features, "pooler_output", features)
 
 
 class _Around(nn.Module):
-    """A user's module, with what is around its Vision Transformer, `trunk`, whose weights have one name only."""
+    """A user's module, with what is around its Vision Transformer."""
 
-    def __init__(self, module: nn.Module, around: Surroundings, trunk: Adopted):
+    def __init__(self, module: nn.Module, around: Surroundings):
         super().__init__()
         self.module, self.around = module, around
-        self.trunk: Adopted
-        vars(self)["trunk"] = trunk
 
     @property
     def attnrx_inputs(self) -> ModuleInputs | None:
@@ -106,7 +101,7 @@ class _OfImages(_Around):
     """A user's module that takes images alone, where its forward needs other inputs too."""
 
     def forward(self, images: Tensor) -> Any:
-        return _answer(self.module, self.around, self.trunk, images)
+        return _answer(self.module, self.around, images)
 
 
 class _OtherInputs(NotSupported):
@@ -150,11 +145,13 @@ class Whole(Substitute, _Around):
     """
 
     original_name = "module"
+    trunk: Adopted
+    shape: _Shape
 
     def __init__(self, module: nn.Module, trunk: Adopted, shape: _Shape, around: Surroundings):
-        super().__init__(module, around, trunk)
+        super().__init__(module, around)
         self.tokens: nn.Module | None = None
-        vars(self)["shape"] = shape
+        vars(self).update(trunk=trunk, shape=shape)  # weights have one name only
 
     def forward(
         self,
@@ -179,7 +176,7 @@ class Whole(Substitute, _Around):
 
     def _forward_chunk(self, images: Tensor) -> Any:
         with self.forward_pass():
-            return _answer(self.module, self.around, self.trunk, images)
+            return _answer(self.module, self.around, images)
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
@@ -211,12 +208,6 @@ class Whole(Substitute, _Around):
             self.trunk.tokens = value  # its costs, features and forward passes are those with the policy
 
 
-def _of_images(module: nn.Module, whole: Whole, family: AdoptedFamily) -> _OfImages:
-    """Returns a module with the structure of a whole one, which takes images alone as that does."""
-    source = module.get_submodule(whole.around.path)
-    return _OfImages(module, whole.around, family.model_type(source, whole.trunk.origin))
-
-
 def _of_trunk(name: str) -> Any:
     """Returns the method of this name that is that of the library's family, for the Vision Transformer inside."""
 
@@ -237,7 +228,6 @@ class WholeFamily(Family):
     """
 
     name, library, model_type = "whole", "module", Whole
-    exposes_tokens = True
 
     def __init__(self, libraries: Mapping[str, AdoptedFamily], factory: Factory | None = None):
         self.libraries: dict[str, AdoptedFamily] = {family.name: family for family in libraries.values()}
@@ -304,10 +294,12 @@ class WholeFamily(Family):
         errors: list[_OtherInputs] = []
         if not path:  # the parts of a library's model have no code of a user's, or it is lost when the model is saved
             require_unchanged(model, lambda images: rows_of(called(model, images)), whole.input_shape)
-        replaced = _of_images(model if rewritten is None else rewritten, whole, family)
-        original = _OfImages(model, around, replaced.trunk)  # its paths may be others
-        for way in _ways_to_call(model, around):
-            around = original.around = replaced.around = whole.around = way
+        original = _OfImages(model, around)
+        replaced = _OfImages(model if rewritten is None else rewritten, around)  # its paths may be others
+        # A module whose inputs are stated is called with these alone.
+        methods = IMAGE_METHODS if path and ATTRIBUTE not in vars(model) else ()
+        for call in ("forward", *(name for name in methods if hasattr(model, name))):
+            around = original.around = replaced.around = whole.around = replace(around, call=call)
             images = _images_of_proof(original, whole, family)
             try:
                 tensors = _proved(original, whole, family, images)
@@ -348,7 +340,7 @@ class WholeFamily(Family):
         family.fit_created_(fresh.get_submodule(whole.around.path), trunk.origin, before)
         vars(whole)["shape"] = _Shape(fresh)
         outputs = _outputs_at_size(whole)
-        macs = _outer_macs(_of_images(whole.module, whole, family), whole, family)
+        macs = _outer_macs(_OfImages(whole.module, whole.around), whole, family)
         whole.around = replace(whole.around, sizes=_sizes(outputs), macs=macs)
 
     def keep_units_around_(self, model: nn.Module, pair: Pair, keep: Bool[Tensor, "units"]) -> None:
@@ -356,7 +348,7 @@ class WholeFamily(Family):
         whole, _, family = self._of(model)
         cut = Cut(pair.first, pair.second, pair.between, int(keep.sum()))
         keep_units_around_(whole.module, cut, keep)
-        macs = _outer_macs(_of_images(whole.module, whole, family), whole, family)
+        macs = _outer_macs(_OfImages(whole.module, whole.around), whole, family)
         whole.around = replace(whole.around, cuts=(*whole.around.cuts, cut), macs=macs)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
@@ -400,10 +392,10 @@ class WholeFamily(Family):
         return own[name] if name in own else self.libraries[name]
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        whole, _, family = self._of(model)
+        whole, _, _ = self._of(model)
         fresh = whole.shape.fresh()
         takes_images = whole.around.call == "forward" and whole.attnrx_inputs is None
-        return fresh if takes_images else _of_images(fresh, whole, family)
+        return fresh if takes_images else _OfImages(fresh, whole.around)
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
         whole, trunk, family = self._of(model)
@@ -544,10 +536,9 @@ def _is_created(
             vars(created).update({ATTRIBUTE: own} if (own := vars(module).get(ATTRIBUTE)) else {})
         created.load_state_dict(module.state_dict())
         # The text of a module shows what its outputs in evaluation do not, as rates of dropout.
-        if repr(created) != repr(module) or original.around.call == "trunk":
-            return repr(created) == repr(module)
         with evaluating((created,)):
-            return not _differing(expected, tensors_of(_answer(created, original.around, original.trunk, images)))
+            answer = tensors_of(_answer(created, original.around, images))
+        return repr(created) == repr(module) and not _differing(expected, answer)
     except Exception:  # the code of a module raises errors of any type
         return False
 
@@ -600,16 +591,6 @@ def _differing(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> 
         if not difference <= rounding_limit(tensor):
             return f"{where} differs by {difference:.3g}; rounding explains at most {rounding_limit(tensor):.3g}"
     return ""
-
-
-def _ways_to_call(model: nn.Module, around: Surroundings) -> Iterator[Surroundings]:
-    """Yields the ways in which images alone may be given to a module; only a forward of several arguments has others
-    than itself, and a module whose inputs are stated has none.
-    """
-    yield around
-    if ATTRIBUTE not in vars(model) and len(inspect.signature(model.forward).parameters) > 1 and around.path:
-        yield from (replace(around, call=name) for name in IMAGE_METHODS if hasattr(model, name))
-        yield replace(around, call="trunk")
 
 
 def _proved(model: _OfImages, whole: Whole, family: AdoptedFamily, images: Tensor) -> dict[str, Tensor]:
@@ -686,7 +667,7 @@ def _kind_of(family: AdoptedFamily, whole: Whole, tensors: Mapping[str, Tensor])
     if tensor.ndim != 2:
         return "map"
     if whole.around.call != "forward":
-        return family.output_kind(whole.trunk) if whole.around.call == "trunk" else "embedding"
+        return "embedding"
     sums = tensor.sum(1)
     if tensor.shape[1] > 1 and bool((tensor >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
         raise NotSupported(
@@ -739,7 +720,7 @@ def _read_blocks(whole: Whole, family: AdoptedFamily, images: Tensor) -> tuple[i
                 if index + 1 < len(blocks):
                     kept = TokenHook(lambda _, index=index: present[index])
                     hooks.enter_context(blocks[index + 1].register_forward_pre_hook(kept, with_kwargs=True))
-            return tensors_of(_answer(whole.module, whole.around, whole.trunk, images))
+            return tensors_of(_answer(whole.module, whole.around, images))
 
     def changes(indices: Sequence[int], first: int) -> bool:
         # With the same hooks both times, so that both have the same rounding.
