@@ -17,7 +17,7 @@ from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.chunked_forward import require_images
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
-from attnrx_lab.vision_transformer import AttnrxFamily, Layer, Transformer, TransformerConfig
+from attnrx_lab.vision_transformer import AttnrxFamily, Layer, Transformer, TransformerConfig, full_spec
 
 PATCH_SHARE = 0.5
 """Weight of the maximum over the patch logits; the class token's logits have weight 1, as published."""
@@ -85,7 +85,7 @@ class LVViTConfig(TransformerConfig):
         # The ImageNet normalization of the class is for three channels.
         if facts.get("channels", 3) != 3:
             facts = {"mean": (0.5,) * facts["channels"], "std": (0.5,) * facts["channels"], **facts}
-        spec = replace(AttentionSpec.full(form, width, heads), biases=("output",))
+        spec = replace(full_spec(form, width, heads), biases=("output",))
         return cls(attention=(spec,) * depth, **facts)
 
     @property

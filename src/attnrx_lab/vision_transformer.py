@@ -11,7 +11,7 @@ from torch import nn
 
 from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.display import Displayed
-from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
@@ -25,13 +25,31 @@ from attnrx.vit.models.fused_block import fused_block
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, rank_of
 from attnrx.vit.models.observation_hooks import recording_calls
 from attnrx.vit.models.token_hooks import forward_pass
-from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.spec import FORMS, AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 
 Model = TypeVar("Model", bound=nn.Module)
 Config = TypeVar("Config", bound="TransformerConfig")
 
 MOST_PATCHES = 65_536  # 4,096 x 4,096 pixels in patches of 16
+
+
+def full_spec(form: str, width: int, heads: int) -> AttentionSpec:
+    """Returns the spec of an uncompressed layer: every head has width / heads directions.
+
+    Raises:
+        InvalidInput: The width cannot be divided among the heads.
+    """
+    if heads < 1 or width % heads:
+        raise InvalidInput(f"width {width} cannot be divided among {heads} heads; choose a multiple.")
+    head_dim = width // heads
+    ranks, indices, norms = (head_dim,) * heads, tuple(range(heads)), FORMS[form].norms[0]
+    # The scale follows the original head dimension and is stored: compression must not change the temperature.
+    spec = AttentionSpec("dense", width, head_dim, ranks, indices, head_dim**-0.5, head_dim)
+    # One block per head is multi-head attention: every head uses its own block only.
+    if FORMS[form].mixes_blocks:
+        return spec.with_shared_directions(width, ranks)
+    return replace(spec, form=form, norms=norms)
 
 
 @dataclass(frozen=True)
@@ -281,6 +299,13 @@ class AttnrxFamily(NamedFamily, Generic[Config]):
     def build(self, description: Mapping[str, Any]) -> nn.Module:
         return self.model_type(from_dict(description, (self.config_type, AttentionSpec, ImageGeometry)))
 
+    def resize_(self, model: nn.Module, height: int, width: int) -> None:
+        _, *size = self.input_shape(model)
+        raise NotSupported(
+            f"this {type(model).__name__} takes images of {size[0]} x {size[1]} only, not of {height} x {width}: "
+            "give images of that size, or build the model with image_size=... and train it."
+        )
+
     def geometry(self, model: nn.Module) -> ImageGeometry | None:
         return self._transformer(model).config.geometry
 
@@ -350,7 +375,7 @@ class ViTConfig(Displayed, TransformerConfig):
         MLP width: four times the model width reproduces its printed savings.
         """
         half = (0.5,) * facts.get("channels", 3)
-        return cls(attention=(AttentionSpec.full(form, width, heads),) * depth, **{"mean": half, "std": half, **facts})
+        return cls(attention=(full_spec(form, width, heads),) * depth, **{"mean": half, "std": half, **facts})
 
     def patch_costs(self) -> PartCosts:
         return linear_costs(self.channels * self.patch_size**2, self.width, self.patches)

@@ -9,9 +9,8 @@ from attnrx.support.errors import InvalidInput
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import PartCosts, count_params, count_product_macs, layer_costs
 from attnrx.vit.models import family_of
-from attnrx.vit.spec import AttentionSpec
 from attnrx_lab.costs import direction_costs, saved_shares
-from attnrx_lab.vision_transformer import Transformer, VisionTransformer
+from attnrx_lab.vision_transformer import Transformer, VisionTransformer, full_spec
 from support.cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
 
 
@@ -70,7 +69,7 @@ def test_parts_add_up_to_the_whole(config: str, pattern: str) -> None:
 
 @pytest.mark.parametrize(("form", "norms"), [("dense", "none"), ("svda", "kept"), ("svda", "original")])
 def test_every_direction_but_the_last_saves_its_own_costs(form: str, norms: str) -> None:
-    full = AttentionSpec.full(form, width=12, heads=3)
+    full = full_spec(form, width=12, heads=3)
     for rank in range(full.original_rank, 1, -1):
         larger = layer_costs(full.with_ranks((rank, 4, 2), full.heads, norms), tokens=5, hidden=24)
         smaller = layer_costs(full.with_ranks((rank - 1, 4, 2), full.heads, norms), tokens=5, hidden=24)
@@ -78,7 +77,7 @@ def test_every_direction_but_the_last_saves_its_own_costs(form: str, norms: str)
 
 
 def test_the_last_direction_of_a_head_also_saves_its_read_out() -> None:
-    full = AttentionSpec.full("svda", width=12, heads=3)
+    full = full_spec("svda", width=12, heads=3)
     one = layer_costs(full.with_ranks((1, 4, 4), full.heads, "kept"), tokens=5, hidden=24).total
     none = layer_costs(full.with_ranks((0, 4, 4), full.heads, "kept"), tokens=5, hidden=24).total
     assert none + direction_costs(full, tokens=5) + PartCosts(0, 5 * 5 * full.head_dim) == one

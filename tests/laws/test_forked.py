@@ -13,8 +13,8 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_products import native_maps
 from attnrx.vit.models import attach_tokens_, family_of
-from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import parse_policy
+from attnrx_lab.vision_transformer import full_spec
 from support import cases
 
 pytestmark = [
@@ -36,7 +36,7 @@ def two_threads() -> Iterator[None]:
 
 
 def attention() -> Callable[[], Tensor]:
-    layer = Attention(AttentionSpec.full("dense", 96, 4)).eval().float()
+    layer = Attention(full_spec("dense", 96, 4)).eval().float()
     tokens = torch.randn(4, 300, 96, dtype=torch.float32)
     return lambda: layer(tokens)
 

@@ -11,8 +11,8 @@ from torch import nn
 import attnrx as rx
 from attnrx.vit.attention import Attention, Eager, Portable
 from attnrx.vit.models import attach_tokens_, family_of
-from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import parse_policy
+from attnrx_lab.vision_transformer import full_spec
 from support.pretrained import BEIT, VIT, of_timm
 
 onnx = pytest.importorskip("onnx")
@@ -56,7 +56,7 @@ def test_a_stage_of_merging_is_one_product(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ranks", "operations_per_layer"), [((16, 16, 16), 1), ((16, 15, 16), 1), ((16, 8, 8), 2)])
 def test_equal_heads_are_one_attention(ranks: tuple[int, ...], operations_per_layer: int) -> None:
     """And unequal ones are padded only where that adds little arithmetic."""
-    spec = replace(AttentionSpec.full("dense", 48, 3), ranks=ranks)
+    spec = replace(full_spec("dense", 48, 3), ranks=ranks)
     layer = Attention(spec, Portable()).eval()
     tokens = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

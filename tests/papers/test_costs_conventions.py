@@ -9,10 +9,10 @@ from attnrx.vit.costs import PartCosts, count_params, count_product_macs, layer_
 from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec
 from attnrx_lab.costs import Compression, priced
-from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig
+from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig, full_spec
 from support.cases import CONFIGS, images, model
 
-FULL = AttentionSpec.full("dense", width=12, heads=3)
+FULL = full_spec("dense", width=12, heads=3)
 NO_KEY_BIAS = replace(FULL, biases=("query", "value", "output"))
 NO_OUTPUT_BIAS = replace(FULL, biases=("query", "key", "value"))
 NO_BIASES = replace(FULL, biases=())

@@ -11,8 +11,8 @@ from attnrx.vit.costs import (
     linear_costs,
     norm_costs,
 )
-from attnrx.vit.spec import AttentionSpec
 from attnrx_lab.costs import Compression, Price, priced
+from attnrx_lab.vision_transformer import full_spec
 
 LAYERS, PATCHES, PATCH, CLASSES = 12, 196, 3 * 16 * 16, 1000
 WIDTHS = {"deit_small": (384, 6), "deit_base": (768, 12)}
@@ -62,7 +62,7 @@ UNMATCHED = ("deit_base cp:168 vo=32 mlp=304", "mhsa_percent", 49.7, 49.6141)
 def deit(model: str, compression: Compression) -> ModelCosts:
     """A DeiT from its shapes alone, compressed."""
     width, heads = WIDTHS[model]
-    full = AttentionSpec.full("dense", width, heads)
+    full = full_spec("dense", width, heads)
     (ranks,) = compression.mlp_ranks([full]) or ((None, None),)
     tokens = PATCHES + 1
     return ModelCosts(

@@ -8,9 +8,9 @@ import torch
 
 from attnrx.vit.costs import ModelCosts, token_costs
 from attnrx.vit.models import build_model, family_of
-from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenLayout, parse_policy
 from attnrx_lab.costs import NORM_MACS, predictor_norm_features
+from attnrx_lab.vision_transformer import full_spec
 
 pytest.importorskip("timm")
 
@@ -20,7 +20,7 @@ LAYOUT = TokenLayout(1, 196, class_token=True, pooled="class")
 
 def predictor_price(width: int, heads: int, reducer: str) -> float:
     """GMACs of the predictors alone."""
-    specs = (AttentionSpec.full("dense", width, heads),) * 12
+    specs = (full_spec("dense", width, heads),) * 12
     policy, shape = parse_policy(reducer + STAGES), Shape(width, heads, LAYOUT)
     found = token_costs(policy, shape, specs)
     assert found.tokens == (197,) * 3 + (138,) * 3 + (97,) * 3 + (68,) * 3

@@ -8,8 +8,7 @@ import torch
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.attention import Attention
 from attnrx.vit.models import build_model, family_of, load_model, model_fingerprint, save_model
-from attnrx.vit.spec import AttentionSpec
-from attnrx_lab.vision_transformer import ViTConfig, sincos_positions
+from attnrx_lab.vision_transformer import ViTConfig, full_spec, sincos_positions
 from support.cases import CONFIGS, images, model
 
 
@@ -33,7 +32,7 @@ def test_positions_tell_all_patches_apart() -> None:
 
 def test_tokens_are_permuted_with_their_patches() -> None:
     """Attention has no order of its own: permuting the tokens permutes what every layer gives."""
-    spec = AttentionSpec.full("svda", 8, 2)
+    spec = full_spec("svda", 8, 2)
     attention = Attention(spec)
     tokens, order = torch.randn(2, 5, 8), torch.randperm(5)
     torch.testing.assert_close(attention(tokens)[:, order], attention(tokens[:, order]))

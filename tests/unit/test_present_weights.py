@@ -13,6 +13,7 @@ from attnrx.vit.kernels import native_products
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear
 from attnrx.vit.spec import AttentionSpec
+from attnrx_lab.vision_transformer import full_spec
 from support.layers import LAYERS
 from support.pretrained import adopted_once, inputs
 
@@ -73,7 +74,7 @@ def adopted(name: str) -> nn.Module:
 # directions in blocks, linear maps, biases of pairs.
 CONSUMERS: dict[str, Callable[[], nn.Module]] = {
     "attention of different ranks": lambda: Attention(RAGGED),
-    "attention": lambda: Attention(AttentionSpec.full("dense", 12, 3)),
+    "attention": lambda: Attention(full_spec("dense", 12, 3)),
     "mixed": lambda: LAYERS["mixed"].layer(Auto()),
     "linear": lambda: NativeLinear(12, 7),
     "mlp": mlp,

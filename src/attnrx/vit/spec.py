@@ -150,24 +150,6 @@ class AttentionSpec:
                 "heads of a layer one rank, e.g. qk=uniform_rank:0.5 in place of total_rank, or realize a mask."
             )
 
-    @classmethod
-    def full(cls, form: str, width: int, heads: int) -> "AttentionSpec":
-        """Returns the spec of an uncompressed layer: every head has width / heads directions.
-
-        Raises:
-            InvalidInput: The width cannot be divided among the heads.
-        """
-        if heads < 1 or width % heads:
-            raise InvalidInput(f"width {width} cannot be divided among {heads} heads; choose a multiple.")
-        head_dim = width // heads
-        ranks, indices, norms = (head_dim,) * heads, tuple(range(heads)), FORMS[form].norms[0]
-        # The scale follows the original head dimension and is stored: compression must not change the temperature.
-        spec = cls("dense", width, head_dim, ranks, indices, head_dim**-0.5, head_dim)
-        # One block per head is multi-head attention: every head uses its own block only.
-        if FORMS[form].mixes_blocks:
-            return spec.with_shared_directions(width, ranks)
-        return replace(spec, form=form, norms=norms)
-
     @property
     def has_strengths(self) -> bool:
         """Whether every direction has a learned strength in every head that uses it."""
