@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[AdoptedFamily, Callable[[], nn.Module], str]] = {
 # On the meta device: these architectures are large, and refusing looks at no weights.
 OTHERS = {
     "vit_tiny_r_s16_p8_224": "the patch embedding HybridEmbed",
-    "swin_tiny_patch4_window7_224": "the class SwinTransformer is a hierarchical",
+    "swin_tiny_patch4_window7_224": "the class SwinTransformer has no reader",
     "cait_xxs24_224": r"parts that are not read \(proj_l, proj_w\)|the class Cait",
     "test_resnet": "the class ResNet",
 }
@@ -358,17 +358,17 @@ def test_timm_weights_are_read_strictly(tmp_path: Path) -> None:
     model = of_timm(VIT)
     path = tmp_path / "weights.safetensors"
     save_file(model.state_dict(), path)
-    adopted = TIMM.load(VIT, weights=path, **SMALL)
+    adopted = TIMM.adopt(TIMM.instance(VIT, weights=path, **SMALL)).eval()
     batch = images(TIMM, adopted)
     torch.testing.assert_close(logits(adopted, batch), logits(model, batch), rtol=0, atol=1e-12)
     assert not adopted.training
     with pytest.raises(CheckpointError, match="do not fit"):
-        TIMM.load(VIT, weights=path, **{**SMALL, "num_classes": 7})
+        TIMM.instance(VIT, weights=path, **{**SMALL, "num_classes": 7})
     with pytest.raises(CheckpointError, match="not a file"):
-        TIMM.load(VIT, weights=tmp_path / "nothing.safetensors", **SMALL)
+        TIMM.instance(VIT, weights=tmp_path / "nothing.safetensors", **SMALL)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="truncated or damaged"):
-        TIMM.load(VIT, weights=path, **SMALL)
+        TIMM.instance(VIT, weights=path, **SMALL)
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_weights_of_a_model_fine_tuned_to_other_classes_are_read(
     torch.manual_seed(3)
     fine_tuned = timm.create_model(name, num_classes=7, **arguments)
     torch.save(fine_tuned.state_dict(), tmp_path / "fine_tuned.pt")
-    adopted = TIMM.load(name, weights=tmp_path / "fine_tuned.pt")
+    adopted = TIMM.adopt(TIMM.instance(name, weights=tmp_path / "fine_tuned.pt")).eval()
     assert [head.out_features for head in TIMM.heads(adopted)] == [7] * len(TIMM.heads(adopted))
     batch = torch.randn(2, 3, 224, 224)
     with torch.no_grad():

@@ -261,7 +261,7 @@ def test_models_of_torchvision_are_loaded_by_name(tmp_path: Path) -> None:
     assert rx.models.family_of(built).costs(built).params == 86_567_656  # as torchvision's documentation states
     with pytest.raises(UnknownName, match="vit_b_16"):
         rx.load("torchvision:vit_b_61")
-    with pytest.raises(NotSupported, match="the class ResNet is a convolutional network without attention"):
+    with pytest.raises(NotSupported, match="the class ResNet has no reader"):
         rx.load("torchvision:resnet18", pretrained=False)
     with pytest.raises(InvalidInput, match="choose one"):
         rx.load("torchvision:vit_b_16", weights=tmp_path, pretrained=True)

@@ -271,12 +271,9 @@ class RotationCache:
             self._cached[embedding] = entry
         return entry[1]
 
+    # Also of a copy, which all layers of a copied model share.
     def __reduce__(self) -> tuple[Any, ...]:
         return RotationCache, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RotationCache":
-        copied = memo[id(self)] = RotationCache()  # one for all layers of the copy
-        return copied
 
 
 class Adapter(nn.Module):

@@ -39,7 +39,7 @@ from attnrx.vit.models.adoption_proof import (
 from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.family import Family, LayerShapes, num_outputs, require_ordinary_weights, require_weights
 from attnrx.vit.models.foreign_code import require_copyable_code, require_plain_weights, require_unchanged
-from attnrx.vit.models.library_blocks import fuse_
+from attnrx.vit.models.fused_block import fuse_
 from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, Pair, halve_, hidden_units, keep_units_of_, rank_of
 from attnrx.vit.models.observation_hooks import evaluating
@@ -85,7 +85,6 @@ class AdoptedFamily(Family):
         NotSupported: By methods that need the library, where it is not installed.
     """
 
-    exposes_tokens = True
     library: str
     """The package of the library."""
     model_type: type[Adopted]
@@ -286,10 +285,10 @@ class AdoptedFamily(Family):
         """Returns whether the library has a model of this name."""
         return False
 
-    def load(
+    def instance(
         self, name: str, *, weights: Path | str | None = None, pretrained: bool | None = None, **arguments: Any
-    ) -> Adopted:
-        """Creates a model by its name in the library and adopts it, in evaluation mode.
+    ) -> nn.Module:
+        """Returns the library's model of this name with weights.
 
         Args:
             name: The name in the library.
@@ -301,23 +300,6 @@ class AdoptedFamily(Family):
         Raises:
             InvalidInput: Both `weights` and `pretrained=True` were given, or wrong arguments.
             UnknownName: The library has no model of this name.
-            NotSupported: The model has an unsupported feature.
-            CheckpointError: The weights cannot be read or downloaded, or do not fit the model.
-        """
-        with torch.device("meta"):
-            self.require_supported(self.initialized(name, **arguments))  # before anything is downloaded or read
-        model = self.instance(name, weights=weights, pretrained=pretrained, **arguments)
-        return self.adopt(
-            model, **(self.input_format(name) if weights is None and pretrained is not False else {})
-        ).eval()
-
-    def instance(
-        self, name: str, *, weights: Path | str | None = None, pretrained: bool | None = None, **arguments: Any
-    ) -> nn.Module:
-        """Returns the library's model with weights; the arguments are those of `load`.
-
-        Raises:
-            InvalidInput: Both `weights` and `pretrained=True` were given.
             CheckpointError: The weights cannot be read or downloaded, or do not fit the model.
         """
         if weights is not None and pretrained:

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from attnrx.support.atomic_writes import Parts
@@ -211,14 +210,10 @@ def load_model(
     library, name = str(source).split(":", 1) if ":" in str(source) else ("", "")
     if library in LIBRARIES and LIBRARIES[library].takes_weights:
         family = LIBRARIES[library]
-        with torch.device("meta"):
-            outline = family.initialized(name)  # before anything is downloaded or read
-        if any(refusal.is_of_class for refusal in family.refusals(outline)):
-            instance = family.instance(name, weights=weights, pretrained=pretrained)
-            named = {"library": family.name, "architecture": name, "arguments": {}}
-            refuse = partial(family.require_supported, instance)
-            return _adopt_units(WholeFamily(LIBRARIES), instance, refuse, named).eval()
-        return family.load(name, weights=weights, pretrained=pretrained)
+        instance = family.instance(name, weights=weights, pretrained=pretrained)
+        named = {"library": family.name, "architecture": name, "arguments": {}}
+        stated = family.input_format(name) if weights is None and pretrained is not False else {}
+        return _adopt(instance, WholeFamily(LIBRARIES), True, named, **stated).eval()
     own = _own_family(str(source)) if library and not pretrained else None
     if own is not None and own.takes_weights and weights is not None:
         return own.load(str(source), weights)
@@ -279,54 +274,44 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None, inputs: Any = N
         return _adopt(model, WholeFamily(LIBRARIES, factory), inputs is None)
 
 
-def _adopt(model: nn.Module, whole: WholeFamily, takes_images: bool) -> nn.Module:
-    """Adopts a model of a library, the largest Vision Transformer in a module, a structure that is found, or MLPs."""
+def _adopt(
+    model: nn.Module, whole: WholeFamily, takes_images: bool, named: dict[str, Any] | None = None, **stated: Any
+) -> nn.Module:
+    """Adopts a model of a library, the largest Vision Transformer in a module, a structure that is found, or MLPs.
+
+    `named` is how a library creates the model, `stated` the fields of its `Origin` that the model does not state.
+    """
     require_plain_weights(model)
     library = next((each for each in LIBRARIES.values() if takes_images and each.adopts(model)), None)
     refusals = () if library is None else tuple(library.refusals(model))
     if library is None and takes_images:
         _require_no_supported_part(model)
+    units = partial(whole.adopt, model, "", whole.units, named=named)
+    attempts: list[Callable[[], Any]]
+    # The error that is shown: that of what the model is, and not that of the attempt to read something in it.
+    shown = 0
     if (library is None or refusals) and (trunks := whole.trunks_of(model)):
-        errors: list[NotSupported] = []
-        for path, family in trunks:  # the first that the module calls; its others stay as they are
-            try:
-                return whole.adopt(model, path, family)
-            except NotSupported as error:
-                errors.append(error)
-        raise errors[0]
-    if library is None:
-        structured = whole.structure.found(model) if takes_images else None
-        if structured is not None:
-            with suppress(NotSupported):  # its attention is not what its parts are named like: its MLPs are read
-                return whole.adopt(model, structured[1], whole.structure, structured[0])
-        return _adopt_units(whole, model, lambda: takes_images and family_of(model))
-    if any(refusal.is_of_class for refusal in refusals):
-        return _adopt_units(whole, model, partial(library.adopt, model))
-    try:
-        return library.adopt(model)
-    except NotSupported as error:
-        # A model that its library cannot create again, e.g. one with a part of the user's own.
+        # The first that the module calls; its others stay as they are.
+        attempts = [partial(whole.adopt, model, path, family, named=named) for path, family in trunks]
+    elif library is None:
+        found = whole.structure.found(model) if takes_images else None
+        structured = [] if found is None else [partial(whole.adopt, model, found[1], whole.structure, found[0])]
+        attempts, shown = [*structured, units, *([partial(family_of, model)] if takes_images else [])], -1
+    elif any(refusal.is_of_class for refusal in refusals):
+        attempts, shown = [units, partial(library.adopt, model)], -1
+    else:  # the second: one that its library cannot create again, e.g. with a part of the user's own
+        attempts = [partial(library.adopt, model, **stated), partial(whole.adopt, model, "", library, named=named)]
+    errors: list[AttnrxError] = []
+    for attempt in attempts:
         try:
-            return whole.adopt(model, "", library)
-        except AttnrxError:
-            raise error from None
-
-
-def _adopt_units(
-    whole: WholeFamily,
-    model: nn.Module,
-    refuse: Callable[[], object],
-    named: dict[str, Any] | None = None,
-) -> nn.Module:
-    """Adopts the MLPs of a model that no reader reads; without any it is refused as before, by `refuse`."""
-    try:
-        return whole.adopt(model, "", whole.units, named=named)
-    except NotSupported as error:
-        try:
-            refuse()
-        except NotSupported as refusal:
-            raise refusal from error
-        raise
+            return attempt()
+        except AttnrxError as error:
+            if not errors and not isinstance(error, NotSupported):
+                raise
+            errors.append(error)
+    if shown and len(errors) > 1:
+        raise errors[-1] from errors[-2]
+    raise errors[0]
 
 
 def save_model(

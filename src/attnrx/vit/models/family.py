@@ -37,11 +37,6 @@ class Family(ABC):
     """
 
     name: str
-    exposes_tokens: ClassVar[bool] = False
-    """Whether the models have methods of another library that return tokens, so that those of all patches are
-    restored.
-    """
-
     model_type: type[Any]
     """The class of its models."""
 
@@ -111,6 +106,7 @@ class Family(ABC):
         """Returns channels, height and width of an image."""
         return self._own(model).origin.input_shape
 
+    @abstractmethod
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
         """Makes the model take images of another height and width, in place, as its library does it.
 
@@ -118,11 +114,6 @@ class Family(ABC):
             NotSupported: The library does not resize the position embeddings of this model.
             InvalidInput: Patches do not tile such images.
         """
-        _, *size = self.input_shape(model)
-        raise NotSupported(
-            f"this {type(model).__name__} takes images of {size[0]} x {size[1]} only, not of {height} x {width}: "
-            "give images of that size, or build the model with image_size=... and train it."
-        )
 
     def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Returns the mean and standard deviation of the image normalization, one value per channel."""
@@ -292,20 +283,16 @@ def require_ordinary_tensors(model: nn.Module) -> None:
                 f"{name or 'the model'} was quantized by torch: use the model before quantization; `attnrx export --to "
                 "int8` quantizes a model for ONNX Runtime."
             )
-    buffers = ((name, tensor, False) for name, tensor in model.named_buffers())
-    for name, tensor, is_parameter in (*((*named, True) for named in model.named_parameters()), *buffers):
-        if is_lazy(tensor):
-            found = "not initialized"
-        elif tensor.layout is not torch.strided:
-            found = f"of the layout {tensor.layout}"
-        elif tensor.is_quantized or tensor.is_complex() or (is_parameter and not _is_real(tensor)):
-            found = f"of the type {tensor.dtype}"
-        else:
-            continue
-        raise NotSupported(
-            f"{name} of {type(model).__name__} is {found}: give a model with dense weights of real floating-point "
-            "numbers, e.g. the one before quantization or pruning."
-        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        is_other = is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex()
+        if isinstance(tensor, nn.Parameter) and not is_other:  # buffers may be integers
+            is_other = not tensor.is_floating_point() or tensor.element_size() == 1
+        if is_other:
+            found = "not initialized" if is_lazy(tensor) else f"{tensor.dtype}, {tensor.layout}"
+            raise NotSupported(
+                f"{name} of {type(model).__name__} is {found}: give a model with dense weights of real floating-point "
+                "numbers, e.g. the one before quantization or pruning."
+            )
 
 
 def require_weights(model: nn.Module) -> None:
@@ -321,10 +308,6 @@ def require_weights(model: nn.Module) -> None:
     if without is not None:
         raise InvalidInput(f"{name} has no weights: {without} is on the meta device. Load them first.")
     require_finite_tensors(weights, name)
-
-
-def _is_real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def require_ordinary_weights(model: nn.Module) -> None:

@@ -41,7 +41,7 @@ from attnrx.vit.models.huggingface_readers import (
     unread_settings,
 )
 from attnrx.vit.models.module_inputs import ModuleInputs
-from attnrx.vit.models.parts import ModelParts, Refusal, unread_attention, without_reader
+from attnrx.vit.models.parts import ModelParts, Refusal, unread_attention
 from attnrx.vit.models.token_reduction import reduction_of
 
 
@@ -131,10 +131,6 @@ class HuggingFaceModel(Adopted):
     @property
     def _depth(self) -> int:
         return len(HuggingFaceFamily().block_paths(self.source))
-
-    @property
-    def config(self) -> Any:
-        return self.source.config
 
     def logits(self, images: Tensor) -> Tensor:
         """Returns the logits or the embedding, [batch, features], without outputs that attnrx attention lacks."""
@@ -330,7 +326,10 @@ class HuggingFaceFamily(AdoptedFamily):
         """Yields unsupported classes of models or attention, and unsupported features."""
         name = type(model).__name__
         if name not in READERS or not self.adopts(model):
-            yield Refusal(without_reader(model), f"Of transformers, attnrx adopts {', '.join(READERS)}.")
+            yield Refusal(
+                f"the class {type(model).__name__} has no reader",
+                f"Of transformers, attnrx adopts {', '.join(READERS)}.",
+            )
             return
         reader, unread = reader_of(model), tuple(unread_settings(model.config))
         yield from unread

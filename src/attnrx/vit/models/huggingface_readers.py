@@ -293,5 +293,3 @@ def unread_settings(config: Any) -> Iterator[Refusal]:
         yield Refusal(f"mask_ratio={config.mask_ratio} removes random patches (load it with mask_ratio=0.0)")
     if config.model_type == "dpt" and (config.is_hybrid or config.backbone_config is not None):
         yield Refusal("a DPT whose backbone is a model of its own")
-    if not getattr(config, "vision_use_head", True):
-        yield Refusal("a SigLIP without a pooling head (vision_use_head=False) returns no embedding")

@@ -27,21 +27,6 @@ class Refusal:
         return self.remedy == NOT_PLAIN or self.reason.startswith(("the class ", "the block ", "the patch embedding "))
 
 
-def without_reader(model: nn.Module) -> str:
-    """Returns why a class of models cannot be read: what kind of network it is, as far as its parts show."""
-    kinds = {type(part).__name__ for part in model.modules()}
-    attention = {kind for kind in kinds if "Att" in kind and "Pool" not in kind}
-    if any("Window" in kind or "Swin" in kind for kind in attention):
-        described = "is a hierarchical Vision Transformer with attention inside windows, not between all patches"
-    elif not attention and any(isinstance(part, nn.Conv2d) for part in model.modules()):
-        # Mixers have one convolution, which makes the patches.
-        convolutions = sum(isinstance(part, nn.Conv2d) for part in model.modules())
-        described = "is a convolutional network without attention" if convolutions > 1 else "has no attention layers"
-    else:
-        described = "has no reader"
-    return f"the class {type(model).__name__} {described}"
-
-
 def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refusal]:
     """Yields the projections that are not a plain nn.Linear: adapters, quantization, parametrizations."""
     for name in names:

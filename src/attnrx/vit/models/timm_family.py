@@ -4,7 +4,7 @@ import copy
 import importlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -31,7 +31,7 @@ from attnrx.vit.models.adopted import (
 )
 from attnrx.vit.models.adopted_family import AdoptedFamily, creating, unsaved_buffers
 from attnrx.vit.models.family import num_outputs
-from attnrx.vit.models.parts import NOT_PLAIN, ModelParts, Refusal, unread_attention, without_reader
+from attnrx.vit.models.parts import NOT_PLAIN, ModelParts, Refusal, unread_attention
 from attnrx.vit.models.substitute import Substitute
 
 NO_BLOCKS = "Of timm, attnrx adopts models with one list of blocks, whose attention is attn."
@@ -101,40 +101,6 @@ class TimmModel(Adopted):
         Pruned and merged patches are restored (`attnrx.models.TokenRestoration`).
         """
         return self.all_tokens(images)
-
-    def forward_intermediates(
-        self,
-        images: ImageBatch,
-        indices: int | Sequence[int] | None = None,
-        *,
-        stop_early: bool = False,
-        intermediates_only: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Returns features after several blocks, as timm does, with all its options.
-
-        Pruned and merged patches are restored. `indices` are the last n blocks, or a list of blocks; None: all.
-
-        Raises:
-            NotSupported: timm is not installed.
-        """
-        source: Any = self.source
-        own = {"stop_early": stop_early, "intermediates_only": intermediates_only}
-        blocks, last = _timm("models._features").feature_take_indices(len(source.blocks), indices)
-        if not intermediates_only:  # timm then returns the features after the last block that it runs, too
-            blocks = [*blocks, last if stop_early else len(source.blocks) - 1]
-        with self.forward_pass(blocks):
-            return source.forward_intermediates(images, indices, **own, **options)
-
-    def get_intermediate_layers(self, images: ImageBatch, n: int | Sequence[int] = 1, **options: Any) -> Any:
-        """Returns features after several blocks, as timm does, in the form of DINO.
-
-        Raises:
-            NotSupported: timm is not installed.
-        """
-        source: Any = self.source
-        with self.forward_pass(_timm("models._features").feature_take_indices(len(source.blocks), n)[0]):
-            return source.get_intermediate_layers(images, n, **options)
 
     def _last_tokens(self, images: Tensor) -> Tensor:
         source: Any = self.source
@@ -248,7 +214,7 @@ class TimmFamily(AdoptedFamily):
         """Yields the parts of the model that are not read: blocks, attention, and unsupported features."""
         blocks, embedding = getattr(model, "blocks", None), getattr(model, "patch_embed", None)
         if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not hasattr(model, "num_prefix_tokens"):
-            yield Refusal(without_reader(model), NO_BLOCKS)
+            yield Refusal(f"the class {type(model).__name__} has no reader", NO_BLOCKS)
             return
         if type(embedding).__name__ != "PatchEmbed":
             yield Refusal(f"the patch embedding {type(embedding).__name__} is not a PatchEmbed")

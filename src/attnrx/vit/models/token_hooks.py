@@ -14,6 +14,7 @@ from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.attention import Attention, AttentionCapture, capture_uniform
 from attnrx.vit.models.family import Family
 from attnrx.vit.models.observation_hooks import blocks_of, evaluating
+from attnrx.vit.models.substitute import Substitute
 from attnrx.vit.models.token_reduction import TokenReduction, TokenRun, reduction_of
 from attnrx.vit.tokens import TokenPolicy
 
@@ -50,7 +51,7 @@ def attach_tokens_(
     _hook_blocks_(blocks_of(model, family), reduction)
     # Methods of the library that are called on the inner model return all patches; the forward pass of attnrx switches
     # the restoration off (`Adopted.forward_pass`).
-    if family.exposes_tokens:
+    if isinstance(model, Substitute):
         reduction.restored_blocks = range(len(layers))
     _first_(family.patch_embedding(model), reduction.begin)
     for index, layer in enumerate(layers, 1):

@@ -14,7 +14,7 @@ from attnrx.support.preprocessing import ImageGeometry
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
 from attnrx.vit.models.adopted_family import AdoptedFamily, creating
 from attnrx.vit.models.input_validation import IMAGENET
-from attnrx.vit.models.parts import ModelParts, Refusal, last_linear, without_reader
+from attnrx.vit.models.parts import ModelParts, Refusal, last_linear
 
 # The arguments of VisionTransformer that the model stores as attributes; the other three are those of its blocks.
 ARGUMENTS = ("image_size", "patch_size", "hidden_dim", "mlp_dim", "dropout", "num_classes", "representation_size")
@@ -68,7 +68,7 @@ class TorchvisionFamily(AdoptedFamily):
         """Yields other classes than VisionTransformer, and what its reader does not find."""
         name = type(model).__name__
         if name != "VisionTransformer":
-            yield Refusal(without_reader(model), "Of torchvision, attnrx adopts VisionTransformer.")
+            yield Refusal(f"the class {name} has no reader", "Of torchvision, attnrx adopts VisionTransformer.")
             return
         yield from self.parts(model).refusals(model)
 
@@ -158,7 +158,7 @@ class OpenClipFamily(AdoptedFamily):
         """Yields other classes than VisionTransformer, and other blocks than ResidualAttentionBlock."""
         name = type(model).__name__
         if name != "VisionTransformer":
-            yield Refusal(without_reader(model), "Of open_clip, attnrx adopts VisionTransformer.")
+            yield Refusal(f"the class {name} has no reader", "Of open_clip, attnrx adopts VisionTransformer.")
             return
         tower: Any = model
         for block in self.blocks(model):
