@@ -26,7 +26,7 @@ def fresh(name: str) -> Attention:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_products_side_by_side_give_what_three_give(name: str) -> None:
+def test_inference_gives_what_recorded_products_give(name: str) -> None:
     layer = fresh(name)
     expected = layer(TOKENS)
     with torch.no_grad():

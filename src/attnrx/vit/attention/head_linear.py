@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._C._functorch import is_batchedtensor
 
 from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Tensor, TokenBatch
@@ -117,8 +116,8 @@ def addresses_of(parameters: Sequence[Tensor | None]) -> tuple[int, ...]:
 def joint_product(
     tokens: TokenBatch, sides: Sequence[Side], packed: PackedWeights | None
 ) -> Float[Tensor, "batch tokens rows"] | None:
-    """Returns the results of `padded` for several projections of the same tokens, concatenated: on a CPU written side
-    by side, on other devices one product with the `packed` weights.
+    """Returns the results of `padded` for several projections of the same tokens, concatenated: by the C++ kernel, or
+    on other devices than a CPU one product with the `packed` weights.
 
     None where they have to be computed one by one, e.g. for gradients.
     """
@@ -138,10 +137,9 @@ def joint_product(
     if packed is not None and (found := packed.last(parameters)) is not None:
         return F.linear(tokens, *found)
     weights = [side.weight for side, _ in sides]
-    if runs_natively(tokens, *weights):
-        return native_maps(tokens, weights, [side.bias for side, _ in sides], [False] * len(sides), joined=True)
-    plain = [each is None or _is_plain(each, tokens.dtype) for each in (tokens, *parameters)]
-    return _side_by_side(tokens, sides) if all(plain) and not torch.is_autocast_enabled("cpu") else None
+    if not runs_natively(tokens, *weights):
+        return None
+    return native_maps(tokens, weights, [side.bias for side, _ in sides], [False] * len(sides), joined=True)
 
 
 def separated(
@@ -155,25 +153,6 @@ def separated(
 
 def parameters_of(projections: Sequence[HeadLinear]) -> list[Tensor | None]:
     return [parameter for side in projections for parameter in (side.weight, side.bias)]
-
-
-def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a product with a tensor, of any shape, can be written to a part of another one: on a CPU, of no subclass
-    of tensors, and not vectorized by torch.func.vmap.
-    """
-    has_type = type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == dtype
-    return has_type and tensor.is_cpu and not is_batchedtensor(tensor)
-
-
-def _side_by_side(tokens: TokenBatch, sides: Sequence[Side]) -> Float[Tensor, "batch tokens rows"]:
-    widths = [side.weight.shape[0] for side, _ in sides]
-    joint, rows = tokens.new_empty(*tokens.shape[:-1], sum(widths)), tokens.flatten(0, -2)
-    for (side, _), columns in zip(sides, joint.flatten(0, -2).split(widths, 1), strict=True):
-        if side.bias is None:
-            torch.mm(rows, side.weight.T, out=columns)
-        else:
-            torch.addmm(side.bias, rows, side.weight.T, out=columns)
-    return joint
 
 
 def _joined(sides: Sequence[Side]) -> WeightAndBias:
