@@ -397,7 +397,7 @@ def test_a_name_of_no_dataset_is_refused(files: Path, tmp_path: Path, name: str)
 VARIABLES = (
     {"WORLD_SIZE": "two"}, {"RANK": "first"}, {"RANK": "-1"}, {"RANK": "3", "WORLD_SIZE": "2"}, {"RANK": "1"},
     {"LOCAL_RANK": "x"},
-    {"WORLD_SIZE": ""}, {"ATTNRX_BUILD": "maybe"}, {"ATTNRX_CACHE": "/dev/null"},
+    {"WORLD_SIZE": ""}, {"ATTNRX_MEASURE": "maybe"}, {"ATTNRX_BUILD": "maybe"}, {"ATTNRX_CACHE": "/dev/null"},
     {"ATTNRX_CACHE": __file__}, {"ATTNRX_DATA": "/nowhere"}, {"ATTNRX_DATA": "/dev/null"},
 )  # fmt: skip
 

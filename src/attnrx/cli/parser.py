@@ -85,8 +85,10 @@ def require_environment() -> None:
             f"RANK={numbers['RANK']} with WORLD_SIZE={os.environ.get('WORLD_SIZE')}: a rank is below the number of "
             "processes; launch with torchrun or accelerate, or unset both."
         )
-    if (text := os.environ.get("ATTNRX_BUILD", "1")) not in ("", "0", "1"):
-        raise InvalidInput(f"ATTNRX_BUILD={text!r}: give 0 (no C++ kernels) or 1.")
+    for name, meaning in (("ATTNRX_MEASURE", "never measure"), ("ATTNRX_BUILD", "no C++ kernels")):
+        text = os.environ.get(name, "1")
+        if text not in ("", "0", "1"):
+            raise InvalidInput(f"{name}={text!r}: give 0 ({meaning}) or 1.")
     cache = os.environ.get("ATTNRX_CACHE")
     if cache and Path(cache).exists() and not Path(cache).is_dir():
         raise InvalidInput(f"ATTNRX_CACHE={cache!r} is not a folder; name a folder, or unset it.")

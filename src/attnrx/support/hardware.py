@@ -1,4 +1,4 @@
-"""The name of a device, the cache folder, work on one thread or on another stream."""
+"""The name of a device, the cache folder, whether measurements are allowed, work on one thread or on another stream."""
 
 import os
 import platform
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-CACHE = "ATTNRX_CACHE"
+CACHE, MEASURE = "ATTNRX_CACHE", "ATTNRX_MEASURE"
 
 
 def device_name(device: str) -> str:
@@ -28,6 +28,11 @@ def cache_folder() -> Path:
     if os.environ.get(CACHE):
         return Path(os.environ[CACHE])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnrx"
+
+
+def may_measure() -> bool:
+    """Whether measurements are allowed: false if ATTNRX_MEASURE is 0."""
+    return os.environ.get(MEASURE, "1") != "0"
 
 
 @contextmanager

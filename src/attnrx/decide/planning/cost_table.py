@@ -53,7 +53,8 @@ class CostTable:
 
     `attention` is [layer, level of qk, level of vo, tokens], `mlp` [layer, level, tokens], with an entry for every
     number of tokens from none to all. `stages` [layer, tokens] is the cost of a token reducer before a layer, by the
-    number of its input tokens. `outside` is the cost outside the blocks.
+    number of its input tokens. `outside` is the cost outside the blocks. `spread` is the interquartile range of the
+    timings as a share of their median, 0 for exact costs.
     """
 
     quantity: str
@@ -64,6 +65,7 @@ class CostTable:
     stages: np.ndarray
     prefix: int
     patches: int
+    spread: float = 0.0
 
     def problem(self) -> str | None:
         """Returns why these costs cannot be those of a model; None if they can.

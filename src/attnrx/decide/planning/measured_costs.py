@@ -4,9 +4,11 @@ the runtime of a file format.
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack, suppress
+from dataclasses import fields, replace
+from functools import cache, partial
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,18 @@ from torch import nn
 from attnrx.change.exporting import Format, Runtime
 from attnrx.change.realization import realize
 from attnrx.decide.planning.cost_table import CostTable, never_slower
+from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
-from attnrx.support.errors import NotSupported
+from attnrx.support.errors import AttnrxError, NotSupported
+from attnrx.support.hardware import cache_folder, device_name, may_measure
 from attnrx.support.modules import copy_module
+from attnrx.support.optional import installed_versions
 from attnrx.support.progress import Log, track
 from attnrx.support.shapes import Float, Tensor
+from attnrx.support.storage import read_tensors, write_tensors
 from attnrx.vit.costs import LatencyProtocol, interleave
 from attnrx.vit.costs.conditions import PRECISIONS
+from attnrx.vit.kernels.compilation import kernel_version
 from attnrx.vit.models import (
     ModuleCall,
     TokenReduction,
@@ -42,17 +49,79 @@ STAGE_LAYER, STAGE_KEEP = 2, 0.75
 # The successive blocks that are timed as one in the runtime of a format, where calling it costs as much as a part of a
 # block.
 BLOCKS_OF_FORMAT = 2
-# Tables that are measured before a plan gives up.
-ATTEMPTS = 3
+# Tables that are measured before a plan gives up; the largest spread of timings of a table that is kept, and the
+# largest latency of the unchanged model relative to the original's: beside other processes kernels wait for threads.
+ATTEMPTS, STEADY, SLOWEST = 3, 0.3, 1.3
 REFERENCE, ALL = "original", "all"
+# The folders of attnrx whose code decides what is timed and how: models, compressed layers and files, measurements.
+PACKAGE, MEASURED_CODE = Path(__file__).parents[2], ("vit", "change", "decide/planning")
 
 
-def plausible_table(measure: Callable[[], CostTable], log: Log) -> CostTable:
-    """Returns a measured cost table; one that no model can have (`CostTable.problem`) is measured again.
+@cache
+def measured_code() -> str:
+    """Returns the hash of the source files of MEASURED_CODE."""
+    # Not the version alone: between releases, e.g. in a checkout, the same version has other code.
+    files = sorted(path for folder in MEASURED_CODE for path in (PACKAGE / folder).rglob("*.py"))
+    digest = sha256()
+    for path in files:
+        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[], CostTable]) -> CostTable:
+    """Returns the cost table of an earlier plan for a model of this shape under these conditions, else measures it.
+
+    It is kept in the cache folder, for this hardware, these versions of torch and the runtime, this code of attnrx
+    (`measured_code`) and these kernels. A table that no model can have (`CostTable.problem`), from the cache or
+    measured under load, is measured again; one of noisy timings is used, and not kept.
 
     Raises:
         NotSupported: All of ATTEMPTS tables were implausible.
     """
+    family = family_of(space.model)
+    # No weights: latency does not depend on their values, so models of one architecture share a table.
+    shape = (family.name, family.input_shape(space.model), [layer.spec for layer in family.attention(space.model)])
+    linear = [[repr(one) for one in pair] for pair in family.mlp(space.model)]
+    outside = family.costs(space.model).macs  # with what is around the blocks, which a decoder is a part of
+    facts = (
+        device_name(str(settings.conditions.device)),
+        torch.__version__,
+        measured_code(),
+        kernel_version(),
+        {} if settings.form is None else installed_versions(*settings.form.libraries),
+    )
+    # The layout: models with other patch sizes have the same layers and input shape, and another number of tokens.
+    choices = space.axes, str(space.reducer), space.form, space.multiple
+    timing = [settings.protocol, settings.batch, settings.whole_rounds, settings.timed_levels, settings.in_subprocess]
+    timing.append(settings.form)
+    request = (facts, shape, space.shape.layout, linear, outside, timing, choices)
+    path = cache_folder() / "costs" / f"{sha256(repr(request).encode()).hexdigest()[:16]}.safetensors"
+    if may_measure() and path.exists():
+        with suppress(AttnrxError, TypeError, ValueError):  # a damaged file is measured again
+            stored: dict[str, Any] = {
+                name: tensor.numpy() if tensor.ndim else tensor.item() for name, tensor in read_tensors(path).items()
+            }
+            table = CostTable("latency", **stored)
+            if table.problem() is None:
+                settings.log(f"cost table of an earlier plan: {path}")
+                return table
+        settings.log(f"the stored cost table is damaged or implausible, and measured again: {path}")
+    table = _plausible(measure, settings.log)
+    unchanged = table.total(Choices.nothing(space.depth))
+    if table.spread > STEADY or unchanged > SLOWEST:
+        settings.log(
+            f"cost table: the timings vary by {100 * table.spread:.0f} %, and the unchanged model took {unchanged:.2f} "
+            "of the time that it takes in its own library. Of a busy machine, so it is not kept for later plans."
+        )
+        return table
+    numbers = {field.name: getattr(table, field.name) for field in fields(table) if field.name != "quantity"}
+    with suppress(AttnrxError):  # without a cache the next plan measures again
+        # By numpy: torch would store the floats in float32, and a plan from the cache would differ.
+        write_tensors(path, {name: torch.from_numpy(np.asarray(number)) for name, number in numbers.items()})
+    return table
+
+
+def _plausible(measure: Callable[[], CostTable], log: Log) -> CostTable:
     problems = []
     for _ in range(ATTEMPTS):
         table = measure()
@@ -199,6 +268,7 @@ class _Timer:
         self.rows = {n: torch.randn(count, n, width, generator=generator) for n in grid}
         # A batch may be run in chunks; `whole` divides by the number of runs of a block.
         self.parts = -(-len(images) // count)
+        self.spreads: list[float] = []
         self.original = self._prepared(space.model, self.layers)
 
     def _prepared(
@@ -256,9 +326,12 @@ class _Timer:
         protocol = self.protocol
         with self.conditions.held():
             seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=protocol.resolved_clock)
-        return {
-            name: float((len(self.layers) * times / seconds[REFERENCE]).median()) for name, times in seconds.items()
-        }
+        ratios = {name: len(self.layers) * times / seconds[REFERENCE] for name, times in seconds.items()}
+        for name, values in ratios.items():
+            if name != REFERENCE:
+                low, middle, high = torch.quantile(values, values.new_tensor([0.25, 0.5, 0.75])).tolist()
+                self.spreads.append((high - low) / middle)
+        return {name: float(values.median()) for name, values in ratios.items()}
 
     def whole(self, attention: np.ndarray, mlp: np.ndarray) -> CostTable:
         """Times the whole model and the model without blocks, and returns the cost table."""
@@ -280,7 +353,7 @@ class _Timer:
         stages = np.zeros((space.depth, layout.tokens + 1))
         sizes = layout.prefix, layout.patches
         costs = total, outside, attention * scale, mlp * scale, stages
-        return CostTable("latency", *costs, *sizes)
+        return CostTable("latency", *costs, *sizes, spread=float(np.median(self.spreads)))
 
 
 def _recorded_calls(space: Space, protocol: LatencyProtocol, images: Tensor) -> list[ModuleCall]:

@@ -16,7 +16,7 @@ from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.planning.allocation import Frontier, Step
 from attnrx.decide.planning.cost_table import CostTable, corrected, exact_cost_table
-from attnrx.decide.planning.measured_costs import measured_cost_table, plausible_table
+from attnrx.decide.planning.measured_costs import cached_cost_table, measured_cost_table
 from attnrx.decide.planning.plan_search import Trial
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.reference_outputs import Answers, Deviation
@@ -77,7 +77,7 @@ class PlanTimer:
         return family_of(self.space.model).library_model(self.space.model)
 
     def cost_table(self) -> CostTable:
-        """Returns the measured latency of blocks by rank and number of tokens."""
+        """Returns the latency of blocks by rank and number of tokens, from the cache or measured."""
 
         def measure() -> CostTable:
             space, settings = self.space, self.settings
@@ -88,7 +88,7 @@ class PlanTimer:
             blocks = call_in_subprocess_if(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
             return corrected(blocks, space, partial(self.latency_shares, rounds=settings.whole_rounds))
 
-        return plausible_table(measure, self.log)
+        return cached_cost_table(self.space, self.settings, measure)
 
     def of_model(self, model: nn.Module) -> dict[str, Any]:
         """Returns the speed of a model relative to the library's, with its interval and the conditions."""

@@ -111,6 +111,11 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_start_forked)
 
 
+def kernel_version() -> str:
+    """Returns the hash of the source of the kernels, empty where they are not built."""
+    return _sha256(_source()) if native_library() is not None else ""
+
+
 def _source() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in (*HEADERS, *SOURCES))
 
