@@ -86,10 +86,11 @@ class Frontier:
     def _without_surplus(self, limit: float, now: Step) -> Step:
         """Undoes choices within the budget: repeats the change that keeps more and reduces the divergence most."""
         # Every round lowers the divergence, so the loop ends. It is needed after rounding, and after greedy moves, the
-        # last of which may save more than was missing.
+        # last of which may save more than was missing. Latency rises in steps, up to which patches cost nothing.
+        step = 1 if self.cost_table.quantity == "latency" else None
         while True:
             best = now
-            for choices in self.space.relaxations(now.choices):
+            for choices in self.space.relaxations(now.choices, step):
                 cost = self.cost_table.total(choices)
                 if cost <= limit and (divergence := self.sensitivities.total(choices)) < best.sensitivity:
                     best = Step(choices, cost, divergence)

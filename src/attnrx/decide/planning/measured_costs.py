@@ -42,8 +42,12 @@ from attnrx.vit.models import (
 from attnrx.vit.models.adopted import LastLayer
 from attnrx.vit.tokens import TokenPolicy
 
-# The shares of the tokens at which blocks are timed; times in between are interpolated linearly.
+# The shares of the tokens at which blocks are timed; times in between are interpolated.
 TIMED = (0.25, 0.5, 0.75, 1.0)
+# Kernels compute tokens in groups, e.g. 16 in a vector, so that the time rises in steps: those of the unchanged block
+# are timed at every FINE tokens, in the runtime of a format, which may compile for each, at every FINE_IN_FILES, unless a
+# pass of the model takes LONG multiply-accumulates, about a second.
+FINE, FINE_IN_FILES, LONG = 4, 8, 4e10
 # The stage is before this layer, and the block after that layer is timed, or that layer itself if it is the last one.
 STAGE_LAYER, STAGE_KEEP = 2, 0.75
 # The successive blocks that are timed as one in the runtime of a format, where calling it costs as much as a part of a
@@ -182,9 +186,11 @@ def measured_cost_table(
     # The last block is timed without compression only; its share of a block's time is assumed for all levels.
     last = timer.last(attention[0, 0]) / attention[0, 0]
     counts = np.arange(tokens + 1)
+    steps = timer.steps(counts)
     # The tables of all layers, of which the last one may be cheaper (last-layer class-token shortcut).
     tables = [
-        np.stack([_interpolated(counts, grid, times)] * (space.depth - 1) + [_interpolated(counts, grid, last * times)])
+        steps
+        * np.stack([_interpolated(counts, grid, times)] * (space.depth - 1) + [_interpolated(counts, grid, last * times)])
         for times in (attention, mlp)
     ]
     return timer.whole(*tables)
@@ -253,7 +259,7 @@ class _Timer:
     ):
         self.space, self.protocol, self.images, self.grid = space, protocol, images, grid
         self.conditions, self.runtime = protocol.conditions, Runtime(protocol.conditions, form)
-        self.family = family_of(space.model)
+        self.family, self.is_in_library = family_of(space.model), form is None
         self.prunes_tokens = TOKENS in space.axes
         first = min(STAGE_LAYER, space.depth - 1) if self.prunes_tokens else 0
         # Without the last layer, which may be shorter.
@@ -307,6 +313,27 @@ class _Timer:
         times = self._times(self.space.model, range(depth - count, depth), True)
         return (times - (count - 1) * full).clip(min=0.0)
 
+    def steps(self, counts: np.ndarray) -> np.ndarray:
+        """Returns the factors [counts] between the times of the unchanged block at these numbers of tokens and the
+        straight lines between those of the grid: 1 where they are not timed.
+        """
+        macs = len(self.images) * self.family.costs(self.space.model).macs
+        every = FINE if self.is_in_library else FINE_IN_FILES
+        if not self.prunes_tokens or self.conditions.on_cuda or macs >= LONG or counts[-1] <= 2 * every:
+            return np.ones(len(counts))
+        after = self._prepared(self.space.model, self.layers, after_stage=True)
+        all_tokens = self._on_device(self.rows[self.grid[-1]])
+        fine = [*range(max(self.grid[0] // every, 1) * every, counts[-1], every), counts[-1]]
+        runs: dict[str, Callable[[], Any]] = {str(n): partial(after, all_tokens[:, :n].contiguous()) for n in fine}
+        seconds = self._turns({**runs, REFERENCE: partial(self.original, all_tokens)})
+        times = np.array([seconds[str(n)] for n in fine])
+        # More tokens never take less time.
+        times = (np.maximum.accumulate(times) + np.minimum.accumulate(times[::-1])[::-1]) / 2
+        # A number between two takes the time of the larger one.
+        stairs = times[np.searchsorted(fine, counts).clip(max=len(fine) - 1)]
+        factors = stairs / np.interp(counts, [0, *self.grid], [0.0, *stairs[self.grid]]).clip(min=times[0] / counts[-1])
+        return np.where((counts < fine[0]) | (counts == counts[-1]), 1.0, factors)
+
     def _times(self, model: nn.Module, layers: range, shortened: bool) -> np.ndarray:
         """Returns the times of all these layers together, the last of which may be `shortened`."""
         before = self._prepared(model, layers, shortened)
@@ -325,7 +352,9 @@ class _Timer:
         """Returns the median over rounds of every time, in original blocks: those of REFERENCE in the same round."""
         protocol = self.protocol
         with self.conditions.held():
-            seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=protocol.resolved_clock)
+            # Not repeated: in a model a block follows other blocks, which leave little of it in the caches.
+            clock = protocol.resolved_clock
+            seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock, repeated=False)
         ratios = {name: len(self.layers) * times / seconds[REFERENCE] for name, times in seconds.items()}
         for name, values in ratios.items():
             if name != REFERENCE:

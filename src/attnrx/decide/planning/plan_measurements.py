@@ -16,7 +16,7 @@ from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.planning.allocation import Frontier, Step
 from attnrx.decide.planning.cost_table import CostTable, corrected, exact_cost_table
-from attnrx.decide.planning.measured_costs import cached_cost_table, measured_cost_table
+from attnrx.decide.planning.measured_costs import LONG, cached_cost_table, measured_cost_table
 from attnrx.decide.planning.plan_search import Trial
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.reference_outputs import Answers, Deviation
@@ -35,7 +35,7 @@ from attnrx.vit.models import family_of
 MIN_IMAGES, FEWEST, MIN_MACS, FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
 # The rounds of a final measurement, as many times more as a batch is smaller than MIN_IMAGES; fewer for a pass of
 # LONG multiply-accumulates, about a second, which varies less.
-ROUNDS, LONG, LONG_ROUNDS = 32, 4e10, 6
+ROUNDS, LONG_ROUNDS = 32, 6
 
 
 def rounds_of(batch: int, macs: float = 0.0) -> int:

@@ -1,4 +1,5 @@
-"""Refinement of a plan by measured divergence: plans that prune patches evenly, then variations of the best plan.
+"""Refinement of a plan by measured divergence: plans that prune patches at even or few stages, then variations of the
+best plan.
 
 A few choices of the best plan are changed at random, and greedy moves meet the budget from there. The next plan depends
 on the trials before it alone.
@@ -16,7 +17,7 @@ from attnrx.decide.planning.space import Choices, Space
 from attnrx.support.errors import NotSupported
 from attnrx.support.progress import track
 
-# The first trials start from at most EVEN even schedules of pruned patches; the rest vary the best plan by at most
+# The first trials start from at most EVEN even schedules of pruned patches; others vary the best plan by at most
 # MOST_VARIED choices. Of several new variations (`PlanSettings.variations`), from at most ATTEMPTS, the one with the
 # lowest predicted divergence is measured.
 EVEN, MOST_VARIED, ATTEMPTS = 6, 3, 40
@@ -46,16 +47,22 @@ Build = Callable[[Choices | None], Step]
 
 
 def refine_plan(
-    space: Space, settings: PlanSettings, build: Build, measure: Callable[[Step, Trial | None], Trial], first: Trial
+    space: Space,
+    settings: PlanSettings,
+    build: Build,
+    measure: Callable[[Step, Trial | None], Trial],
+    first: Trial,
+    few: Sequence[Choices] = (),
 ) -> tuple[Trial, ...]:
     """Builds and measures further plans, and returns all trials in order, `first` included (see `proposed`).
 
-    `measure` gets the best known trial too: a plan that is far worse is measured on fewer images.
+    `measure` gets the best known trial too: a plan that is far worse is measured on fewer images. Plans of `few` stages
+    are measured beside the trials of the settings.
     """
-    trials, number = [first], settings.trials if settings.trials > 1 else 0
-    even = space.even_schedules()[:EVEN] if number else ()
+    trials, number = [first], settings.trials + len(few) if settings.trials > 1 else 0
+    starts = (*few, *space.even_schedules()[:EVEN]) if number else ()
     for _ in track(range(number), "searching plans"):
-        step = proposed(space, settings, build, trials, even)
+        step = proposed(space, settings, build, trials, starts)
         trials.append(measure(step, min(trials, key=_softened)))
     return tuple(trials)
 
@@ -65,15 +72,15 @@ def _softened(trial: Trial) -> float:
 
 
 def proposed(
-    space: Space, settings: PlanSettings, build: Build, trials: Sequence[Trial], even: Sequence[Choices] = ()
+    space: Space, settings: PlanSettings, build: Build, trials: Sequence[Trial], starts: Sequence[Choices] = ()
 ) -> Step:
-    """Returns the plan to measure after these trials, the first of which is that of the closed form: from every `even`
-    schedule, then variations of the best plan.
+    """Returns the plan to measure after these trials, the first of which is that of the closed form: from every one of
+    the `starts`, then variations of the best plan.
     """
     number = len(trials) - 1
-    if number < len(even):
+    if number < len(starts):
         with suppress(NotSupported):  # nothing near this schedule is cheap enough
-            return build(even[number])
+            return build(starts[number])
         return trials[0].step
     random = np.random.default_rng((settings.seed, number))
     # The plan of the closed form may be the best.

@@ -254,8 +254,11 @@ class Planner:
     def _searched(self, limit: float) -> Trial:
         self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
         begin("searching plans")
-        build = partial(self.step, limit)
-        self.trials = refine_plan(self.space, self.settings, build, self.tried, self._first(limit))
+        build, few = partial(self.step, limit), ()
+        if self.target.minimized == "latency" and TOKENS in self.space.axes:
+            # A stage takes time, and what many patches pruned at once change is more than the sum of sensitivities.
+            few = self.space.few_stages(lambda choices: self.measurements.cost_table.total(choices) <= limit)
+        self.trials = refine_plan(self.space, self.settings, build, self.tried, self._first(limit), few)
         return self._best(self.trials)
 
     def tried(self, step: Step, best: Trial | None = None) -> Trial:

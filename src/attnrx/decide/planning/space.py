@@ -1,9 +1,9 @@
 """The search space of a plan: per layer the ranks of qk, vo and MLP, and the number of patches pruned before it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 
 from torch import nn
 
@@ -29,6 +29,8 @@ LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 JUMPS = (1, 2, 4, 8, 16)
 # The step is STEP patches, and less in images of few patches, so that a stage has at least two numbers to choose from.
 STEP = 4
+# The most stages of the plans of few stages that a search for latency begins with.
+FEW = 4
 
 
 @dataclass(frozen=True)
@@ -212,11 +214,31 @@ class Space(Displayed):
         counts = range(largest, 0, -self.step)
         return tuple(self._fitted(replace(nothing, num_pruned=(0, *(count,) * (self.depth - 1)))) for count in counts)
 
-    def relaxations(self, choices: Choices) -> Iterator[Choices]:
-        """Yields every plan with one change that keeps more: a higher rank or fewer pruned patches in one layer."""
+    def few_stages(self, allowed: Callable[[Choices], bool]) -> tuple[Choices, ...]:
+        """Returns plans without ranks of one to FEW stages that keep equal shares, spread evenly over the layers or one
+        layer earlier or later: with the most patches that are `allowed`, e.g. by their cost.
+        """
+        found = []
+        for stages, shift in product(range(1, FEW + 1), (-1, 0, 1)):
+            layers = {max(self.depth * (index + 1) // (stages + 1) + shift, 1) for index in range(stages)}
+            for percent in range(98, 50, -2):
+                num_pruned, present = [0] * self.depth, self.patches
+                for layer in sorted(layers):
+                    num_pruned[layer] = round((1 - percent / 100) * present / self.step) * self.step
+                    present -= num_pruned[layer]
+                choices = replace(Choices.nothing(self.depth), num_pruned=tuple(num_pruned))
+                if allowed(choices):
+                    found.append(choices)
+                    break
+        return tuple(dict.fromkeys(choices for choices in found if self._fitted(choices) == choices))
+
+    def relaxations(self, choices: Choices, step: int | None = None) -> Iterator[Choices]:
+        """Yields every plan with one change that keeps more: a higher rank, or fewer pruned patches in one layer, by a
+        multiple of `step`, by default that of the space.
+        """
         for axis in AXES:
             for layer, now in enumerate(choices.of(axis)):
-                values = range(0, now, self.step) if axis == TOKENS else (0, *self.available(axis))
+                values = range(0, now, step or self.step) if axis == TOKENS else (0, *self.available(axis))
                 yield from (choices.with_choice(axis, layer, value) for value in values if value < now)
 
     def moves(self, choices: Choices) -> Iterator[Choices]:
