@@ -45,8 +45,8 @@ from attnrx.vit.tokens import TokenPolicy
 # The shares of the tokens at which blocks are timed; times in between are interpolated.
 TIMED = (0.25, 0.5, 0.75, 1.0)
 # Kernels compute tokens in groups, e.g. 16 in a vector, so that the time rises in steps: those of the unchanged block
-# are timed at every FINE tokens, in the runtime of a format, which may compile for each, at every FINE_IN_FILES, unless a
-# pass of the model takes LONG multiply-accumulates, about a second.
+# are timed at every FINE tokens, in the runtime of a format, which may compile for each, at every FINE_IN_FILES; not if
+# a pass of the model takes LONG multiply-accumulates, about a second.
 FINE, FINE_IN_FILES, LONG = 4, 8, 4e10
 # The stage is before this layer, and the block after that layer is timed, or that layer itself if it is the last one.
 STAGE_LAYER, STAGE_KEEP = 2, 0.75
@@ -186,14 +186,16 @@ def measured_cost_table(
     # The last block is timed without compression only; its share of a block's time is assumed for all levels.
     last = timer.last(attention[0, 0]) / attention[0, 0]
     counts = np.arange(tokens + 1)
-    steps = timer.steps(counts)
     # The tables of all layers, of which the last one may be cheaper (last-layer class-token shortcut).
     tables = [
         steps
-        * np.stack([_interpolated(counts, grid, times)] * (space.depth - 1) + [_interpolated(counts, grid, last * times)])
+        * np.stack(
+            [_interpolated(counts, grid, times)] * (space.depth - 1) + [_interpolated(counts, grid, last * times)]
+        )
         for times in (attention, mlp)
     ]
-    return timer.whole(*tables)
+    steps = timer.steps(counts)
+    return timer.whole(*[steps * table for table in tables])
 
 
 def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[int], dim: int) -> np.ndarray:

@@ -29,6 +29,19 @@ def define(
     return operator.default
 
 
+def is_observed(tensor: Tensor) -> bool:
+    """Whether a profiler, a mode of this thread, a transform of functions or the tensor itself sees every operator."""
+    return (
+        type(tensor) is not Tensor
+        or not tensor.is_cpu
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd._profiler_enabled()
+    )
+
+
 def require_inference(tensors: Sequence[Tensor | None]) -> None:
     """Checks that a kernel can read tensors of any shapes.
 
