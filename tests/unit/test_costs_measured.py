@@ -105,8 +105,13 @@ def test_an_unchanged_model_of_another_role_is_timed_once(role: str) -> None:
 
 def test_runs_take_turns_and_warm_ups_do_not_count() -> None:
     order: list[str] = []
-    seconds = interleave({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3, warmup=1)
+    runs = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    seconds = interleave(runs, rounds=3, warmup=1, repeated=False)
     assert "".join(order) == "ab" + "ab" + "ba" + "ab"
+    order.clear()
+    # Every timed call of a short run follows one of its own.
+    interleave(runs, rounds=2, warmup=1)
+    assert "".join(order) == "ab" + "aabb" + "bbaa"
     assert {name: len(times) for name, times in seconds.items()} == {"a": 3, "b": 3}
     with pytest.raises(UnknownName, match="unknown clock"):
         interleave({"a": list}, rounds=1, warmup=0, clock="sundial")

@@ -188,11 +188,8 @@ def measured_cost_table(
     counts = np.arange(tokens + 1)
     # The tables of all layers, of which the last one may be cheaper (last-layer class-token shortcut).
     tables = [
-        steps
-        * np.stack(
-            [_interpolated(counts, grid, times)] * (space.depth - 1) + [_interpolated(counts, grid, last * times)]
-        )
-        for times in (attention, mlp)
+        np.stack([_interpolated(counts, grid, part)] * (space.depth - 1) + [_interpolated(counts, grid, last * part)])
+        for part in (attention, mlp)
     ]
     steps = timer.steps(counts)
     return timer.whole(*[steps * table for table in tables])

@@ -220,7 +220,8 @@ class Space(Displayed):
         """
         found = []
         for stages, shift in product(range(1, FEW + 1), (-1, 0, 1)):
-            layers = {max(self.depth * (index + 1) // (stages + 1) + shift, 1) for index in range(stages)}
+            parts = [self.depth * (index + 1) // (stages + 1) + shift for index in range(stages)]
+            layers = {min(max(layer, 1), self.depth - 1) for layer in parts}
             for percent in range(98, 50, -2):
                 num_pruned, present = [0] * self.depth, self.patches
                 for layer in sorted(layers):
