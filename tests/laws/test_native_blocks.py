@@ -171,6 +171,53 @@ def test_a_changed_weight_changes_the_result(name: str) -> None:
 PARTS = [name for name, part in OneBlock().named_modules() if name and "forward" in vars(type(part))]
 
 
+def swap_tensor(block: OneBlock) -> None:
+    block.mlp.fc1.weight.data = block.mlp.fc1.weight.data * 1.5
+
+
+def same_address_in_another_order(block: OneBlock) -> None:
+    query = block.attention.scores.query.weight
+    query.data = query.data.T  # square
+
+
+def other_parameter(block: OneBlock) -> None:
+    block.attention.output.bias = nn.Parameter(draws(WIDTH))
+
+
+def other_module(block: OneBlock) -> None:
+    linear = block.attention.value
+    copied = copy.deepcopy(linear)
+    copied.weight.data.mul_(-1)
+    block.attention.value = copied
+
+
+def other_norm(block: OneBlock) -> None:
+    block.norms[1].eps = 0.5
+
+
+def no_bias(block: OneBlock) -> None:
+    block.attention.scores.query.bias = None
+
+
+def in_place(block: OneBlock) -> None:
+    block.norms[0].weight.data.mul_(2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [swap_tensor, same_address_in_another_order, other_parameter, other_module, other_norm, no_bias, in_place],
+)
+def test_nothing_of_an_earlier_call_is_used(change: Callable[[OneBlock], None]) -> None:
+    block, tokens = built("plain"), draws(2, 40, WIDTH)
+    with torch.no_grad():
+        before = block(tokens)
+        assert before is not None and torch.equal(block(tokens), before)
+        change(block)
+        found = block(tokens)
+    assert found is not None and not torch.equal(found, before)
+    assert (found - exact(block, tokens)).abs().max() < 1e-4 * float(found.abs().max())
+
+
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_that_is_observed_or_replaced_is_called(name: str) -> None:
     block, tokens, calls = built("plain"), draws(1, 40, WIDTH), []
