@@ -36,7 +36,7 @@ ATTEMPTS = 50  # draws of weights for every plan that is requested
 def make_plans(space: Space, answers: Answers, most: float, count: int, seed: int) -> list[Choices]:
     """Makes different plans, each optimal for sensitivities that are multiplied by other weights; the first by 1."""
     cost_table = exact_cost_table(space, "macs")
-    sensitivities = measure_sensitivities(space, answers.first(FOR_SENSITIVITIES), PlanSettings(log=print))["softened"]
+    sensitivities = measure_sensitivities(space, answers.first(FOR_SENSITIVITIES), PlanSettings(log=print))
     random, plans = np.random.default_rng(seed), {}
     weights = dict.fromkeys(space.axes, 1.0)
     # Different weights may lead to the same plan.

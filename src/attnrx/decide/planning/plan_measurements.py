@@ -209,23 +209,14 @@ class PlanMeasurements:
         return self.timer.cost_table() if self.minimized == "latency" else exact_cost_table(self.space, self.minimized)
 
     @cached_property
-    def _single_choices(self) -> dict[str, Sensitivities]:
+    def sensitivities(self) -> Sensitivities:
+        """Half the variance of the logits' change by single choices."""
+        # It ranks plans better than the KL of few images (docs/results/plan.md).
         begin("measuring sensitivities")
         answers = self.answers.exactly(self.settings.sensitivity_images)
         if self.reference is not self.space.model:
             answers = replace(answers, outputs=torch.cat(answers.outputs_of(self.space.model)))
         return measure_sensitivities(self.space, answers, self.settings)
-
-    @property
-    def sensitivities(self) -> Sensitivities:
-        """Half the variance of the logits' change by single choices."""
-        # It ranks plans better than the KL of few images (docs/results/plan.md).
-        return self._single_choices["softened"]
-
-    @property
-    def divergences(self) -> Sensitivities:
-        """The divergence by single choices."""
-        return self._single_choices["divergence"]
 
     @cached_property
     def frontier(self) -> Frontier:

@@ -359,7 +359,7 @@ class Planner:
             self.target.minimized,
             best.step.cost,
             expected_of(deviation, others.kind),
-            explained(space, found.cost_table, found.divergences, choices, found.answers.kind.unit),
+            explained(space, found.cost_table, found.sensitivities, choices),
             self.latency,
             about,
         )
@@ -393,10 +393,8 @@ def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, Predicte
     }
 
 
-def explained(
-    space: Space, cost_table: CostTable, sensitivities: Sensitivities, choices: Choices, unit: str
-) -> tuple[str, ...]:
-    """Returns one line per choice: its savings given all other choices, and its sensitivity alone, in this unit."""
+def explained(space: Space, cost_table: CostTable, sensitivities: Sensitivities, choices: Choices) -> tuple[str, ...]:
+    """Returns one line per choice: its savings given all other choices, and its sensitivity alone."""
     lines, total = [], cost_table.total(choices)
     nothing = Choices.nothing(space.depth)
     for layer in range(space.depth):
@@ -408,6 +406,6 @@ def explained(
             # Savings are given all other choices, because those of ranks depend on the tokens that remain.
             saved = 100 * (cost_table.total(choices.with_choice(axis, layer, 0)) - total)
             cost = sensitivities.total(nothing.with_choice(axis, layer, value))
-            damage = f"alone {cost:.2g} {unit}".rstrip()
-            lines.append(f"layer {layer + 1}: {what}; saves {saved:.2f} % of the {cost_table.quantity}, {damage}")
+            gain = f"saves {saved:.2f} % of the {cost_table.quantity}"
+            lines.append(f"layer {layer + 1}: {what}; {gain}, sensitivity {cost:.2g}")
     return tuple(lines)

@@ -58,13 +58,11 @@ def resumed(
 
 # The smallest divergence, in nats: below it the logarithms of the interpolations would follow rounding, or be infinite.
 LEAST = 1e-9
-# The measures of the deviation of outputs from the original's, as in `Deviation`.
-MEASURES = ("divergence", "softened")
 
 
 @dataclass(frozen=True, eq=False)
 class Sensitivities:
-    """The mean divergence of the outputs, plain or softened, for each choice alone.
+    """The mean softened divergence of the outputs (`Deviation`) for each choice alone.
 
     `ranks` is [layer, level] for every axis. For tokens, `log_counts` [point] holds the logarithms of some numbers of
     pruned patches, and `tokens` [layer, point] those of the divergences measured there; in between and beyond, the
@@ -105,8 +103,8 @@ class Sensitivities:
         return sensitivity
 
 
-def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings) -> dict[str, Sensitivities]:
-    """Measures every axis at the probed levels in one layer at a time, for every one of MEASURES.
+def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings) -> Sensitivities:
+    """Measures every axis at the probed levels in one layer at a time.
 
     The layers before the changed one run once per batch. Levels in between are interpolated by the removed energy: the
     energy of the pruned directions in the metric of the data, as recorded in the prescriptions. Of layers that are not
@@ -126,8 +124,8 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     counts = sorted(
         {min(max(space.step, round(share * space.patches)), space.patches - 1) for share in shares}  # one patch stays
     )
-    measured = {key: np.zeros((space.depth, len(MEASURES))) for key in probes}
-    num_pruned = np.zeros((space.depth, len(counts), len(MEASURES)))
+    measured = {key: np.zeros(space.depth) for key in probes}
+    num_pruned = np.zeros((space.depth, len(counts)))
     layers = sorted({*range(0, space.depth, settings.layer_stride), space.depth - 1})
     # Every probe is a model with one level of one axis in all layers, of which single blocks are used.
     probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
@@ -145,13 +143,9 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
                 measured[work] += probe_batch.with_block_of(probes[work])
             if index == len(works) - 1:
                 settings.log(f"sensitivities: {batch + 1} of {len(answers.batches)} batches")
-    log_counts, by_measure = np.log(np.array(counts or [1], dtype=float)), {}
-    for index, name in enumerate(MEASURES):
-        by_level = {key: sums[:, index] for key, sums in measured.items()}
-        ranks = {axis: _curves(space, axis, by_level, len(answers), layers) for axis in RANKS}
-        logs = over_layers(np.log(np.maximum(num_pruned[:, :, index] / len(answers), LEAST)), layers)
-        by_measure[name] = Sensitivities(ranks, log_counts, logs, space.patches)
-    return by_measure
+    ranks = {axis: _curves(space, axis, measured, len(answers), layers) for axis in RANKS}
+    logs = over_layers(np.log(np.maximum(num_pruned / len(answers), LEAST)), layers)
+    return Sensitivities(ranks, np.log(np.array(counts or [1], dtype=float)), logs, space.patches)
 
 
 def over_layers(logs: np.ndarray, layers: Sequence[int]) -> np.ndarray:
@@ -176,8 +170,8 @@ class _BatchProbe:
         self.calls: BlockCalls = [[call for call in calls if call.module is block] for block in blocks]
 
     def with_block_of(self, other: nn.Module) -> np.ndarray:
-        """Returns the sums over images [layer, measure] with one block at a time replaced by that of another model."""
-        sums = np.zeros((len(self.calls), len(MEASURES)))
+        """Returns the sums over images [layer] with one block at a time replaced by that of another model."""
+        sums = np.zeros(len(self.calls))
         blocks = blocks_of(other, self.family)
         for layer in self.layers:
             outputs = [blocks[layer](call.tokens, *call.args, **call.kwargs) for call in self.calls[layer]]
@@ -185,8 +179,8 @@ class _BatchProbe:
         return sums
 
     def with_num_pruned(self, count: int) -> np.ndarray:
-        """Returns the sums over images [layer, measure] with `count` patches pruned before one layer at a time."""
-        sums, reducer = np.zeros((len(self.calls), len(MEASURES))), self.space.reducer
+        """Returns the sums over images [layer] with `count` patches pruned before one layer at a time."""
+        sums, reducer = np.zeros(len(self.calls)), self.space.reducer
         assert reducer is not None
         # A stage before the first layer is not possible: its place is measured before the second.
         for layer in {max(layer, 1) for layer in self.layers}:
@@ -201,11 +195,11 @@ class _BatchProbe:
         sums[0] = sums[min(max(self.layers[0], 1), len(sums) - 1)]
         return sums
 
-    def _from(self, model: nn.Module, given: Sequence[Any], layer: int) -> list[float]:
+    def _from(self, model: nn.Module, given: Sequence[Any], layer: int) -> float:
         with resumed(model, self.family, given, layer, self.calls):
             other = stored(outputs_of(model, self.images))
         # Sums, because the last batch may be smaller; divided by the number of images at the end.
-        return [float(getattr(self.outputs, measure)(self.base, other).sum()) for measure in MEASURES]
+        return float(self.outputs.softened(self.base, other).sum())
 
 
 def _curves(
