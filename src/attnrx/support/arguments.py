@@ -316,7 +316,8 @@ def kind_of(hint: Any) -> Kind:
         return one_of(*parts)
     if origin in (tuple, list, Sequence):
         several = kind_of(parts[0])
-        return each(several, f"several, each {several.expected or 'a value'}")
+        length = {} if parts[-1] is Ellipsis or origin is not tuple else {"least": len(parts), "most": len(parts)}
+        return each(several, f"several, each {several.expected or 'a value'}", **length)
     if hasattr(hint, "array_type"):  # of jaxtyping
         return instance("a tensor", hint.array_type)
     cls = origin if origin is not None else hint

@@ -4,11 +4,10 @@ Invariant: `from_dict(to_dict(part), registry) == part`, including tuples and ne
 """
 
 import dataclasses
-import math
-import types
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar
 
+from attnrx.support.arguments import kind_of
 from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx.support.validation import below, shown
 
@@ -62,10 +61,8 @@ def from_dict(record: Mapping[str, Any], registry: Iterable[type], where: str = 
         raise InvalidInput(f"{below(where, missing[0])} is missing; {name} needs it.")
     values = {key: _rich(value, kinds.values(), below(where, key)) for key, value in entries.items()}
     for key, value in values.items():
-        if not _fits(value, fields[key].type):
-            kind = fields[key].type
-            wanted = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
-            raise InvalidInput(f"{below(where, key)} is {shown(entries[key])}; it must be {wanted}.")
+        if not (kind := kind_of(fields[key].type)).accepts(value):
+            raise InvalidInput(f"{below(where, key)} is {shown(entries[key])}; it must be {kind.expected}.")
     return kinds[name](**values)
 
 
@@ -108,22 +105,3 @@ def _rich(value: Any, registry: Iterable[type], where: str) -> Any:
             return tuple(_rich(item, registry, f"{where}[{index}]") for index, item in enumerate(value["tuple"]))
         return {key: _rich(item, registry, below(where, key)) for key, item in value.items()}
     return value
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of the annotated type; annotations that JSON values cannot have are not checked."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, each) for each in arguments)
-    if origin is Literal:
-        # Of the same type, because 1 == True and 1 == 1.0 in Python.
-        return any(value is each or (type(value) is type(each) and value == each) for each in arguments)
-    if origin is tuple and isinstance(value, tuple):
-        if arguments[-1:] == (Ellipsis,):
-            return all(_fits(item, arguments[0]) for item in value)
-        return len(value) == len(arguments) and all(map(_fits, value, arguments))
-    if kind is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    if kind is int:
-        return type(value) is int  # not isinstance: a bool is an int in Python
-    return not isinstance(origin or kind, type) or isinstance(value, origin or kind)
