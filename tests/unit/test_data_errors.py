@@ -45,12 +45,12 @@ def test_a_corrupt_file_of_a_folder_is_named(tmp_path: Path) -> None:
         read_all(load_data(root))
 
 
-def test_a_row_is_named_within_its_file(tmp_path: Path) -> None:
+def test_a_row_is_named_within_its_split(tmp_path: Path) -> None:
     content = rows(30)
     content[4]["image"]["bytes"] = b"broken"
     write_parquet(tmp_path / "train-0.parquet", rows(30))
     write_parquet(tmp_path / "train-1.parquet", content)
-    with pytest.raises(DataError, match=r"train-1.parquet, row 4 \(.*Repair or remove it"):
+    with pytest.raises(DataError, match=r"row 34 of split train of .* \(.*Repair or remove it"):
         read_all(load_data(tmp_path))
 
 

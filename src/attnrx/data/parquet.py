@@ -1,14 +1,10 @@
-"""Tables of encoded images: parquet files, read with pyarrow, and hub datasets, read with the `datasets` library."""
+"""Tables of encoded images: parquet files and hub datasets, read with the `datasets` library."""
 
-import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import sha256
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +14,7 @@ import torch
 from attnrx.data.images import IMAGE_KEYS, LABEL_KEYS
 from attnrx.data.splits import SPLITS, Opened, StoredImages, numbered_classes
 from attnrx.support.arguments import described_error, require_fields
-from attnrx.support.atomic_writes import write_atomically
-from attnrx.support.errors import CheckpointError, DataError, nearest
+from attnrx.support.errors import DataError, nearest
 from attnrx.support.hardware import cache_folder
 from attnrx.support.hub import local_copies_if_unreachable
 from attnrx.support.optional import required_module
@@ -27,9 +22,8 @@ from attnrx.support.shapes import Int, Tensor
 from attnrx.support.validation import require_regular
 
 if TYPE_CHECKING:
+    import datasets
     import pyarrow as pa
-
-FEATURES = b"huggingface"  # the key of the schema under which `datasets` stores the kinds of the columns, as JSON
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,6 @@ def open_hub(
         try:
             loaded = datasets.load_dataset(hub_id, data_dir=folder, revision=revision)
             splits = {str(name): split for name, split in loaded.items() if name not in ignored}
-            tables = {name: split.with_format("arrow")[:] for name, split in splits.items()}
         except Exception as error:  # of five libraries: network, gating, cache, disk, parsing
             reason = unreachable or described_error(error)
             raise DataError(
@@ -98,12 +91,9 @@ def open_hub(
                 "a folder of images), or put <name>.parquet into the folder in ATTNRX_DATA."
             ) from error
     source = f"the hub dataset {hub_id}"
-    if not tables:
+    if not splits:
         raise DataError(f"{source} has no split to use; check the name.")
-    # The features are those of the dataset, the same in all splits.
-    features = next(iter(splits.values())).features
-    classes = {name: tuple(getattr(feature, "names", None) or ()) for name, feature in features.items()}
-    return _opened(tables, classes, columns, source, lambda name, row: f"row {row} of split {name} of {source}")
+    return _opened(splits, columns, source)
 
 
 def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
@@ -112,24 +102,10 @@ def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
 
     Raises:
         DataError: A file is damaged or empty, or the labels of the files do not fit together.
-        NotSupported: pyarrow is not installed.
+        NotSupported: `datasets` is not installed.
     """
-    import pyarrow.parquet as parquet
-
     groups = _group_by_split(files, root)
-    # From the footers of the files; the rows of a table are those of its files, in this order.
-    counts = {name: {file: parquet.read_metadata(file).num_rows for file in group} for name, group in groups.items()}
-    for name, rows_by_file in counts.items():
-        if not any(rows_by_file.values()):
-            raise DataError(f"the {name or 'train'} split of {root} is empty; give it images or remove it.")
-
-    def name_row(name: str, row: int) -> str:
-        """Returns `file, row n`, counting from 0 inside the file."""
-        ends = zip(counts[name].items(), accumulate(counts[name].values()), strict=True)
-        return next(f"{file}, row {row - end + count}" for (file, count), end in ends if row < end)
-
-    tables = {name: _load_parquet(group) for name, group in groups.items()}
-    return _opened(tables, _read_schema(files[0])[1], columns, str(root), name_row)
+    return _opened({name: _load_parquet(group) for name, group in groups.items()}, columns, str(root))
 
 
 def parquet_columns(files: Sequence[Path], columns: Columns) -> Columns:
@@ -139,14 +115,14 @@ def parquet_columns(files: Sequence[Path], columns: Columns) -> Columns:
 
     Raises:
         DataError: A file is damaged, lacks a column, or names other classes than the others.
-        NotSupported: pyarrow is not installed.
+        NotSupported: `datasets` is not installed.
     """
-    schemas = {file: _read_schema(file) for file in files}
-    first, classes = schemas[files[0]]
-    columns = columns.in_table(first, str(files[0]))
-    for file, (names, file_classes) in schemas.items():
-        label = columns.in_table(names, str(file)).label_column
-        if label is not None and file_classes.get(label) != classes.get(label):
+    features = {file: _read_features(file) for file in files}
+    first = features[files[0]]
+    columns = columns.in_table([*first], str(files[0]))
+    for file, found in features.items():
+        label = columns.in_table([*found], str(file)).label_column
+        if label is not None and _class_names(found, label) != _class_names(first, label):
             raise DataError(
                 f"label mismatch between {files[0]} and {file}: their schemas name different classes for {label!r}; "
                 "write both with the same list of classes."
@@ -171,105 +147,74 @@ def _group_by_split(files: Sequence[Path], root: Path) -> Mapping[str, Sequence[
     return groups
 
 
-def _read_schema(file: Path) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-    """Returns the columns of a parquet file, and the class names that its schema states."""
-    parquet = required_module("pyarrow.parquet", "data", "parquet files")
+def _read_features(file: Path) -> "datasets.Features":
+    """Returns the columns of a parquet file as `datasets` reads them, with the class names that its schema states."""
+    datasets = required_module("datasets", "data", "parquet files")
+    import pyarrow.parquet as parquet
+
     require_regular(file, DataError)
     try:
-        schema = parquet.read_schema(file)
-        stored = json.loads((schema.metadata or {}).get(FEATURES, b"{}"))
-        features = stored.get("info", {}).get("features") or {}
-        names = {name: feature.get("names") for name, feature in features.items() if isinstance(feature, dict)}
-        return schema.names, {name: tuple(map(str, classes)) for name, classes in names.items() if classes}
+        return datasets.Features.from_arrow_schema(parquet.read_schema(file))
     except Exception as error:  # pyarrow's, or of the metadata
         raise DataError(
             f"{file} is not a whole parquet file ({described_error(error)}); make or copy it again."
         ) from error
 
 
-def _load_parquet(files: Sequence[Path]) -> "pa.Table":
-    """Converts parquet files to a memory-mapped table in the user's cache folder, once."""
-    pa, parquet = (required_module(name, "data", "parquet files") for name in ("pyarrow", "pyarrow.parquet"))
-    # A copy for every state of the files.
+def _class_names(features: "datasets.Features", column: str) -> tuple[str, ...]:
+    return tuple(getattr(features.get(column), "names", None) or ())
+
+
+def _load_parquet(files: Sequence[Path]) -> "datasets.Dataset":
+    """Maps parquet files into memory; `datasets` writes a copy for it into the cache folder, once."""
+    datasets = required_module("datasets", "data", "parquet files")
+    # A copy for every state of the files: `datasets` looks at their times alone.
     states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    copy = cache_folder() / "arrow" / f"{sha256(repr(states).encode()).hexdigest()[:16]}.arrow"
-
-    def batches() -> "Iterator[pa.RecordBatch]":
-        """Yields the rows of all files with the columns of the first one, some at a time."""
-        for file in files:
-            with parquet.ParquetFile(file) as opened:
-                names = opened.schema_arrow.names
-                if sorted(names) != sorted(schema.names):
-                    raise DataError(f"{file.name} has the columns {', '.join(names)}, not {', '.join(schema.names)}")
-                for batch in opened.iter_batches(batch_size=1024):
-                    yield batch.select(schema.names).cast(schema)
-
-    def write(path: Path) -> None:
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            for batch in batches():
-                writer.write_batch(batch)
-
-    def mapped() -> "pa.Table":
-        return pa.ipc.open_file(pa.memory_map(str(copy))).read_all()
-
+    copy = cache_folder() / "datasets" / sha256(repr(states).encode()).hexdigest()[:16]
     try:
-        schema, table = parquet.read_schema(files[0]).remove_metadata(), None
-        with suppress(OSError, pa.ArrowInvalid):  # there is none, or it is damaged and made again
-            table = mapped()
-        if table is None:
-            try:
-                write_atomically(copy, write)
-                table = mapped()
-            except (CheckpointError, OSError):  # the cache folder cannot be written: a full disk, a file of that name
-                table = pa.Table.from_batches(list(batches()), schema)
-    except Exception as error:  # of pyarrow: damaged pages, unlike columns
+        return datasets.Dataset.from_parquet([str(file) for file in files], cache_dir=str(copy))
+    except Exception as error:  # damaged pages, unlike columns, a damaged copy, a full disk
         raise DataError(
             f"cannot read {files[0]}{' and its siblings' if len(files) > 1 else ''} as one table: "
-            f"{described_error(error)}. The files of a split must be whole and have the same columns."
+            f"{described_error(error.__cause__ or error)}. The files of a split must be whole and have the same "
+            f"columns; their copy is in {copy}."
         ) from error
-    return table
 
 
-def _opened(
-    tables: Mapping[str, "pa.Table"],
-    classes: Mapping[str, tuple[str, ...]],
-    columns: Columns,
-    source: str,
-    name_row: Callable[[str, int], str],
-) -> Opened:
-    """Returns the images of tables by split; `classes` are the names of the classes of label columns."""
+def _opened(splits: Mapping[str, "datasets.Dataset"], columns: Columns, source: str) -> Opened:
+    """Returns the images of tables by split."""
+    tables: dict[str, pa.Table] = {name: split.with_format("arrow")[:] for name, split in splits.items()}
     found = [*dict.fromkeys(name for table in tables.values() for name in table.column_names)]
     columns = columns.in_table(found, source)
     for table in tables.values():
         columns.in_table(table.column_names, source)
     notes, remedy = (), ""
     if columns.label_column is not None:
-        labels, class_names = _labels(tables, columns.label_column, classes.get(columns.label_column, ()), source)
+        stated = _class_names(next(iter(splits.values())).features, columns.label_column)
+        labels, class_names = _labels(tables, columns.label_column, stated, source)
     else:
         labels, class_names = {name: torch.zeros(len(table), dtype=torch.int64) for name, table in tables.items()}, ()
         notes = (f"no label column (it has {', '.join(found)}): the images are used without labels",)
         remedy = 'name their column (--label-column NAME, in Python columns=Columns(label_column="NAME"))'
-    splits = {}
+    stored = {}
     for name, table in tables.items():
         # One table for all splits of a file; each has its own rows of it.
         images = _encoded_images(table, columns, source)
         for split, rows in _rows_by_split(table, name, columns, source).items():
-            splits[split] = _stored(images, labels[name], rows, partial(name_row, name))
-    if columns.test_column is not None and not any(map(_is_test, splits)):
+            stored[split] = _stored(images, labels[name], rows, f"of split {name or 'train'} of {source}")
+    if columns.test_column is not None and not any(map(_is_test, stored)):
         raise DataError(
-            f"{source} has no test split (it has {', '.join(splits)}), whose rows the column {columns.test_column!r} "
+            f"{source} has no test split (it has {', '.join(stored)}), whose rows the column {columns.test_column!r} "
             "could choose; omit --test-column, in Python Columns(test_column=...)."
         )
-    return Opened(splits, class_names, notes, remedy=remedy)
+    return Opened(stored, class_names, notes, remedy=remedy)
 
 
 def _is_test(split: str) -> bool:
     return SPLITS.get(split.lower()) == "test"
 
 
-def _stored(
-    images: "pa.ChunkedArray", labels: Int[Tensor, "_"], rows: Int[Tensor, "_"], name_row: Callable[[int], str]
-) -> StoredImages:
+def _stored(images: "pa.ChunkedArray", labels: Int[Tensor, "_"], rows: Int[Tensor, "_"], source: str) -> StoredImages:
     """Returns some rows of a column of bytes or of {bytes, path}, of which either may be missing."""
 
     def image(position: int) -> dict:
@@ -284,7 +229,7 @@ def _stored(
 
     def where(position: int) -> str:
         path = image(position).get("path")
-        return name_row(int(rows[position])) + (f" ({path})" if path else "")
+        return f"row {int(rows[position])} {source}" + (f" ({path})" if path else "")
 
     return StoredImages(labels[rows], rows, content, where)
 
@@ -293,7 +238,7 @@ def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) 
     """Returns the rows of every split of a table: the table's own split, or those of its split column."""
     split_of_row = np.full(len(table), name or "train", dtype=object)
     if not name and columns.split_column in table.column_names:
-        split_of_row = np.asarray(_column(table, columns.split_column).to_pylist(), dtype=object)
+        split_of_row = np.asarray(table.column(columns.split_column).to_pylist(), dtype=object)
     # A table without rows has no value to group by, but is a split too, so that it can be refused by its name.
     masks = {str(split): split_of_row == split for split in dict.fromkeys(split_of_row.tolist())} or {
         name or "train": split_of_row
@@ -301,12 +246,12 @@ def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) 
     tests = [split for split in masks if columns.test_column is not None and _is_test(split)]
     for split in tests:
         assert columns.test_column is not None
-        if columns.test_column not in table.column_names or str(_column(table, columns.test_column).type) != "bool":
+        if columns.test_column not in table.column_names or str(table.column(columns.test_column).type) != "bool":
             raise DataError(
                 f"{source} has no column {columns.test_column!r} of true and false (it has "
                 f"{', '.join(table.column_names)}) to choose the test images."
             )
-        masks[split] = masks[split] & np.asarray(_column(table, columns.test_column).to_pylist(), dtype=bool)
+        masks[split] = masks[split] & np.asarray(table.column(columns.test_column).to_pylist(), dtype=bool)
     return {split: torch.from_numpy(np.flatnonzero(mask)) for split, mask in masks.items()}
 
 
@@ -315,7 +260,7 @@ def _encoded_images(table: "pa.Table", columns: Columns, source: str) -> "pa.Chu
     import pyarrow.types as kinds
 
     assert columns.image_column is not None
-    column = _column(table, columns.image_column)
+    column = table.column(columns.image_column)
     kind: Any = column.type
     is_bytes = kinds.is_binary(kind) or kinds.is_large_binary(kind)
     if not is_bytes and not (kinds.is_struct(kind) and kind.get_field_index("bytes") >= 0):
@@ -327,12 +272,6 @@ def _encoded_images(table: "pa.Table", columns: Columns, source: str) -> "pa.Chu
     return column
 
 
-def _column(table: "pa.Table", name: str) -> "pa.ChunkedArray":
-    column = table.column(name)
-    kind: Any = column.type  # a column of categories stores each value once
-    return column.cast(kind.value_type) if hasattr(kind, "index_type") else column
-
-
 def _labels(
     tables: Mapping[str, "pa.Table"], label_column: str, class_names: tuple[str, ...], source: str
 ) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...]]:
@@ -340,7 +279,7 @@ def _labels(
 
     Labels are words, or numbers that are named by the schema (`class_names`) or by a column `<label>_name`.
     """
-    values = {name: _label_values(_column(table, label_column), label_column, source) for name, table in tables.items()}
+    values = {name: _label_values(table.column(label_column), label_column, source) for name, table in tables.items()}
     are_words = {name: each.dtype.kind not in "iu" for name, each in values.items()}
     if len({*are_words.values()}) > 1:
         kinds = ", ".join(f"{name} has {'words' if words else 'numbers'}" for name, words in are_words.items())
@@ -354,7 +293,7 @@ def _labels(
     for name, table in tables.items():
         if named not in table.column_names:
             continue
-        pairs = zip(values[name].tolist(), _column(table, named).to_pylist(), strict=True)
+        pairs = zip(values[name].tolist(), table.column(named).to_pylist(), strict=True)
         for number, word in dict.fromkeys(pairs):  # every different pair once, in the order of the rows
             if by_number.setdefault(number, word) != word:
                 raise DataError(
