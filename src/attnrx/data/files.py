@@ -1,5 +1,6 @@
 """Folders of image files."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +13,6 @@ from attnrx.support.shapes import Int, Tensor
 from attnrx.support.validation import require_regular
 
 IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
-MAX_FILES = 10_000_000  # files and folders of one class
-SYSTEM = ("/proc", "/sys")  # folders of the kernel, whose files are no data and never end
-
 
 Listing = list[tuple[Path, str]]
 """The images of one split, and the class of each: the name of its folder, or "" without one."""
@@ -87,28 +85,20 @@ def _listed(folder: Path) -> Listing:
 def _images_below(folder: Path, root: Path) -> Iterator[Path]:
     """Yields the images in a folder of `root` and in its subfolders, each of which is read once.
 
-    Links are followed, but not to folders around them, which have no end, nor to those of the kernel.
+    Links are followed, but not to folders around them, which have no end.
     """
-    waiting, seen, count = [folder], set[Path](), 0
-    while waiting:
-        each = waiting.pop()
-        resolved = each.resolve()
-        if resolved in seen or root.is_relative_to(resolved) or is_system(resolved):
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    seen = set[Path]()
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        resolved = Path(place).resolve()
+        if resolved in seen or root.is_relative_to(resolved):
+            folders.clear()
             continue
         seen.add(resolved)
-        for path in each.iterdir():
-            count += 1
-            if count > MAX_FILES:
-                raise DataError(f"there are more than {MAX_FILES:,} files below {folder}; give a folder of images.")
-            if path.is_dir():
-                waiting.append(path)
-            elif _is_image(str(path)):
-                yield path
-
-
-def is_system(resolved: Path) -> bool:
-    """Whether a path is in a folder of the kernel."""
-    return any(resolved.is_relative_to(each) for each in SYSTEM)
+        yield from (path for name in names if _is_image(str(path := Path(place, name))))
 
 
 def _is_image(path: str) -> bool:

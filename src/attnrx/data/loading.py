@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from attnrx.data.digits import open_digits
-from attnrx.data.files import is_system, open_folder
+from attnrx.data.files import open_folder
 from attnrx.data.images import UNLABELLED, ImageSet, evenly_spaced
 from attnrx.data.loaded_images import LoadedImages
 from attnrx.data.parquet import Columns, open_hub, open_parquet, parquet_columns
@@ -212,8 +212,6 @@ def _nothing_found(requested: str | Path) -> DataError:
 
 def _opener(path: Path, columns: Columns) -> Callable[[], Opened]:
     """Returns what opens a parquet file, or a folder: its parquet files or its images."""
-    if is_system(path.resolve()):
-        raise DataError(f"{path} is a file or a folder of the operating system, which holds no images.")
     files = [path] if path.is_file() else sorted([*path.glob("*.parquet"), *path.glob("*/*.parquet")])
     if not files and path.is_dir():
         return partial(open_folder, path)
