@@ -15,7 +15,7 @@ from types import FrameType, ModuleType
 import attnrx as rx
 from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.inputs import require_inputs
-from attnrx.cli.outcome import Outcome, show
+from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser, UsageError, require_environment, require_out
 from attnrx.support.errors import AttnrxError, CardWarning, DataError, ScaleWarning, nearest
 from attnrx.support.progress import Log
@@ -128,8 +128,7 @@ def _run(words: list[str]) -> int:
         # Not json.dumps, which writes NaN and infinity as words that JSON does not have.
         print(rx.serialization.json_text(outcome.record), end="")
     elif _is_first_process():
-        for part in outcome.shown:
-            show(part)
+        print(*outcome.shown, sep="\n")
     return outcome.code
 
 

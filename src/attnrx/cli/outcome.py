@@ -1,4 +1,4 @@
-"""The result of a command: a record for JSON, and tables and lines for the console."""
+"""The result of a command: a record for JSON, and texts for the console."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,26 +9,12 @@ from attnrx.support.tables import aligned_table
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table of texts; all columns but the first are right-aligned."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    title: str = ""
-
-
-@dataclass(frozen=True)
 class Outcome:
-    """The result of a command: the record for --json, the text and tables to print, and the exit code."""
+    """The result of a command: the record for --json, the texts to print, and the exit code."""
 
     record: Mapping[str, Any]
-    shown: tuple[Table | str, ...]
+    shown: tuple[str, ...]
     code: int = 0
-
-
-def show(part: Table | str) -> None:
-    """Prints a text or a table, in columns of spaces, to stdout."""
-    print(part if isinstance(part, str) else aligned_table(part.columns, part.rows, part.title))
 
 
 def as_percent(share: float | None) -> str:
@@ -50,11 +36,11 @@ def cost_changes(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts"
     }
 
 
-def cost_table(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts") -> Table:
+def cost_table(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts") -> str:
     """Returns the table of the costs of both models, with savings in percent."""
     pairs = (("parameters", original.params, smaller.params), ("MACs", original.macs, smaller.macs))
     rows = tuple((name, f"{before:,}", f"{after:,}", f"{_saved(before, after):.3f} %") for name, before, after in pairs)
-    return Table(("", "original", "realized", "saved"), rows)
+    return aligned_table(("", "original", "realized", "saved"), rows)
 
 
 def _saved(before: int, after: int) -> float:

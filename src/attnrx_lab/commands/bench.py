@@ -15,9 +15,10 @@ from attnrx.cli.options import (
     add_out,
     option,
 )
-from attnrx.cli.outcome import Outcome, Table
+from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
+from attnrx.support.tables import aligned_table
 from attnrx_lab.commands.methods import add_methods
 
 SUMMARY = "compress one model in several ways, and time each beside the model as its library ships it"
@@ -79,5 +80,5 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         f"{arguments.runtime}, {latency.clock} clock, {latency.rounds} rounds; "
         "speed-ups are medians over rounds with 95 % intervals, against the model as its library ships it"
     )
-    table = Table(comparison.SPEED_COLUMNS, tuple(each.cells for each in speeds.speeds))
+    table = aligned_table(comparison.SPEED_COLUMNS, tuple(each.cells for each in speeds.speeds))
     return Outcome(rx.serialization.read_json(arguments.out), (table, summary, f"speeds: {arguments.out}"))

@@ -13,9 +13,10 @@ from attnrx.cli.options import (
     add_split,
     option,
 )
-from attnrx.cli.outcome import Outcome, Table
+from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
+from attnrx.support.tables import aligned_table
 from attnrx_lab.commands.methods import add_methods
 
 SUMMARY = "compress one model in several ways, and see what each costs and loses"
@@ -67,10 +68,10 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     bench = comparison.MethodBench(model, diagnosis, calibration, test, arguments.seed, arguments.batch_size)
     trials = comparison.compare_methods(bench, methods, shares, log, arguments.out, macs)
     path = arguments.out
-    tables = [Table(trials.columns, trials.rows)]
+    tables = [aligned_table(trials.columns, trials.rows)]
     if trials.differences:
         rows = tuple(each.cells for each in trials.differences)
         title = "differences between methods, paired over the images; p-values are corrected for their number"
-        tables.append(Table(trials.difference_columns, rows, title))
+        tables.append(aligned_table(trials.difference_columns, rows, title))
     original = f"the original: {trials.accuracy.value:.1f} % on {len(test):,} images; intervals are 95 %"
     return Outcome(rx.serialization.read_json(path), (*tables, original, f"comparison: {path}"))

@@ -3,9 +3,10 @@
 from argparse import Namespace
 
 from attnrx.cli.options import COUNT, SEED, add_out
-from attnrx.cli.outcome import Outcome, Table
+from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
+from attnrx.support.tables import aligned_table
 
 SUMMARY = "train a small ViT on digits among clutter, make it smaller, and show what it cost"
 EXAMPLE = "attnrx demo --out runs/demo"
@@ -46,7 +47,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         *([] if by_compression is None else [_share_of_compression(by_compression)]),
         evidence.summary,
         *(f"  {each.outcome_text}: {each.claim}, {each.value:.4g}, limit {each.limit:g}" for each in open_claims),
-        Table(*files_table(result.folder)),
+        aligned_table(*files_table(result.folder)),
         f"report:   {result.report}      ({result.seconds:.0f} s)",
     )
     return Outcome(record, shown, code=1 if evidence.failures else 0)

@@ -6,9 +6,10 @@ from typing import Any
 import attnrx as rx
 from attnrx.cli.inputs import outline
 from attnrx.cli.options import POLICY, add_trust, option
-from attnrx.cli.outcome import Outcome, Table, cost_changes, cost_table
+from attnrx.cli.outcome import Outcome, cost_changes, cost_table
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
+from attnrx.support.tables import aligned_table
 
 SUMMARY = "compute the parameters and MACs of a model, with or without a token policy"
 EXAMPLE = "attnrx costs timm:deit_small_patch16_224 --tokens spot:0.7@4,7,10 --json"
@@ -36,11 +37,11 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     return Outcome(record, (_parts_table(after), cost_table(costs, after), *_token_lines(after)))
 
 
-def _parts_table(costs: "rx.costs.ModelCosts") -> Table:
+def _parts_table(costs: "rx.costs.ModelCosts") -> str:
     """Returns the table of the parts with nonzero costs, and their sum."""
     parts = [(name.replace("_", " "), part) for name, part in costs.parts.items() if part.params or part.macs]
     rows = [(name, f"{each.params:,}", f"{each.macs:,}") for name, each in (*parts, ("all", costs.total))]
-    return Table(("part", "parameters", "MACs"), tuple(rows))
+    return aligned_table(("part", "parameters", "MACs"), tuple(rows))
 
 
 def _token_lines(costs: "rx.costs.ModelCosts") -> tuple[str, ...]:

@@ -5,9 +5,10 @@ from argparse import Namespace
 import attnrx as rx
 from attnrx.cli import options
 from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
-from attnrx.cli.outcome import Outcome, Table
+from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
+from attnrx.support.tables import aligned_table
 
 SUMMARY = "measure the spectra and indicators of every layer and head of a model"
 EXAMPLE = "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json"
@@ -47,7 +48,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     return Outcome(record, (_table(diagnosis), f"diagnosis: {path}"))
 
 
-def _table(diagnosis: "rx.Diagnosis") -> Table:
+def _table(diagnosis: "rx.Diagnosis") -> str:
     # Which readings there are depends on the form of attention.
     names = [name for name in SHOWN if all(name in layer.readings for layer in diagnosis.layers)]
     rows = tuple(
@@ -59,4 +60,4 @@ def _table(diagnosis: "rx.Diagnosis") -> Table:
         for index, layer in enumerate(diagnosis.layers)
         for row, head in enumerate(layer.spectrum.heads)
     )
-    return Table(("", "rank", *(name.replace("_", " ") for name in names)), rows)
+    return aligned_table(("", "rank", *(name.replace("_", " ") for name in names)), rows)

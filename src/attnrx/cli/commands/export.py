@@ -5,10 +5,11 @@ from argparse import Namespace
 import attnrx as rx
 from attnrx.cli import options
 from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.outcome import Outcome, Table
+from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
+from attnrx.support.tables import aligned_table
 
 SUMMARY = "write a model as a file that runs without attnrx, checked against the model"
 EXAMPLE = (
@@ -75,4 +76,4 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         f"exported: {arguments.out}",
     )
     record = {"exported": str(arguments.out), **facts}
-    return Outcome(record, (Table(("parity", "value", "limit"), rows), *lines))
+    return Outcome(record, (aligned_table(("parity", "value", "limit"), rows), *lines))

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 import attnrx as rx
 from attnrx.cli.inputs import names_model
 from attnrx.cli.options import POLICY, add_out, add_trust, option
-from attnrx.cli.outcome import Outcome, Table, as_percent
+from attnrx.cli.outcome import Outcome, as_percent
 from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
+from attnrx.support.tables import aligned_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +65,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         )
         for index, layer in enumerate(prescription.layers)
     )
-    table = Table(("", "kept directions per head", "of", "heads pruned"), rows)
+    table = aligned_table(("", "kept directions per head", "of", "heads pruned"), rows)
     removed = f"{as_percent(prescription.removed_share)} of the directions are removed; the file has the reasons"
     warnings = (f"warning: {note}" for note in notes)
     token_reasons = () if tokens is None else tokens.reasons

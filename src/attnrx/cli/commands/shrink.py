@@ -6,9 +6,10 @@ from pathlib import Path
 import attnrx as rx
 from attnrx.cli import options
 from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.outcome import Outcome, Table, significant
+from attnrx.cli.outcome import Outcome, significant
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
+from attnrx.support.tables import aligned_table
 
 SUMMARY = "make a model smaller and faster for a target, without labels, and verify what it cost"
 EXAMPLE = "attnrx shrink timm:vit_tiny_patch16_224 --data imagenette224.parquet --faster 1.6 --out runs/shrunk"
@@ -58,10 +59,10 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         "evidence": shrunk.evidence.to_record(),
         "evidence_exported": None if exported is None else exported.to_record(),
     }
-    lines: list[str | Table] = [shrunk.summary(), f"model: {folder}", f"report: {Path(folder) / 'report.html'}"]
+    lines: list[str] = [shrunk.summary(), f"model: {folder}", f"report: {Path(folder) / 'report.html'}"]
     if exported is not None:
         lines.append(f"{exported.about['file']}: {rx.reports.summary_of(exported)}")
-    lines.append(Table(*rx.reports.files_table(folder)))
+    lines.append(aligned_table(*rx.reports.files_table(folder)))
     failed = [finding for each in (shrunk.evidence, exported) if each is not None for finding in each.failures]
     missed = [is_target(finding, shrunk.target.quantity) for finding in failed]
     notes = (failure(finding, target) for finding, target in zip(failed, missed, strict=True))

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import attnrx as rx
 from attnrx.cli import options
 from attnrx.cli.inputs import load_splits, parse_losses, splits_argument
-from attnrx.cli.outcome import Outcome, Table, as_percent
+from attnrx.cli.outcome import Outcome, as_percent
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
+from attnrx.support.tables import aligned_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,7 +71,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
         ("validation, best epoch" + ("" if best is None else f" ({best})"), as_percent(accuracy["best_validation"])),
     )
     record = {"model": str(trained.folder), **{key: trained.record[key] for key in ("accuracy", "steps", "seconds")}}
-    return Outcome(record, (Table(("", "accuracy"), rows), f"model and history: {trained.folder}"))
+    return Outcome(record, (aligned_table(("", "accuracy"), rows), f"model and history: {trained.folder}"))
 
 
 def _chosen(arguments: Namespace) -> dict[str, Any]:
