@@ -12,6 +12,7 @@ import os
 from dataclasses import replace
 
 import attnrx as rx
+from attnrx_lab.tokens import KeepRatio
 
 MODEL = os.environ.get("MODEL", "")  # yours: timm:deit_small_patch16_224, hf:ID, a folder saved by attnrx
 DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, or a known name
@@ -36,7 +37,7 @@ config = rx.TrainingConfig(
     batch_size=32,
     learning_rate=5e-4,
     weight_decay=0.0,
-    losses=(rx.losses.Task(0.0), rx.losses.KeepRatio(2.0)),
+    losses=(rx.losses.Task(0.0), KeepRatio(2.0)),
     predictor_learning_rate=10.0,
     augmentation=rx.data.Augmentation(padding=0, flip=False),  # leave out for photographs
     precision="fp32",  # bf16 on a GPU
@@ -64,7 +65,7 @@ for name, trained in {"spot": run.model, "random": control.model}.items():
 # ## A loop of your own
 #
 # `reducing` is a module with the interface of the original, so any loop trains it. In training mode it samples masks
-# and processes all tokens; in evaluation mode it removes them. Its loss needs the term of `rx.losses.KeepRatio` beside
+# and processes all tokens; in evaluation mode it removes them. Its loss needs the term of `KeepRatio` beside
 # the task's, which `rx.train` computes.
 #
 # ## On the command line

@@ -10,13 +10,13 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.training.losses import (
     Distillation,
     FeatureDistillation,
-    KeepRatio,
     Loss,
     LossContext,
     known_losses,
 )
 from attnrx.vit.models import family_of, recording_blocks, save_model
 from attnrx_lab.papers.similarity import TokenSimilarity
+from attnrx_lab.tokens import KeepRatio
 from support.cases import CONFIGS, LOSSES, images, model
 
 NAMES = [*LOSSES, "distillation", "feature_distillation"]

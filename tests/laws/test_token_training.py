@@ -13,7 +13,7 @@ from torch import nn
 from attnrx.data import Augmentation, Normalization, Splits, from_tensors
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.training import TrainingConfig, TrainingRun, train
-from attnrx.training.losses import Distillation, KeepRatio, LossContext, Task
+from attnrx.training.losses import Distillation, LossContext, Task
 from attnrx.vit.attention import sized_softmax
 from attnrx.vit.models import (
     attach_tokens_,
@@ -31,6 +31,7 @@ from attnrx_lab.tokens import (
     DTPS,
     DynamicViT,
     EViT,
+    KeepRatio,
     Spot,
     SPViT,
 )

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import NotSupported
-from attnrx.training.losses import KeepRatio, LossContext
+from attnrx.training.losses import LossContext
 from attnrx.vit.models import attach_tokens_, family_of, recording_blocks, recording_tokens
 from attnrx.vit.tokens import Reducer, TokenPolicy, TokenState
 from attnrx_lab.perturbation import PerturbationRobustness
-from attnrx_lab.tokens import DynamicViT
+from attnrx_lab.tokens import DynamicViT, KeepRatio
 from attnrx_lab.tokens.scores import HeadSelectorPredictor, head_mean
 from support.pretrained import TIMM, VIT, of_timm
 

@@ -118,15 +118,6 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def require_clock(clock: str | None, device: str) -> None:
-    """Raises InvalidInput for the clock of CUDA streams and models on another device."""
-    if clock == "cuda" and not device.startswith("cuda"):
-        raise InvalidInput(
-            f"--clock cuda times streams of a CUDA device, and the models are on {device}; take wall or cpu, or "
-            "--device cuda where there is one."
-        )
-
-
 def parse_losses(
     texts: Sequence[str], shared: Mapping[str, str] | None = None, task: bool = True
 ) -> "tuple[rx.losses.Loss, ...]":

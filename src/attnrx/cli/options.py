@@ -138,8 +138,6 @@ SEED = Number(int, lambda kinds: kinds.SEED)
 BATCH = Number(int, lambda kinds: kinds.BATCH)
 BATCHES = Number(int, lambda kinds: kinds.each(kinds.BATCH, "numbers from 1 to 65536, e.g. 1,8"), "N,N", several=True)
 THREADS = Number(int, lambda kinds: kinds.THREADS)  # threads, workers and processes
-DRAWS = Number(int, lambda kinds: kinds.whole(1, 1_000_000))
-ROUNDS = Number(int, lambda kinds: kinds.whole(2, 100_000))  # one round has no spread, and so no interval
 STEPS = Number(int, lambda kinds: kinds.whole(0, 10**6), "STEPS")
 NUMBER = Number(float, metavar="X")
 SHARE = Number(float, lambda kinds: kinds.SHARE, "SHARE")
@@ -264,10 +262,6 @@ def add_running(parser: Parser, batch_size: int) -> None:
 
 def add_device(parser: Parser) -> None:
     option(parser, "--device", device, "cpu, cuda or cuda:N (cuda where there is one)")
-
-
-def add_backend(parser: Parser) -> None:
-    option(parser, "--backend", "NAME", "the attention backend: auto, eager, fused or native (auto)")
 
 
 def add_out(parser: Parser, what: str, default: str | None = None, *, folder: bool = False, kind: str = "") -> None:

@@ -12,10 +12,8 @@ from attnrx.data.division import Parts, distinct_splits, three_parts, without_im
 from attnrx.data.fixed_images import MAX_IMAGES, FixedImages
 from attnrx.data.images import Batch, ImageSet
 from attnrx.data.labels import (
-    dataset_labels,
     fit_labels,
     imagenet_indices,
-    num_dataset_classes,
     require_labelled,
     require_labels,
 )
@@ -41,14 +39,12 @@ __all__ = [
     "Normalization",
     "Parts",
     "Splits",
-    "dataset_labels",
     "distinct_splits",
     "fit_labels",
     "from_tensors",
     "image_set",
     "imagenet_indices",
     "load_data",
-    "num_dataset_classes",
     "register_dataset",
     "require_labelled",
     "require_labels",

@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
 from attnrx.data.images import ImageSet
-from attnrx.data.loaded_images import LoadedImages
 from attnrx.data.splits import Splits
 from attnrx.support.errors import DataError, UnknownName
 from attnrx.support.shapes import Int, Tensor
@@ -15,20 +13,6 @@ from attnrx.support.shapes import Int, Tensor
 IMAGENET_1K = 1000
 # How ImageNet's classes, and their folders, are named, e.g. n01440764.
 WORDNET_ID = re.compile(r"n\d{8}")
-
-
-def dataset_labels(images: ImageSet) -> ImageSet:
-    """The images with the labels of their dataset, for a head that is trained on them."""
-    if not isinstance(images, LoadedImages) or not images.has_labels:
-        return images
-    return replace(images, numbers=None, problem=None)
-
-
-def num_dataset_classes(splits: Splits) -> int:
-    """The number of classes of the dataset itself."""
-    train = splits.train
-    mapped = train.numbers if isinstance(train, LoadedImages) and train.has_labels else None
-    return len(splits.class_names) if mapped is None else len(mapped)
 
 
 def require_labels(images: ImageSet) -> None:

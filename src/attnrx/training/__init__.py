@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from attnrx.support.plugins import moved
 from attnrx.training.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -14,8 +13,6 @@ __all__ = [
     "train",
 ]
 
-_missing = moved({"Mixing": "attnrx.losses.Distillation", "Reporter": "attnrx.train(..., log=...)"})
-
 
 def __getattr__(name: str) -> Any:
     # On first use: rules of the laboratory need the losses alone, and the trainer imports torch.distributed.
@@ -23,4 +20,4 @@ def __getattr__(name: str) -> Any:
         from attnrx.training import trainer
 
         return getattr(trainer, name)
-    return _missing(name)
+    raise AttributeError(f"attnrx.training has no attribute {name!r}.")

@@ -13,11 +13,11 @@ from torch import nn
 
 from attnrx.data.model_data import normalization_of
 from attnrx.support.arguments import BELOW_ONE, COUNT, POSITIVE, Kind, optional, require_fields
-from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.plugins import import_plugins, moved
+from attnrx.support.errors import InvalidInput
+from attnrx.support.plugins import import_plugins
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.support.text_parsing import Language, TextReader, knobs_of
-from attnrx.vit.models import TokenReduction, TokenRun, family_of, load_model, recording_blocks, reduction_of
+from attnrx.vit.models import TokenRun, family_of, load_model, recording_blocks
 
 TeacherSource = tuple[str, str | None]
 """A folder or a name that `load_model` reads, and the file of its weights, if it needs one."""
@@ -78,17 +78,6 @@ class Loss(ABC):
         return self.text_name()
 
 
-def sampling_run(loss: Loss, context: LossContext) -> tuple[TokenReduction, TokenRun]:
-    """Returns the token reduction and the run whose sampled masks a loss reads; raises NotSupported without samples."""
-    reduction, run = reduction_of(context.model), context.run
-    if reduction is None or run is None or not run.sampled:
-        raise NotSupported(
-            f"{type(loss).__name__} needs a learned token reducer (spot, dynamicvit) in training, and the run of the "
-            "step in its context (recording_tokens); attach a policy or omit the loss."
-        )
-    return reduction, run
-
-
 @dataclass(frozen=True)
 class Task(Loss):
     """Cross-entropy against the labels; `label_smoothing` is spread evenly over all classes."""
@@ -100,19 +89,6 @@ class Task(Loss):
 
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         return F.cross_entropy(context.logits, context.labels, label_smoothing=self.label_smoothing)
-
-
-@dataclass(frozen=True)
-class KeepRatio(Loss):
-    """The squared distance of the share of kept patches from the policy's, over images and stages (SPOT, Eq. 12)."""
-
-    weight: float = 2.0
-
-    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
-        reduction, run = sampling_run(self, context)
-        # Masked tokens stay in place, so a mean over all patches is the share of the image's patches: [images, stages].
-        shares = torch.stack([keep.mean(1) for keep in run.sampled], dim=1)
-        return (shares - shares.new_tensor(reduction.sampled_shares(run))).square().mean()
 
 
 class TeacherLoss(Loss):
@@ -238,9 +214,7 @@ def _run(teacher: nn.Module, context: LossContext) -> Answer:
     return logits, tuple(features)
 
 
-LOSSES: dict[str, type[Loss]] = {
-    kind.text_name(): kind for kind in (Distillation, FeatureDistillation, KeepRatio, Task)
-}
+LOSSES: dict[str, type[Loss]] = {kind.text_name(): kind for kind in (Distillation, FeatureDistillation, Task)}
 _REGISTERED: dict[str, type[Loss]] = {}
 
 
@@ -253,9 +227,6 @@ def known_losses() -> Mapping[str, type[Loss]]:
     """Returns LOSSES and the registered ones, those of other packages among them, by name."""
     import_plugins()
     return {**LOSSES, **_REGISTERED}
-
-
-__getattr__ = moved({name: f"attnrx_lab.perturbation.{name}" for name in ("PerturbationRobustness", "TargetRank")})
 
 
 class _Reader(TextReader):

@@ -1,14 +1,14 @@
 """Transfer: the accuracy of a new head trained on another dataset, on the frozen features of each model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from attnrx.data import ImageSet, dataset_labels, num_dataset_classes, require_labelled
+from attnrx.data import ImageSet, LoadedImages, Splits, require_labelled
 from attnrx.data.images import generator
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check
@@ -184,3 +184,17 @@ def head_features(model: nn.Module, heads: Sequence[nn.Module], images: ImageBat
         model(images)
     inputs = dict(calls)  # by head, because the order of their calls may differ from that of `heads`
     return torch.cat([inputs[head] for head in heads], dim=-1)
+
+
+def dataset_labels(images: ImageSet) -> ImageSet:
+    """The images with the labels of their dataset, for a head that is trained on them."""
+    if not isinstance(images, LoadedImages) or not images.has_labels:
+        return images
+    return replace(images, numbers=None, problem=None)
+
+
+def num_dataset_classes(splits: Splits) -> int:
+    """The number of classes of the dataset itself."""
+    train = splits.train
+    mapped = train.numbers if isinstance(train, LoadedImages) and train.has_labels else None
+    return len(splits.class_names) if mapped is None else len(mapped)

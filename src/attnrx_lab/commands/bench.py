@@ -4,10 +4,9 @@ from argparse import Namespace
 from dataclasses import replace
 
 import attnrx as rx
-from attnrx.cli.inputs import default_device, is_fresh, model_argument, placed, require_clock
+from attnrx.cli.inputs import default_device, is_fresh, model_argument, placed
 from attnrx.cli.options import (
     BATCHES,
-    ROUNDS,
     SEED,
     Number,
     add_device,
@@ -17,6 +16,7 @@ from attnrx.cli.options import (
 )
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
+from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
 from attnrx_lab.commands.methods import add_methods
@@ -42,7 +42,9 @@ def add(parser: Parser) -> None:
         "the runtime of all models, the reference's too: eager, compiled, or a format of `attnrx export`, e.g. onnx"
     )
     option(parser, "--runtime", "RUNTIME", runtime, "eager")
-    option(parser, "--rounds", ROUNDS, "rounds in which all take turns", 20)
+    # One round has no spread, and so no interval.
+    rounds = Number(int, lambda kinds: kinds.whole(2, 100_000))
+    option(parser, "--rounds", rounds, "rounds in which all take turns", 20)
     option(parser, "--clock", ("wall", "cpu", "cuda"), "cpu: for a machine that is busy")
     add_device(parser)
     option(parser, "--seed", SEED, "feeds fresh weights and every random draw", 0)
@@ -55,7 +57,12 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     macs = arguments.macs or ()
     shares = () if macs else arguments.shares or SHARES
     methods = comparison.parse_methods(arguments.methods)
-    require_clock(arguments.clock, arguments.device or default_device())
+    device = arguments.device or default_device()
+    if arguments.clock == "cuda" and not device.startswith("cuda"):
+        raise InvalidInput(
+            f"--clock cuda times streams of a CUDA device, and the models are on {device}; take wall or cpu, or "
+            "--device cuda where there is one."
+        )
     if is_fresh(arguments.model) and arguments.weights is None:  # random weights, so that nothing is downloaded
         model = placed(rx.models.build_model(arguments.model, seed=0), arguments.device)
     else:

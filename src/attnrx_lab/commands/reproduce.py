@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from attnrx.cli.options import BATCH, COUNT, DRAWS, NUMBER, Number, add_out, option
+from attnrx.cli.options import BATCH, COUNT, NUMBER, Number, add_out, option
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
@@ -28,7 +28,7 @@ KNOBS: Mapping[str, tuple[Any, str]] = {
     "precision": (("bf16", "fp32"), "of the training"),
     "strength_init": (NUMBER, "first value of every strength"),
     "strength_learning_rate": (NUMBER, "factor on the learning rate of the strengths"),
-    "draws": (DRAWS, "random controls for each prescription"),
+    "draws": (Number(int, lambda kinds: kinds.whole(1, 1_000_000)), "random controls for each prescription"),
     "train_images": (COUNT, "train on fewer images"),
     "test_images": (COUNT, "validate and measure on fewer images"),
     "control_images": (COUNT, "measure the controls on fewer test images"),

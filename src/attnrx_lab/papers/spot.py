@@ -20,7 +20,7 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.shapes import Bool, Int, Tensor
 from attnrx.training import TrainingConfig, train
-from attnrx.training.losses import Distillation, KeepRatio, Loss, Task
+from attnrx.training.losses import Distillation, Loss, Task
 from attnrx.verbs.load import load
 from attnrx.vit.models import attach_tokens_, build_model, family_of, model_fingerprint
 from attnrx.vit.tokens import TokenPolicy, parse_policy
@@ -39,7 +39,7 @@ from attnrx_lab.papers.experiment import (
     plain_measures,
 )
 from attnrx_lab.papers.similarity import TokenSimilarity
-from attnrx_lab.tokens import Random
+from attnrx_lab.tokens import KeepRatio, Random
 
 DEVIATION = 0.02  # of the weights of attnrx models, by default
 BATCH = 64  # images at a time, for measuring

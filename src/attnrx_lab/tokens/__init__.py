@@ -5,6 +5,7 @@ An entry point of the group `attnrx.parts` imports this package wherever a text 
 
 from attnrx.vit.tokens import register_reducer
 from attnrx_lab.tokens.fusing import DTPS, EViT, Soft, SPViT
+from attnrx_lab.tokens.keep_ratio import KeepRatio
 from attnrx_lab.tokens.learned_scores import DynamicViT, Predicting
 from attnrx_lab.tokens.pitome import PiToMe
 from attnrx_lab.tokens.random import Random, image_keys
@@ -21,6 +22,7 @@ __all__ = [
     "EvoViT",
     "HaltingScores",
     "HeadSelector",
+    "KeepRatio",
     "MapMoments",
     "PiToMe",
     "Predicting",

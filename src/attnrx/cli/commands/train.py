@@ -89,7 +89,7 @@ def _reducing(
     model: "nn.Module", policy: "rx.tokens.TokenPolicy", config: "rx.TrainingConfig", log: Log
 ) -> "nn.Module":
     """Attaches the token policy to the model, with predictors initialized from the seed of the run."""
-    if policy.reducer.learned and not any(isinstance(loss, rx.losses.KeepRatio) for loss in config.losses):
+    if policy.reducer.learned and "keep_ratio" not in [loss.name for loss in config.losses]:
         log(
             f"warning: {policy.reducer} is trained with sampled masks, and without the loss keep_ratio their shares "
             "may differ from the policy's; add --losses keep_ratio."

@@ -34,24 +34,18 @@ def add(parser: Parser) -> None:
     options.option(origin, "--diagnosis", "FILE", "needed for controls")
     checks = parser.add_argument_group("checks")
     options.option(checks, "--checks", "CHECKS", CHECKS)
-    options.add_backend(parser)
     options.add_split(parser, "test")
     options.add_running(parser, 256)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.vit.attention import backend_of  # imports torch, which --help should not
-
     # Before the models are loaded, so that a typing error is reported at once.
     checks = None if arguments.checks is None else rx.checks.parse_checks(arguments.checks)
     if arguments.diagnosis is not None and "controls" not in [check.name for check in checks or ()]:
         raise InvalidInput("--diagnosis belongs to the check controls: add it to --checks, or omit --diagnosis.")
     diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
     prescription = None if arguments.prescription is None else rx.Prescription.load(arguments.prescription)
-    backend = None if arguments.backend is None else backend_of(arguments.backend)
     candidate = model_argument(arguments.candidate, arguments.device, trust=arguments.trust)
-    if backend is not None:
-        rx.use_backend(candidate, backend)
     reference = model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(reference, arguments, distinct=True)
     for note in splits.notes:

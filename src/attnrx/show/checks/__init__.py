@@ -20,7 +20,6 @@ from attnrx.show.checks.latency import Latency
 from attnrx.show.checks.promises import Promises
 from attnrx.show.checks.retrieval import Retrieval
 from attnrx.support.errors import InvalidInput
-from attnrx.support.plugins import moved
 from attnrx.support.text_parsing import Language, TextReader
 
 CHECKS: dict[str, type[Check]] = {
@@ -72,9 +71,6 @@ def all_checks() -> Mapping[str, type[Check]]:
     """Returns CHECKS and the checks of other packages (entry points of the group `attnrx.checks`) by name."""
     others = {entry.name: entry.load() for entry in entry_points(group="attnrx.checks")}
     return {**CHECKS, **others, **_REGISTERED}
-
-
-__getattr__ = moved({"Controls": "attnrx_lab.checks.Controls"})
 
 
 class _Reader(TextReader):

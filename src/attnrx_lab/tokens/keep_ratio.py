@@ -1,0 +1,31 @@
+"""The loss of learned reducers that holds the shares of kept patches at those of the policy (SPOT, DynamicViT)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.support.errors import NotSupported
+from attnrx.support.shapes import Float, Tensor
+from attnrx.training.losses import Loss, LossContext, register_loss
+from attnrx.vit.models import reduction_of
+
+
+@dataclass(frozen=True)
+class KeepRatio(Loss):
+    """The squared distance of the share of kept patches from the policy's, over images and stages (SPOT, Eq. 12)."""
+
+    weight: float = 2.0
+
+    def __call__(self, context: LossContext) -> Float[Tensor, ""]:
+        reduction, run = reduction_of(context.model), context.run
+        if reduction is None or run is None or not run.sampled:
+            raise NotSupported(
+                "KeepRatio needs a learned token reducer (spot, dynamicvit) in training, and the run of the step in "
+                "its context (recording_tokens); attach a policy or omit the loss."
+            )
+        # Masked tokens stay in place, so a mean over all patches is the share of the image's patches: [images, stages].
+        shares = torch.stack([keep.mean(1) for keep in run.sampled], dim=1)
+        return (shares - shares.new_tensor(reduction.sampled_shares(run))).square().mean()
+
+
+register_loss(KeepRatio)
