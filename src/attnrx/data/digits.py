@@ -1,6 +1,5 @@
 """The handwritten digits of scikit-learn, which need no download."""
 
-import numpy as np
 import torch
 
 from attnrx.data.splits import Opened, StoredImages
@@ -20,8 +19,11 @@ def stored_greys(
     images: UInt8[Tensor, "images height width"], labels: Int[Tensor, "images"], name: str
 ) -> StoredImages:
     """Returns grey images in memory, which messages call by a name with {} for the number of the image."""
-    pixels = images.numpy()
-    return StoredImages(labels, torch.arange(len(labels)), lambda at: _grey_file(pixels[at]), name.format)
+    # As PGM files, so that these images take the same way as all others: a header, then the pixels.
+    header = b"P5 %d %d 255\n" % (images.shape[2], images.shape[1])
+    return StoredImages(
+        labels, torch.arange(len(labels)), lambda at: header + images[at].numpy().tobytes(), name.format
+    )
 
 
 def digit_images() -> tuple[UInt8[Tensor, "digits side side"], Int[Tensor, "digits"]]:
@@ -34,10 +36,3 @@ def digit_images() -> tuple[UInt8[Tensor, "digits side side"], Int[Tensor, "digi
     images, labels = digits.load_digits(return_X_y=True)
     pixels = (images * 255 / GREYS).round().astype("uint8").reshape(-1, DIGIT_SIDE, DIGIT_SIDE)
     return torch.from_numpy(pixels), torch.from_numpy(labels).long()
-
-
-def _grey_file(pixels: np.ndarray) -> bytes:
-    """Encodes the pixels [height, width] of a grey image as PGM: a header before the pixels."""
-    # A file, so that these images take the same way as all others.
-    height, width = pixels.shape
-    return b"P5 %d %d 255\n" % (width, height) + pixels.tobytes()

@@ -270,7 +270,8 @@ def load_data(
     own_geometry = _geometry_of(opened, card, image_size)
     photos = _are_photos(own_geometry)
     geometry = geometry or own_geometry
-    normalization = _normalization(card, geometry.channels)
+    fits = card is not None and len(card.normalization.mean) == geometry.channels
+    normalization = card.normalization if card and fits else Normalization.half(geometry.channels)
     sets: dict[str, ImageSet] = {
         split: LoadedImages(
             f"{location.name}/{split}", opened.splits[stored], rows, geometry, normalization, photos=photos
@@ -314,8 +315,3 @@ def _geometry_of(opened: Opened, card: DatasetCard | None, size: int | Sequence[
 def _are_photos(geometry: ImageGeometry) -> bool:
     """Whether a geometry of the catalogue, or a guessed one, is that of photographs (`ImageGeometry.of_size`)."""
     return geometry.resize_to != geometry.size
-
-
-def _normalization(card: DatasetCard | None, channels: int) -> Normalization:
-    fits = card is not None and len(card.normalization.mean) == channels
-    return card.normalization if card and fits else Normalization.half(channels)

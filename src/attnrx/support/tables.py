@@ -62,9 +62,5 @@ def aligned_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], title: 
 
 
 def _plain(cell: Any) -> str:
-    text = _utf8("" if cell is None else _short(cell))
+    text = _utf8("" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell))
     return "".join(sign if sign.isprintable() else " " for sign in text)
-
-
-def _short(cell: Any) -> str:
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)

@@ -17,16 +17,9 @@ from attnrx.vit.models import family_of
 PREDICTORS = "tokens."  # parameter prefix of the predictors of a token policy
 
 
-def learning_rate_share(step: int, steps: int, warmup: int) -> float:
-    """Returns the share of the full learning rate at a step: linear over `warmup` steps, then a cosine to zero."""
-    if step < warmup:
-        return (step + 1) / (warmup + 1)  # never 0, so that the first step trains
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of a run and the learning rate at each."""
+    """The steps of a run and the learning rate at each: it rises linearly in the warm-up, and falls along a cosine."""
 
     config: TrainingConfig
     steps_per_epoch: int
@@ -37,8 +30,12 @@ class Schedule:
 
     def rate(self, step: int) -> float:
         warmup, full = round(self.config.warmup * self.steps_per_epoch), self.config.learning_rate
-        lowest = self.config.warmup_learning_rate if step < warmup else self.config.min_learning_rate
-        return lowest + (full - lowest) * learning_rate_share(step, self.steps, warmup)
+        if step < warmup:
+            lowest, share = self.config.warmup_learning_rate, (step + 1) / (warmup + 1)  # so that the first step trains
+        else:
+            lowest = self.config.min_learning_rate
+            share = 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup)))
+        return lowest + (full - lowest) * share
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:

@@ -96,24 +96,19 @@ def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Spli
     require_ordinary_weights(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidInput("no parameter of the model requires a gradient: set requires_grad_(True) for some.")
-    _require_image_shape(model, splits)
+    # Of the first image, because a user's data have no declared size.
+    shape, actual = family_of(model).input_shape(model), next(splits.train.take(1).batches(1)).images.shape[1:]
+    if shape != tuple(actual):
+        raise InvalidInput(
+            f"the model takes images of {shape} (channels, height, width) and {splits.name} has {tuple(actual)}; "
+            "load the data with the model's image_size, or build the model for this data."
+        )
     classes = _require_classes(model, splits, config)
     if config.reads_labels:
         require_labels(splits.train)
         splits = replace(splits, train=_limited(splits.train, classes))
     normalization = normalization_of(model)
     return splits if normalization == splits.normalization else splits.renormalized(normalization)
-
-
-def _require_image_shape(model: nn.Module, splits: Splits) -> None:
-    # Of the first image, because a user's data have no declared size.
-    shape = family_of(model).input_shape(model)
-    actual = tuple(next(splits.train.take(1).batches(1)).images.shape[1:])
-    if shape != actual:
-        raise InvalidInput(
-            f"the model takes images of {shape} (channels, height, width) and {splits.name} has {actual}; "
-            "load the data with the model's image_size, or build the model for this data."
-        )
 
 
 def _require_classes(model: nn.Module, splits: Splits, config: TrainingConfig) -> int:

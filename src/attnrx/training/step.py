@@ -1,6 +1,5 @@
 """One training step, run operation by operation or recorded as a CUDA graph."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -60,47 +59,30 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
 
 
 class RecordedStep:
-    """Runs `work` step by step at first, then as a CUDA graph; batches of another size than the recorded one are run.
+    """Runs the first steps as they are, then one recorded CUDA graph for all others.
 
     A small model computes faster than the processor launches its kernels one by one. The recorded step reads its batch,
     the learning rates and the number of the step from tensors, which are filled before each replay; everything else has
-    to be the same in all steps, so only some settings can be recorded. If recording fails, `forget` removes the
-    gradients that it left, a warning states why, and no step is recorded.
+    to be the same in all steps, so only some settings can be recorded.
     """
 
-    def __init__(self, work: Work, forget: Callable[[], None], device: torch.device):
-        self._work, self._forget = work, forget
+    def __init__(self, work: Work, device: torch.device):
+        self._work, self._left = work, WARMUP
         self._number = torch.zeros((), dtype=torch.int64, device=device)
-        self._left = WARMUP
-        self._batch: Batch | None = None
         self._replay: Callable[[], None] | None = None
 
     def __call__(self, batch: Batch, step: int) -> None:
         self._number.fill_(step)
-        if self._left == 0:
-            self._record(batch)
-        self._left -= 1
-        static = self._batch
-        if self._replay is None or static is None or batch.images.shape != static.images.shape:
+        if self._left:
+            self._left -= 1
             on_another_stream(lambda: self._work(batch, self._number))
             return
-        static.images.copy_(batch.images)
-        static.labels.copy_(batch.labels)
+        if self._replay is None:
+            self._batch = Batch(batch.images.clone(), batch.labels.clone(), batch.index)
+            self._replay = recorded(lambda: self._work(self._batch, self._number))
+        self._batch.images.copy_(batch.images)
+        self._batch.labels.copy_(batch.labels)
         self._replay()
-
-    def _record(self, batch: Batch) -> None:
-        static = Batch(batch.images.clone(), batch.labels.clone(), batch.index)
-        try:
-            self._replay = recorded(lambda: self._work(static, self._number))
-        except Exception as error:
-            self._forget()
-            warnings.warn(
-                f"the step could not be recorded as a CUDA graph, and runs without one: {type(error).__name__}: "
-                f"{str(error)[:300]}",
-                stacklevel=2,
-            )
-            return
-        self._batch = static
 
 
 EPOCH, STEP, NOISE = 0, 1, 2  # the purpose is part of a seed, so that no two purposes share random numbers
@@ -184,9 +166,7 @@ class Learner:
         self.recorded: RecordedStep | None = None
         if config.cuda_graph:
             # The step that `_run_` takes as a constant is read by settings only that cannot be recorded.
-            self.recorded = RecordedStep(
-                lambda batch, number: self._run_(batch, 0, number), self.optimizer.zero_grad, device
-            )
+            self.recorded = RecordedStep(lambda batch, number: self._run_(batch, 0, number), device)
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -210,7 +190,10 @@ class Learner:
         # Of dropout and sampled tokens: other numbers in every process, since each has other images.
         torch.manual_seed(derived_seed(self.config.seed, STEP, step, self.shard[0]))
         set_learning_rate(self.optimizer, self.schedule.rate(step))
-        self._set_sampling(step)
+        if (reduction := reduction_of(self.model)) is not None:
+            first, last = self.config.temperatures
+            # steps - 1, so that the last step has the last temperature
+            reduction.temperature = first * (last / first) ** (step / max(1, self.schedule.steps - 1))
         if self.recorded is not None:
             self.recorded(batch, step)
         else:
@@ -221,13 +204,6 @@ class Learner:
         terms, num_correct = self._forward_backward_(batch, step)
         reshard_(self.model)  # the optimizer works on the shards
         self._record_(number, [*terms, self._update_(step)], num_correct, len(batch))
-
-    def _set_sampling(self, step: int) -> None:
-        reduction = reduction_of(self.model)
-        if reduction is not None:
-            first, last = self.config.temperatures
-            # steps - 1, so that the last step has the last temperature
-            reduction.temperature = first * (last / first) ** (step / max(1, self.schedule.steps - 1))
 
     def _forward_backward_(self, batch: Batch, step: int) -> tuple[Float[Tensor, "terms"], Tensor]:
         """Runs a batch forward and backward; returns the terms, their weighted sum, and how many labels are correct."""
