@@ -69,7 +69,7 @@ def checked(**stated: Kind) -> Callable[[Function], Function]:
         unknown = stated.keys() - signature.parameters.keys()
         assert others or not unknown, f"{function.__qualname__} has no argument {', '.join(unknown)}"
         annotated = [name for name in signature.parameters if name in hints and name != others]
-        kinds = {**{name: _named_kind(name, hints[name]) for name in annotated}, **stated}
+        kinds = {**{name: named_kind(name, hints[name]) for name in annotated}, **stated}
 
         @wraps(function)
         def call(*positional: Any, **named: Any) -> Any:
@@ -290,11 +290,11 @@ CALLBACK, FUNCTION = Kind("a function", callable, _guarded), Kind("a function", 
 def _annotated(cls: type) -> Mapping[str, Kind]:
     """Returns the kinds of the fields of a dataclass whose annotations state one."""
     hints = get_type_hints(cls)
-    kinds = {field.name: _named_kind(field.name, hints[field.name]) for field in fields(cls) if field.init}
+    kinds = {field.name: named_kind(field.name, hints[field.name]) for field in fields(cls) if field.init}
     return {name: kind for name, kind in kinds.items() if kind is not ANY}
 
 
-def _named_kind(name: str, hint: Any) -> Kind:
+def named_kind(name: str, hint: Any) -> Kind:
     """Returns the kind of an argument or a field: that of its name in NAMED, else that of its annotation."""
     kind = NAMED.get(name)
     if kind is None:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from attnrx.support.arguments import kind_of
+from attnrx.support.arguments import named_kind
 from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx.support.validation import below, shown
 
@@ -61,7 +61,8 @@ def from_dict(record: Mapping[str, Any], registry: Iterable[type], where: str = 
         raise InvalidInput(f"{below(where, missing[0])} is missing; {name} needs it.")
     values = {key: _rich(value, kinds.values(), below(where, key)) for key, value in entries.items()}
     for key, value in values.items():
-        if not (kind := kind_of(fields[key].type)).accepts(value):
+        # An empty text is one here: the path of a part that a model lacks.
+        if not (kind := named_kind(key, fields[key].type)).accepts("-" if value == "" else value):
             raise InvalidInput(f"{below(where, key)} is {shown(entries[key])}; it must be {kind.expected}.")
     return kinds[name](**values)
 
