@@ -177,14 +177,8 @@ def require_classes(labels: Int[Tensor, "images"], num_classes: int, name: str) 
     found = "an image without a label" if label == UNLABELLED else f"an image with the label {label}"
     raise DataError(
         f"{name} has {found}, and the model has the classes 0 to {num_classes - 1}; give every image one of them; "
-        f"where no loss reads labels, the images can be given without any.{start_hint(labels, num_classes)}"
+        f"where no loss reads labels, the images can be given without any."
     )
-
-
-def start_hint(labels: Int[Tensor, "images"], num_classes: int) -> str:
-    """Returns a question for labels that count from 1, else an empty text."""
-    counts_from_one = len(labels) and int(labels.min()) >= 1 and int(labels.max()) == num_classes
-    return f" Do they start at 1? Then subtract 1 from each: they count from 0 to {num_classes - 1}." * counts_from_one
 
 
 def read_once(

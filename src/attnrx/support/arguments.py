@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from attnrx.support.display import short_value
-from attnrx.support.errors import AttnrxError, InvalidInput, UserCodeError, nearest
+from attnrx.support.errors import AttnrxError, InvalidInput, UserCodeError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 LONGEST_NAME = 255  # bytes of a part of a path, on all common file systems
@@ -164,12 +164,7 @@ def one_of(*names: str) -> Kind:
     def accepts(value: Any) -> bool:
         return isinstance(value, str) and value in names
 
-    return Kind(f"one of {', '.join(names)}", accepts, explain=lambda text: _hint(text, names))
-
-
-def _hint(value: Any, names: tuple[str, ...]) -> str:
-    hint = nearest(value, names) if isinstance(value, str) else ""
-    return f"; {hint}" if hint.startswith("did") else "."
+    return Kind(f"one of {', '.join(names)}", accepts)
 
 
 def optional(kind: Kind) -> Kind:

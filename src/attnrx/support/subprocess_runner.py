@@ -2,11 +2,9 @@
 
 import os
 import pickle
-import select
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -49,7 +47,7 @@ class Subprocess:
 
     It keeps freed memory, like a service with its own allocator. Function, arguments and result are pickled, because
     they may contain modules of any library, and are exchanged in a private temporary folder. The process imports
-    nothing from the current folder (`child_processes`), and ends with this one.
+    nothing from the current folder (`child_processes`), and ends with this one, after the call that it runs.
     """
 
     def __init__(self):
@@ -159,8 +157,6 @@ def serve(imports: list[str], working_folder: str | None) -> None:
     if working_folder is not None:
         with suppress(OSError):
             os.chdir(working_folder)
-    if not FORKS:
-        _end_with_parent()
     for line in sys.stdin:
         folder = Path(line.rstrip("\n"))
         if FORKS:
@@ -177,21 +173,6 @@ def serve(imports: list[str], working_folder: str | None) -> None:
             _run(folder)
         sys.stdout.write(f"{_DONE}\n")
         sys.stdout.flush()
-
-
-def _end_with_parent() -> None:
-    """Ends this process when the one that started it is gone, also in the middle of a call."""
-    if not hasattr(select, "poll"):  # Windows: it ends after the call
-        return
-    waiting = select.poll()
-    # The parent holds the other end of stdin. Without any event to wait for, its closing is still reported.
-    waiting.register(0, 0)
-
-    def wait() -> None:
-        waiting.poll()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def _run(folder: Path) -> None:
@@ -215,7 +196,6 @@ def _end(run: Callable[[Path], None], folder: Path) -> None:
     """Runs a call and ends this process without the clean-up that belongs to its parent."""
     code = 1
     try:
-        _end_with_parent()
         run(folder)
         code = 0
     except Exception:

@@ -7,7 +7,6 @@ from torch import nn
 
 from attnrx.change.predictions import Predictions, predict
 from attnrx.data import ImageSet, Splits
-from attnrx.data.fixed_images import start_hint
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Estimate
 from attnrx.nouns.prescription import Prescription
@@ -138,7 +137,7 @@ def _require_valid(predictions: Predictions, data: ImageSet) -> None:
             if int(labels.max()) >= classes:
                 raise DataError(
                     f"the data has a label {int(labels.max())}, the {role} distinguishes {classes} classes; "
-                    f"verify on the dataset that the model was trained for.{start_hint(labels, classes)}"
+                    f"verify on the dataset that the model was trained for."
                 )
 
 
