@@ -1,5 +1,6 @@
 """Tables of encoded images: parquet files and hub datasets, read with the `datasets` library."""
 
+import glob
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -172,7 +173,8 @@ def _load_parquet(files: Sequence[Path]) -> "datasets.Dataset":
     states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     copy = cache_folder() / "datasets" / sha256(repr(states).encode()).hexdigest()[:16]
     try:
-        return datasets.Dataset.from_parquet([str(file) for file in files], cache_dir=str(copy))
+        # Names of files are patterns there.
+        return datasets.Dataset.from_parquet([glob.escape(str(file)) for file in files], cache_dir=str(copy))
     except Exception as error:  # damaged pages, unlike columns, a damaged copy, a full disk
         raise DataError(
             f"cannot read {files[0]}{' and its siblings' if len(files) > 1 else ''} as one table: "

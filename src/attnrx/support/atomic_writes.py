@@ -135,10 +135,8 @@ def replacing_folder(folder: Path | str, parts: Parts, last: str) -> Iterator[Pa
     restore(target)
     # Also inside the folder, where files that are added one by one have their temporary folder.
     _remove_leftovers(target, target)
-    inside = target.exists() and _obstacle(target) is not None
-    if inside:
-        _require_swappable(target, parts(target, ()))
-    temporary = temporary_path(target, target if inside else None)
+    obstacle = _obstacle(target) if target.exists() else None
+    temporary = temporary_path(target, target if obstacle else None)
     try:
         temporary.mkdir()
         yield temporary
@@ -152,8 +150,12 @@ def replacing_folder(folder: Path | str, parts: Parts, last: str) -> Iterator[Pa
             written = [each.name for each in new]
             replaced = set(parts(target, written)) if target.exists() else set()
             require_absent([target / name for name in written], lambda path: path.name in replaced)
-            if inside:
-                _require_swappable(target, replaced)
+            if obstacle and replaced:
+                raise CheckpointError(
+                    f"{folder} holds files that would have to be replaced at once, which is impossible because "
+                    f"{obstacle}. Nothing was changed; delete those files first, or choose another folder."
+                )
+            if obstacle:
                 for each in new:
                     each.replace(target / each.name)
                 flush(target)
@@ -285,15 +287,6 @@ def _obstacle(folder: Path) -> str | None:
         if Path.cwd().is_relative_to(folder):
             return "it is the current folder, or holds it"
     return None
-
-
-def _require_swappable(folder: Path, replaced: Collection[str]) -> None:
-    """Raises CheckpointError if files have to be replaced in a folder that no rename can move."""
-    if replaced:
-        raise CheckpointError(
-            f"{folder} holds files that would have to be replaced at once, which is impossible because "
-            f"{_obstacle(folder)}. Nothing was changed; delete those files first, or choose another folder."
-        )
 
 
 def _carry_others(target: Path, temporary: Path, replaced: Collection[str]) -> None:
