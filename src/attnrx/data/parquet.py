@@ -170,11 +170,12 @@ def _load_parquet(files: Sequence[Path]) -> "datasets.Dataset":
     """Maps parquet files into memory; `datasets` writes a copy for it into the cache folder, once."""
     datasets = required_module("datasets", "data", "parquet files")
     # A copy for every state of the files: `datasets` looks at their times alone.
-    states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    paths = [file.absolute() for file in files]
+    states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     copy = cache_folder() / "datasets" / sha256(repr(states).encode()).hexdigest()[:16]
     try:
         # Names of files are patterns there.
-        return datasets.Dataset.from_parquet([glob.escape(str(file)) for file in files], cache_dir=str(copy))
+        return datasets.Dataset.from_parquet([glob.escape(str(path)) for path in paths], cache_dir=str(copy))
     except Exception as error:  # damaged pages, unlike columns, a damaged copy, a full disk
         raise DataError(
             f"cannot read {files[0]}{' and its siblings' if len(files) > 1 else ''} as one table: "
