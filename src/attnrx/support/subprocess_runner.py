@@ -46,13 +46,16 @@ class Subprocess:
     """A Python process that runs calls, on Linux each in a fork of its own.
 
     It keeps freed memory, like a service with its own allocator. Function, arguments and result are pickled, because
-    they may contain modules of any library, and are exchanged in a private temporary folder. The process imports
-    nothing from the current folder (`child_processes`), and ends with this one, after the call that it runs.
+    they may contain modules of any library, and are exchanged in a private temporary folder. The process ends with
+    this one, after the call that it runs.
     """
 
     def __init__(self):
         imports = [name for name in sys.modules if name.partition(".")[0] in LIBRARIES]
-        self.process = start_python(__name__, imports, VARIABLES)
+        self.process = start_python(__name__, VARIABLES)
+        assert self.process.stdin is not None
+        self.process.stdin.write(" ".join(imports) + "\n")
+        self.process.stdin.flush()
 
     def calls(
         self, times: int, function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print
@@ -149,14 +152,13 @@ def call_in_subprocess_if(
     return run_in_subprocess(function, *arguments, on_line=on_line) if in_subprocess else function(*arguments)
 
 
-def serve(imports: list[str], working_folder: str | None) -> None:
-    """Runs in the new process: reads the folders of calls from stdin, and writes each result there."""
-    for name in imports:
+def serve() -> None:
+    """Runs in the new process: reads names of modules and the folders of calls from stdin, and writes each result
+    there.
+    """
+    for name in sys.stdin.readline().split():
         with suppress(ImportError):
             __import__(name)
-    if working_folder is not None:
-        with suppress(OSError):
-            os.chdir(working_folder)
     for line in sys.stdin:
         folder = Path(line.rstrip("\n"))
         if FORKS:
