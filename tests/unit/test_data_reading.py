@@ -173,7 +173,6 @@ def test_an_unreachable_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
         raise ConnectionError("Couldn't reach 'ethz/food101' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    monkeypatch.setattr("attnrx.support.hub.connection_problem", str)
     with pytest.raises(DataError, match=r"ethz/food101.*Couldn't reach.*local copy.*ATTNRX_DATA"):
         load_data("food101")
 

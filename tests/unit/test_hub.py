@@ -1,8 +1,6 @@
 """Models on the hub: what is uploaded is what is fetched, and the card says what the hub wants to read."""
 
 import shutil
-import socket
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,7 @@ import torch
 
 import attnrx as rx
 from attnrx.nouns.evidence import Evidence, Finding
-from attnrx.support.errors import CardWarning, CheckpointError, DataError
-from attnrx.support.hub import local_copies_if_unreachable
+from attnrx.support.errors import CardWarning, CheckpointError
 from attnrx.vit.models import load_model
 from support import cases
 from support.command_line import record
@@ -44,7 +41,6 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             raise OSError(f"404 for {repo_id} at {revision}\nand more")
         return str(root / repo_id)
 
-    monkeypatch.setattr("attnrx.support.hub.connection_problem", str)
     monkeypatch.setattr(hub, "HfApi", Api)
     monkeypatch.setattr(hub, "snapshot_download", fetch)
     return root
@@ -88,39 +84,6 @@ def test_a_hub_that_refuses_is_told(saved: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hub.HfApi, "create_repo", refuse)
     with pytest.raises(CheckpointError, match=r"403 for you.*hf auth login"):
         rx.push_to_hub(saved, "me/slim")
-
-
-@pytest.mark.parametrize("name", ["hf:nobody/none", "hub:nobody/none", "timm:vit_tiny_patch16_224", "data"])
-def test_an_unreachable_hub_is_one_message_within_seconds(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for library in ("transformers", "timm", "datasets"):
-        pytest.importorskip(library)
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
-        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        monkeypatch.setattr(hub.constants, "ENDPOINT", endpoint)
-        began = time.perf_counter()
-        with pytest.raises((CheckpointError, DataError), match=f"{endpoint} cannot be reached .*no local copy"):
-            rx.load_data("hf:nobody/none") if name == "data" else rx.load(name)
-    assert time.perf_counter() - began < 20  # with retries 50 to 120
-    assert "Retrying" not in caplog.text and not hub.constants.HF_HUB_OFFLINE
-
-
-def test_a_reachable_hub_a_proxy_and_a_local_folder_restrict_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setattr(hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        with local_copies_if_unreachable() as reason:
-            assert not reason and not hub.constants.HF_HUB_OFFLINE
-    with local_copies_if_unreachable() as reason:
-        assert "cannot be reached" in reason and hub.constants.HF_HUB_OFFLINE
-    with local_copies_if_unreachable(tmp_path) as reason:
-        assert not reason and not hub.constants.HF_HUB_OFFLINE
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    with local_copies_if_unreachable() as reason:
-        assert not reason and not hub.constants.HF_HUB_OFFLINE
 
 
 def test_an_edited_card_is_kept_by_a_new_model_as_by_a_push(cloud: Path, saved: Path) -> None:

@@ -17,7 +17,6 @@ from attnrx.data.splits import SPLITS, Opened, StoredImages, numbered_classes
 from attnrx.support.arguments import described_error, require_fields
 from attnrx.support.errors import DataError, nearest
 from attnrx.support.hardware import cache_folder
-from attnrx.support.hub import local_copies_if_unreachable
 from attnrx.support.optional import required_module
 from attnrx.support.shapes import Int, Tensor
 from attnrx.support.validation import require_regular
@@ -79,18 +78,15 @@ def open_hub(
         NotSupported: `datasets` is not installed.
     """
     datasets = required_module("datasets", "data", "hub datasets")
-    # After the import of `datasets`: only imported modules can be switched to their local copies.
-    with local_copies_if_unreachable() as unreachable:
-        try:
-            loaded = datasets.load_dataset(hub_id, data_dir=folder, revision=revision)
-            splits = {str(name): split for name, split in loaded.items() if name not in ignored}
-        except Exception as error:  # of five libraries: network, gating, cache, disk, parsing
-            reason = unreachable or described_error(error)
-            raise DataError(
-                f"cannot load the hub dataset {hub_id}: {reason.rstrip('.')}. Check the network and, for a dataset "
-                "behind a licence, that you accepted it and are logged in; or give the path of a local copy (parquet, "
-                "a folder of images), or put <name>.parquet into the folder in ATTNRX_DATA."
-            ) from error
+    try:
+        loaded = datasets.load_dataset(hub_id, data_dir=folder, revision=revision)
+        splits = {str(name): split for name, split in loaded.items() if name not in ignored}
+    except Exception as error:  # of five libraries: network, gating, cache, disk, parsing
+        raise DataError(
+            f"cannot load the hub dataset {hub_id}: {described_error(error).rstrip('.')}. Check the network and, for a "
+            "dataset behind a licence, that you accepted it and are logged in; or give the path of a local copy "
+            "(parquet, a folder of images), or put <name>.parquet into the folder in ATTNRX_DATA."
+        ) from error
     source = f"the hub dataset {hub_id}"
     if not splits:
         raise DataError(f"{source} has no split to use; check the name.")

@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from torch import nn
 
 from attnrx.support.dataclass_records import fields_of, from_dict, of_fields, to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
-from attnrx.support.hub import local_copies_if_unreachable
 from attnrx.support.modules import copy_module, random_images
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.vit.attention import Attention
@@ -58,19 +57,15 @@ def creating(library: str, name: str, arguments: Mapping[str, Any], pretrained: 
         CheckpointError: The weights cannot be downloaded.
         InvalidInput: The library takes no such arguments.
     """
-    with (
-        local_copies_if_unreachable() if pretrained else nullcontext("") as unreachable,
-        torch.random.fork_rng(devices=[]),  # libraries draw weights from the global generator
-    ):
+    with torch.random.fork_rng(devices=[]):  # libraries draw weights from the global generator
         torch.manual_seed(0)
         try:
             yield
         except Exception as error:  # errors of several packages and types
             if pretrained:
                 raise CheckpointError(
-                    f"{library} could not load the weights of {name} "
-                    f"({unreachable or f'{type(error).__name__}: {error}'}). Give a file with weights=..., or "
-                    "pretrained=False for fresh weights."
+                    f"{library} could not load the weights of {name} ({type(error).__name__}: {error}). Give a file "
+                    "with weights=..., or pretrained=False for fresh weights."
                 ) from error
             raise InvalidInput(f"{library} cannot create {name} with {dict(arguments)}: {error}") from error
 

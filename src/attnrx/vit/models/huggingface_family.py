@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.support.hub import local_copies_if_unreachable
 from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import ImageBatch, Tensor, TokenBatch
@@ -242,16 +241,14 @@ class HuggingFaceFamily(AdoptedFamily):
             CheckpointError: The model cannot be read, or weights are missing.
             NotSupported: The model has an unsupported feature.
         """
-        with local_copies_if_unreachable(name) as unreachable:
-            try:
-                kind = _class_of(_transformers("AutoConfig").from_pretrained(name))
-                model, report = kind.from_pretrained(name, output_loading_info=True, **changes)
-            except (OSError, ValueError, RuntimeError, KeyError) as error:
-                reason = f"{unreachable}." if unreachable else error
-                raise CheckpointError(
-                    f"hf:{name} cannot be read as an image classifier or an image tower: {reason} Give a folder "
-                    "written by save_pretrained, or the id of such a model on the hub."
-                ) from error
+        try:
+            kind = _class_of(_transformers("AutoConfig").from_pretrained(name))
+            model, report = kind.from_pretrained(name, output_loading_info=True, **changes)
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise CheckpointError(
+                f"hf:{name} cannot be read as an image classifier or an image tower: {error} Give a folder written by "
+                "save_pretrained, or the id of such a model on the hub."
+            ) from error
         # transformers initializes missing weights randomly with a warning only, e.g. the head of a pretrained backbone.
         missing = sorted(map(str, report["missing_keys"])) + sorted(map(str, report["mismatched_keys"]))
         if missing:
@@ -309,12 +306,10 @@ class HuggingFaceFamily(AdoptedFamily):
         return ImageGeometry(shape[1:], channels, resize, target, filter_, center="floor", alpha=alpha)
 
     def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        with local_copies_if_unreachable(name) as unreachable:
-            try:
-                config = _transformers("AutoConfig").from_pretrained(name, **arguments)
-            except (OSError, ValueError, KeyError) as error:
-                reason = unreachable or error
-                raise CheckpointError(f"hf:{name} has no readable configuration: {reason}") from error
+        try:
+            config = _transformers("AutoConfig").from_pretrained(name, **arguments)
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"hf:{name} has no readable configuration: {error}") from error
         # Weights are drawn on the CPU, so that they do not depend on the default device.
         device = "meta" if torch.get_default_device().type == "meta" else "cpu"
         with torch.random.fork_rng(devices=[]), torch.device(device):
@@ -548,8 +543,7 @@ RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # b
 def _processor(source: Path | str, takes_any_size: bool, **options: Any) -> dict[str, Any]:
     """Returns the input format from the saved image processor, as `adopt` takes it; empty where there is none."""
     try:
-        with local_copies_if_unreachable(source):
-            processor = _transformers("AutoImageProcessor").from_pretrained(source, **options)
+        processor = _transformers("AutoImageProcessor").from_pretrained(source, **options)
     # Saved without an image processor, with one of another kind, or with one that needs a library that is not there.
     except (OSError, ValueError, ImportError, KeyError, TypeError):
         return {}
