@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -311,14 +310,8 @@ def test_an_endless_iterable_ends() -> None:
     assert any("only the first 100 images" in note for note in diagnosis.about["notes"])
 
 
-def test_reading_ends_after_some_time_and_before_the_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnrx.data.user_data.MAX_SECONDS", -1.0)
-    found = images_for(original(), DataLoader(Endless(), 8))
-    assert len(found) == 8 and any("it has no length, and reading took" in note for note in found.notes)
+def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fixed_images, "MEMORY", 10 * SIZE**2)  # of images of a byte per value
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
-    found = images_for(original(), DataLoader(Rows(), 8))
-    assert len(found) == 16 and any("disk" in note for note in found.notes)
     monkeypatch.setattr("tempfile.NamedTemporaryFile", lambda **options: Path("/dev/full").open("wb", buffering=0))
     with pytest.raises(DataError, match="cannot write the images to a file"):
         images_for(original(), DataLoader(Rows(), 8))

@@ -6,11 +6,8 @@ So every source is read in one pass into an `ImageStore`, and everything afterwa
 """
 
 import hashlib
-import math
 import random
-import shutil
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,7 +27,6 @@ from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, UInt8
 MEMORY = 2 * 2**30  # bytes of images that are held in memory; more are held in a file
 MAX_IMAGES = 50_000  # the size of ImageNet's validation set; where a call needs fewer, it reads fewer
 MAX_UNCOUNTED = 10_000  # of an iterable without a length, which may be endless
-MAX_SECONDS = 600.0  # of reading such an iterable
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LEVELS = 256
 ONE_DRAW = "one fixed draw"  # in the notes on images that another reading would not repeat
@@ -188,16 +184,14 @@ def read_once(
     normalization: Normalization | None = None,
     total: int | None = None,
     limit: int = MAX_IMAGES,
-    seconds: float = math.inf,
     distinct: bool = False,
     problem: str | None = None,
 ) -> FixedImages:
     """Reads batches once into a store: in memory up to MEMORY bytes, else in a file that is deleted with the store.
 
-    At most `limit` images are read, for at most about so many `seconds`; `total` is the number of batches, if it is
-    known. With `distinct` an image that was read before is left out. Images that are made of 8-bit pixels by
-    `normalization` need one byte per value. Of images of several sizes those of the most frequent one are returned, and
-    the others in `others`.
+    At most `limit` images are read; `total` is the number of batches, if it is known. With `distinct` an image that was
+    read before is left out. Images that are made of 8-bit pixels by `normalization` need one byte per value. Of images
+    of several sizes those of the most frequent one are returned, and the others in `others`.
 
     Raises:
         DataError: There is no image, or the file cannot be written.
@@ -205,11 +199,10 @@ def read_once(
     """
     groups: dict[tuple[int, ...], tuple[_Writer, list[Any]]] = {}  # by the shape of the images
     known = set[int]()
-    count, end, reason = 0, time.monotonic() + seconds, None
+    count, is_cut = 0, False
     for batch in track(batches, f"reading the images of {name}", total):
-        if count + len(batch) > limit:
-            reason = f"the limit is {limit:,}"
-        if reason is not None and count >= limit:
+        is_cut = count + len(batch) > limit
+        if count >= limit:
             break
         rows = torch.arange(min(len(batch), limit - count))
         hashes = content_hashes(batch.images[rows])
@@ -224,15 +217,12 @@ def read_once(
         if len(rows):
             writer.add(batch.images[rows])
             parts.append((batch.labels[rows], batch.index[rows], hashes[rows]))
-        reason = reason or writer.full()
-        if reason is None and time.monotonic() > end:
-            reason = f"it has no length, and reading took {seconds:.0f} s"
-        if reason is not None:
+        if is_cut:
             break
     found = sorted((group for group in groups.values() if group[1]), key=lambda group: -group[0].count)
     if not found:
         raise DataError(f"{name} yielded no image; give at least one.")
-    notes = [] if reason is None else [f"{name}: only the first {count:,} images are used: {reason}"]
+    notes = [f"{name}: only the first {count:,} images are used: the limit is {limit:,}"] if is_cut else []
     return _sets_of(found, name, count, notes, problem)
 
 
@@ -347,12 +337,6 @@ class _Writer:
                 "or name a folder with more space in ATTNRX_CACHE."
             ) from error
         self.blocks = []
-
-    def full(self) -> str | None:
-        """Returns a reason to stop before the disk is full."""
-        if self.file is None or shutil.disk_usage(cache_folder()).free > MEMORY:
-            return None
-        return f"the disk of {cache_folder()} is almost full"
 
     def finished(self) -> tuple[Tensor, Tensor | None]:
         """Returns the images and the levels of their codes."""

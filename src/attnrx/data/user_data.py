@@ -23,7 +23,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from attnrx.data.fixed_images import (
     DTYPES,
     MAX_IMAGES,
-    MAX_SECONDS,
     MAX_UNCOUNTED,
     ONE_DRAW,
     FixedImages,
@@ -546,7 +545,6 @@ class _IterableData:
             self.name,
             normalization=normalization,
             limit=min(limit, MAX_UNCOUNTED) if is_endless else limit,
-            seconds=MAX_SECONDS if is_endless else math.inf,
             # Workers that read the same items, or a sampler, may yield an image twice; a list has what its user put in.
             distinct=not self.is_list,
         )
