@@ -40,8 +40,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     verify = (*verify, "--out", slim / "evidence.json")
     steps["verify"] = json.loads(call(*verify, "--json").out)
     page = root / "report.html"
-    shown = ("--diagnosis", files["diagnosis"])
-    steps["report"] = record("report", "--candidate", slim, *shown, "--out", page)
+    steps["report"] = record("report", "--candidate", slim, "--diagnosis", files["diagnosis"], "--out", page)
     return SimpleNamespace(root=root, data=data, run=run, slim=slim, page=page, **files, steps=steps)
 
 

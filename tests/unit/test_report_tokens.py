@@ -2,7 +2,6 @@
 
 import copy
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +11,13 @@ from attnrx.show.reports import ReportContent, sample_tokens
 from attnrx.show.reports.page import render
 from attnrx.show.reports.sections.samples import patch_picture
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.models import attach_tokens_, build_model, family_of, reduction_of, save_model, token_run
+from attnrx.vit.models import attach_tokens_, family_of, reduction_of, token_run
 from attnrx.vit.tokens import AttentionReceived, Reducer, TokenPolicy, ToMe, Ward
 from attnrx_lab.tokens import (
     PiToMe,
     Random,
 )
 from support import cases, report_content
-from support.command_line import call, record
-from support.pictures import write_folder
 from support.pretrained import adopted_once
 
 
@@ -135,18 +132,3 @@ def test_models_that_cannot_be_sampled_are_refused() -> None:
         sample_tokens(small, images(model, 0))
     with pytest.raises(InvalidInput, match="1 labels for 2 images"):
         sample_tokens(small, images(model, 2), ("one",))
-
-
-@pytest.mark.slow
-def test_the_command_shows_tokens(tmp_path: Path) -> None:
-    model = build_model("dense:digits", channels=3, classes=3).float()
-    data = write_folder(tmp_path / "images", {"train": 4, "validation": 2, "test": 2})
-    save_model(tmp_path / "whole", model)
-    attach_tokens_(model, family_of(model), TokenPolicy(AttentionReceived(), (2,), (0.5,)))
-    save_model(tmp_path / "small", model)
-    page = tmp_path / "page.html"
-    words = ("report", "--candidate", tmp_path / "small", "--data", data, "--samples", 3, "--out", page)
-    record(*words)
-    assert "tokens from here on" in page.read_text() and "Query and key" not in page.read_text()
-    whole = ("report", "--candidate", tmp_path / "whole", "--data", data, "--out", page)
-    assert "does not reduce; omit it" in call(*whole).err
