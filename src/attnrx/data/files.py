@@ -1,7 +1,5 @@
 """Folders of image files."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -75,39 +73,19 @@ def _listed(folder: Path) -> Listing:
     for entry in sorted(folder.iterdir()):
         if entry.is_dir() and entry.name[0] != ".":
             # In the order of torchvision's ImageFolder.
-            found = sorted(_images_below(entry, folder.resolve()), key=lambda path: (str(path.parent), path.name))
+            found = sorted(filter(_is_image, entry.rglob("*")), key=lambda path: (str(path.parent), path.name))
             listing += [(path, entry.name) for path in found]
     if not listing:
-        listing = [(path, "") for path in sorted(folder.iterdir()) if _is_image(str(path)) and not path.is_dir()]
+        listing = [(path, "") for path in sorted(folder.iterdir()) if _is_image(path)]
     return listing
 
 
-def _images_below(folder: Path, root: Path) -> Iterator[Path]:
-    """Yields the images in a folder of `root` and in its subfolders, each of which is read once.
-
-    Links are followed, but not to folders around them, which have no end.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    seen = set[Path]()
-    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        resolved = Path(place).resolve()
-        if resolved in seen or root.is_relative_to(resolved):
-            folders.clear()
-            continue
-        seen.add(resolved)
-        yield from (path for name in names if _is_image(str(path := Path(place, name))))
-
-
-def _is_image(path: str) -> bool:
+def _is_image(path: Path) -> bool:
     try:
-        path.encode()
+        str(path).encode()
     except UnicodeEncodeError as error:  # the name becomes the name of a class, or part of a fingerprint
-        raise DataError(f"the name {path!r} is not UTF-8; rename it.") from error
-    file = Path(path)
-    return file.suffix.lower() in IMAGES and not file.name.startswith(".")
+        raise DataError(f"the name {str(path)!r} is not UTF-8; rename it.") from error
+    return path.suffix.lower() in IMAGES and not path.name.startswith(".") and not path.is_dir()
 
 
 def _ordered(listing: Listing, class_names: tuple[str, ...]) -> tuple[list[Path], Int[Tensor, "_"]]:
