@@ -168,7 +168,11 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{requested[:200]!r} is no name of files ({reason}).") from error
     if not exists:
-        raise _nothing_found(name_or_path)
+        raise DataError(
+            f"there is nothing at {requested} (looked from {Path.cwd()}), and it is no name of a dataset: "
+            f"{nearest(requested, known_datasets())} Or give a parquet file, or a folder of parquet files or images "
+            f"(not a pattern), or {HUB}owner/name for a hub dataset."
+        )
     name = path.name if path.is_dir() else path.stem
     catalogue_name = known_as(name.lower())
     card = known_datasets()[catalogue_name] if catalogue_name else None
@@ -194,20 +198,6 @@ def _locate_known(name: str, columns: Columns) -> DatasetLocation:
                     return DatasetLocation(name, name, _opener(path, columns), card, (f"read from {path}",))
     hub = partial(open_hub, card.hub_id, columns, card.folder, card.revision, card.ignored)
     return DatasetLocation(name, name, hub, card)
-
-
-def _nothing_found(requested: str | Path) -> DataError:
-    path = Path(requested)
-    if isinstance(requested, Path) or path.name != requested or path.suffix or {*"*?["} & {*requested}:
-        return DataError(
-            f"there is nothing at {requested} (looked from {Path.cwd()}); give a parquet file, or a folder of parquet "
-            f"files or images (not a pattern), {HUB}owner/name for a hub dataset, or one of "
-            f"{', '.join(known_datasets())}."
-        )
-    return DataError(
-        f"unknown dataset {requested!r}: {nearest(requested, known_datasets())} Or give the path of a parquet file, an "
-        f"image folder, or {HUB}owner/name for a hub dataset."
-    )
 
 
 def _opener(path: Path, columns: Columns) -> Callable[[], Opened]:
