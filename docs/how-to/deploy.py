@@ -99,7 +99,6 @@ print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.h
 
 # %% [markdown]
 # On the command line: `attnrx export slim --to onnx --out slim.onnx`, then
-# `attnrx verify slim.onnx --reference slim --data DATA`. `attnrx export slim --out slim.onnx --against MODEL` times the
-# file beside the original's in the same runtime (in Python `rx.exporting.compare_with_original`), and
-# `attnrx bench MODEL --runtime onnx --methods ...` times all methods in that runtime, with the original exported in the
-# same way.
+# `attnrx verify slim.onnx --reference slim --data DATA`. In Python `rx.exporting.compare_with_original` times a file
+# beside the original's in the same runtime; `attnrx bench MODEL --runtime onnx --methods ...` times all methods in that
+# runtime, with the original exported in the same way.

@@ -7,7 +7,6 @@ from attnrx.cli import options
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
-from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
 
@@ -33,15 +32,11 @@ def add(parser: Parser) -> None:
     options.add_data(
         parser, "training images for calibration of int8 and for parity (parity: on noise)", required=False
     )
-    options.option(parser, "--against", "MODEL", "the original: its file of the same format is timed beside this one")
-    options.option(parser, "--threads", options.THREADS, "CPU threads of that comparison (torch's default)")
     options.add_device(parser)
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
     form = rx.exporting.parse_format(arguments.to)
-    if arguments.against is not None and arguments.features:
-        raise InvalidInput("--against compares the logits of two files; omit --features.")
     # A runtime for the CPU is compared with the model on the CPU.
     device = arguments.device if form.on_cuda else "cpu"
     model = model_argument(arguments.model, device, arguments.weights, arguments.trust)
@@ -52,14 +47,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     log(f"writing {arguments.model} as {form.name}, and comparing its outputs with the model's")
     settings = options.given_arguments(arguments, "batch", "precision", "features")
     exported = rx.export(model, arguments.out, form, **settings, calibration=calibration, class_names=names)
-    # The dictionary of the file: the comparison below adds the speeds to it.
-    facts, speeds = exported.facts, ()
-    if arguments.against is not None:
-        log(f"timing it beside {arguments.against} in the same runtime")
-        original = model_argument(arguments.against, device, arguments.weights, arguments.trust)
-        speeds = rx.exporting.compare_with_original(
-            exported, original, calibration=calibration, threads=arguments.threads
-        )
+    facts = exported.facts
     rows = tuple(
         (
             each["claim"],
@@ -71,7 +59,6 @@ def run(arguments: Namespace, log: Log) -> Outcome:
     size = facts["images"]["batch"]
     shape = " x ".join(map(str, (size or "N", *facts["images"]["shape"])))
     lines = (
-        *(f"beside the original's file: {speed}" for speed in speeds),
         f"takes {shape} at {facts['images']['precision']}; facts: {arguments.out}.json",
         f"exported: {arguments.out}",
     )
