@@ -14,6 +14,7 @@ from attnrx.data import Columns, ImageSet, Normalization, Splits, fit_labels, fr
 from attnrx.show.checks import Accuracy, Fidelity
 from attnrx.support.errors import DataError, UnknownName
 from attnrx.vit.models import build_model
+from attnrx_lab.checks.transfer import dataset_labels, num_dataset_classes
 from attnrx_lab.comparison import Method, MethodBench, compare_methods
 from attnrx_lab.vision_transformer import SCENARIOS
 from support import cases
@@ -66,7 +67,7 @@ def test_a_label_map_gives_every_class_its_number(vit: nn.Module) -> None:
     batch = next(iter(whole.test.batches(20)))
     right = vit(batch.images.double()).argmax(-1) == torch.tensor([2, 0] * 10)
     assert accuracy.value == pytest.approx(100 * float(right.double().mean()))
-    assert rx.data.num_dataset_classes(splits) == 2 and labels_of(rx.data.dataset_labels(splits.test)) == [0, 1] * 10
+    assert num_dataset_classes(splits) == 2 and labels_of(dataset_labels(splits.test)) == [0, 1] * 10
 
 
 @pytest.mark.parametrize(

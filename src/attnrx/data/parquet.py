@@ -101,8 +101,15 @@ def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
         DataError: A file is damaged or empty, or the labels of the files do not fit together.
         NotSupported: `datasets` is not installed.
     """
-    groups = _group_by_split(files, root)
-    return _opened({name: _load_parquet(group) for name, group in groups.items()}, columns, str(root))
+    import pyarrow.parquet as parquet
+
+    tables = {}
+    for name, group in _group_by_split(files, root).items():
+        filled = [file for file in group if parquet.read_metadata(file).num_rows]
+        if not filled:
+            raise DataError(f"the {name or 'train'} split of {root} is empty; give it images or remove it.")
+        tables[name] = _load_parquet(filled)
+    return _opened(tables, columns, str(root))
 
 
 def parquet_columns(files: Sequence[Path], columns: Columns) -> Columns:
