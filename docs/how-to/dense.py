@@ -30,7 +30,7 @@ images = next(iter(splits.test.batches(8))).images
 with torch.no_grad(), rx.models.recording_tokens(small) as runs:
     features = rx.models.family_of(small).patch_features(small, images)
 print(f"features of {features.shape[1]} patches")
-representatives = runs[-1].representatives
+representatives = runs[-1].representatives()
 print(f"the patches of an image share {representatives[0].unique().numel()} tokens")
 
 # %% [markdown]
