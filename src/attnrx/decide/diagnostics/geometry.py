@@ -63,5 +63,6 @@ def key_covariances(
     return query_grams(key - key.mean(1, keepdim=True))
 
 
-def widened(rows: Tensor) -> Tensor:
+def widened(rows: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Returns the rows in float32, or in their own type if that is wider."""
     return rows.to(torch.promote_types(rows.dtype, torch.float32))

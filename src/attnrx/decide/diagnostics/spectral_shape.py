@@ -59,10 +59,14 @@ def effective_rank(
     return torch.minimum(entropy(strength, used).exp(), active.to(strength.dtype))
 
 
-def magnitude_of(strength: Tensor, used: Tensor | None) -> Tensor:
+def magnitude_of(
+    strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None
+) -> Float[Tensor, "*heads directions"]:
+    """Returns |strength|, zero on padding."""
     return (strength if used is None else torch.where(used, strength, torch.zeros_like(strength))).abs()
 
 
-def largest_of(magnitude: Tensor) -> Tensor:
+def largest_of(magnitude: Float[Tensor, "*heads directions"]) -> Float[Tensor, "*heads"]:
+    """Returns the largest entry of every head, zero without directions."""
     # amax refuses an axis without directions.
     return magnitude.amax(-1) if magnitude.shape[-1] else magnitude.sum(-1)
