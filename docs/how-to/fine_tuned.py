@@ -9,7 +9,7 @@
 # %%
 from pathlib import Path
 
-import timm
+import timm.data
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -65,7 +65,7 @@ print(", ".join(sorted(path.name for path in folder.iterdir() if ".tensors-" not
 again = rx.load(folder)
 with torch.no_grad():
     print(f"the loaded model answers alike: {torch.equal(again(images), shrunk.model(images))}")
-print(rx.load(folder / "model.onnx").facts["class_names"])
+print(rx.exporting.load_exported(folder / "model.onnx").facts["class_names"])
 
 # %% [markdown]
 # `python runs/faster/run_model.py IMAGE` classifies a picture with NumPy and ONNX Runtime alone.
