@@ -31,6 +31,7 @@ def verdict(content: ReportContent) -> Section:
         "sentence": sentence(content.evidence),
         "after": "unchanged" if nothing_removed(evidence) else "smaller",
         "rows": list(_rows(content)),
+        "times": _times(evidence),
         "conditions": next((speed.conditions for speed in speeds(evidence)), ""),
         "notes": _notes(content),
         "failures": list(evidence.failures),
@@ -51,6 +52,18 @@ def _notes(content: ReportContent) -> list[str]:
     parts = content, content.diagnosis, content.prescription, content.evidence
     notes = (note for part in parts if part is not None for note in part.about.get("notes") or ())
     return list(dict.fromkeys(map(str, notes)))
+
+
+def _times(evidence: Evidence) -> list[tuple[str, float, str]]:
+    """Returns the times of the original, of the unchanged model in the runtime of this one, and of this model: name,
+    share of the original's, and text; empty where the unchanged model was not timed.
+    """
+    speed = next(iter(speeds(evidence)), None)
+    if speed is None or speed.reference_seconds is None or speed.by_runtime is None or nothing_removed(evidence):
+        return []
+    runtime = speed.runtime.partition(" in ")[0]
+    shares = {speed.baseline: 1.0, f"unchanged, by {runtime}": 1 / speed.by_runtime, "smaller": 1 / speed.value}
+    return [(name, share, f"{number(1000 * share * speed.reference_seconds)} ms") for name, share in shares.items()]
 
 
 def _rows(content: ReportContent) -> Iterator[tuple[str, ...]]:
