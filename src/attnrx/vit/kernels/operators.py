@@ -29,7 +29,7 @@ def define(
     return operator.default
 
 
-def is_observed(tensor: Tensor) -> bool:
+def is_observed(tensor: Float[Tensor, "*sizes"]) -> bool:
     """Whether a profiler, a mode of this thread, a transform of functions or the tensor itself sees every operator."""
     return (
         type(tensor) is not Tensor
