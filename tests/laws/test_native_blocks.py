@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import cast
 
 import pytest
 import torch
@@ -172,7 +173,8 @@ PARTS = [name for name, part in OneBlock().named_modules() if name and "forward"
 
 
 def swap_tensor(block: OneBlock) -> None:
-    block.mlp.fc1.weight.data = block.mlp.fc1.weight.data * 1.5
+    weight = block.mlp.fc1.get_parameter("weight")
+    weight.data = weight.data * 1.5
 
 
 def same_address_in_another_order(block: OneBlock) -> None:
@@ -192,7 +194,7 @@ def other_module(block: OneBlock) -> None:
 
 
 def other_norm(block: OneBlock) -> None:
-    block.norms[1].eps = 0.5
+    cast(nn.LayerNorm, block.norms[1]).eps = 0.5
 
 
 def no_bias(block: OneBlock) -> None:
@@ -200,7 +202,7 @@ def no_bias(block: OneBlock) -> None:
 
 
 def in_place(block: OneBlock) -> None:
-    block.norms[0].weight.data.mul_(2)
+    block.norms[0].get_parameter("weight").data.mul_(2)
 
 
 @pytest.mark.parametrize(
