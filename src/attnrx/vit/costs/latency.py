@@ -223,7 +223,8 @@ def factors_text(by_runtime: float, by_compression: float, runtime: str = "attnr
 
 @dataclass(frozen=True)
 class LatencyProtocol:
-    """How latency is measured: the models take turns for `rounds` rounds, after `warmup` rounds that do not count.
+    """How latency is measured: the models take turns for `rounds` rounds, after `warmup` rounds that do not count; a
+    short call is timed after one of the same model that does not count either (`interleave`).
 
     `clock` is "wall", "cpu" (the CPU time of the process, for busy machines) or "cuda" (events of the stream); None
     means "cuda" on a CUDA device and "wall" elsewhere.
