@@ -91,6 +91,9 @@ prescription = rx.prescribe(diagnosis, "energy_retention:0.90")
 print(prescription.layers[0].qk.reasons[0])
 
 # %% [markdown]
+# Rules combine: `energy_retention:0.90 & threshold:0.1` keeps what both keep, `energy_retention:0.90 | top_rank:8` what
+# either keeps.
+#
 # ## Realize in three ways
 #
 # Deleting directions changes the norms that the rows are divided by, so there are [three compressions](../exact.md).

@@ -25,10 +25,11 @@ RULES = {
     "contribution_energy": "contribution_energy:0.7",
     "shrinkage": "shrinkage:1.5",
     "norm_clip": "norm_clip:1.5",
-    "uniform_heads": "uniform_heads:0.02",
+    "uniform_heads": "uniform_heads:0.02 & top_rank:3",
     "random_matched": "random_matched(total_rank:0.5)",
     "largest_matched": "largest_matched(total_rank:0.5)",
     "uniform_matched": "uniform_matched(total_rank:0.5)",
+    "or": "top_rank:2 | energy_retention:0.5",
 }
 
 

@@ -26,7 +26,7 @@ SCORES = {
         "total_rank:0.3,scope=model,metric=centered",
         "uniform_rank:0.5,metric=weights",
         "energy_retention:0.8,metric=softmax",
-        "energy_retention:0.6,metric=weights",
+        "energy_retention:0.6,metric=weights & top_rank:3",
         "by_layer(top_rank:1,metric=augmented; top_rank:2; top_rank:2)",
         "contribution_energy:0.7",
     ),
@@ -34,8 +34,8 @@ SCORES = {
         None,
         "energy_retention:0.8",
         "total_rank:0.5",
-        "effective_rank",
-        "shrinkage:0.3",
+        "effective_rank & top_rank:3",
+        "top_rank:2 | shrinkage:0.3",
     ),
 }
 VALUES = (

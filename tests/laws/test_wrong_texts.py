@@ -28,9 +28,11 @@ LANGUAGES: Mapping[str, tuple[Callable[[str], Any], bool, tuple[str, ...]]] = {
         True,
         (
             "energy_retention:0.9",
+            "threshold:0.1 & remove_heads",
             "random_matched(top_rank:32):seed=3",
             "total_rank:0.5,metric=weights,minimum=2",
             "by_layer(total_rank:0.5; uniform_rank:4)",
+            "(shrinkage:0.3 | top_rank:3) & uniform_heads:0.2",
         ),
     ),
     "rules": (parse_rules, False, ("qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10", "fc1=top_rank:8")),

@@ -62,6 +62,7 @@ SETTINGS = [
     Setting("svda", {"qk": "energy_retention:0.8"}, by="mask"),
     Setting("svda", {"qk": "shrinkage:0.4"}, norms="exact"),
     Setting("svda", {"qk": "energy_retention:0.9", "heads": "remove_heads:spectral=0.9,output=0.9"}, norms="exact"),
+    Setting("svda", {"qk": "shrinkage:0.3 & top_rank:3 | uniform_heads:selectivity=0.2"}),
     Setting("svda", {"qk": "random_matched(energy_retention:0.8):seed=3"}),
     Setting(
         "svda",

@@ -99,6 +99,8 @@ RULES: dict[str, Rule] = {
     "random_matched": RandomMatched(EnergyRetention(0.8), seed=3),
     "largest_matched": LargestMatched(EnergyRetention(0.8)),
     "uniform_matched": UniformMatched(EnergyRetention(0.8)),
+    "both": EnergyRetention(0.9) & TopRank(5),
+    "either": (Shrinkage(0.3) & TopRank(3)) | UniformHeads(0.2),
 }
 
 # Rules that combine the rows of heads, which only forms without norms allow.

@@ -193,12 +193,15 @@ def test_reasons_carry_the_numbers() -> None:
         "no masked score moves by more than 0.5 (Theorem 1)",
     )
     assert Threshold(9.0).decide(found, 0).reasons[0].startswith("keeps none of 4 directions and attends uniformly")
+    both = (EnergyRetention(0.9) & TopRank(1)).decide(found, 0).reasons[0]
+    assert both.startswith("keeps 1 of 4 directions: 61.5 % of the energy; largest removed strength 3; no masked")
+    assert "All of: [energy_retention:0.9] keeps 2 of 4" in both and "[top_rank:1] keeps 1 of 4" in both
 
 
 @pytest.mark.parametrize("rule", [Threshold(0.5), EnergyRetention(0.9), EffectiveRank(), TopRank(1), Shrinkage(0.1)])
 def test_rules_by_strength_refuse_dense_attention(rule: Rule) -> None:
     dense = of_strengths([1.0, 1.0], [1.0, 1.0], norms="none")
-    for refused in (rule, LargestMatched(rule), UniformMatched(rule), NormClip(0.5)):
+    for refused in (rule, LargestMatched(rule), UniformMatched(rule), NormClip(0.5), rule & UniformHeads()):
         with pytest.raises(NotSupported, match=r"ranks by strength, but layer 0 is dense attention.*metric=mix"):
             refused.decide(dense, 0)
     assert rule.decide(of_strengths([1.0, 1.0]), 0) is not None  # equal strengths that were learned are a finding
@@ -208,7 +211,7 @@ def test_rules_by_strength_refuse_dense_attention(rule: Rule) -> None:
 def test_missing_and_broken_readings_are_refused() -> None:
     found = of_strengths([1.0, 2.0])
     bare = Diagnosis((LayerDiagnosis(found.layers[0].spectrum, {}),), "f", {})
-    rule = ContributionEnergy(0.9)
+    rule = EnergyRetention(0.9) & ContributionEnergy(0.9)
     assert readings_needed(RandomMatched(rule)) == ("query_moment", "key_moment")
     with pytest.raises(InvalidRule, match="needs query_moment and key_moment, which the diagnosis of layer 0"):
         prescribe_maps(bare, rule)
@@ -235,6 +238,8 @@ def test_prescribe_records_what_a_reviewer_needs() -> None:
         TopRank(8),
         NormClip(99.0),
         UniformHeads(1e-9),
+        Threshold(1e-9) & TopRank(8),
+        TopRank(1) | TopRank(8),
         RandomMatched(TopRank(8)),
     ],
     ids=str,

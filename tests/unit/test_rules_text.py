@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnrx.decide.rules import ByLayer, EnergyRetention, Rule, TotalRank, UniformRank, known_rules, parse_rule
+from attnrx.decide.rules import And, ByLayer, EnergyRetention, Or, Rule, TotalRank, UniformRank, known_rules, parse_rule
 from attnrx.support.errors import InvalidRule, UnknownName
 from attnrx_lab.rules import (
     DivergenceRank,
@@ -25,7 +25,7 @@ EXAMPLES = {
     "remove_heads": RemoveHeads(spectral=0.9),
     "fusion_owner": FusionOwner(),
     "divergence_rank": DivergenceRank(0.5, scope="model"),
-    "by_layer": ByLayer((EnergyRetention(0.8), Shrinkage(0.5))),
+    "by_layer": ByLayer((EnergyRetention(0.8), TopRank(2) | Shrinkage(0.5))),
     "by_layer-matched": RandomMatched(ByLayer((TopRank(2), TopRank(3))), seed=3),
     "by_layer-one": ByLayer((TopRank(2),)),
 }
@@ -48,8 +48,11 @@ def test_every_registered_rule_is_a_case() -> None:
         ("  energy_retention : rho = 9e-1 ", EnergyRetention(0.9)),
         ("effective_rank", EffectiveRank()),
         ("remove_heads:0.9,output=0.8", RemoveHeads(0.9, 0.8)),
+        ("threshold:0.1 & remove_heads", Threshold(0.1) & RemoveHeads()),
         ("random_matched(energy_retention:0.9):seed=3", RandomMatched(EnergyRetention(0.9), seed=3)),
-        ("largest_matched(shrinkage:0.5)", LargestMatched(Shrinkage(0.5))),
+        ("largest_matched(top_rank:1 | shrinkage:0.5)", LargestMatched(TopRank(1) | Shrinkage(0.5))),
+        ("threshold:1|top_rank:2&top_rank:3", Or((Threshold(1.0), And((TopRank(2), TopRank(3)))))),
+        ("(threshold:1|top_rank:2)&top_rank:3", And((Or((Threshold(1.0), TopRank(2))), TopRank(3)))),
         ("total_rank:0.5,scope=model,multiple=4", TotalRank(0.5, scope="model", multiple=4)),
         ("total_rank(0.5, scope=model, multiple=4)", TotalRank(0.5, scope="model", multiple=4)),
         ("random_matched(top_rank(2), seed=3)", RandomMatched(TopRank(2), seed=3)),
@@ -71,6 +74,7 @@ def test_reading(text: str, rule: Rule) -> None:
         (RemoveHeads(output=0.8), "remove_heads:output=0.8"),
         (RandomMatched(TopRank(2)), "random_matched(top_rank:2)"),
         (RandomMatched(TopRank(2), seed=7), "random_matched(top_rank:2):seed=7"),
+        (TopRank(1) & (TopRank(2) | EffectiveRank()), "top_rank:1 & (top_rank:2 | effective_rank)"),
     ],
 )
 def test_writing(rule: Rule, text: str) -> None:
@@ -85,11 +89,10 @@ def test_writing(rule: Rule, text: str) -> None:
         ("energy_retention:high", "rho of energy_retention is a number, not high"),
         ("energy_retention:0.9,0.8", "has only the knobs rho, metric, found '0.8'"),
         ("energy_retention:0.9,rho=0.8", "rho is given twice"),
-        ("energy_retention:0.9 top_rank:3", "character 22: expected the end, found 'top_rank'"),
+        ("energy_retention:0.9 top_rank:3", "character 22: expected '&', '|' or the end, found 'top_rank'"),
         ("energy_retention:90%%", "character 21: '%' cannot be read"),
         ("top_rank:2.5", "rank of top_rank is a whole number, not 2.5"),
-        ("random_matched(top_rank:2", r"expected '\)', found 'the end'"),
-        ("threshold:0.1 & top_rank:2", "character 15: '&' cannot be read"),
+        ("(top_rank:2", r"expected '\)', found 'the end'"),
         ("random_matched", "random_matched needs rule, as in random_matched"),
         ("random_matched(top_rank:2; top_rank:3)", r"expected '\)', found ';'"),
         ("(" * 5000, "may have 50 brackets, found 5000"),

@@ -25,8 +25,8 @@ SUBJECT = (
 )
 RULES = (
     "the rule of every map: qk=RULE for query and key, vo=RULE for value and output, fc1=RULE, fc2=RULE for the MLP, "
-    "hidden=RULE for its hidden units, heads=RULE for whole heads, tokens=POLICY. RULE: NAME:KNOB,..., "
-    "e.g. total_rank:0.5 or uniform_rank:0.5,metric=weights. POLICY: " + POLICY
+    "hidden=RULE for its hidden units, heads=RULE for whole heads, tokens=POLICY. RULE: NAME:KNOB,..., joined by & and "
+    "|, e.g. total_rank:0.5, uniform_rank:0.5,metric=weights, 'energy_retention:0.9 | top_rank:8'. POLICY: " + POLICY
 )
 
 

@@ -15,14 +15,16 @@ from attnrx.decide.rules.parsing import (
     split_maps,
 )
 from attnrx.decide.rules.prescribing import prescribe_maps, require_remainder
-from attnrx.decide.rules.rule import ByLayer, Rule, in_metric
+from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, in_metric
 
 __all__ = [
     "METRICS",
     "OUTPUT_METRICS",
     "RULES",
+    "And",
     "ByLayer",
     "EnergyRetention",
+    "Or",
     "Rule",
     "RulesLike",
     "TotalRank",

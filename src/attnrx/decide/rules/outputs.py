@@ -53,7 +53,7 @@ def output_metric(rule: Rule, name: str) -> str:
     known, default = OUTPUT_METRICS, CENTERED
     if name == HEADS:
         first = rule
-        while parts := inner_rules(first):  # of a rule per layer the default of its first part
+        while parts := inner_rules(first):  # of a combination the default of its first part
             first = parts[0]
         known, default = HEAD_METRICS, first.head_metric
     elif name == HIDDEN:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from attnrx.decide.rules.by_strength import EnergyRetention, TotalRank, UniformRank
-from attnrx.decide.rules.rule import ByLayer, Rule, rule_name
+from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, rule_name
 from attnrx.nouns.prescription import TokenPrescription
 from attnrx.support.errors import InvalidInput, InvalidRule, UnknownName
 from attnrx.support.plugins import import_plugins
@@ -38,14 +38,14 @@ def known_rules() -> Mapping[str, type[Rule]]:
 RulesLike = str | Rule | Mapping[str, str | Rule | TokenPolicy | TokenPrescription | None]
 """The rules of several maps: one text, a mapping from maps to rules or their texts, or the rule of qk alone."""
 
-EXAMPLES = "energy_retention:0.9, total_rank:0.5,metric=weights, random_matched(top_rank:32):seed=3"
+EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(top_rank:32):seed=3"
 
 
 def parse_rule(text: str) -> Rule:
-    """Builds a rule from text such as `energy_retention:0.90` or `total_rank:0.5,metric=weights`."""
+    """Builds a rule from text such as `energy_retention:0.90` or `threshold:0.1 & remove_heads`."""
     reader = _Reader(text)
-    rule = reader.read_nested()
-    reader.expect("end", "the end")
+    rule = reader.read_any()
+    reader.expect("end", "'&', '|' or the end")
     return rule
 
 
@@ -104,13 +104,33 @@ def parse_rules(rules: RulesLike) -> tuple[dict[str, Rule], TokenPrescription | 
 
 
 class _Reader(TextReader):
-    """Reads one rule."""
+    """Reads rules; every method consumes the tokens of one rule of the grammar."""
 
-    # A call, in which the knobs of controls and `by_layer` are rules.
-    language = Language("rule", "Rules", EXAMPLES, "():,;=", InvalidRule)
+    #   any    = all { "|" all }
+    #   all    = single { "&" single }
+    #   single = "(" any ")" | call, in which the knobs of controls and `by_layer` are rules
+    language = Language("rule", "Rules", EXAMPLES, "&|():,;=", InvalidRule)
     nested = Rule
 
-    def read_nested(self) -> Rule:
+    def read_any(self) -> Rule:
+        rules = [self._read_all()]
+        while self.take("|"):
+            rules.append(self._read_all())
+        return Or(tuple(rules)) if len(rules) > 1 else rules[0]
+
+    read_nested = read_any
+
+    def _read_all(self) -> Rule:
+        rules = [self._read_single()]
+        while self.take("&"):
+            rules.append(self._read_single())
+        return And(tuple(rules)) if len(rules) > 1 else rules[0]
+
+    def _read_single(self) -> Rule:
+        if self.take("("):
+            rule = self.read_any()
+            self.expect(")", "')'")
+            return rule
         name, kind = self.read_name(known_rules(), "rule")
         return self.build(name, kind, self.read_knobs(name, kind, is_short=True))
 

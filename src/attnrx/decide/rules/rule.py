@@ -1,4 +1,4 @@
-"""The interface of a rule, a rule per layer, and what rules read of a diagnosis."""
+"""The interface of a rule, the combinations of rules, and what rules read of a diagnosis."""
 
 import dataclasses
 import re
@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
+
+from attnrx.decide.rules.decisions import give_strengths
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision
 from attnrx.support.arguments import COUNT, NATURAL, SHARE, Kind, each, either, instance, require_fields
@@ -24,7 +27,8 @@ class Rule(ABC):
 
     Every rule is a frozen dataclass whose fields are its knobs. `metric` is the metric of the directions (METRICS for
     the scores, OUTPUT_METRICS for other maps); None is its default. `needs` lists the readings that it uses in addition
-    to the spectrum. `parse_rule(str(rule))` returns an equal rule.
+    to the spectrum. `a & b` keeps the intersection, `a | b` the union, and `parse_rule(str(rule))` returns an equal
+    rule.
     """
 
     metric: str | None = None
@@ -60,9 +64,70 @@ class Rule(ABC):
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         """Returns the kept directions of one layer, their strengths, and the reasons."""
 
+    def __and__(self, other: "Rule") -> "And":
+        return And((self, other))
+
+    def __or__(self, other: "Rule") -> "Or":
+        return Or((self, other))
+
     def __str__(self) -> str:
         parts = "; ".join(str(part) for part in inner_rules(self))
         return rule_name(type(self)) + (f"({parts})" if parts else "") + _spell_knobs(self)
+
+
+@dataclass(frozen=True)
+class Combination(Rule):
+    """Several rules that decide about the same directions."""
+
+    rules: tuple[Rule, ...]
+
+    how: ClassVar[str]
+    sign: ClassVar[str]
+
+    def __post_init__(self):
+        super().__post_init__()
+        # Flat, so that (a & b) & c equals a & (b & c).
+        nested = (inner_rules(rule) if type(rule) is type(self) else (rule,) for rule in self.rules)
+        object.__setattr__(self, "rules", tuple(part for parts in nested for part in parts))
+
+    def __str__(self) -> str:
+        # & binds more tightly than |.
+        return self.sign.join(
+            f"({part})" if isinstance(self, And) and isinstance(part, Or) else str(part) for part in self.rules
+        )
+
+    def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
+        decisions = [rule.decide(diagnosis, layer) for rule in self.rules]
+        keep = torch.stack([decision.keep for decision in decisions])
+        strength = torch.stack([decision.strength for decision in decisions])
+        is_and = isinstance(self, And)
+        # Removed directions have strength 0 (`keep_only`): of a union, the strength is that of a rule that keeps it.
+        index = strength.abs().argmin(0) if is_and else strength.abs().argmax(0)
+        spectrum = diagnosis.layers[layer].spectrum
+        combined = give_strengths(spectrum, keep.all(0) if is_and else keep.any(0), strength.gather(0, index[None])[0])
+        by_head = zip(*(decision.reasons for decision in decisions), strict=True)
+        reasons = tuple(
+            f"{reason}. {self.how}: "
+            + "; ".join(f"[{rule}] {part}" for rule, part in zip(self.rules, why, strict=True))
+            for reason, why in zip(combined.reasons, by_head, strict=True)
+        )
+        return replace(combined, reasons=reasons)
+
+
+@dataclass(frozen=True)
+class And(Combination):
+    """Keeps the directions that all of its rules keep, with the smallest strength of them."""
+
+    how: ClassVar[str] = "All of"
+    sign: ClassVar[str] = " & "
+
+
+@dataclass(frozen=True)
+class Or(Combination):
+    """Keeps the directions that any of its rules keeps, with the largest strength of them."""
+
+    how: ClassVar[str] = "Any of"
+    sign: ClassVar[str] = " | "
 
 
 @dataclass(frozen=True)
