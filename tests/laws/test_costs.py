@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils.flop_counter import flop_registry
 
 from attnrx.change.realization import compressed_spec, realize
-from attnrx.support.errors import InvalidInput
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import PartCosts, count_params, count_product_macs, layer_costs
 from attnrx.vit.models import family_of
@@ -110,3 +112,12 @@ def test_macs_are_per_image() -> None:
     assert eager_product_macs(vit, count=1) == eager_product_macs(vit, count=7)
     with pytest.raises(InvalidInput, match="empty"):
         eager_product_macs(vit, count=0)
+
+
+def test_an_operation_that_torch_cannot_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    vit = model(CONFIGS["svda"])
+    for operation in [known for known in flop_registry if "scaled_dot_product" in str(known)]:
+        monkeypatch.delitem(flop_registry, operation)
+    with pytest.raises(NotSupported, match=r"scaled_dot_product.*eager"):
+        count_product_macs(vit, images(vit.config))
+    assert torch.is_tensor(vit(images(vit.config)))

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from attnrx.support.errors import InvalidInput
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import ImageBatch
 
 # torch 2.11 counts fused attention on CUDA only; later versions register the same formula for the CPU.
@@ -24,17 +26,26 @@ def count_params(model: nn.Module) -> int:
 def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
     """Counts the MACs per image of every matrix product and convolution of one forward pass.
 
-    Equals `ModelCosts.product_macs` if the attention runs on the eager backend, which pads nothing. A fused kernel that
-    this build of torch has no formula for counts as zero.
+    Equals `ModelCosts.product_macs` if the attention runs on the eager backend, which pads nothing. Raises NotSupported
+    for a fused kernel that this build of torch cannot count.
 
     Raises:
         InvalidInput: The batch is empty.
     """
     if not len(images):
         raise InvalidInput("counting MACs needs at least one image; the batch is empty.")
-    with frozen(model), FlopCounterMode(display=False) as counter:
+    with frozen(model), FlopCounterMode(display=False) as counter, _Operations() as operations:
         model(images)
-    return counter.get_total_flops() // 2 // len(images)  # torch counts two operations for one MAC
+    counts = counter.get_flop_counts()["Global"]
+    names = {operation: str(operation) for operation in operations.packets if not counts.get(operation)}
+    # A fused kernel without a formula counts as zero: the total would be too small without a warning.
+    uncounted_kernels = sorted(name for name in names.values() if "scaled_dot_product" in name)
+    if uncounted_kernels:
+        raise NotSupported(
+            f"torch {torch.__version__} does not count the operations of {', '.join(uncounted_kernels)}: "
+            "run the attention on the eager backend."
+        )
+    return sum(counts.values()) // 2 // len(images)  # torch counts two operations for one MAC
 
 
 @contextmanager
@@ -51,3 +62,15 @@ def frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
+
+
+class _Operations(TorchDispatchMode):
+    """Records the names of the operations that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.packets: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.packets.add(func.overloadpacket)
+        return func(*args, **(kwargs or {}))

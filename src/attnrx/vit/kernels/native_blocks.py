@@ -94,8 +94,7 @@ class KnownBlock:
         fits = 0 <= outputs <= count and width == self.width and tokens.dtype == torch.float32
         fits &= sizes is None or (sizes.shape == (images, count) and sizes.dtype == torch.float32)
         require_fitting(fits, tokens, sizes)
-        output = tokens.new_empty(images, outputs, width)
-        rows = tokens.new_empty(images if first_rows else 0, len(self.block.ranks), count)
+        output, rows = _outputs(tokens, len(self.block.ranks), outputs, first_rows)
         if not output.numel():
             return output, rows.zero_()
         sizes = None if sizes is None else sizes.contiguous()
@@ -157,11 +156,15 @@ def _fits(block: BlockTensors, width: int) -> bool:
     return fits
 
 
-def _empty(tokens: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    ranks, (outputs, first_rows) = others[5], others[-2:]
+def _outputs(tokens: TokenBatch, heads: int, outputs: int, first_rows: bool) -> tuple[Tensor, Tensor]:
+    """Returns the output and the attention of the first token, without their numbers."""
     images, count, width = tokens.shape
-    rows = tokens.new_empty(images if first_rows else 0, len(ranks), count)
+    rows = tokens.new_empty(images if first_rows else 0, heads, count)
     return tokens.new_empty(images, outputs, width), rows
+
+
+def _empty(tokens: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return _outputs(tokens, len(others[5]), *others[-2:])
 
 
 def _operations(tokens: torch.Size, *others: Any, **_: object) -> int:

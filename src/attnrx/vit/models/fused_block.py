@@ -50,7 +50,8 @@ def fused_block(
 
     For inference, for attention by products alone and an MLP with an exact GELU, unless a part has a hook or a
     `forward` of its own: in float32 on a CPU by the kernel; on other devices by the operations of the parts, because
-    the calls of modules take longer than a GPU takes to run them. Nothing of the weights is stored.
+    the calls of modules take longer than a GPU takes to run them. No weight is copied: its address is kept, outside the
+    modules, and compared in every call.
 
     Args:
         tokens: The input of the block.
