@@ -20,10 +20,11 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 pytestmark = pytest.mark.usefixtures("single_precision")
 
-# One product for query, key and value, one attention, and nothing around it; bias and residual are additions.
-BLOCK = {"LayerNormalization": 2, "MatMul": 4, "Add": 6, "Split": 1, "Attention": 1, "Gelu": 1}
-STAGE = 53
-"""The operations of one stage of Ward in a graph for batches of any size."""
+# One product for every linear map, one attention, and nothing around it; bias and residual are additions. Query, key
+# and value have products of their own: one product and its division into three take longer (docs/results/speed.md).
+BLOCK = {"LayerNormalization": 2, "MatMul": 6, "Add": 8, "Attention": 1, "Gelu": 1}
+STAGE = 57
+"""The operations of one stage of Ward in a graph for batches of any size, four of which make a number of tokens even."""
 
 
 def adopted(depth: int, name: str = VIT) -> nn.Module:
@@ -36,7 +37,7 @@ def operations(model: nn.Module, path: Path, to: str = "onnx") -> Counter[str]:
     return Counter(node.op_type for node in onnx.load(path).graph.node if node.op_type != "Constant")
 
 
-def test_a_block_is_sixteen_operations(tmp_path: Path) -> None:
+def test_a_block_is_eighteen_operations(tmp_path: Path) -> None:
     counts = [operations(adopted(depth), tmp_path / f"{depth}.onnx") for depth in (2, 3)]
     assert counts[1] - counts[0] == BLOCK
     assert not counts[0] - counts[1]
@@ -87,12 +88,9 @@ def test_every_format_gives_the_outputs_for_any_batch(name: str, to: str, tmp_pa
 
 
 def test_a_program_has_no_weights_that_it_does_not_read(tmp_path: Path) -> None:
-    """The matrix for query, key and value is a constant; those of which it was made are not stored beside it.
-
-    In the last block that is one for key and value: the query is that of the class token alone.
-    """
+    """The weights of the query are constants that are multiplied by the scale; the original ones are not stored."""
     rx.export(adopted(2), tmp_path / "model.pt2", "program")
     program = torch.export.load(tmp_path / "model.pt2")
-    assert not [name for name in program.state_dict if ".value." in name or ".key." in name]
+    assert not [name for name in program.state_dict if ".query." in name]
     weights = sum(each.numel() for each in (*program.state_dict.values(), *program.constants.values()))  # type: ignore[union-attr]
     assert weights == sum(parameter.numel() for parameter in adopted(2).parameters())

@@ -113,10 +113,13 @@ class Attention(nn.Module):
                 bias = self._bias(positions, None)
                 features = JointFeatures(joint, plan.rows, plan.value_dims, self.spec.scale, rotation, bias)
                 return self._projected(plan.backend.attend_fused_qkv(features), plan.value_dims)
+        else:
+            joint = joint_product(key_tokens, sides[1:], self._packed)
+        if joint is not None and key_tokens is None:
             query, key, value = separated(joint, tokens, sides)
         else:
-            joint, query = joint_product(key_tokens, sides[1:], self._packed), scores.query.padded(tokens, plan.rows)
-            key, value = separated(joint, key_tokens, sides[1:])
+            query = scores.query.padded(tokens, plan.rows, scores.query_factor)
+            key, value = separated(joint, tokens if key_tokens is None else key_tokens, sides[1:])
         # Per bucket: [batch, heads, keys, width].
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
         factors = self._score_factors(query, key, plan.rows, plan.buckets, positions)

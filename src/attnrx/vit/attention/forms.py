@@ -14,6 +14,7 @@ from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention.factors import Bucket, ScoreFactors
 from attnrx.vit.attention.head_linear import HeadLinear, in_buckets
 from attnrx.vit.attention.positions import Positions
+from attnrx.vit.kernels.fixed_weights import has_fixed_weights
 from attnrx.vit.kernels.native_attention import RotationTable
 from attnrx.vit.spec import AttentionSpec
 
@@ -29,6 +30,11 @@ class ScoreForm(nn.Module, ABC):
         self.spec = spec
         self.query = HeadLinear(spec.width, spec.rows, spec.has_bias("query"))
         self.key = HeadLinear(spec.width, spec.rows, spec.has_bias("key"))
+
+    @property
+    def query_factor(self) -> float:
+        """The factor of the projected rows of the query: `spec.scale` where the form does not multiply the scores."""
+        return 1.0
 
     @abstractmethod
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
@@ -70,10 +76,16 @@ class ScoreForm(nn.Module, ABC):
 class DenseForm(ScoreForm):
     """Plain dot products of query and key: strength one, no norms."""
 
+    @property
+    def query_factor(self) -> float:
+        # As a part of constant weights the scale takes no operation; a norm of the queries would undo it.
+        return self.spec.scale if has_fixed_weights() and not self.spec.fixes_scores else 1.0
+
     def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
         """Returns the projected rows, followed by zeros up to the width of their bucket."""
+        scale = self.spec.scale / self.query_factor
         return tuple(
-            ScoreFactors(bucket, _wide(q, bucket), _wide(k, bucket), None, self.spec.scale)
+            ScoreFactors(bucket, _wide(q, bucket), _wide(k, bucket), None, scale)
             for bucket, q, k in self.parts(query, key, buckets)
         )
 

@@ -29,11 +29,19 @@ class HeadLinear(nn.Module):
     def forward(self, tokens: TokenBatch) -> Float[Tensor, "batch tokens rows"]:
         return F.linear(tokens, self.weight, self.bias)
 
-    def padded(self, tokens: TokenBatch, rows: tuple[int, ...]) -> Float[Tensor, "batch tokens rows"]:
-        """Returns `rows[h]` features for every head h; features beyond the head's own are zero."""
-        if rows == self.rows:
+    def padded(
+        self, tokens: TokenBatch, rows: tuple[int, ...], factor: float = 1.0
+    ) -> Float[Tensor, "batch tokens rows"]:
+        """Returns `rows[h]` features for every head h, times a factor; features beyond the head's own are zero."""
+        if rows == self.rows and factor == 1.0:
             return self(tokens)
-        return linear_map(tokens, *of_weights(self, rows, lambda: self.spread(rows)))
+        return linear_map(tokens, *of_weights(self, (rows, factor), lambda: self._scaled(rows, factor)))
+
+    def _scaled(self, rows: tuple[int, ...], factor: float) -> "WeightAndBias":
+        weight, bias = self.spread(rows)
+        if factor == 1.0:
+            return weight, bias
+        return weight * factor, None if bias is None else bias * factor
 
     def augmented(self) -> Float[Tensor, "rows augmented"]:
         """Returns the rows with their bias (or zero) as the last column, in float64 on the CPU."""
@@ -119,9 +127,10 @@ def joint_product(
     """Returns the results of `padded` for several projections of the same tokens, concatenated: by the C++ kernel, or
     on other devices than a CPU one product with the `packed` weights.
 
-    None where they have to be computed one by one, e.g. for gradients.
+    None where they have to be computed one by one, e.g. for gradients, and in the graphs of files: there one product
+    and its division into three take longer than three products (docs/results/speed.md).
     """
-    if is_recorded() and not has_fixed_weights():
+    if is_recorded() or has_fixed_weights():
         return None
     # With few tokens the Python overhead here is as large as the arithmetic, so nothing unnecessary is created.
     parameters: list[Tensor | None] = []
@@ -130,8 +139,6 @@ def joint_product(
         # A hook on a projection must receive that projection's own call, and a subclass may compute something else.
         if side._forward_hooks or side._forward_pre_hooks or type(side) is not HeadLinear:
             return None
-    if has_fixed_weights():
-        return linear_map(tokens, *of_weights(sides[0][0], tuple(sides), lambda: _joined(sides)))
     if any(rows != side.rows for side, rows in sides):
         return None
     if packed is not None and (found := packed.last(parameters)) is not None:

@@ -125,6 +125,8 @@ class Round:
         self, sizes: Float[Tensor, "batch rows"], sources: Indices, second: Side, goals: Indices, prefix: int = 0
     ):
         num_left, self._prefix = sizes.shape[1] - sources.shape[1], prefix
+        # OpenVINO multiplies bfloat16 matrices in tiles if their inner size is even: four times as fast.
+        self._is_padded = is_traced() and sizes.shape[1] % 2 == 1
         # Integers, because TorchScript cannot scatter booleans. The number of remaining rows up to one is its index
         # after the round, counted from 1.
         order = torch.ones_like(sizes, dtype=torch.int64).scatter_(1, sources, 0).cumsum(1)
@@ -136,7 +138,10 @@ class Round:
         self._numbers = order.scatter(1, sources, of_second.gather(1, goals))
         self._shares: Tensor | None = None
         if merges_by_product(sizes):
-            weights = sizes[:, None] * (self._numbers[:, None] == rows)
+            numbers = self._numbers
+            if self._is_padded:  # a row that is merged into none
+                numbers, sizes = nn.functional.pad(numbers, (0, 1)), nn.functional.pad(sizes, (0, 1))
+            weights = sizes[:, None] * (numbers[:, None] == rows)
             total = weights.sum(2, keepdim=True)
             self.sizes, self._shares = total[..., 0], weights / total
         else:
@@ -155,8 +160,11 @@ class Round:
             sums = weighted.new_zeros(*self.sizes.shape, table.shape[-1])
             merged = sums.scatter_add(1, self.destinations[..., None].expand_as(weighted), weighted)
         else:
-            first = self._shares.shape[2] - table.shape[1]
-            merged = self._shares[:, first:, first:] @ table
+            first = self._numbers.shape[1] - table.shape[1]
+            if first:
+                merged = self._shares[:, first:, first : self._numbers.shape[1]] @ table
+            else:
+                merged = self._shares @ (nn.functional.pad(table, (0, 0, 0, 1)) if self._is_padded else table)
         # Under autocast the product has a lower precision than the table, sizes may have a higher one.
         return merged if merged.dtype == table.dtype else merged.to(table.dtype)
 
