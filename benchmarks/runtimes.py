@@ -7,8 +7,8 @@
 
 The anchor is timm's own model: `openvino.convert_model`, and `torch.onnx.export` with its defaults. Every other model
 is exported by attnrx, with a dynamic batch size. "static" compiles each file for one batch size, "free" for any. The
-latency does not depend on the weights, which are random. Cells that were measured before are read from the folder, so
-that an interrupted run goes on.
+weights are random, those of norms and all biases too: a runtime removes a scale of 1 and an offset of 0. Cells that
+were measured before are read from the folder, so that an interrupted run goes on.
 """
 
 import argparse
@@ -45,6 +45,10 @@ def model_of(name: str, architecture: str) -> torch.nn.Module:
         return rx.load(name).eval()
     torch.manual_seed(0)
     library_model = timm.create_model(architecture).eval()
+    with torch.no_grad():
+        for parameter in library_model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
     if name == ANCHOR:
         return library_model
     model = rx.load(library_model)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("single_precision")
 # and value have products of their own: one product and its division into three take longer (docs/results/speed.md).
 BLOCK = {"LayerNormalization": 2, "MatMul": 6, "Add": 8, "Attention": 1, "Gelu": 1}
 STAGE = 57
-"""The operations of one stage of Ward in a graph for batches of any size, four of which make a number of tokens even."""
+"""The operations of one stage of Ward in a graph for batches of any size, four of them for an odd number of tokens."""
 
 
 def adopted(depth: int, name: str = VIT) -> nn.Module:
@@ -41,6 +41,20 @@ def test_a_block_is_eighteen_operations(tmp_path: Path) -> None:
     counts = [operations(adopted(depth), tmp_path / f"{depth}.onnx") for depth in (2, 3)]
     assert counts[1] - counts[0] == BLOCK
     assert not counts[0] - counts[1]
+
+
+def test_norms_are_folded_into_linear_maps_in_openvino(tmp_path: Path) -> None:
+    openvino, model = pytest.importorskip("openvino"), adopted(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # scales and offsets that are not 1 and 0
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    rx.export(model, tmp_path / "model.xml", "openvino")
+    nodes = openvino.Core().read_model(tmp_path / "model.xml").get_ordered_ops()
+    norms = [node for node in nodes if node.get_type_name() == "MVN"]
+    users = [use.get_node().get_type_name() for norm in norms for use in norm.output(0).get_target_inputs()]
+    # Of every block's first norm query, key and value, of its second one the MLP; not that before the head.
+    assert Counter(users) == {"MatMul": 4 * 3, "Multiply": 1}
 
 
 def test_a_stage_of_merging_is_one_product(tmp_path: Path) -> None:

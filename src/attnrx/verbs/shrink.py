@@ -408,8 +408,7 @@ class ShrinkRun:
         """
         settings = self.settings
         models = {"unchanged": self.original, "smaller": model}
-        speeds = file_speeds(models, self.original, settings, self.planned, rounds_of(settings.batch))
-        gain = speeds["smaller"] / speeds["unchanged"]
+        gain = file_speeds(models, settings, self.planned, rounds_of(settings.batch))["smaller"]
         settings.log(f"as {settings.to}: {gain:.2f}x the speed of the unchanged model")
         if gain >= 1 or target.minimized == "params":
             return False

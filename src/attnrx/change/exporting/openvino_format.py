@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from attnrx.change.exporting.format import ROUNDING, Format, Run, library, run_script, to_numpy
@@ -45,6 +46,58 @@ def _signal_stack_kept() -> Iterator[None]:
     finally:
         if exchange is not None:
             exchange(ctypes.byref(stack), None)
+
+
+def fold_norms_(model: Any) -> None:
+    """Moves the scale g and the offset b of every layer norm into the linear maps W that follow it, where nothing else
+    does: W (g x + b) = (W g) x + W b, with g as a factor of the columns. OpenVINO does not, and computes g x + b for
+    all tokens in an operation of its own.
+    """
+    op = library("openvino.opset13", "openvino")
+    for norm in [node for node in model.get_ordered_ops() if node.get_type_name() == "MVN"]:
+        scaled = _only_user(norm, "Multiply")
+        shifted = None if scaled is None else _only_user(scaled, "Add")
+        if scaled is None or shifted is None:
+            continue
+        gains, offsets, maps = _constant_of(scaled), _constant_of(shifted), _users(shifted)
+        if gains is None or offsets is None or not gains.size == offsets.size == gains.shape[-1]:
+            continue
+        # [outputs, inputs] or its transpose.
+        found = [_constant_of(each) if each.get_type_name() == "MatMul" else None for each in maps]
+        weights = [weight for weight in found if weight is not None and weight.ndim == 2]
+        if len(weights) < len(maps):
+            continue
+        for each, weight in zip(maps, weights, strict=True):
+            columns = weight if each.get_attributes()["transpose_b"] else weight.T
+            product = op.matmul(norm, op.constant(columns * gains.reshape(-1)), False, True)
+            constant, added = columns @ offsets.reshape(-1), _only_user(each, "Add")
+            bias = None if added is None else _constant_of(added)
+            if bias is not None and bias.size == bias.shape[-1]:
+                constant = constant + bias.reshape(-1)
+            else:
+                added = None
+            result = op.add(product, op.constant(constant))
+            for use in (added or each).output(0).get_target_inputs():
+                use.replace_source_output(result.output(0))
+    model.validate_nodes_and_infer_types()
+
+
+def _users(node: Any) -> list[Any]:
+    return [use.get_node() for use in node.output(0).get_target_inputs()]
+
+
+def _only_user(node: Any, type_name: str) -> Any:
+    """Returns the operation that alone takes the output of a node, if it is of this type, or None."""
+    users = _users(node)
+    return users[0] if len(users) == 1 and users[0].get_type_name() == type_name else None
+
+
+def _constant_of(node: Any) -> "np.ndarray | None":
+    """Returns the second operand of an operation in float32, or None where it is no constant."""
+    source = node.input_value(1).get_node()
+    if source.get_type_name() != "Constant" or source.get_element_type().to_string() != "f32":
+        return None
+    return np.array(source.get_data())
 
 
 @dataclass(frozen=True)
@@ -110,6 +163,7 @@ class OpenVINO(Format):
                 onnx.unlink(missing_ok=True)
         else:
             model = openvino.convert_model(program)
+            fold_norms_(model)
         # By default the weights would be stored in float16.
         openvino.save_model(model, str(path), compress_to_fp16=False)
 

@@ -118,8 +118,10 @@ class Frontier:
     @cached_property
     def _gone(self) -> np.ndarray:
         """The possible numbers of pruned patches."""
-        # Multiples of the step only, to keep the number of states small.
-        return np.arange(0, self.space.patches if TOKENS in self.space.axes else 1, self.space.step)
+        # Multiples of the step only, beside the offset, to keep the number of states small.
+        space = self.space
+        most = space.patches if TOKENS in space.axes else 1
+        return np.array([0, *range(space.offset or space.step, most, space.step)])
 
     @cached_property
     def _solved(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]]:

@@ -161,6 +161,9 @@ STAGES = (1, 3, None)
 # The largest factor between the savings of an axis in a whole model and those of its blocks alone; larger ones
 # are limited to it, because timings of whole models are noisy.
 MOST = 1.5
+# The largest share by which a whole model saves more by tokens than its blocks, which are timed with the operations of
+# their token sizes.
+MORE = 0.15
 # Predicted savings below this share of the latency are rounding.
 LEAST = 1e-6
 OWN, JOINT = "own", "qk+vo"
@@ -176,7 +179,7 @@ def corrected(
     that axis, and one with both qk and vo what they save together beyond the sum; models with token reduction at some
     stages fix, by least squares, the cost of a stage, a constant and a part proportional to its number of input tokens,
     and the share of the savings by tokens that a whole model misses, because a block that is timed alone finds its
-    weights in the cache.
+    weights in the cache, or has in addition (negative).
     """
     # Blocks that are timed one by one miss effects of a whole model, such as weights that leave the cache. Few numbers
     # are fitted to a few whole models, in an order in which each is determined by itself: scale, axes, tokens.
@@ -211,7 +214,9 @@ def corrected(
     # Tokens as shares of all of them, so that both parts of a stage have the same unit. A shallow model has fewer plans
     # than unknowns: then a stage has no constant.
     columns = np.stack([stage_tokens / tokens, saved_by_tokens, num_stages], axis=1)[:, : len(set(some.values()))]
-    slope, missed, constant = [*nonnegative_fit(columns, missing), 0.0, 0.0][:3]
+    # A whole model may also save more than its blocks: the share is missed + MORE >= 0.
+    slope, missed, constant = [*nonnegative_fit(columns, missing + MORE * saved_by_tokens), MORE, 0.0][:3]
+    missed -= MORE
     return replace(
         cost_table,
         attention=_less_saved(cost_table.attention, missed),

@@ -46,8 +46,8 @@ from attnrx.vit.tokens import TokenPolicy
 TIMED = (0.25, 0.5, 0.75, 1.0)
 # Kernels compute tokens in groups, e.g. 16 in a vector, so that the time rises in steps: those of the unchanged block
 # are timed at every FINE tokens, in the runtime of a format, which may compile for each, at every FINE_IN_FILES; not if
-# a pass of the model takes LONG multiply-accumulates, about a second.
-FINE, FINE_IN_FILES, LONG = 4, 8, 4e10
+# a pass of the model takes LONG multiply-accumulates, about a second, or LONG_IN_FILES.
+FINE, FINE_IN_FILES, LONG, LONG_IN_FILES = 4, 8, 4e10, 1e11
 # The stage is before this layer, and the block after that layer is timed, or that layer itself if it is the last one.
 STAGE_LAYER, STAGE_KEEP = 2, 0.75
 # The successive blocks that are timed as one in the runtime of a format, where calling it costs as much as a part of a
@@ -317,8 +317,8 @@ class _Timer:
         straight lines between those of the grid: 1 where they are not timed.
         """
         macs = len(self.images) * self.family.costs(self.space.model).macs
-        every = FINE if self.is_in_library else FINE_IN_FILES
-        if not self.prunes_tokens or self.conditions.on_cuda or macs >= LONG or counts[-1] <= 2 * every:
+        every, most = (FINE, LONG) if self.is_in_library else (FINE_IN_FILES, LONG_IN_FILES)
+        if not self.prunes_tokens or self.conditions.on_cuda or macs >= most or counts[-1] <= 2 * every:
             return np.ones(len(counts))
         after = self._prepared(self.space.model, self.layers, after_stage=True)
         all_tokens = self._on_device(self.rows[self.grid[-1]])

@@ -120,14 +120,16 @@ class PlanTimer:
         }
 
     def of_file(self, model: nn.Module) -> float:
-        """Returns how much faster the file of a model is than the library's model."""
-        return 1 / self.latency_shares({"file": model}, ROUND_FACTOR * self.settings.whole_rounds)["file"]
+        """Returns how much faster the file of a model is than that of the unchanged one."""
+        # Not than the library's model, whose time in one process varies by a fifth with the memory that is retained.
+        models, settings = {"unchanged": self.space.model, "file": model}, self.settings
+        return file_speeds(models, settings, self.images, ROUND_FACTOR * settings.whole_rounds)["file"]
 
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
         """Returns the latency of models, or of their files, as shares of that of the library's model, in turns."""
         settings = self.settings
         if settings.form is not None:
-            speeds = file_speeds(models, self.space.model, settings, self.images, rounds)
+            speeds = file_speeds(models, settings, self.images, rounds, self.library_model)
             return {name: 1 / speed for name, speed in speeds.items()}
         sides = models, self.library_model, settings.noise(self.space.model), replace(settings.protocol, rounds=rounds)
         timed = call_in_subprocess_if(compare_latencies, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
@@ -135,10 +137,14 @@ class PlanTimer:
 
 
 def file_speeds(
-    models: Mapping[str, nn.Module], original: nn.Module, settings: PlanSettings, images: ImageSet, rounds: int
+    models: Mapping[str, nn.Module],
+    settings: PlanSettings,
+    images: ImageSet,
+    rounds: int,
+    reference: nn.Module | None = None,
 ) -> dict[str, float]:
-    """Returns how much faster than the library's model of the `original` the files of models are, in the format of the
-    settings, calibrated on `images`; all are timed in turns.
+    """Returns how much faster than a reference, without one than the file of the first model, the files of models are,
+    in the format of the settings, calibrated on `images`; all are timed in turns.
     """
     form = settings.form
     assert form is not None
@@ -156,10 +162,13 @@ def file_speeds(
             )
             for index, (name, model) in enumerate(models.items())
         }
-        reference = family_of(original).library_model(original)
-        protocol = replace(settings.protocol, rounds=rounds)
-        speeds = compare_latencies(files, reference, settings.noise(original), protocol)
-    return {name: speed.faster.value for name, speed in speeds.items()}
+        protocol, (first, *others) = replace(settings.protocol, rounds=rounds), models
+        noise = settings.noise(models[first])
+        if reference is not None:
+            speeds = compare_latencies(files, reference, noise, protocol)
+            return {name: speed.faster.value for name, speed in speeds.items()}
+        speeds = compare_latencies({name: files[name] for name in others}, files[first], noise, protocol)
+    return {first: 1.0, **{name: speed.faster.value for name, speed in speeds.items()}}
 
 
 # The most outputs of an image that are kept, per plan: not those of dense models, which are as many as pixels.
@@ -250,7 +259,7 @@ class PlanMeasurements:
         # Anew in every call: the machine may have been busy.
         model = self.realized(choices)
         if self.settings.to is not None:
-            return self.timer.of_file(model)
+            return self.timer.of_file(model) / self.frontier.nothing
         self._latencies[choices] = self.timer.of_model(model)
         return self._latencies[choices]["faster"]
 

@@ -280,7 +280,9 @@ class PlanSettings:
                     # For maps too, whose divergence is smaller with it (docs/results/dense.md).
                     relevance = RELEVANCE if layout.class_token and layout.pooled == "class" else 0.0
                     reducer = Ward(relevance=relevance) if self.reducer is None else parse_reducer(self.reducer)
-                    space = replace(space, axes=AXES, reducer=reducer, step=max(1, min(STEP, layout.patches // 4)))
+                    step = max(1, min(STEP, layout.patches // 4))
+                    offset = layout.tokens % step if is_latency else 0
+                    space = replace(space, axes=AXES, reducer=reducer, step=step, offset=offset)
                 space.require_choices(axis)
                 present.append(axis)
             except (NotSupported, InvalidRule) as error:

@@ -29,8 +29,9 @@ LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 JUMPS = (1, 2, 4, 8, 16)
 # The step is STEP patches, and less in images of few patches, so that a stage has at least two numbers to choose from.
 STEP = 4
-# The most stages of the plans of few stages that a search for latency begins with.
-FEW = 4
+# The most stages of the plans of few stages that a search for latency begins with, and of what their tokens are a
+# multiple.
+FEW, TILE = 4, 16
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Space(Displayed):
 
     `form` is the rule for a level: "total_rank" allocates the layer's directions to its heads; "uniform_rank", the same
     rank for all heads, has the same MACs and a higher divergence, but is faster if heads are padded to the largest
-    rank. Ranks are multiples of `multiple`; the number of pruned patches is a multiple of `step`.
+    rank. Ranks are multiples of `multiple`; the number of pruned patches is `offset` and a multiple of `step`, so that
+    for latency the number of tokens can be a multiple of the vectors and tiles of kernels.
     """
 
     model: nn.Module
@@ -80,6 +82,7 @@ class Space(Displayed):
     form: str = "total_rank"
     multiple: int = 1
     step: int = STEP
+    offset: int = 0
     levels: tuple[float, ...] = LEVELS
     _pieces: dict[tuple[str, int], Prescription | None] = field(default_factory=dict, repr=False)
 
@@ -218,15 +221,18 @@ class Space(Displayed):
         """Returns plans without ranks of one to FEW stages that keep equal shares, spread evenly over the layers or one
         layer earlier or later: with the most patches that are `allowed`, e.g. by their cost.
         """
-        found = []
+        found, prefix = [], self.shape.layout.prefix
+        # Tokens fill the vectors and tiles of kernels; of few patches that would leave too few numbers to choose from.
+        unit = TILE if self.patches >= 8 * TILE else self.step
         for stages, shift in product(range(1, FEW + 1), (-1, 0, 1)):
             parts = [self.depth * (index + 1) // (stages + 1) + shift for index in range(stages)]
             layers = {min(max(layer, 1), self.depth - 1) for layer in parts}
             for percent in range(98, 50, -2):
-                num_pruned, present = [0] * self.depth, self.patches
+                num_pruned, present, share = [0] * self.depth, self.patches, 1.0
                 for layer in sorted(layers):
-                    num_pruned[layer] = round((1 - percent / 100) * present / self.step) * self.step
-                    present -= num_pruned[layer]
+                    share *= percent / 100
+                    left = round((prefix + share * self.patches) / unit) * unit - prefix
+                    num_pruned[layer], present = max(present - left, 0), min(left, present)
                 choices = replace(Choices.nothing(self.depth), num_pruned=tuple(num_pruned))
                 if allowed(choices):
                     found.append(choices)
@@ -252,7 +258,8 @@ class Space(Displayed):
             return
         for layer in range(1, self.depth):
             # Jumps that `_fitted` would change are omitted: they would be other, smaller moves, possibly repeated.
-            for more in (self.step * jump for jump in JUMPS):
+            rest = (self.offset - choices.left[layer]) % self.step
+            for more in (self.step * jump + rest for jump in ((0, *JUMPS) if rest else JUMPS)):
                 count = choices.num_pruned[layer] + more
                 fitted = self._fitted(choices.with_choice(TOKENS, layer, count))
                 if fitted.num_pruned[layer] == count:
