@@ -159,10 +159,12 @@ class FactoredHeads(HeadLinear):
         return super().forward(self.first(tokens))
 
     def padded(
-        self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...]
+        self, tokens: Float[Tensor, "batch tokens width"], rows: tuple[int, ...], factor: float = 1.0
     ) -> Float[Tensor, "batch tokens rows"]:
-        """Applies both, the second padded."""
-        return self(tokens) if rows == self.rows else super().padded(self.first(tokens), rows)
+        """Applies both, the second padded and times the factor."""
+        if rows == self.rows and factor == 1.0:
+            return self(tokens)
+        return super().padded(self.first(tokens), rows, factor)
 
 
 class FactoredOutputProjection(OutputProjection):
