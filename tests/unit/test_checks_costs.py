@@ -58,17 +58,20 @@ PROTOCOL = LatencyProtocol(rounds=3, warmup=1)
 PLANNED = {"precision": "float32", "threads": 1, "clock": "wall", "batch": 2, "faster": 1.0}
 
 
+# Rules that change weights, tokens alone, or nothing.
+CHANGES = ("qk=uniform_rank:0.5", "tokens=ward:0.5@2", "")
+
+
 @pytest.mark.parametrize(
     "check",
     [Latency(2, PROTOCOL, library=True), Promises(rounds=3, promised={"expected": {}, "measured": PLANNED})],
     ids=lambda check: check.name,
 )
-@pytest.mark.parametrize("changed", [True, False])
+@pytest.mark.parametrize("changed", CHANGES)
 @pytest.mark.filterwarnings("ignore::attnrx.support.errors.ScaleWarning")
-def test_a_speed_has_the_unchanged_model_in_the_same_kernels_beside_it(check: Check, changed: bool):
+def test_a_speed_has_the_unchanged_model_in_the_same_kernels_beside_it(check: Check, changed: str):
     model = rx.load(pretrained.of_timm("vit_tiny_patch16_224"))
-    candidate = rx.realize(model, rx.prescribe(rx.diagnose(model, [noise(model)]), "qk=uniform_rank:0.5"))
-    evidence = rx.verify(candidate if changed else model, model, [noise(model)], [check])
+    evidence = rx.verify(smaller(model, changed), model, [noise(model)], [check])
     found = quantities(evidence)
     assert {"speed" if check.name == "latency" else "promised speed", "speed by compression"} <= found.keys()
     assert "than the original in timm" in (summary := summary_of(evidence)) or "of the original in timm" in summary
@@ -92,19 +95,22 @@ def test_a_model_without_another_library_is_timed_beside_itself(library: bool):
         ("openvino(precision=bf16)", "OpenVINO in bfloat16"),
     ],
 )
-@pytest.mark.parametrize("changed", [True, False])
+@pytest.mark.parametrize("changed", CHANGES)
 @pytest.mark.filterwarnings("ignore::attnrx.support.errors.ScaleWarning")
-def test_a_file_has_the_file_of_the_unchanged_model_beside_it(to: str, runtime: str, changed: bool, tmp_path: Path):
+def test_a_file_has_the_file_of_the_unchanged_model_beside_it(to: str, runtime: str, changed: str, tmp_path: Path):
     torch.set_default_dtype(torch.float32)
     model, form = rx.load(pretrained.of_timm("vit_tiny_patch16_224")), parse_format(to)
-    small = rx.realize(model, rx.prescribe(rx.diagnose(model, [noise(model)]), "qk=uniform_rank:0.5"))
     path, calibration = tmp_path / f"file{form.suffix}", [noise(model)]
-    file = rx.export(small if changed else model, path, to=form, precision="float32", calibration=calibration)
+    file = rx.export(smaller(model, changed), path, to=form, precision="float32", calibration=calibration)
     evidence = rx.verify(file, model, [noise(model)], [Latency(2, PROTOCOL, library=True)])
     found = quantities(evidence)
     assert {"speed", "speed of unchanged", "speed by compression"} <= found.keys()
     assert f" = {found['speed of unchanged']:.2f}x by {runtime} x " in (summary := summary_of(evidence))
     assert ("NOTHING WAS REMOVED" in summary) == (not changed)
+
+
+def smaller(model: nn.Module, rules: str) -> nn.Module:
+    return rx.realize(model, rx.prescribe(rx.diagnose(model, [noise(model)]), rules)) if rules else model
 
 
 def noise(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

@@ -209,12 +209,14 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
             comparison = replace(comparison, **_in_runtime(candidate, reference, images, files, notes))
         # One comparison for all checks: the outputs of the models are computed once.
         findings = _findings(chosen, comparison, notes)
-    written_from = candidate.facts.get("model", {}).get("fingerprint") if isinstance(candidate, Exported) else None
     of_candidate = model_fingerprint(candidate)
+    # Merging or pruning tokens changes no weights.
+    written = candidate.facts.get("model", {}) if isinstance(candidate, Exported) else {}
+    states = [(of_candidate, described_tokens(candidate)), (written.get("fingerprint"), written.get("tokens"))]
     facts = {
         "candidate": of_candidate,
         "reference": fingerprint,
-        "nothing_removed": fingerprint in (of_candidate, written_from),
+        "nothing_removed": (fingerprint, described_tokens(reference)) in states,
         "data": images.fingerprint,
         "images": len(images),
         "outputs": comparison.kind.name,
