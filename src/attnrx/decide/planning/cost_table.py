@@ -215,7 +215,8 @@ def corrected(
     # than unknowns: then a stage has no constant.
     columns = np.stack([stage_tokens / tokens, saved_by_tokens, num_stages], axis=1)[:, : len(set(some.values()))]
     # A whole model may also save more than its blocks: the share is missed + MORE >= 0.
-    slope, missed, constant = [*nonnegative_fit(columns, missing + MORE * saved_by_tokens), MORE, 0.0][:3]
+    fit = nonnegative_fit(columns, missing + MORE * saved_by_tokens)
+    slope, missed, constant = [*fit, *(0.0, MORE, 0.0)[len(fit) :]]
     missed -= MORE
     return replace(
         cost_table,
