@@ -1,4 +1,4 @@
-"""The grammar that the texts of users share: rules, token policies, checks, losses, formats, targets and methods.
+"""The grammar that the texts of users share: rules, token policies, checks, losses, formats and methods.
 
     call  = name [ "(" [ knob { "," knob } ] ")" ]
     short = name ":" knob { ( "," | ":" ) knob }           of rules and losses, in place of or after the brackets
@@ -68,14 +68,13 @@ class Token:
 
 @dataclass(frozen=True)
 class Language:
-    """A language: its noun for messages, examples, its signs and units of numbers, and the error class."""
+    """A language: its noun for messages, examples, its signs, and the error class."""
 
     noun: str
     plural: str
     examples: str
     signs: str
     error: type[InvalidInput] = InvalidInput
-    units: tuple[str, ...] = ()
 
 
 class TextReader:
@@ -107,9 +106,8 @@ class TextReader:
         start = len(self.text) - len(rest)
         # A number must not be followed by a letter or a dot, so that 0.5x or 1.2.3 are errors and not two tokens. A
         # sign is read as part of a number.
-        units = "|".join(map(re.escape, ("%", *self.language.units)))
         match = re.match(
-            rf"(?P<number>{NUMBER}(?:{units})?)(?![\w.])|(?P<name>{NAME})|(?P<sign>[{re.escape(self.language.signs)}])",
+            rf"(?P<number>{NUMBER}%?)(?![\w.])|(?P<name>{NAME})|(?P<sign>[{re.escape(self.language.signs)}])",
             rest,
         )
         if match is None or match.lastgroup is None:
@@ -139,15 +137,6 @@ class TextReader:
         return self.language.error(
             f"the {noun} {self.text!r}, at character {start + 1}: {problem}. {plural} read like {examples}."
         )
-
-    def read_measure(self, wanted: str) -> tuple[float, str]:
-        """Reads a number and its unit, which may follow a space; without a unit an empty text."""
-        number = re.fullmatch(rf"({NUMBER})(.*)", self.expect("number", wanted).text)
-        assert number is not None
-        unit = number[2]
-        if not unit and self.token.text in self.language.units:
-            unit = self.expect("name", "a unit").text
-        return float(number[1]), unit
 
     def read_name(self, registry: Mapping[str, Kind], noun: str) -> tuple[Token, Kind]:
         """Reads the name of a class in a registry; returns it with the class.

@@ -1,5 +1,6 @@
 """The target of a plan, its settings, and the search space that they leave of a model."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +26,7 @@ from attnrx.support.arguments import (
 )
 from attnrx.support.errors import InvalidInput, InvalidRule, MissingMoments, NotSupported, UnknownName
 from attnrx.support.progress import Log, no_log
-from attnrx.support.text_parsing import Language, TextReader
+from attnrx.support.text_parsing import NAME, NUMBER
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.costs.latency import CLOCKS
 from attnrx.vit.models import family_of
@@ -35,6 +36,7 @@ from attnrx.vit.tokens import Ward, parse_reducer
 COSTS = ("latency", "macs", "params")
 DROP = "max-drop"
 EXAMPLES = "faster=1.6, latency=0.6x, macs=50%, params=0.7x or max-drop=1pt"
+FORM = re.compile(rf"\s*(?:({NAME})\s*=)?\s*({NUMBER})\s*(x|pt|%)?(\s+faster)?\s*")
 
 
 @dataclass(frozen=True)
@@ -70,28 +72,16 @@ class Target:
         Raises:
             InvalidInput: The text has another form, an unknown quantity or a number outside its range.
         """
-        reader = _Reader(text)
-        first = reader.token
-        quantity = first.text if reader.take("name") else ""
-        if quantity:
-            reader.expect("=", f"'=' after {quantity}")
-        start = reader.token.start
-        number, unit = reader.read_measure("a number")
-        if not quantity and reader.token.text == "faster":
-            reader.take("name")
-        reader.expect("end", "the end")
-        is_speed = quantity in ("", "faster")
+        read = FORM.fullmatch(text)
+        if read is None or (read[1] and read[4]):
+            raise InvalidInput(f"the target {text!r:.300} cannot be read. Targets read like {EXAMPLES}.")
+        quantity, number, unit = read[1] or "faster", float(read[2]), read[3] or ""
+        is_speed = quantity == "faster"
         if unit not in {DROP: ("", "pt")}.get(quantity, ("", "x") if is_speed else ("", "x", "%")):
-            raise reader.problem(start, f"{quantity or 'a speed'} has the wrong unit {unit!r}")
+            raise InvalidInput(f"the target {text!r} has the wrong unit {unit!r}. Targets read like {EXAMPLES}.")
         if is_speed and number <= 1:
-            raise reader.problem(start, "a speed is a number above 1, and a share needs its quantity, as in macs=50%")
-        if is_speed:
-            return cls("latency", 1 / number)
-        return cls(quantity, number / 100 if unit == "%" else number)
-
-
-class _Reader(TextReader):
-    language = Language("target", "Targets", EXAMPLES, "=", units=("x", "pt"))
+            raise InvalidInput(f"the target {text!r}: a speed is above 1, and a share needs its quantity: macs=50%.")
+        return cls("latency", 1 / number) if is_speed else cls(quantity, number / 100 if unit == "%" else number)
 
 
 def target_of(
