@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.change.realization.elastic import Elastic, Size
+from attnrx.nouns.elastic import Elastic, Size
 from attnrx.show.checks import Accuracy, Fidelity
 from attnrx.support.errors import InvalidInput
 from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig, initialize_
@@ -133,7 +133,7 @@ def test_a_size_of_an_elastic_model_is_named_by_its_budget(made: SimpleNamespace
     rx.save(original, folder / "original")
     costs = [rx.models.family_of(model).costs(model) for model in (slim, original)]
     share = costs[0].params / costs[1].params
-    sizes = (Size("small", costs[0].macs / costs[1].macs, share, reduces_tokens=False), Size("original", 1.0, 1.0))
+    sizes = (Size("small", costs[0].macs / costs[1].macs, share), Size("original", 1.0, 1.0))
     Elastic(folder, sizes).write()
     source = f"{folder}@params={share + 0.001:.4f}"
     reported = record("report", "--candidate", source, "--out", tmp_path / "report.html")

@@ -16,7 +16,7 @@ import torch
 
 import attnrx as rx
 from attnrx.change.exporting import load_exported
-from attnrx.change.realization.elastic import Elastic, Size
+from attnrx.nouns.elastic import Elastic, Size
 from attnrx.nouns.plan import Plan, PredictedQuantity
 from attnrx.support.errors import AttnrxError, CheckpointError
 from attnrx.support.storage import (

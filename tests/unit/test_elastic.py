@@ -1,4 +1,4 @@
-"""Elastic models: sizes in one folder, budgets in between, what is refused, and how a call goes on."""
+"""Elastic models: sizes in one folder, the size of a budget, what is refused, and how a call goes on."""
 
 import json
 import shutil
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.change.realization.elastic import Elastic, Size, fit_tokens_, scaled
 from attnrx.decide.planning import Plan
+from attnrx.nouns.elastic import Elastic, Size
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, TargetMet
 from attnrx.verbs import shrink as shrink_module
 from attnrx.vit.models import family_of, model_fingerprint, reduction_of
@@ -67,64 +67,35 @@ def test_a_budget_that_the_original_meets_needs_no_size(tmp_path: Path, monkeypa
         rx.elastic(original(), images(48), tmp_path / "none", macs=(0.9,), **given)
 
 
-@pytest.mark.parametrize("most", [0.95, 0.8, 0.72, 0.65, 0.55])
-def test_budgets_in_between_are_met(made: Elastic, most: float) -> None:
-    model = rx.load(f"{made.folder}@macs={most}")
-    assert most - 0.15 <= share_of_macs(model) <= most  # a token of this small model is 3 % of its MACs
-    with torch.no_grad():
-        assert torch.isfinite(model(images(8)[0][0].double())).all()
+@pytest.mark.parametrize(("most", "name"), [(1.0, "original"), (0.95, "macs-0.85"), (0.8, "macs-0.6")])
+def test_a_budget_in_between_has_the_size_within_it(made: Elastic, most: float, name: str) -> None:
+    model = rx.load(f"{made.folder}@macs={most}" if most < 1 else made.folder / name)
+    assert share_of_macs(model) <= most and made.best("macs", most).name == name
+    assert model_fingerprint(model) == model_fingerprint(rx.load(made.folder / name))
 
 
-def test_speeds_are_interpolated_and_parameters_are_those_of_a_size(made: Elastic) -> None:
+def test_speeds_and_parameters_have_the_size_that_diverges_least() -> None:
     sizes = tuple(
-        Size(size.name, size.macs, size.params, latency)
-        for size, latency in zip(made.sizes, (1.0, 0.8, 0.5), strict=True)
+        Size(name, macs, macs, latency, divergence)
+        for name, macs, latency, divergence in (
+            ("original", 1.0, 0.6, None),
+            ("large", 0.85, 0.8, 0.02),
+            ("worse", 0.75, 0.7, 0.03),
+            ("small", 0.6, 0.5, 0.02),
+        )
     )
-    timed = Elastic(made.folder, sizes, made.about)
-    expected = (sizes[1].macs + sizes[2].macs) / 2
-    assert 0.9 * expected <= share_of_macs(timed.load("latency", 0.65)) <= expected
-    assert share_of_macs(timed.load("latency", 2.0)) == 1
-    least = min(size.params for size in sizes)
-    assert share_of_macs(timed.load("params", least)) < 1
-    with pytest.raises(NotSupported, match="original's params"):
-        timed.load("params", least / 2)
+    found = Elastic(Path("x"), sizes)
+    for latency, name in ((1.5, "original"), (0.6, "original"), (0.59, "small"), (0.5, "small")):
+        assert found.best("latency", latency).name == name  # the original is faster than two sizes
+    for share, name in ((0.9, "large"), (0.85, "large"), (0.84, "small"), (0.6, "small")):
+        assert found.best("params", share).name == found.best("macs", share).name == name
+    for quantity in ("latency", "params"):
+        with pytest.raises(NotSupported, match=f"no size with 0.4 of the original's {quantity}"):
+            found.best(quantity, 0.4)
+    unknown = Elastic(Path("x"), tuple(replace(size, latency=None, divergence=None) for size in sizes))
+    assert unknown.best("macs", 0.8).name == "worse"
     with pytest.raises(NotSupported, match="was not measured"):
-        Elastic(made.folder, made.sizes[:1]).load("latency", 0.5)
-
-
-@pytest.mark.parametrize("budget", [1.0, 0.9, 0.85, 0.72, 0.62, 0.6])
-def test_no_loaded_size_is_dominated_by_a_stored_one(budget: float) -> None:
-    """Of sizes as they were measured, and of an index without the divergences at fewer tokens."""
-    divergences = {1.0: None, 0.85: 0.004, 0.75: 0.009, 0.6: 0.032}
-    names = {1.0: "original"}
-    old = tuple(Size(names.get(macs, str(macs)), macs, macs, divergence=far) for macs, far in divergences.items())
-    old = (replace(old[0], reduces_tokens=False), *old[1:])
-    steep = {0.85: ((0.85, 0.004), (0.8, 0.012), (0.75, 0.03)), 0.75: ((0.75, 0.009), (0.67, 0.04), (0.6, 0.06))}
-    measured = tuple(replace(size, cuts=steep.get(size.macs, ())) for size in old)
-    for sizes in (old, measured):
-        first, *_ = Elastic(Path("x"), sizes)._candidates(budget, sizes)
-        far = first.divergence_at(budget)
-        assert far is not None
-        for size in sizes:
-            if size.macs <= budget:
-                assert far <= (size.divergence or 0.0)
-
-
-def test_a_policy_is_scaled_and_restored() -> None:
-    model = rx.realize(original(), rx.prescribe(original(), "tokens=ward:0.5@2,3"))
-    whole, reduction = family_of(original()).costs(original()).macs, reduction_of(model)
-    assert reduction is not None
-    before = reduction.policy
-    assert not fit_tokens_(model, 1.0) and reduction.policy == before
-    assert scaled(before, 1.0) == before and scaled(before, 0.0).keep == (1.0, 1.0)
-    assert fit_tokens_(model, 0.9 * whole)
-    assert 0.8 * whole < family_of(model).costs(model).macs <= 0.9 * whole
-    other = rx.realize(original(), rx.prescribe(original(), f"tokens={reduction.policy}"))
-    with torch.no_grad():
-        for batch, _ in images(8):
-            torch.testing.assert_close(model(batch.double()), other(batch.double()), rtol=0, atol=0)
-    with pytest.raises(InvalidInput, match="same reducer"):
-        reduction.use_policy_(rx.tokens.parse_policy("tome:0.5@2,3"))
+        unknown.best("latency", 0.5)
 
 
 def test_an_interrupted_call_makes_the_missing_sizes_only(made: Elastic, tmp_path: Path) -> None:
@@ -197,19 +168,6 @@ def test_a_folder_has_a_model_or_sizes(made: Elastic, tmp_path: Path) -> None:
     assert not any("diagnosing" in line for line in lines) and (tmp_path / "elastic.json").read_text() == "mine"
 
 
-def test_a_speed_takes_no_size_that_is_slower_than_a_larger_one(made: Elastic) -> None:
-    sizes = tuple(
-        Size(size.name, size.macs, size.params, latency, reduces_tokens=size.reduces_tokens)
-        for size, latency in zip(made.sizes, (0.6, 0.8, 0.5), strict=True)
-    )
-    mixed = Elastic(made.folder, sizes, made.about)
-    assert share_of_macs(mixed.load("latency", 0.95)) == pytest.approx(1.0)  # the original is faster than macs-0.85
-    assert share_of_macs(mixed.load("latency", 0.55)) <= (1 + made.sizes[2].macs) / 2
-    assert share_of_macs(mixed.load("latency", 0.5)) == pytest.approx(made.sizes[2].macs)
-    with pytest.raises(NotSupported, match="no size"):
-        mixed.load("latency", 0.4)
-
-
 def edited_copy(made: Elastic, folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
     """A copy of the folder with an edited index."""
     shutil.copytree(made.folder, folder)
@@ -239,7 +197,8 @@ def test_a_size_that_is_another_model_is_refused(made: Elastic, tmp_path: Path, 
         model = rx.load(second)
         if (reduction := reduction_of(model)) is None:
             pytest.skip("this size keeps all tokens")
-        reduction.use_policy_(scaled(reduction.policy, 0.5))
+        keep = tuple((1 + share) / 2 for share in reduction.policy.keep)
+        reduction.use_policy_(replace(reduction.policy, keep=keep, num_pruned=None))
         shutil.rmtree(second)
         rx.save(model, second)
     with pytest.raises(CheckpointError, match=r"is not the model that elastic\.json describes"):

@@ -121,27 +121,6 @@ def test_the_log_has_the_phases_of_the_call_in_their_order(first) -> None:
     assert {match[2] for match in found if match} == {str(numbers[-1])}
 
 
-def test_a_call_uses_the_diagnosis_of_an_earlier_one(first, tmp_path: Path) -> None:
-    folder, before, lines = shutil.copytree(first[0], tmp_path / "shrunk"), first[1], list[str]()
-    again = rx.shrink(original(), images(48), macs=0.8, folder=folder, log=lines.append)
-    assert any("diagnosis of an earlier call" in line for line in lines)
-    assert before.plan is not None and again.plan is not None
-    assert again.plan.prescription.rules == before.plan.prescription.rules
-    assert again.plan.expected["divergence"].value == pytest.approx(before.plan.expected["divergence"].value, rel=1e-6)
-
-
-def test_a_call_on_other_data_measures_anew(first, tmp_path: Path) -> None:
-    folder, before, lines = shutil.copytree(first[0], tmp_path / "shrunk"), first[1], list[str]()
-    other = [(batch.flip(-1), labels) for batch, labels in images(48)]
-    again = rx.shrink(original(), other, macs=0.8, folder=folder, log=lines.append)
-    assert any("diagnosing" in line for line in lines) and not any("earlier call" in line for line in lines)
-    assert before.plan is not None and again.plan is not None
-    # As many plans are measured as in the first call, with other results.
-    assert sum(line.startswith("a plan of") for line in lines) == len(before.plan.about["trials"])
-    values = [{trial["divergence"] for trial in found.about["trials"]} for found in (before.plan, again.plan)]
-    assert not values[0] & values[1]
-
-
 @pytest.mark.slow
 def test_an_effort_with_distillation_comes_nearer_to_the_original(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

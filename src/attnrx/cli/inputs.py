@@ -67,7 +67,7 @@ def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Im
 def names_model(text: str) -> bool:
     """Whether a text names a model and not a file: a folder, a size of an elastic model, or KIND:NAME."""
     path = Path(text)
-    from attnrx.change.realization.elastic import is_elastic  # imports torch
+    from attnrx.nouns.elastic import is_elastic  # imports torch
 
     folder = text.rpartition("@")[0]  # of an elastic model, FOLDER@macs=0.6
     return path.is_dir() or bool(folder and is_elastic(folder)) or (":" in text and not path.exists())

@@ -1,6 +1,5 @@
 """`elastic`: several sizes of a model in one folder, each shrunk for its own budget, and all timed together."""
 
-import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -10,13 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from attnrx.change.predictions import mean_divergences
-from attnrx.change.realization.elastic import INDEX, KIND, ORIGINAL, Elastic, Size, fit_tokens_
 from attnrx.data import Columns, ImageData, Splits
 from attnrx.data.model_data import ModelBatches
 from attnrx.decide.planning import PlanSettings, Target
 from attnrx.decide.planning.plan_measurements import final_protocol
 from attnrx.decide.planning.plan_settings import target_of
+from attnrx.nouns.elastic import INDEX, KIND, ORIGINAL, Elastic, Size
 from attnrx.nouns.evidence import Evidence
 from attnrx.support.arguments import FASTER, checked, each
 from attnrx.support.atomic_writes import file_lock, require_absent
@@ -30,11 +28,10 @@ from attnrx.verbs.save import save
 from attnrx.verbs.shrink import BELOW_ONE, COMMON_KINDS, ShrinkRun, load_original, phase_shares, timing_conditions
 from attnrx.verbs.shrunk import require_result_folder
 from attnrx.vit.costs import compare_latencies
-from attnrx.vit.models import family_of, model_fingerprint, reduction_of
+from attnrx.vit.models import family_of, model_fingerprint
 from attnrx.vit.models.verbs import verb
 
 SIZE_NAME = re.compile(r"(faster|macs|params)-[\w.+-]+")  # of the folder of a size
-CUT_IMAGES = 128  # images on which the sizes are compared, with fewer tokens too
 SHARES = each(BELOW_ONE, "budgets: shares above 0 and below 1, e.g. (0.8, 0.6)")
 SPEEDS = each(FASTER, "budgets: numbers above 1, e.g. (1.3, 1.6)")
 
@@ -58,14 +55,13 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     seed: int = 0,
     log: Log = no_log,
 ) -> Elastic:
-    """Makes several sizes of a model in one folder, from which `load` returns a model for any budget in between:
-    `load(folder, macs=0.55)`, `load(folder, faster=1.4)` or, on the command line, `FOLDER@macs=0.55`.
+    """Makes several sizes of a model in one folder, from which `load` returns the best one within a budget:
+    `load(folder, macs=0.65)`, `load(folder, faster=1.4)` or, on the command line, `FOLDER@macs=0.65`.
 
     Every size is planned, realized, fitted and verified by itself, and a saved model with evidence in a folder of its
-    own; the original is the largest. Budgets in between are met by the next larger size with fewer tokens. All sizes
-    are timed together, relative to the model in its own library. An interrupted call goes on with the first size that
-    is missing, and a later call with other budgets adds sizes to the folder. A speed that the original has by its
-    kernels needs no size.
+    own; the original is the largest. All sizes are timed together, relative to the model in its own library. An
+    interrupted call goes on with the first size that is missing, and a later call with other budgets adds sizes to the
+    folder. A speed that the original has by its kernels needs no size.
 
     Args:
         model: A model, or what `load` reads.
@@ -96,7 +92,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
         >>> sizes = rx.elastic(vit, torch.randn(96, 3, 32, 32), "sizes", macs=(0.8, 0.6))
-        >>> model = rx.load("sizes", macs=0.7)  # any budget in between
+        >>> model = rx.load("sizes", macs=0.7)  # the size for 0.6
     """
     kinds = {"faster": faster, "macs": macs, "params": params}
     given = {name: tuple(values) for name, values in kinds.items() if values}
@@ -126,7 +122,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
                 )
             conditions = timing_conditions(original, threads, batch, log=log)
             settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, seed=seed, log=log)
-            run = ShrinkRun.start(original, data, columns, folder, effort, settings)
+            run = ShrinkRun.start(original, data, columns, effort, settings)
             stored = _stored_sizes(folder, run, targets)
             missing = {name: target for name, target in targets.items() if name not in stored}
             for name in missing:
@@ -220,24 +216,6 @@ def _measured_sizes(run: ShrinkRun, folder: Path, names: Sequence[str]) -> tuple
             findings = evidence.findings
         divergence = next((one.value for one in findings if one.details.get("quantity") == "divergence"), None)
         shares = costs.macs / original.macs, costs.params / original.params, 1 / speeds[name].faster.value
-        reduces = reduction_of(model) is not None
-        measured.append(Size(name, *shares, divergence, reduces, fingerprint=fingerprint))
+        measured.append(Size(name, *shares, divergence, fingerprint))
     # From the largest to the smallest, whatever the budgets they were made for.
-    measured.sort(key=lambda size: size.macs, reverse=True)
-    return tuple(
-        replace(size, cuts=_cuts(run, size, models[size.name], least)) if size.reduces_tokens else size
-        for size, least in zip(measured, [*(size.macs for size in measured[1:]), 0.0], strict=True)
-    )
-
-
-def _cuts(run: ShrinkRun, size: Size, model: nn.Module, least: float) -> tuple[tuple[float, float], ...]:
-    """Returns the MACs and the divergence of a size with fewer tokens, down to the share `least` of the MACs."""
-    original_macs, cut = family_of(run.original).costs(run.original).macs, [model]
-    for share in ((size.macs + least) / 2, least):
-        fewer = copy.deepcopy(model)
-        if fit_tokens_(fewer, share * original_macs):
-            cut.append(fewer)
-    shares = [family_of(each).costs(each).macs / original_macs for each in cut]
-    # All on the same images, so that their differences are not those of images.
-    images = run.images.verified.take(min(CUT_IMAGES, len(run.images.verified)))
-    return tuple(zip(shares, mean_divergences(cut, run.original, images), strict=True))
+    return tuple(sorted(measured, key=lambda size: size.macs, reverse=True))

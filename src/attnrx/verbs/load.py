@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from attnrx.change.exporting import is_exported, load_exported
-from attnrx.change.realization.elastic import Elastic, is_elastic
 from attnrx.data.loading import SIDES
 from attnrx.decide.planning.plan_settings import DROP, Target, target_of
+from attnrx.nouns.elastic import Elastic, Size, is_elastic
 from attnrx.support.arguments import FASTER, MODEL, PATH, SIDE, checked, described, either, number, one_of, optional
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import Reader, accepting, family_of, load_model
@@ -61,7 +61,8 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     - `lvvit:SIZE` (fresh weights, or those of the published file `weights`);
     - a module; a model of another library is converted, and so is a module of your own that contains one (a backbone
       with a decoder, several outputs), or whose parts a `reader` names;
-    - the folder of an elastic model, with one of `macs`, `params` or `faster`; in one text, `FOLDER@macs=0.6`;
+    - the folder of an elastic model, with one of `macs`, `params` or `faster`; in one text, `FOLDER@macs=0.6`: the size
+      of the least divergence within this budget;
     - a file written by `export`: the returned module runs it with its runtime.
 
     Args:
@@ -112,9 +113,9 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     # Files of a runtime first: they are no folders, and have no configuration.
     if isinstance(source, str | Path) and is_exported(source):
         model = load_exported(source, trust)
-    elif (found := _elastic_of(source, target_of(faster, macs, params) if has_budget else None)) is not None:
-        elastic, target = found
-        model = elastic.load(target.quantity, target.limit, factory=factory)
+    elif (found := size_of(source, target_of(faster, macs, params) if has_budget else None)) is not None:
+        elastic, size = found
+        model = elastic.model_of(size, factory=factory)
     else:
         model = load_model(source, seed, weights, pretrained, reader=reader, factory=factory, inputs=inputs)
     if image_size is not None:
@@ -136,8 +137,13 @@ def _no_model(value: object) -> str:
     return ". This is a class: give an instance of it." if isinstance(value, type) else ""
 
 
-def _elastic_of(source: str | Path | nn.Module, target: Target | None) -> tuple[Elastic, Target] | None:
-    """Returns the elastic model that a source names, and the budget; None for a source of another kind."""
+def size_of(source: str | Path | nn.Module, target: Target | None = None) -> tuple[Elastic, Size] | None:
+    """Returns the elastic model that a source names, and its size for the budget; None for a source of another kind.
+
+    Raises:
+        InvalidInput: An elastic model without a budget, or a budget for another source.
+        NotSupported: No size is small enough.
+    """
     if isinstance(source, str | Path):
         # Only if the part before the last @ is an elastic model: a folder may have an @ in its name.
         folder, _, text = str(source).rpartition("@")
@@ -147,7 +153,7 @@ def _elastic_of(source: str | Path | nn.Module, target: Target | None) -> tuple[
             elastic = Elastic.read(source)
             if target is None or target.quantity == DROP:
                 raise InvalidInput(f"{elastic}\nGive macs=0.6, params=0.7 or faster=1.4, or the folder of one size.")
-            return elastic, target
+            return elastic, elastic.best(target.quantity, target.limit)
     if target is not None:
         raise InvalidInput(f"load({described(source)}) with the budget {target}: it is not an elastic model.")
     return None

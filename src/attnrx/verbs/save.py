@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from attnrx.change.realization.elastic import is_elastic
+from attnrx.nouns.elastic import is_elastic
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports import is_unedited, model_card

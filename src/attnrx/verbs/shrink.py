@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from attnrx.show.checks import Check, Costs, Fidelity, Latency, Promises
 from attnrx.show.reports import first_images, sample_maps
 from attnrx.support.arguments import FASTER, checked, instance, number, one_of, optional
 from attnrx.support.atomic_writes import file_lock
-from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, TargetMet
+from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import Log, begin, no_log, phases
 from attnrx.support.subprocess_runner import shared_subprocess
 from attnrx.verbs.load import load
@@ -71,7 +71,6 @@ MAX_VERIFICATION_IMAGES = 10_000
 # +- 20 %, of 324 of +- 13 % (docs/results/dense.md).
 VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 7.5e11, 64
 REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
-STATE_FOLDER = ".state"  # in the folder of a call: what it needs to go on after an interruption
 
 # By effort, the number of images that the weights of a realized plan are fitted to, and the fits. Within its budget of
 # multiply-accumulates a repair takes fewer images and steps.
@@ -165,8 +164,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             tuple of arguments or a mapping of named ones. By default the batch is one of images.
         weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.
         columns: The columns of images and labels, for tables.
-        folder: The intermediate results are kept in it, so that an interrupted call goes on; `Shrunk.save` writes the
-            results to it. One call at a time uses a folder.
+        folder: Where `Shrunk.save` will write the results; files there that attnrx did not write are refused before the
+            work. One call at a time uses a folder.
         seed: Seeds every random draw.
         log: Receives a line for every step.
         divergence: Your measure of how far outputs are from the original's, `divergence(original, smaller)`: one number
@@ -216,7 +215,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, to=to, seed=seed, log=log)
         # For a latency in PyTorch that the decoder alone is not expected to reach.
         decoder = target.quantity == target.minimized == "latency" and to is None and target.limit < 1 - LARGEST_DECODER
-        run = ShrinkRun.start(original, data, columns, folder, effort, settings, decoder)
+        run = ShrinkRun.start(original, data, columns, effort, settings, decoder)
         if target.quantity == DROP:
             require_labels(run.images.planned)
         try:
@@ -295,23 +294,12 @@ class ShrinkRun:
         original: nn.Module,
         data: Any,
         columns: Columns | None,
-        folder: Path | str | None,
         effort: str,
         settings: PlanSettings,
         decoder: bool = False,
     ) -> "ShrinkRun":
-        """Divides the images and diagnoses the model; an earlier diagnosis in `folder` is used.
-
-        Raises:
-            CheckpointError: The folder cannot be created.
-        """
-        state, log, seed = None, settings.log, settings.seed
-        if folder is not None:
-            state = Path(folder) / STATE_FOLDER
-            try:
-                state.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise CheckpointError(f"cannot create the folder {state}: {error.strerror or error}.") from error
+        """Divides the images and diagnoses the model."""
+        log, seed = settings.log, settings.seed
         begin("reading the images")
         kind = output_kind_of(original)
         settings = settings.for_outputs(kind)
@@ -350,7 +338,7 @@ class ShrinkRun:
             settings = replace(settings, sensitivity_images=min(fewer, settings.sensitivity_images))
         wanted = round(share * DIAGNOSIS_IMAGES * output_kind_of(original).needed_images ** 0.5) // (1 + is_halved)
         diagnosed = planned.take(min(wanted, len(planned)))
-        diagnosis = _diagnosis(planned_model, diagnosed, state, log)
+        diagnosis = diagnose(planned_model, diagnosed, moments=True, batch_size=32)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
         return cls(original, diagnosis, planned, images, splits.class_names, settings, about, planned_model, outputs)
 
@@ -474,21 +462,3 @@ def _at_size_of(images: ImageSet, model: nn.Module, splits: Splits, log: Log) ->
     log(f"images of {height} x {width} pixels: the model, made for {before[1]} x {before[2]}, is used at that size")
     side = height if height == width else (height, width)
     return fitting, replace(splits, image_size=side, channels=int(shape[0]))
-
-
-def _diagnosis(model: nn.Module, diagnosed: ImageSet, state: Path | None, log: Log) -> Diagnosis:
-    path = None if state is None else state / "diagnosis.json"
-    if path is not None and path.exists():
-        # A damaged file, or one of another version, is made again.
-        with suppress(AttnrxError, KeyError, TypeError):
-            stored = Diagnosis.load(path)
-            # Of the same images too: an earlier call into this folder may have been for other data.
-            sources = stored.fingerprint, stored.about["data"]["fingerprint"]
-            if sources == (model_fingerprint(model), diagnosed.fingerprint):
-                log(f"diagnosis of an earlier call: {path}")
-                return stored
-    begin("diagnosing")
-    diagnosis = diagnose(model, diagnosed, moments=True, batch_size=32)
-    if path is not None:
-        diagnosis.save(path)
-    return diagnosis

@@ -12,7 +12,6 @@ from torch import nn
 
 from attnrx.change.exporting import DYNAMIC, Exported, export
 from attnrx.change.realization import realize
-from attnrx.change.realization.elastic import Elastic, is_elastic
 from attnrx.data import ImageData, ImageSet, Splits, require_labels
 from attnrx.data.model_data import images_for
 from attnrx.nouns.diagnosis import Diagnosis
@@ -33,7 +32,7 @@ from attnrx.show.checks.statistics import Estimate
 from attnrx.support.arguments import checked, instance, optional
 from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported
 from attnrx.support.optional import installed_versions
-from attnrx.verbs.load import SOURCE, load
+from attnrx.verbs.load import SOURCE, load, size_of
 from attnrx.vit.maps import FITS
 from attnrx.vit.models import at_size_of, described_tokens, model_fingerprint, require_ordinary_weights
 from attnrx.vit.models.verbs import verb
@@ -49,7 +48,7 @@ def realization_of(prescription: Prescription | None) -> str | None:
 
 
 def stored_prescription(
-    candidate: nn.Module, source: str | Path, fingerprint: str, given: Prescription | None = None
+    source: str | Path, fingerprint: str, given: Prescription | None = None
 ) -> tuple[Prescription | None, tuple[str, ...]]:
     """Returns the prescription in the folder of a candidate, else the given one, and notes.
 
@@ -59,7 +58,7 @@ def stored_prescription(
     Raises:
         InvalidInput: The given prescription decides otherwise than the candidate's own.
     """
-    path = stored_folder(source, candidate) / "prescription.json"
+    path = stored_folder(source) / "prescription.json"
     if not path.exists():
         return given, ()
     stored = Prescription.load(path)
@@ -82,23 +81,10 @@ def stored_prescription(
     return stored, ()
 
 
-def stored_folder(source: str | Path, model: nn.Module) -> Path:
-    """Returns the folder with the prescription and the evidence of a model: its source, or that of an elastic size.
-
-    A budget between two sizes loads one with fewer tokens, which has no evidence of its own: its folder has no such
-    files.
-    """
-    elastic_folder = str(source).rpartition("@")[0]
-    if not elastic_folder or not is_elastic(elastic_folder):
-        return Path(source)
-    # By fingerprint and token policy, which is no weight.
-    subject = {"candidate": model_fingerprint(model), "tokens": described_tokens(model)}
-    for size in Elastic.read(elastic_folder).sizes:
-        path = Path(elastic_folder) / size.name / "evidence.json"
-        about = Evidence.load(path).about if path.exists() else {}
-        if {name: about.get(name) for name in subject} == subject:
-            return path.parent
-    return Path(source)
+def stored_folder(source: str | Path) -> Path:
+    """Returns the folder with the prescription and the evidence of a model: its source, or that of an elastic size."""
+    found = size_of(source) if "@" in str(source) else None
+    return Path(source) if found is None else found[0].folder / found[1].name
 
 
 CHECK_LIST = instance("checks, e.g. [attnrx.checks.Accuracy(most_drop=0.5)], or their text", str, Iterable, Check, type)
@@ -181,7 +167,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     if prescription is not None:
         prescription.require(fingerprint)
     if origin is not None:
-        prescription, found = stored_prescription(candidate, origin, fingerprint, prescription)
+        prescription, found = stored_prescription(origin, fingerprint, prescription)
         notes += found
     if masked is None and origin is not None and prescription is not None:
         is_mask = realization_of(prescription) == "mask"

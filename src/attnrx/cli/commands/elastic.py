@@ -1,4 +1,4 @@
-"""attnrx elastic: several sizes of one model in one folder, from which any budget in between is loaded."""
+"""attnrx elastic: several sizes of one model in one folder, from which the best one within a budget is loaded."""
 
 from argparse import Namespace
 
@@ -9,7 +9,7 @@ from attnrx.cli.outcome import Outcome
 from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
 
-SUMMARY = "make several sizes of a model in one folder, to load for any budget in between"
+SUMMARY = "make several sizes of a model in one folder, to load the best one within a budget"
 EXAMPLE = "attnrx elastic timm:vit_tiny_patch16_224 --data imagenette224.parquet --macs 0.8,0.6,0.4 --out runs/elastic"
 
 SETTINGS = ("batch", "threads", "seed")
@@ -20,7 +20,7 @@ def add(parser: Parser) -> None:
     options.add_data(parser, "the images to plan and to verify on")
     budgets = parser.add_mutually_exclusive_group(required=True)
     options.add_arguments(budgets, "elastic", faster="TIMES", macs="SHARES", params="SHARES")
-    options.add_out(parser, "the folder of the sizes; load PATH@macs=0.55 or PATH@faster=1.4", folder=True)
+    options.add_out(parser, "the folder of the sizes; load PATH@macs=0.65 or PATH@faster=1.4", folder=True)
     options.add_arguments(parser, "elastic", *SETTINGS, effort=options.EFFORTS)
     options.add_device(parser)
 

@@ -29,7 +29,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
 
     name = arguments.candidate
     candidate = None if name is None else rx.load(name, trust=arguments.trust)
-    folder = None if name is None or candidate is None else stored_folder(name, candidate)
+    folder = None if name is None else stored_folder(name)
     evidence = _part(rx.Evidence, arguments.evidence, folder, "evidence.json")
     # Evidence of another model would be wrong without any sign of it.
     if evidence is not None and candidate is not None:

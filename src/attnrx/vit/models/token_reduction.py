@@ -231,13 +231,7 @@ class TokenReduction(nn.Module):
         self.restored_blocks: Container[int] = ()
 
     def use_policy_(self, policy: TokenPolicy) -> None:
-        """Replaces the policy by one with the same reducer and layers, and other numbers of tokens.
-
-        Raises:
-            InvalidInput: The reducer or the layers differ.
-        """
-        if (policy.reducer, policy.layers) != (self.policy.reducer, self.policy.layers):
-            raise InvalidInput(f"{policy} in place of {self.policy}: give the same reducer and the same layers.")
+        """Replaces the policy by one with the same reducer and layers, and other numbers of tokens."""
         self.policy, self.counts = policy, policy.counts(self.shape.layout.patches)
 
     def resize_(self, shape: Shape) -> None:

@@ -1,0 +1,147 @@
+"""An elastic model: a folder with several sizes of one model, of which one is loaded for a budget."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.support.storage import read_record, write_json
+from attnrx.support.validation import ANYTHING, Integer, Items, Number, Optional, Record, Text
+from attnrx.vit.models import family_of, load_model, model_fingerprint
+
+KIND, SCHEMA = "attnrx elastic model", 1
+INDEX = "elastic.json"
+ORIGINAL = "original"
+MOST_SIZES = 1000
+NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,100}")
+
+
+def _require_name(text: str) -> None:
+    # It is joined to the folder: a separator or ".." would lead out of it.
+    if NAME.fullmatch(text) is None:
+        raise InvalidInput("it must be the name of a folder of letters, digits and . _ + -")
+
+
+EARLIER = ("cuts", "reduces_tokens")  # fields of earlier versions
+SIZE = Record(
+    {
+        "name": Text(parse=_require_name),
+        "macs": Number(0.0, 2.0),
+        "params": Number(0.0, 2.0),
+        "latency": Optional(Number(0.0, 100.0)),
+        "divergence": Optional(Number(0.0)),
+    },
+    {"fingerprint": Optional(Text()), **dict.fromkeys(EARLIER, ANYTHING)},
+)
+RECORD = Record(
+    {
+        "sizes": Items(SIZE, 1, MOST_SIZES),
+        "about": Record({}, {"macs": Integer(1), "params": Integer(1), "fingerprint": Text()}, open=True),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """One stored size: the name of its folder, its costs as shares of the original's, and its divergence from it.
+
+    `latency` is relative to the model in its own library, under the conditions in `about["timing"]` of the elastic
+    model; None where it was not measured. `fingerprint` is that of the size's weights; folders of earlier versions lack
+    it.
+    """
+
+    name: str
+    macs: float
+    params: float
+    latency: float | None = None
+    divergence: float | None = None
+    fingerprint: str | None = None
+
+    def __str__(self) -> str:
+        speed = "" if self.latency is None else f", {1 / self.latency:.2f}x the speed"
+        far = "" if self.divergence is None else f", divergence {self.divergence:.4f}"
+        return (
+            f"{self.name}: {100 * self.macs:.1f} % of the MACs, {100 * self.params:.1f} % of the parameters{speed}{far}"
+        )
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Several sizes of one model in a folder, each an ordinary saved model with its evidence, and the original.
+
+    `load` returns, of the sizes within a budget, the one that diverges least.
+    """
+
+    folder: Path
+    sizes: tuple[Size, ...]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path | str) -> "Elastic":
+        """Reads the index of the folder; raises CheckpointError if there is none or it is damaged."""
+        record = read_record(Path(folder) / INDEX, KIND, SCHEMA, RECORD)
+        sizes = ({name: size[name] for name in size.keys() - {*EARLIER}} for size in record["sizes"])
+        return cls(Path(folder), tuple(Size(**size) for size in sizes), record["about"])
+
+    def write(self) -> Path:
+        """Writes the index; the sizes are in the folder already."""
+        return write_json(self.folder / INDEX, self.to_record())
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the content of the index."""
+        return {"kind": KIND, "schema": SCHEMA, "sizes": [*map(asdict, self.sizes)], "about": dict(self.about)}
+
+    def __repr__(self) -> str:
+        return "\n".join((f"Elastic({str(self.folder)!r})", *map(str, self.sizes)))
+
+    def best(self, quantity: str, limit: float) -> Size:
+        """Returns the size of the least divergence that costs at most the share `limit` of the original's `quantity`:
+        macs, params or latency. Without measured divergences it is the one of the most MACs.
+
+        Raises:
+            NotSupported: No size is small enough, or the latency was not measured.
+        """
+        costs = [getattr(size, quantity) for size in self.sizes]
+        if None in costs:
+            raise NotSupported(f"{self.folder}: the latency of its sizes was not measured; give macs or params.")
+        fitting = [size for size, cost in zip(self.sizes, costs, strict=True) if cost <= limit]
+        if not fitting:
+            sizes = "\n".join(map(str, self.sizes))
+            raise NotSupported(
+                f"{self.folder} has no size with {limit:.3g} of the original's {quantity}. It has\n{sizes}\nRequest "
+                "more, or make a smaller size with attnrx.elastic."
+            )
+        divergences = {size: inf if size.divergence is None else size.divergence for size in fitting}
+        return min(fitting, key=lambda size: (size.name != ORIGINAL and divergences[size], -size.macs))
+
+    def model_of(self, size: Size, **given: Any) -> nn.Module:
+        """Loads a size with arguments of `load_model`, and checks that it is the model of its entry.
+
+        Raises:
+            CheckpointError: The folder of the size has another model: it was swapped with another one, or replaced.
+        """
+        path = self.folder / size.name
+        model = load_model(path, **given)
+        fingerprint, costs = model_fingerprint(model), family_of(model).costs(model)
+        pairs: list[tuple[str, Any, Any]] = [("fingerprint", fingerprint, size.fingerprint)]
+        if size.name == ORIGINAL:
+            pairs.append(("fingerprint", fingerprint, self.about.get("fingerprint")))
+        # The token policy is no weight, but changes the MACs; an index of an earlier version lacks the original's.
+        if "macs" in self.about:
+            pairs.append(("MACs", costs.macs, round(size.macs * self.about["macs"])))
+        for name, found, expected in pairs:
+            if expected is not None and found != expected:
+                raise CheckpointError(
+                    f"{path} is not the model that {INDEX} describes ({name} {found}, not {expected}): it was replaced "
+                    "or renamed. Put it back, or make the sizes again with attnrx.elastic."
+                )
+        return model
+
+
+def is_elastic(folder: Path | str) -> bool:
+    return (Path(folder) / INDEX).is_file()
