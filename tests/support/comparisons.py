@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import attnrx as rx
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
-from attnrx.decide.rules.decisions import keep_only
 from attnrx.decide.rules.metrics import rewritten
+from attnrx.decide.rules.rule import keep_only
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.show.checks import Comparison

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ import attnrx
 from attnrx.decide.diagnostics import Moments, suited_diagnostics
 from attnrx.decide.rules import EnergyRetention, Rule, UniformRank, parse_rule, prescribe_maps
 from attnrx.decide.rules.outputs import decide_heads
-from attnrx.decide.rules.rule import readings_needed
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.support.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
 from attnrx_lab.rules import (
@@ -208,17 +208,16 @@ def test_rules_by_strength_refuse_dense_attention(rule: Rule) -> None:
     assert rule.decide(of_strengths([1.0, 2.0], norms="none"), 0) is not None  # so are others in a form without norms
 
 
-def test_missing_and_broken_readings_are_refused() -> None:
+def test_missing_and_broken_readings_are_refused(tmp_path: Path) -> None:
     found = of_strengths([1.0, 2.0])
     bare = Diagnosis((LayerDiagnosis(found.layers[0].spectrum, {}),), "f", {})
-    rule = EnergyRetention(0.9) & ContributionEnergy(0.9)
-    assert readings_needed(RandomMatched(rule)) == ("query_moment", "key_moment")
-    with pytest.raises(InvalidRule, match="needs query_moment and key_moment, which the diagnosis of layer 0"):
-        prescribe_maps(bare, rule)
-    with pytest.raises(InvalidInput, match="the diagnosis of layer 0 holds NaN or infinity in 'selectivity'"):
-        prescribe_maps(with_readings(found, selectivity=torch.tensor([math.nan])), UniformHeads())
-    with pytest.raises(InvalidInput, match="the diagnosis of layer 0 holds NaN or infinity in 'strength'"):
-        prescribe_maps(of_strengths([1.0, math.nan]), TopRank(1))
+    with pytest.raises(InvalidInput, match="the diagnosis has no reading 'query_moment'"):
+        prescribe_maps(bare, RandomMatched(EnergyRetention(0.9) & ContributionEnergy(0.9)))
+    broken = with_readings(found, selectivity=torch.tensor([math.nan]))
+    for name, each in {"selectivity": broken, "strength": of_strengths([1.0, math.nan])}.items():
+        path = each.save(tmp_path / f"{name}.json")
+        with pytest.raises(InvalidInput, match=f"NaN or infinity in '.*{name}'"):
+            Diagnosis.load(path)
 
 
 def test_prescribe_records_what_a_reviewer_needs() -> None:

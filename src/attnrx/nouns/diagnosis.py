@@ -188,15 +188,14 @@ class Diagnosis(Displayed):
             The diagnosis.
 
         Raises:
-            CheckpointError: A file is missing, damaged or of another kind, or a spectrum is not finite.
+            CheckpointError: A file is missing, damaged or of another kind, or a tensor is not finite.
         """
         path = Path(path)
         # From cheap to costly: kind and version, every field, then the tensors, whose checksum is in the record.
         record = read_record(path, KIND, SCHEMA, RECORD)
         tensors = read_tensors_of(path, record)
-        # Rules sort and sum strengths, which NaN makes undefined without an error; readings are checked where they are
-        # made.
-        require_finite_tensors({name: tensor for name, tensor in tensors.items() if ".spectrum." in name}, str(path))
+        # Rules sort and sum strengths and readings, which NaN makes undefined without an error.
+        require_finite_tensors(tensors, str(path))
         with building_from_tensors(path):
             layers = tuple(
                 _layer(facts, tensors_below(f"layers.{index}.", tensors))

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnrx.decide.rules.decisions import keep_only, largest, rank_positions
-from attnrx.decide.rules.rule import Rule, learned_spectrum
+from attnrx.decide.rules.rule import Rule, keep_only, largest, learned_spectrum, rank_positions
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Basis, ScoreDecision
 from attnrx.support.errors import NotSupported

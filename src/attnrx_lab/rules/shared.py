@@ -8,8 +8,7 @@ import torch
 
 from attnrx.decide.diagnostics import Diagnostic
 from attnrx.decide.diagnostics.geometry import query_grams
-from attnrx.decide.rules.decisions import keep_only, largest
-from attnrx.decide.rules.rule import Rule, learned_spectrum
+from attnrx.decide.rules.rule import Rule, keep_only, largest, learned_spectrum
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import Basis, ScoreDecision
 from attnrx.support.arguments import Kind, one_of, optional

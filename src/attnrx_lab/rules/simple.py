@@ -6,8 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from attnrx.decide.rules.decisions import fewest_holding, give_strengths, keep_only
-from attnrx.decide.rules.rule import Rule, learned_spectrum
+from attnrx.decide.rules.rule import Rule, fewest_holding, give_strengths, keep_only, learned_spectrum
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision
 from attnrx.support.arguments import POSITIVE, Kind
@@ -87,14 +86,13 @@ class ContributionEnergy(Rule):
     terms of different directions may cancel.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("query_moment", "key_moment")
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
 
     rho: float
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = diagnosis.layers[layer].spectrum
-        query, key = (diagnosis.layers[layer].reading(name).double() for name in self.needs)
+        query, key = (diagnosis.layers[layer].reading(f"{side}_moment").double() for side in ("query", "key"))
         amount = spectrum.strength.double().square() * query * key * spectrum.used
         keep = fewest_holding(self.rho, amount, spectrum.used)
         # The clamp gives a head without any contribution the share 0.
@@ -111,7 +109,6 @@ class UniformHeads(Rule):
     error on those images. Works for every form, dense included.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("selectivity",)
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
 
     selectivity: float = 1e-3

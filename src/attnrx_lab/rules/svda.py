@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 
 from attnrx.decide.diagnostics import spectral_shape
-from attnrx.decide.rules.decisions import keep_only, largest
-from attnrx.decide.rules.rule import Rule, learned_spectrum
+from attnrx.decide.rules.rule import Rule, keep_only, largest, learned_spectrum
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision
 from attnrx.support.arguments import POSITIVE, Kind
@@ -76,7 +75,6 @@ class RemoveHeads(Rule):
     until fine-tuning; with `metric=centered` the output projection is refitted instead.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("spectral_redundancy", "output_similarity")
     applies_to: ClassVar[tuple[str, ...]] = (HEADS,)
     head_metric: ClassVar[str] = "own"
 
@@ -86,7 +84,9 @@ class RemoveHeads(Rule):
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         # For "heads" a layer is one unit whose directions are its heads (`decide_heads`): strength is [1, heads].
         spectrum = diagnosis.layers[layer].spectrum
-        spectral, output = (diagnosis.layers[layer].reading(name).double() for name in self.needs)
+        spectral, output = (
+            diagnosis.layers[layer].reading(name).double() for name in ("spectral_redundancy", "output_similarity")
+        )
         repeats = (spectral >= self.spectral) & (output >= self.output)
         twin = _twins(torch.where(repeats, output, -1.0), spectrum.strength[0].double())
         keep = torch.tensor([[head not in twin for head in range(spectrum.strength.shape[1])]], dtype=torch.bool)

@@ -1,7 +1,6 @@
 """Rules: from a diagnosis to a prescription, with reasons; rules do not access the model."""
 
 from attnrx.decide.rules.by_strength import EnergyRetention, TotalRank, UniformRank
-from attnrx.decide.rules.decisions import score_bound
 from attnrx.decide.rules.metrics import METRICS, rewritten
 from attnrx.decide.rules.outputs import OUTPUT_METRICS
 from attnrx.decide.rules.parsing import (
@@ -15,7 +14,7 @@ from attnrx.decide.rules.parsing import (
     split_maps,
 )
 from attnrx.decide.rules.prescribing import prescribe_maps, require_remainder
-from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, in_metric
+from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, in_metric, score_bound
 
 __all__ = [
     "METRICS",

@@ -8,8 +8,7 @@ import torch
 
 from attnrx.change.decompositions import water_fill
 from attnrx.decide.diagnostics import spectral_shape
-from attnrx.decide.rules.decisions import fewest_holding, keep_only, largest
-from attnrx.decide.rules.rule import Rule, learned_spectrum
+from attnrx.decide.rules.rule import Rule, fewest_holding, keep_only, largest, learned_spectrum
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision
 from attnrx.support.arguments import Kind, one_of

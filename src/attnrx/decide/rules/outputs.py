@@ -14,9 +14,8 @@ from attnrx.change.decompositions import (
     pays,
     read_out,
 )
-from attnrx.decide.rules.decisions import keep_only
 from attnrx.decide.rules.metrics import OWN
-from attnrx.decide.rules.rule import Rule, inner_rules, metric_of, readings_needed
+from attnrx.decide.rules.rule import Rule, inner_rules, keep_only, metric_of
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import HeadDecision, HiddenDecision, OutputDecision, ScoreDecision
 from attnrx.support.errors import InvalidRule, MissingMoments, UnknownName
@@ -87,8 +86,7 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
         identity = torch.eye(len(strength), dtype=torch.float64)[None]  # rules read strengths; a spectrum needs rows
         spectra.append(_spectrum(identity, identity, strength[None], (0,), HEADS))
         numbers = torch.tensor([layer.spectrum.heads])  # in the original model
-        needed = (name for name in readings_needed(rule) if name in layer.readings)  # of pairs of heads
-        readings.append({**{name: layer.readings[name] for name in needed}, "heads": numbers})
+        readings.append({**layer.readings, "heads": numbers})  # those of pairs of heads among them
     decided = _decided(rule, diagnosis, spectra, readings)
     decisions = [
         HeadDecision(decision.keep[0], spectrum.strength[0], metric_reasons(decision, metric))

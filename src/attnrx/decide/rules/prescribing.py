@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch
 
-from attnrx.decide.rules.decisions import keep_only
 from attnrx.decide.rules.metrics import OWN, rewritten, rotary_directions
 from attnrx.decide.rules.outputs import (
     CENTERED,
@@ -20,7 +19,7 @@ from attnrx.decide.rules.outputs import (
 )
 from attnrx.decide.rules.parsing import RulesLike, parse_rules
 from attnrx.decide.rules.rotary import whole_pairs
-from attnrx.decide.rules.rule import Rule, in_metric, inner_rules, metric_of, readings_needed
+from attnrx.decide.rules.rule import Rule, in_metric, inner_rules, keep_only, metric_of
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import (
     Decision,
@@ -33,7 +32,6 @@ from attnrx.nouns.prescription import (
 )
 from attnrx.support.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
 from attnrx.support.progress import track
-from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.maps import HEADS, HIDDEN, LINEAR_MAPS, UNIT_MAPS
 from attnrx.vit.spectrum import Spectrum
 
@@ -54,8 +52,8 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
 
     Raises:
         NoOpPrescription: The prescription changes nothing.
-        InvalidInput: The diagnosis has no layers.
-        InvalidRule: A rule does not apply to its map, or needs readings that the diagnosis lacks.
+        InvalidInput: The diagnosis has no layers, or lacks a reading that a rule needs.
+        InvalidRule: A rule does not apply to its map.
         NotSupported: A norm over all features fixes a map, or `hidden` is combined with ranks of the MLP.
     """
     rules_by_map, tokens = parse_rules(rules)
@@ -67,7 +65,6 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
     stated = {name: _with_metric(diagnosis, name, rule) for name, rule in rules_by_map.items()}
     heads: list[HeadDecision | None] = [None] * len(diagnosis.layers)
     if HEADS in stated:
-        _require_readings(diagnosis, stated[HEADS])
         heads = decide_heads(diagnosis, stated[HEADS])
     without_removed = [
         replace(layer, spectrum=without_heads(layer.spectrum, removal))
@@ -165,7 +162,6 @@ def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreD
     unchanged = [keep_only(spectrum, spectrum.used) for spectrum in own_spectra]
     if rule is None:
         return unchanged, own_spectra
-    _require_readings(diagnosis, rule)
     metric = metric_of(rule) or OWN
     if metric == OWN:
         decisions = [rule.decide(diagnosis, layer) for layer in track(range(len(own_spectra)), "prescribing layers")]
@@ -190,22 +186,6 @@ def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreD
         )
         spectra.append(spectrum if changed else own_spectra[index])
     return layers, spectra
-
-
-def _require_readings(diagnosis: Diagnosis, rule: Rule) -> None:
-    """Raises InvalidRule if the diagnosis lacks a reading that the rule needs, InvalidInput for one that is not
-    finite.
-    """
-    for index, layer in enumerate(diagnosis.layers):
-        needed = readings_needed(rule)
-        missing = [name for name in needed if name not in layer.readings]
-        if missing:
-            raise InvalidRule(
-                f"{rule} needs {' and '.join(missing)}, which the diagnosis of layer {index} does not have; it has "
-                f"{', '.join(sorted(layer.readings)) or 'none'}. Diagnose again with the diagnostics that measure them."
-            )
-        tensors = {"strength": layer.spectrum.strength} | {name: layer.readings[name] for name in needed}
-        require_finite_tensors(tensors, f"the diagnosis of layer {index}")
 
 
 def _changes_scores(spectrum: Spectrum, layer: ScoreDecision) -> bool:

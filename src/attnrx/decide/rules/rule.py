@@ -1,24 +1,29 @@
-"""The interface of a rule, the combinations of rules, and what rules read of a diagnosis."""
+"""The interface of a rule, what rules read of a diagnosis and decide by masks, and the combinations of rules."""
 
 import dataclasses
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any, ClassVar
 
 import torch
 
-from attnrx.decide.rules.decisions import give_strengths
+from attnrx.decide.diagnostics.spectral_shape import energy
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision
 from attnrx.support.arguments import COUNT, NATURAL, SHARE, Kind, each, either, instance, require_fields
 from attnrx.support.errors import InvalidInput, InvalidRule, NotSupported
+from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.support.text_parsing import knobs_of
-from attnrx.vit.maps import LAYER_MAPS
+from attnrx.vit.maps import HEADS, HIDDEN, LAYER_MAPS
 from attnrx.vit.spectrum import Spectrum
 
 RULE = "a rule, e.g. EnergyRetention(0.9)"
+# Sums of shares have rounding errors of about 1e-15. Without this tolerance 0.07 of 100 equal directions would be 8.
+TOLERANCE = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +31,12 @@ class Rule(ABC):
     """Decides which directions of a map are kept, layer by layer.
 
     Every rule is a frozen dataclass whose fields are its knobs. `metric` is the metric of the directions (METRICS for
-    the scores, OUTPUT_METRICS for other maps); None is its default. `needs` lists the readings that it uses in addition
-    to the spectrum. `a & b` keeps the intersection, `a | b` the union, and `parse_rule(str(rule))` returns an equal
-    rule.
+    the scores, OUTPUT_METRICS for other maps); None is its default. `a & b` keeps the intersection, `a | b` the union,
+    and `parse_rule(str(rule))` returns an equal rule.
     """
 
     metric: str | None = None
 
-    needs: ClassVar[tuple[str, ...]] = ()
     default_metric: ClassVar[str | None] = None
     """The default metric for scores without norms."""
     applies_to: ClassVar[tuple[str, ...]] = LAYER_MAPS
@@ -62,7 +65,9 @@ class Rule(ABC):
 
     @abstractmethod
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
-        """Returns the kept directions of one layer, their strengths, and the reasons."""
+        """Returns the kept directions of one layer, their strengths, and the reasons; `LayerDiagnosis.reading` has what
+        it reads besides the spectrum.
+        """
 
     def __and__(self, other: "Rule") -> "And":
         return And((self, other))
@@ -73,6 +78,126 @@ class Rule(ABC):
     def __str__(self) -> str:
         parts = "; ".join(str(part) for part in inner_rules(self))
         return rule_name(type(self)) + (f"({parts})" if parts else "") + _spell_knobs(self)
+
+
+def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
+    """Returns one layer's spectrum; raises NotSupported for dense attention, whose strengths are 1 and rank nothing.
+
+    Other equal strengths are accepted: learned ones, and those of a dead layer, which are all zero or (in a metric) all
+    at the noise floor.
+    """
+    spectrum = diagnosis.layers[layer].spectrum
+    strength = spectrum.strength[spectrum.used]
+    if not spectrum.has_norms and strength.numel() > 1 and bool((strength == 1).all()):
+        raise NotSupported(
+            f"{rule} ranks by strength, but layer {layer} is dense attention, where every direction has strength 1. "
+            "State a metric of the data, e.g. metric=mix, or train an SVDA model."
+        )
+    return spectrum
+
+
+def rank_positions(
+    amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
+) -> Int[Tensor, "heads directions"]:
+    """Returns every direction's rank in its head: 0 for the largest amount, ties by index, padding last."""
+    # Amounts are not negative, so -1 sorts the padding last. The argsort of a permutation is its inverse.
+    order = amount.masked_fill(~used, -1.0).argsort(dim=-1, descending=True, stable=True)
+    return order.argsort(dim=-1)
+
+
+def largest(
+    amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"], ranks: Int[Tensor, "heads"]
+) -> Bool[Tensor, "heads directions"]:
+    """Returns a mask of the `ranks` directions of each head with the largest amount; all where a head has fewer."""
+    return (rank_positions(amount, used) < ranks[:, None]) & used
+
+
+def fewest_holding(
+    share: float, amount: Float[Tensor, "heads directions"], used: Bool[Tensor, "heads directions"]
+) -> Bool[Tensor, "heads directions"]:
+    """Returns a mask of the smallest set of each head that holds this share of the head's amount (SVDA, Eq. 45 for the
+    energy).
+
+    Ties are resolved by index. At least one direction is kept; at share 1 all with an amount that is not zero.
+    """
+    if share == 1:
+        # Counted, because a rounded sum can reach its total before the last amounts.
+        ranks = ((amount > 0) & used).sum(-1)
+    else:
+        cumulative = amount.masked_fill(~used, 0.0).sort(dim=-1, descending=True).values.cumsum(-1)
+        ranks = (cumulative < (share - TOLERANCE) * cumulative[:, -1:]).sum(-1) + 1
+    return largest(amount, used, ranks.clamp(min=1))
+
+
+def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "heads"]:
+    """Bounds the change of any masked score on the same tokens: max |change of strength| * scale (SVDA, Theorem 1, Eq.
+    12).
+
+    The bound holds because the rows of query and key have unit length, also where strengths are changed instead of
+    removed. It is infinite for dense attention with any change (its rows have any length), and for directions that
+    all heads share.
+    """
+    if decision.keep.shape != spectrum.used.shape:  # shared directions: no bound exists
+        return torch.full((len(decision.keep),), math.inf, dtype=torch.float64)
+    prescribed = torch.where(decision.keep, decision.strength.double(), 0.0)
+    change = torch.where(spectrum.used, spectrum.strength.double() - prescribed, 0.0).abs()
+    # The padding column of zeros gives heads without directions the bound 0; amax of an empty row is undefined.
+    bound = torch.nn.functional.pad(change, (0, 1)).amax(-1) * spectrum.scale
+    return bound if spectrum.has_norms else torch.where(bound == 0, bound, math.inf)
+
+
+def keep_only(spectrum: Spectrum, keep: Bool[Tensor, "heads directions"], notes: Sequence[str] = ()) -> ScoreDecision:
+    """Returns a decision that keeps these directions at their strengths.
+
+    `notes` are remarks, one per head. Removed directions get strength zero, so that decisions can be compared and
+    combined by strength alone.
+    """
+    keep = keep & spectrum.used
+    return give_strengths(spectrum, keep, torch.where(keep, spectrum.strength.double(), 0.0), notes)
+
+
+def give_strengths(
+    spectrum: Spectrum,
+    keep: Bool[Tensor, "heads directions"],
+    strength: Float[Tensor, "heads directions"],
+    notes: Sequence[str] = (),
+) -> ScoreDecision:
+    """Returns a decision that keeps these directions with these strengths."""
+    decision = ScoreDecision(keep, strength, ("",) * keep.shape[0])
+    # Theorem 1 of SVDA bounds scores; the other maps have none.
+    bounds = score_bound(spectrum, decision).tolist() if spectrum.map == "qk" else [0.0] * len(keep)
+    reasons = (_reason(spectrum, keep, head, notes[head] if notes else "", bound) for head, bound in enumerate(bounds))
+    return replace(decision, reasons=tuple(reasons))
+
+
+def at_most(value: float) -> str:
+    """Formats an upper bound with three digits, rounded up."""
+    return f"{float(Context(prec=3, rounding=ROUND_CEILING).create_decimal(Decimal(value))):g}"
+
+
+def _reason(spectrum: Spectrum, keep: Tensor, head: int, note: str, bound: float) -> str:
+    """Describes what a head keeps, what is removed, and the bound on its scores."""
+    used, is_removed = spectrum.used[head], spectrum.used[head] & ~keep[head]
+    rank, total = int(keep[head].sum()), int(used.sum())
+    what = {HEADS: "heads", HIDDEN: "hidden units"}.get(spectrum.map, "directions")
+    if not total:
+        text = f"has no {what}"
+    elif not rank:
+        consequence = "attends uniformly" if spectrum.map == "qk" else "gives its mean"
+        text = f"keeps none of {total} {what} and {consequence}"
+    else:
+        text = f"keeps all {total} {what}" if rank == total else f"keeps {rank} of {total} {what}"
+    text += f" ({note})" if note else ""
+    if total and not bool(spectrum.strength[head][used].any()):
+        text += "; all strengths are zero"
+    elif bool(is_removed.any()):
+        share = (energy(spectrum.strength.double(), spectrum.used)[head] * keep[head]).sum().item()
+        strongest = spectrum.strength[head][is_removed].abs().max().item()
+        text += f": {100 * share:.1f} % of the energy" if rank else ""
+        text += f"; largest removed strength {strongest:.3g}"
+    if math.isinf(bound):
+        return f"{text}; no bound on the scores, as dense rows have any length"
+    return f"{text}; no masked score moves by more than {at_most(bound)} (Theorem 1)" if bound else text
 
 
 @dataclass(frozen=True)
@@ -163,12 +288,6 @@ def inner_rules(rule: Rule) -> tuple[Rule, ...]:
     return tuple(item for item in flat if isinstance(item, Rule))
 
 
-def readings_needed(rule: Rule) -> tuple[str, ...]:
-    """Returns the readings that a rule and its parts need, without duplicates."""
-    names = [*rule.needs, *(name for part in inner_rules(rule) for name in readings_needed(part))]
-    return tuple(dict.fromkeys(names))
-
-
 def metric_of(rule: Rule, *, defaults: bool = False) -> str | None:
     """Returns the metric that a rule and its parts state, None for none; with `defaults`, the default of each part.
 
@@ -196,22 +315,6 @@ def in_metric(rule: Rule, metric: str) -> Rule:
             changed[name] = tuple(in_metric(part, metric) for part in value)
     # Stated by the parts alone, so that the text of the rule names a metric once for each of them.
     return replace(rule, metric=None, **changed)
-
-
-def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
-    """Returns one layer's spectrum; raises NotSupported for dense attention, whose strengths are 1 and rank nothing.
-
-    Other equal strengths are accepted: learned ones, and those of a dead layer, which are all zero or (in a metric) all
-    at the noise floor.
-    """
-    spectrum = diagnosis.layers[layer].spectrum
-    strength = spectrum.strength[spectrum.used]
-    if not spectrum.has_norms and strength.numel() > 1 and bool((strength == 1).all()):
-        raise NotSupported(
-            f"{rule} ranks by strength, but layer {layer} is dense attention, where every direction has strength 1. "
-            "State a metric of the data, e.g. metric=mix, or train an SVDA model."
-        )
-    return spectrum
 
 
 def _spell_knobs(rule: Rule) -> str:
