@@ -50,9 +50,9 @@ TIMED = (0.25, 0.5, 0.75, 1.0)
 FINE, FINE_IN_FILES, LONG, LONG_IN_FILES = 4, 8, 4e10, 1e11
 # The stage is before this layer, and the block after that layer is timed, or that layer itself if it is the last one.
 STAGE_LAYER, STAGE_KEEP = 2, 0.75
-# The successive blocks that are timed as one in the runtime of a format, where calling it costs as much as a part of a
-# block.
-BLOCKS_OF_FORMAT = 2
+# The successive blocks that are timed as one in the runtime of a format, where a call costs as much as a part of a
+# block, of which the time of a call without blocks is a half.
+BLOCKS_OF_FORMAT = 4
 # Tables that are measured before a plan gives up; the largest spread of timings of a table that is kept, and the
 # largest latency of the unchanged model relative to the original's: beside other processes kernels wait for threads.
 ATTEMPTS, STEADY, SLOWEST = 3, 0.3, 1.3
@@ -244,7 +244,8 @@ class _Called(nn.Module):
             for block in self.blocks:
                 output = block(tokens, *self.args, **self.kwargs)
                 tokens = output[0] if isinstance(output, tuple) else output
-        return tokens
+        # Without blocks an operation that a runtime does not remove.
+        return tokens if self.blocks else 2 * tokens
 
 
 class _Timer:
@@ -275,6 +276,14 @@ class _Timer:
         self.parts = -(-len(images) // count)
         self.spreads: list[float] = []
         self.original = self._prepared(space.model, self.layers)
+        # The time of a call without blocks, which a model has once, in units of the original block: that of the others
+        # is without it.
+        self.calls = dict.fromkeys(grid, 0.0)
+        if form is not None:
+            rows, nothing = self._rows_on_device(), self._prepared(space.model, range(0))
+            runs = {str(n): partial(nothing, rows[n]) for n in grid}
+            seconds = self._turns({**runs, REFERENCE: partial(self.original, rows[grid[-1]])})
+            self.calls = {n: seconds[str(n)] for n in grid}
 
     def _prepared(
         self, model: nn.Module, layers: range, shortened: bool = False, after_stage: bool = False
@@ -325,7 +334,7 @@ class _Timer:
         fine = [*range(max(self.grid[0] // every, 1) * every, counts[-1], every), counts[-1]]
         runs: dict[str, Callable[[], Any]] = {str(n): partial(after, all_tokens[:, :n].contiguous()) for n in fine}
         seconds = self._turns({**runs, REFERENCE: partial(self.original, all_tokens)})
-        times = np.array([seconds[str(n)] for n in fine])
+        times = np.array([seconds[str(n)] for n in fine]) - np.interp(fine, self.grid, [*self.calls.values()])
         # More tokens never take less time.
         times = (np.maximum.accumulate(times) + np.minimum.accumulate(times[::-1])[::-1]) / 2
         # A number between two takes the time of the larger one.
@@ -337,12 +346,16 @@ class _Timer:
         """Returns the times of all these layers together, the last of which may be `shortened`."""
         before = self._prepared(model, layers, shortened)
         after = self._prepared(model, layers, shortened, True) if self.prunes_tokens else before
-        rows = {n: self._on_device(tokens) for n, tokens in self.rows.items()}
+        rows = self._rows_on_device()
         runs: dict[str, Callable[[], Any]] = {str(n): partial(after, tokens) for n, tokens in rows.items()}
         all_tokens = rows[self.grid[-1]]
         # In turns with the original block: the load of other processes is common to a round, and cancels in the ratio.
         seconds = self._turns({**runs, ALL: partial(before, all_tokens), REFERENCE: partial(self.original, all_tokens)})
-        return np.array([seconds[name] for name in (*runs, ALL)])
+        calls = [*self.calls.values(), self.calls[self.grid[-1]]]
+        return np.array([seconds[name] for name in (*runs, ALL)]) - calls
+
+    def _rows_on_device(self) -> dict[int, Tensor]:
+        return {n: self._on_device(tokens) for n, tokens in self.rows.items()}
 
     def _on_device(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.to(self.conditions.device, PRECISIONS[self.conditions.precision])
@@ -351,9 +364,11 @@ class _Timer:
         """Returns the median over rounds of every time, in original blocks: those of REFERENCE in the same round."""
         protocol = self.protocol
         with self.conditions.held():
-            # Not repeated: in a model a block follows other blocks, which leave little of it in the caches.
+            # One block is not repeated: in a model it follows others, which leave little of it in the caches. Several
+            # blocks of a format, which follow each other, are.
             clock = protocol.resolved_clock
-            seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock, repeated=False)
+            repeated = not self.is_in_library
+            seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=clock, repeated=repeated)
         ratios = {name: len(self.layers) * times / seconds[REFERENCE] for name, times in seconds.items()}
         for name, values in ratios.items():
             if name != REFERENCE:

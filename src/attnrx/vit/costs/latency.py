@@ -26,8 +26,9 @@ IN_RUN = f"t over the medians of {PARTS} consecutive parts of one run"
 # rounds of a run depend on each other. With four the intervals of 32 rounds are 1.3 to 1.7 times as wide
 # (benchmarks/coverage.py).
 PROCESSES = 8
-# Seconds of a call up to which it matters what the caches hold at its start.
-REPEATED = 0.1
+# Seconds of a call up to which it matters what the caches hold at its start, and the calls of the same model before it:
+# as many as take WARM seconds, but at most MOST_WARM.
+REPEATED, WARM, MOST_WARM = 0.1, 0.06, 6
 # The roles beside the candidates in one run; blank, as no name of a candidate is.
 REFERENCE, UNCHANGED = "", " "
 
@@ -96,16 +97,16 @@ def interleave(
     Garbage is collected before the rounds, not during them.
 
     A model in use is called again and again, and finds its weights in the caches. So with `repeated` every call that
-    takes less than REPEATED seconds is timed after one of the same run that is not: else a call after one of another
-    run is slower, and the first and the last run of a round, which follow themselves in every second one, would be 3 to
-    8 % faster than the others (a ViT-Tiny, one image).
+    takes less than REPEATED seconds is timed after others of the same run that are not. One is not enough: after calls
+    of another model those of a ViT-Tiny in bfloat16 (OpenVINO, one image, one thread) take 5.7, 5.5, 5.2, 5.0, 4.9, 4.9
+    ms, and of one with two stages of merging 6.1, 5.5, 4.6, 4.2, 4.0, 3.9 ms.
 
     Args:
         runs: What is timed, by name.
         rounds: How often each runs.
         warmup: Rounds before, which do not count.
         clock: The name of the clock.
-        repeated: Whether short calls are timed after one of the same run.
+        repeated: Whether short calls are timed after others of the same run.
 
     Returns:
         The seconds of every round, by name, in float64.
@@ -122,7 +123,9 @@ def interleave(
     last = dict.fromkeys(runs, math.inf)
     for _ in range(warmup):
         last = {name: measure(run) for name, run in runs.items()}
+    # Of all runs or of none.
     is_short = repeated and max(last.values()) < REPEATED
+    before = {name: min(max(int(WARM / max(last[name], 1e-6)), 1), MOST_WARM) if is_short else 0 for name in runs}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs.items())
     # A collection in the middle of a round would be part of the time of one run.
@@ -132,7 +135,7 @@ def interleave(
     try:
         for _ in track(range(rounds), "measuring latency"):
             for name, run in order:
-                if is_short:
+                for _ in range(before[name]):
                     run()
                 seconds[name].append(measure(run))
             order.reverse()
@@ -224,7 +227,7 @@ def factors_text(by_runtime: float, by_compression: float, runtime: str = "attnr
 @dataclass(frozen=True)
 class LatencyProtocol:
     """How latency is measured: the models take turns for `rounds` rounds, after `warmup` rounds that do not count; a
-    short call is timed after one of the same model that does not count either (`interleave`).
+    short call is timed after others of the same model that do not count either (`interleave`).
 
     `clock` is "wall", "cpu" (the CPU time of the process, for busy machines) or "cuda" (events of the stream); None
     means "cuda" on a CUDA device and "wall" elsewhere.
