@@ -396,7 +396,9 @@ class ShrinkRun:
         """
         settings = self.settings
         models = {"unchanged": self.original, "smaller": model}
-        gain = file_speeds(models, settings, self.planned, rounds_of(settings.batch))["smaller"]
+        # A file of the result that differed could not be saved.
+        rounds = rounds_of(settings.batch)
+        gain = file_speeds(models, settings, self.planned, rounds, are_compared=True)["smaller"]
         settings.log(f"as {settings.to}: {gain:.2f}x the speed of the unchanged model")
         if gain >= 1 or target.minimized == "params":
             return False

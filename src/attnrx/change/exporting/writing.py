@@ -296,8 +296,8 @@ def compare_with_original(
     return comparisons
 
 
-def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Exported:
-    """Writes the file and its facts, and returns it as a module.
+def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_compared: bool = True) -> Exported:
+    """Writes the file and its facts, and returns it as a module; files to be timed alone need not be compared.
 
     Raises:
         NotSupported: The model cannot be captured, or the logits of the file differ. No file is written.
@@ -342,7 +342,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format) -> Ex
         files = {each.name: file_sha256(each) for each in sorted(room.iterdir(), key=lambda each: each == written)}
         next(steps)
         # In the temporary folder, so that a file that does not match the model never gets to its path.
-        findings = _parity(subject, form, written, batches)
+        findings = _parity(subject, form, written, batches) if is_compared else ()
         steps.close()
         facts = {
             "kind": KIND,

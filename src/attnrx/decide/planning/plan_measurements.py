@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.exporting import export, precision_for
+from attnrx.change.exporting import ExportSubject, precision_for, write_exported
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.planning.allocation import Frontier, Step
@@ -142,9 +142,15 @@ def file_speeds(
     images: ImageSet,
     rounds: int,
     reference: nn.Module | None = None,
+    are_compared: bool = False,
 ) -> dict[str, float]:
     """Returns how much faster than a reference, without one than the file of the first model, the files of models are,
     in the format of the settings, calibrated on `images`; all are timed in turns.
+
+    The outputs of the files are compared with those of the models, as of a result, if `are_compared`.
+
+    Raises:
+        NotSupported: A model cannot be written in the format, or the outputs of a file differ.
     """
     form = settings.form
     assert form is not None
@@ -153,12 +159,11 @@ def file_speeds(
     # In this process, because the runtime of a file allocates its memory itself, and reads the file while it is timed.
     with TemporaryDirectory() as folder:
         files = {
-            name: export(
-                model,
+            name: write_exported(
+                ExportSubject.of(model, form, precision=precision_for(model, form), calibration=calibration),
                 Path(folder) / f"{index}{form.suffix}",
-                to=form,
-                precision=precision_for(model, form),
-                calibration=calibration,
+                form,
+                are_compared,
             )
             for index, (name, model) in enumerate(models.items())
         }
