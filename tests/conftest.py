@@ -112,7 +112,7 @@ def timed_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     ):
         monkeypatch.setattr(f"{module}.PROCESSES", 1)
     monkeypatch.setattr(
-        "attnrx.decide.planning.plan_measurements.call_in_subprocess_if", lambda function, *given, **_: function(*given)
+        "attnrx.decide.planning.plan_measurements.run_in_subprocess", lambda function, *given, **_: function(*given)
     )
 
 

@@ -75,7 +75,7 @@ def test_the_digit_lies_on_the_marked_patches_and_half_of_the_others_hold_clutte
     objects = object_patches("validation")
     assert torch.equal(objects.sum(1), torch.full((len(objects),), SPAN**2))
     digits = patches[objects].unflatten(0, (-1, SPAN, SPAN)).transpose(2, 3).flatten(3).flatten(1, 2)
-    from attnrx.data.digits import digit_images
+    from attnrx.data.loading import digit_images
 
     assert torch.equal(digits, digit_images()[0][part.digits])
     filled = (patches[~objects].flatten(1).max(1).values > 0).float().mean().item()

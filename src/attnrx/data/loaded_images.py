@@ -3,10 +3,10 @@ that do not fit in memory are decoded batch by batch, ahead of the model."""
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 
@@ -18,7 +18,7 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.preprocessing import ImageGeometry, Normalization, without_waiting
 from attnrx.support.shapes import Int, Tensor, UInt8
 
-CHUNK = 256  # images per task, so that scheduling costs little compared with decoding
+CHUNK = 256  # images of a step that decodes a whole set
 AHEAD = 2  # batches that are being decoded while the model works on another
 IN_MEMORY = 2 * 2**30  # bytes of decoded pixels of a store that are held in memory; larger ones stream
 
@@ -71,60 +71,53 @@ class LoadedImages(Displayed, RowImages):
                 "padding instead."
             )
         if self.geometry is None or (self.is_held and windows is None):
-            yield from self._held(order)
-        else:
-            yield from self._streamed(order, self.geometry, windows)
+            pixels = self._pixels.to(order.device)
+            for positions, draws in order.steps(len(self)):
+                images = pixels[without_waiting(positions, order.device)]
+                yield self._batch(images, self.rows[positions], draws, order)
+            return
+        steps = ((self.rows[positions], draws) for positions, draws in order.steps(len(self)))
+        for rows, draws, images in self._decoded(steps, self.geometry, windows):
+            yield self._batch(without_waiting(images, order.device), rows, draws, order)
 
     @cached_property
     def _pixels(self) -> UInt8[Tensor, "images channels height width"]:
-        """The pixels of all images, decoded by several threads."""
-        store, geometry = self.store, self.geometry
-        if geometry is None:
-            assert store.pixels is not None
-            return store.pixels[self.rows]
-        pixels = torch.empty(len(self), *geometry.shape, dtype=torch.uint8)
-
-        def decode(block: Tensor, rows: Tensor) -> None:
-            for position, row in enumerate(rows.tolist()):
-                block[position] = store.fitted(geometry, row)
-
-        with ThreadPoolExecutor(threads()) as pool:
-            # In order, so that the first corrupt image is the same one in every run; it cancels the rest.
-            list(pool.map(decode, pixels.split(CHUNK), self.rows.split(CHUNK)))
+        """The pixels of all images."""
+        if self.geometry is None:
+            assert self.store.pixels is not None
+            return self.store.pixels[self.rows]
+        pixels = torch.empty(len(self), *self.geometry.shape, dtype=torch.uint8)
+        chunks = ((rows, None) for rows in self.rows.split(CHUNK))
+        for block, (_, _, images) in zip(pixels.split(CHUNK), self._decoded(chunks, self.geometry, None), strict=True):
+            block.copy_(images)
         return pixels
 
-    def _held(self, order: Pass) -> Iterator[Batch]:
-        pixels = self._pixels.to(order.device)
-        for positions, draws in order.steps(len(self)):
-            images = pixels[without_waiting(positions, order.device)]
-            yield self._batch(images, self.rows[positions], draws, order)
-
-    def _streamed(self, order: Pass, geometry: ImageGeometry, windows: Augmentation | None) -> Iterator[Batch]:
-        # A queue of batches in order, each with its decoding tasks; the first is collected once AHEAD more are
-        # submitted.
+    def _decoded(
+        self, steps: Iterable[tuple[Tensor, Draws | None]], geometry: ImageGeometry, windows: Augmentation | None
+    ) -> Iterator[tuple[Int[Tensor, "batch"], Draws | None, UInt8[Tensor, "batch channels height width"]]]:
+        """Yields the pixels of every step, decoded by several threads ahead of their use."""
+        # In order, so that the first corrupt image is the same one in every run.
         waiting: deque[tuple[Tensor, Draws | None, list[Future]]] = deque()
         pool = ThreadPoolExecutor(threads())
 
-        def collected(rows: Int[Tensor, "batch"], draws: Draws | None, tasks: list[Future]) -> Batch:
-            images = torch.stack([task.result() for task in tasks])
-            return self._batch(without_waiting(images, order.device), rows, draws, order)
+        def collected() -> tuple[Tensor, Draws | None, Tensor]:
+            rows, draws, tasks = waiting.popleft()
+            return rows, draws, torch.stack([task.result() for task in tasks])
 
         try:
-            for positions, draws in order.steps(len(self)):
-                rows = self.rows[positions]
-                decode, numbers = partial(self._decoded, geometry, windows), [None] * len(rows)
-                drawn = draws.window if draws is not None and windows is not None else numbers
-                tasks = [pool.submit(decode, *pair) for pair in zip(rows.tolist(), drawn, strict=True)]
-                waiting.append((rows, draws, tasks))
+            for rows, draws in steps:
+                drawn = [None] * len(rows) if draws is None or windows is None else draws.window
+                tasks = zip(rows.tolist(), drawn, strict=True)
+                waiting.append((rows, draws, [pool.submit(self._picture, geometry, windows, *task) for task in tasks]))
                 if len(waiting) > AHEAD:
-                    yield collected(*waiting.popleft())
+                    yield collected()
             while waiting:
-                yield collected(*waiting.popleft())
+                yield collected()
         finally:  # also when the consumer stops early
             # Does not wait, because images of batches that nothing consumes may still be decoded.
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _decoded(
+    def _picture(
         self, geometry: ImageGeometry, windows: Augmentation | None, row: int, window: Tensor | None
     ) -> UInt8[Tensor, "channels height width"]:
         """Returns the pixels of a picture: fitted as in evaluation or, with the numbers of a window, cropped."""

@@ -8,20 +8,21 @@ from pathlib import Path
 
 import torch
 
-from attnrx.data.digits import open_digits
 from attnrx.data.files import open_folder
 from attnrx.data.images import UNLABELLED, ImageSet, evenly_spaced
 from attnrx.data.loaded_images import LoadedImages
 from attnrx.data.parquet import Columns, open_hub, open_parquet, parquet_columns
 from attnrx.data.pixels import Augmentation, guess_geometry, padding_for
-from attnrx.data.splits import NAMES, MissingImages, Opened, Splits, assign, by_canonical_name
+from attnrx.data.splits import NAMES, MissingImages, Opened, Splits, StoredImages, assign, by_canonical_name
 from attnrx.support.arguments import PATH, RATE, SIDE, Kind, checked, each, either, optional
 from attnrx.support.errors import DataError, InvalidInput, nearest
-from attnrx.support.plugins import import_plugins
+from attnrx.support.optional import import_plugins, required_module
 from attnrx.support.preprocessing import ImageGeometry, Normalization
+from attnrx.support.shapes import Int, Tensor, UInt8
 
 SIDES = each(SIDE, "(height, width)", least=1, most=2)
 GUESSED_FROM = 16  # pictures of a dataset without a known geometry
+DIGIT_SIDE, GREYS = 8, 16  # scikit-learn stores the pixels of the digits as counts, 0 to 16
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -44,6 +45,35 @@ class DatasetCard:
     ignored: tuple[str, ...] = ()
     other_names: tuple[str, ...] = ()
     open: Callable[[], Opened] | None = None
+
+
+def open_digits() -> Opened:
+    """Returns the 1,797 handwritten digits inside scikit-learn, in its order: real data without a download."""
+    images, labels = digit_images()
+    return Opened({"train": stored_greys(images, labels, "digit {} of scikit-learn")}, tuple("0123456789"))
+
+
+def stored_greys(
+    images: UInt8[Tensor, "images height width"], labels: Int[Tensor, "images"], name: str
+) -> StoredImages:
+    """Returns grey images in memory, which messages call by a name with {} for the number of the image."""
+    # As PGM files, so that these images take the same way as all others: a header, then the pixels.
+    header = b"P5 %d %d 255\n" % (images.shape[2], images.shape[1])
+    return StoredImages(
+        labels, torch.arange(len(labels)), lambda at: header + images[at].numpy().tobytes(), name.format
+    )
+
+
+def digit_images() -> tuple[UInt8[Tensor, "digits side side"], Int[Tensor, "digits"]]:
+    """Returns the pixels and the labels of scikit-learn's digits.
+
+    Raises:
+        NotSupported: scikit-learn is not installed.
+    """
+    digits = required_module("sklearn.datasets", "data", "the digits")
+    images, labels = digits.load_digits(return_X_y=True)
+    pixels = (images * 255 / GREYS).round().astype("uint8").reshape(-1, DIGIT_SIDE, DIGIT_SIDE)
+    return torch.from_numpy(pixels), torch.from_numpy(labels).long()
 
 
 DATASETS: Mapping[str, DatasetCard] = {

@@ -10,7 +10,6 @@ label under one of LABEL_KEYS. Images are float tensors on the scale that the mo
 PIL pictures is preprocessed as the model's library does it (`Family.preprocessing`).
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -303,14 +302,13 @@ class _ItemReader:
         images = [image for image, _ in pairs]
         if self.outputs in UNREAD or all(label is None for _, label in pairs):
             return self.batch(torch.stack(images))
-        if self.outputs in ("multilabel", TARGETS):
-            vectors = [self._numbers(label) for _, label in pairs]
-            if len({vector.shape for vector in vectors}) > 1:
-                hint = VECTORS if self.outputs == "multilabel" else "resize them to one"
-                raise InvalidInput(f"the labels of {self.argument} have several shapes; {hint}.")
-            return self.batch((torch.stack(images), torch.stack(vectors)))
-        labels = [UNLABELLED if label is None else self._class_number(label) for _, label in pairs]
-        return self.batch((torch.stack(images), labels))
+        labels = [torch.tensor(UNLABELLED) if label is None else self._numbers(label) for _, label in pairs]
+        if self.outputs not in ("multilabel", TARGETS):  # a class number may be an array of one
+            labels = [label.squeeze() for label in labels]
+        if len({label.shape for label in labels}) > 1:
+            hint = {"multilabel": VECTORS, TARGETS: "resize them to one"}.get(self.outputs, NUMBERS)
+            raise InvalidInput(f"the labels of {self.argument} have several shapes; {hint}.")
+        return self.batch((torch.stack(images), torch.stack(labels)))
 
     def _image(self, image: Any) -> Tensor:
         if isinstance(image, Tensor) or not hasattr(image, "convert"):  # which PIL pictures have
@@ -332,14 +330,9 @@ class _ItemReader:
                 return torch.from_numpy(np.array(labels))
             return torch.as_tensor(labels).detach().cpu()
         except (TypeError, ValueError, RuntimeError):  # names of classes, or lists of several lengths
-            raise InvalidInput(f"the labels of {self.argument} are {_described(labels)}; {NUMBERS}.") from None
-
-    def _class_number(self, label: Any) -> int:
-        number = label.item() if math.prod(getattr(label, "shape", (0,))) == 1 else label
-        # __index__: integers. A bool has it too, and so has an array or tensor of several numbers.
-        if isinstance(number, bool) or hasattr(number, "shape") or not hasattr(number, "__index__"):
-            raise InvalidInput(f"a label of {self.argument} is {_described(label)}; {NUMBERS}.")
-        return int(number)
+            shape = getattr(labels, "shape", None)
+            found = f"{labels!r}"[:80] if shape is None else f"a {type(labels).__name__} {list(shape)}"
+            raise InvalidInput(f"the labels of {self.argument} are {found}; {NUMBERS}.") from None
 
     def is_batch(self, image: Any) -> bool:
         """Returns whether this is a tensor of several images."""
@@ -371,12 +364,6 @@ class _ItemReader:
                 "trained with: divided by 255, minus the mean, divided by the standard deviation."
             )
         return images
-
-
-def _described(label: Any) -> str:
-    """Returns a label for a message: its shape, if it has one, because it may have an entry per class."""
-    shape = getattr(label, "shape", None)
-    return f"{label!r}"[:80] if shape is None else f"a {type(label).__name__} {list(shape)}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,10 @@
-"""Optional libraries, which the extras of attnrx install."""
+"""Optional libraries, which the extras of attnrx install, and parts that other packages register."""
 
 import importlib
 import importlib.metadata
 import importlib.util
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from attnrx.support.errors import NotSupported
@@ -49,3 +50,10 @@ def installed_versions(*names: str) -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions
+
+
+@cache
+def import_plugins() -> None:
+    """Imports the modules that the entry points of the group `attnrx.parts` name, whose parts register themselves."""
+    for entry in importlib.metadata.entry_points(group="attnrx.parts"):
+        entry.load()

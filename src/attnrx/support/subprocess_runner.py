@@ -1,23 +1,28 @@
-"""Calls of functions in another process, so that measurements do not depend on the state of this process."""
+"""Child processes, which this module alone starts: programs, and calls of functions in another process, so that
+measurements do not depend on the state of this one.
+"""
 
 import os
 import pickle
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from attnrx.support.child_processes import POSIX, start_python
 from attnrx.support.errors import AttnrxError, NotSupported
 
 Value = TypeVar("Value")
 
+ROOT = Path(os.sep).absolute()
+POSIX = os.name == "posix"
 VARIABLES = {
     # By default glibc returns large free blocks to the operating system and faults them in again page by page. This
     # cost is not the model's, and it varied by a tenth within a quarter of an hour. Other systems ignore the two.
@@ -47,12 +52,24 @@ class Subprocess:
 
     It keeps freed memory, like a service with its own allocator. Function, arguments and result are pickled, because
     they may contain modules of any library, and are exchanged in a private temporary folder. The process ends with
-    this one, after the call that it runs.
+    this one, after the call that it runs. It searches modules where this one does: in the current folder last, and only
+    if this one does too.
     """
 
     def __init__(self):
         imports = [name for name in sys.modules if name.partition(".")[0] in LIBRARIES]
-        self.process = start_python(__name__, VARIABLES)
+        absolute = [entry for entry in sys.path if Path(entry).is_absolute()]
+        relative = [str(Path(entry).absolute()) for entry in sys.path if entry not in absolute]
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", f"import sys; sys.path += {relative}; from {__name__} import serve; serve()"],
+            # The two variables are also for processes that libraries start there, e.g. torch's compiler.
+            env={**os.environ, **VARIABLES, "PYTHONPATH": os.pathsep.join(absolute), "PYTHONSAFEPATH": "1"},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # A session of its own: its end reaches its forks too, and Ctrl-C reaches this process alone.
+            start_new_session=POSIX,
+        )
         assert self.process.stdin is not None
         self.process.stdin.write(" ".join(imports) + "\n")
         self.process.stdin.flush()
@@ -131,25 +148,20 @@ def shared_subprocess() -> Iterator[Subprocess]:
         _shared.pop().close()
 
 
-def run_in_subprocess(function: Callable[..., Value], *arguments: Any, on_line: Callable[[str], None] = print) -> Value:
-    """Calls a module-level function in another process and returns its value; see `Subprocess`.
-
-    `on_line` is called with every line that the function prints.
-
-    Raises:
-        NotSupported: An argument cannot be pickled, such as a model of a class that no module defines; or the process
-            failed.
+def run_in_subprocess(
+    function: Callable[..., Value],
+    *arguments: Any,
+    in_subprocess: bool = True,
+    on_line: Callable[[str], None] = print,
+) -> Value:
+    """Calls a module-level function in another process, as `Subprocess.calls` does, and returns its value; in this one
+    with `in_subprocess=False`.
     """
+    if not in_subprocess:
+        return function(*arguments)
     with shared_subprocess() as process:
         (value,) = process.calls(1, function, *arguments, on_line=on_line)
         return value
-
-
-def call_in_subprocess_if(
-    function: Callable[..., Value], *arguments: Any, in_subprocess: bool, on_line: Callable[[str], None] = print
-) -> Value:
-    """Calls a function in another process if `in_subprocess`, else in this one."""
-    return run_in_subprocess(function, *arguments, on_line=on_line) if in_subprocess else function(*arguments)
 
 
 def serve() -> None:
@@ -164,7 +176,7 @@ def serve() -> None:
         if FORKS:
             child = os.fork()
             if not child:
-                _end(_run, folder)
+                _run_and_exit(folder)
             _, status = os.waitpid(child, 0)
             # The caller reports this end: it reads no result, and waits for this process.
             if os.WIFSIGNALED(status):
@@ -194,11 +206,11 @@ def _run(folder: Path) -> None:
     (folder / _RETURNED).write_bytes(pickle.dumps(returned))
 
 
-def _end(run: Callable[[Path], None], folder: Path) -> None:
+def _run_and_exit(folder: Path) -> None:
     """Runs a call and ends this process without the clean-up that belongs to its parent."""
     code = 1
     try:
-        run(folder)
+        _run(folder)
         code = 0
     except Exception:
         traceback.print_exc()
@@ -206,3 +218,39 @@ def _end(run: Callable[[Path], None], folder: Path) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def find_program(name: str) -> str | None:
+    """Returns the absolute path of a program, or None; relative entries of PATH are skipped.
+
+    A name with a separator, e.g. `./compiler`, is a path relative to the current folder.
+    """
+    found = shutil.which(name, path=_program_path())
+    return None if found is None else str(Path(found).absolute())
+
+
+def run_program(command: Sequence[str], timeout: int | float) -> subprocess.CompletedProcess[str]:
+    """Runs a program, given by its absolute path, in the root folder, and returns its code and its output.
+
+    Raises:
+        OSError: It cannot be started, or has not ended after `timeout` seconds.
+    """
+    try:
+        # In the root folder, because compilers read empty entries of CPATH and its like as the current folder.
+        return subprocess.run(
+            command,
+            env={**os.environ, "PATH": _program_path()},
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"{command[0]} timed out after {timeout} seconds") from error
+
+
+def _program_path() -> str:
+    entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return os.pathsep.join(entry for entry in entries if Path(entry).is_absolute())

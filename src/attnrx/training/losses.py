@@ -14,7 +14,7 @@ from torch import nn
 from attnrx.data.model_data import normalization_of
 from attnrx.support.arguments import BELOW_ONE, COUNT, POSITIVE, Kind, optional, require_fields
 from attnrx.support.errors import InvalidInput
-from attnrx.support.plugins import import_plugins
+from attnrx.support.optional import import_plugins
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.support.text_parsing import Language, TextReader, knobs_of
 from attnrx.vit.models import TokenRun, family_of, load_model, recording_blocks

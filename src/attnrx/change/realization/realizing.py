@@ -14,7 +14,7 @@ from attnrx.nouns.prescription import HiddenDecision, LayerPrescription, Prescri
 from attnrx.support.arguments import IMAGES, checked, one_of, optional
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
-from attnrx.support.plugins import import_plugins
+from attnrx.support.optional import import_plugins
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.maps import LINEAR_MAPS, REALIZATIONS, REALIZED_NORMS
 from attnrx.vit.models import (

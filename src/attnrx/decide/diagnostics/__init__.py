@@ -4,7 +4,7 @@ from attnrx.decide.diagnostics.diagnostic import Diagnostic, Panel
 from attnrx.decide.diagnostics.geometry import Geometry
 from attnrx.decide.diagnostics.moments import MapWatch, Moments, hidden_diagnosis, singular_directions
 from attnrx.decide.diagnostics.spectral_shape import SpectralShape
-from attnrx.support.plugins import import_plugins
+from attnrx.support.optional import import_plugins
 from attnrx.vit.spectrum import Spectrum
 
 DIAGNOSTICS: dict[str, type[Diagnostic]] = {

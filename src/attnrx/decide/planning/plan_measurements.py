@@ -24,7 +24,7 @@ from attnrx.decide.planning.sensitivity import Sensitivities, measure_sensitivit
 from attnrx.decide.planning.space import Choices, Space
 from attnrx.support.progress import begin
 from attnrx.support.shapes import Tensor
-from attnrx.support.subprocess_runner import call_in_subprocess_if
+from attnrx.support.subprocess_runner import run_in_subprocess
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, compare_latency
 from attnrx.vit.costs.latency import PROCESSES
 from attnrx.vit.models import family_of
@@ -85,7 +85,7 @@ class PlanTimer:
             # In a process of their own, as whole models: after the blocks were timed in it, these were slower. The
             # runtime of a format is used in this process, because it allocates its memory itself.
             forked = settings.in_subprocess and settings.form is None
-            blocks = call_in_subprocess_if(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
+            blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
             return corrected(blocks, space, partial(self.latency_shares, rounds=settings.whole_rounds))
 
         return cached_cost_table(self.space, self.settings, measure)
@@ -102,7 +102,7 @@ class PlanTimer:
         if settings.adjusts and settings.batch * family_of(self.space.model).costs(self.space.model).macs >= LONG:
             protocol = replace(protocol, rounds=max(rounds // 3, 2), warmup=1)
         sides = model, self.library_model, settings.noise(self.space.model), protocol
-        speed = call_in_subprocess_if(compare_latency, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
+        speed = run_in_subprocess(compare_latency, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
         return {
             "faster": speed.faster.value,
             "low": speed.faster.low,
@@ -132,7 +132,7 @@ class PlanTimer:
             speeds = file_speeds(models, settings, self.images, rounds, self.library_model)
             return {name: 1 / speed for name, speed in speeds.items()}
         sides = models, self.library_model, settings.noise(self.space.model), replace(settings.protocol, rounds=rounds)
-        timed = call_in_subprocess_if(compare_latencies, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
+        timed = run_in_subprocess(compare_latencies, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
         return {name: 1 / comparison.faster.value for name, comparison in timed.items()}
 
 

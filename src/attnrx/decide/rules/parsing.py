@@ -6,7 +6,7 @@ from attnrx.decide.rules.by_strength import EnergyRetention, TotalRank, UniformR
 from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, rule_name
 from attnrx.nouns.prescription import TokenPrescription
 from attnrx.support.errors import InvalidInput, InvalidRule, UnknownName
-from attnrx.support.plugins import import_plugins
+from attnrx.support.optional import import_plugins
 from attnrx.support.text_parsing import Language, TextReader, split_named
 from attnrx.vit.maps import LAYER_MAPS, MAPS, TOKENS
 from attnrx.vit.tokens import TokenPolicy, parse_policy

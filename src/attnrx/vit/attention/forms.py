@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.plugins import import_plugins
+from attnrx.support.optional import import_plugins
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention.factors import Bucket, ScoreFactors
 from attnrx.vit.attention.head_linear import HeadLinear, in_buckets

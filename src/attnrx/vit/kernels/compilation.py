@@ -20,10 +20,10 @@ from tempfile import TemporaryDirectory, mkstemp
 
 import torch
 
-from attnrx.support.child_processes import find_program, run_program
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, KernelWarning, NotSupported
 from attnrx.support.hardware import cache_folder
 from attnrx.support.storage import check_schema, json_text
+from attnrx.support.subprocess_runner import find_program, run_program
 from attnrx.vit.kernels.flags import FLAGS, HEADERS, SOURCES, THREADS, shipped_library
 
 KIND, SCHEMA = "attnrx compiled library", 1

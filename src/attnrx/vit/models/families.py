@@ -12,7 +12,7 @@ from attnrx.support.atomic_writes import Parts
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName, nearest
 from attnrx.support.hub import NAME, download
 from attnrx.support.modules import copy_module
-from attnrx.support.plugins import import_plugins
+from attnrx.support.optional import import_plugins
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
 from attnrx.vit.models.family import Family, NamedFamily, require_ordinary_tensors

@@ -5,7 +5,7 @@ from typing import Any
 
 from attnrx.support.dataclass_records import from_dict
 from attnrx.support.errors import InvalidInput
-from attnrx.support.plugins import import_plugins
+from attnrx.support.optional import import_plugins
 from attnrx.vit.tokens.merging import ToMe, Ward
 from attnrx.vit.tokens.policy import PolicyReader, TokenPolicy
 from attnrx.vit.tokens.reducer import (
