@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from attnrx.data.fixed_images import MAX_IMAGES, FixedImages, read_once
-from attnrx.data.images import ImageSet, RowImages, round_robin
+from attnrx.data.images import ImageSet, round_robin
+from attnrx.data.loaded_images import LoadedImages
 from attnrx.data.splits import NAMES, MissingImages, Splits
 from attnrx.support.errors import DataError
 from attnrx.support.preprocessing import Normalization
@@ -100,8 +101,7 @@ def distinct_splits(splits: Splits) -> Splits:
     Raises:
         DataError: No split has images.
     """
-    rows = {name: each for name, each in _distinct_sets(splits).items() if isinstance(each, RowImages)}
-    stored = {name: images for name, images in rows.items() if hasattr(images.store, "content")}
+    stored = {name: images for name, images in _distinct_sets(splits).items() if isinstance(images, LoadedImages)}
     if sum(map(len, stored.values())) > MOST_COMPARED:
         return splits
     hashes = {

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from attnrx.data.images import round_robin
-from attnrx.data.splits import SPLITS, Opened, StoredImages
+from attnrx.data.loaded_images import StoredImages
+from attnrx.data.splits import SPLITS, Opened
 from attnrx.support.errors import DataError
 from attnrx.support.shapes import Int, Tensor
 from attnrx.support.validation import require_regular

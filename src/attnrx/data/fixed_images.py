@@ -128,10 +128,6 @@ class FixedImages(Displayed, RowImages):
         """Returns the images at these positions."""
         return replace(self, rows=self.rows[positions])
 
-    def relabelled(self, numbers: Int[Tensor, "classes"] | None, problem: str | None = None) -> "FixedImages":
-        store = self.store if numbers is None else replace(self.store, numbers=numbers[self.store.numbers])
-        return replace(self, store=store, problem=problem)
-
     def limited_to(self, num_classes: int) -> "FixedImages":
         """Returns the set itself.
 

@@ -17,7 +17,6 @@ import torch
 
 from attnrx.data.pixels import Augmentation, Draws
 from attnrx.support.errors import DataError, InvalidInput
-from attnrx.support.preprocessing import ImageGeometry, Normalization
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 
 UNLABELLED = -1  # no class number, so it cannot equal an answer
@@ -162,31 +161,6 @@ class ImageSet(ABC):
             DataError: The set holds fewer images, or `count` is below 1.
         """
 
-    def renormalized(self, normalization: Normalization) -> "ImageSet":
-        """Returns the same images on another scale, for a model that was trained with other statistics; the set itself
-        where transforms of the user decide the scale.
-        """
-        del normalization
-        return self
-
-    def with_geometry(self, geometry: ImageGeometry) -> "ImageSet":
-        """Returns the same pictures fitted to another geometry; the set itself where its pixels are fixed."""
-        del geometry
-        return self
-
-    def relabelled(self, numbers: Int[Tensor, "classes"] | None, problem: str | None = None) -> "ImageSet":
-        """Returns the same images with labels in the order of a head, or with labels that fit no head.
-
-        Args:
-            numbers: The head's class of every class of the dataset, -1 for no label; None if the labels stay the same.
-            problem: The reason why they fit no head.
-
-        Raises:
-            DataError: The labels are those of a user's dataset, which is read anew in every pass.
-        """
-        del numbers, problem
-        raise DataError("labels of a dataset of your own cannot be mapped here: let its items have the model's.")
-
     @abstractmethod
     def _pass(self, order: Pass) -> Iterator[Batch]:
         """Makes the batches of one pass, its knobs already checked."""
@@ -223,10 +197,7 @@ class ImageSet(ABC):
 
 @dataclass(frozen=True, eq=False)
 class RowImages(ImageSet):
-    """Some rows of a store that can be read in any order.
-
-    The store has the `labels` of all its rows, or None, and the bytes of one as `content(row)`.
-    """
+    """Some rows of a store that can be read in any order; the store has the `labels` of all its rows, or None."""
 
     name: str
     store: Any
@@ -234,12 +205,6 @@ class RowImages(ImageSet):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hashes every label and the bytes of up to 64 images."""
-        sampled = self.rows[evenly_spaced(len(self))].tolist()
-        return digest(self.name, self.store.labels[self.rows], map(self.store.content, sampled))
 
     def take(self, count: int) -> ImageSet:
         """Returns `count` rows: going round the classes where the store has labels, else evenly spread.

@@ -3,24 +3,71 @@ that do not fit in memory are decoded batch by batch, ahead of the model."""
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from attnrx.data.images import UNLABELLED, Batch, ImageSet, Pass, RowImages
+from attnrx.data.images import UNLABELLED, Batch, Pass, RowImages, digest, evenly_spaced
 from attnrx.data.pixels import Augmentation, Draws, random_window, threads
-from attnrx.data.splits import StoredImages
 from attnrx.support.display import Displayed
-from attnrx.support.errors import InvalidInput
+from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.pictures import open_picture, pixels_of
 from attnrx.support.preprocessing import ImageGeometry, Normalization, without_waiting
 from attnrx.support.shapes import Int, Tensor, UInt8
 
 CHUNK = 256  # images of a step that decodes a whole set
 AHEAD = 2  # batches that are being decoded while the model works on another
 IN_MEMORY = 2 * 2**30  # bytes of decoded pixels of a store that are held in memory; larger ones stream
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StoredImages(Displayed):
+    """The encoded images of one split in storage order: what every storage format is read into.
+
+    `sources` are their rows in the source. `content` reads the bytes of the image at a position, and `where` returns
+    its file and row, for messages. `pixels` are those of images that are given decoded.
+    """
+
+    labels: Int[Tensor, "stored"]
+    sources: Int[Tensor, "stored"]
+    content: Callable[[int], bytes]
+    where: Callable[[int], str]
+    pixels: UInt8[Tensor, "stored channels height width"] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def picture(
+        self, position: int, channels: int | None, alpha: str = "drop"
+    ) -> UInt8[Tensor, "channels height width"]:
+        """Decodes one image to grey (1 channel), RGB (3) or, with None, to the one of the two that it is.
+
+        Raises:
+            DataError: The image cannot be decoded; the message contains `where(position)`.
+        """
+        try:
+            with open_picture(self.content(position)) as picture:
+                return torch.from_numpy(pixels_of(picture, channels, alpha)).permute(2, 0, 1)
+        except DataError:  # of a file that was deleted
+            raise
+        except Exception as error:  # Pillow's readers raise many types: SyntaxError, struct.error, EOFError
+            where, reason = self.where(position), str(error) or type(error).__name__
+            raise DataError(f"cannot decode the image {where}: {reason}. Repair or remove it.") from error
+
+    def fitted(self, geometry: ImageGeometry, position: int) -> UInt8[Tensor, "channels height width"]:
+        """Decodes one image and fits it as evaluation does, without randomness.
+
+        Raises:
+            DataError: The image cannot be decoded, or is too large to be resized.
+        """
+        picture = self.picture(position, geometry.channels, geometry.alpha)
+        try:
+            return geometry.fit(picture)
+        except ValueError as error:
+            raise DataError(f"cannot resize the image {self.where(position)}: {error}.") from error
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,18 +90,19 @@ class LoadedImages(Displayed, RowImages):
     def has_labels(self) -> bool:
         return self.numbers is None or bool((self.numbers != UNLABELLED).any())
 
-    def relabelled(self, numbers: Int[Tensor, "classes"] | None, problem: str | None = None) -> "LoadedImages":
-        if numbers is None or self.numbers is None:
-            both = self.numbers if numbers is None else numbers
-        else:
-            both = numbers[self.numbers]
-        return replace(self, numbers=both, problem=problem)
+    @property
+    def fingerprint(self) -> str:
+        """Hashes every label and the bytes of up to 64 images."""
+        sampled = self.rows[evenly_spaced(len(self))].tolist()
+        return digest(self.name, self.store.labels[self.rows], map(self.store.content, sampled))
+
+    def relabelled(self, numbers: Int[Tensor, "classes"]) -> "LoadedImages":
+        """Returns the same images with labels of a head: its class of every class of the dataset, -1 for no label."""
+        return replace(self, numbers=numbers if self.numbers is None else numbers[self.numbers], problem=None)
 
     def renormalized(self, normalization: Normalization) -> "LoadedImages":
+        """Returns the same images on another scale, for a model that was trained with other statistics."""
         return replace(self, normalization=normalization)
-
-    def with_geometry(self, geometry: ImageGeometry) -> ImageSet:
-        return self if self.geometry is None else replace(self, geometry=geometry)
 
     @property
     def is_held(self) -> bool:

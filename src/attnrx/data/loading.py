@@ -10,10 +10,10 @@ import torch
 
 from attnrx.data.files import open_folder
 from attnrx.data.images import UNLABELLED, ImageSet, evenly_spaced
-from attnrx.data.loaded_images import LoadedImages
+from attnrx.data.loaded_images import LoadedImages, StoredImages
 from attnrx.data.parquet import Columns, open_hub, open_parquet, parquet_columns
 from attnrx.data.pixels import Augmentation, guess_geometry, padding_for
-from attnrx.data.splits import NAMES, MissingImages, Opened, Splits, StoredImages, assign, by_canonical_name
+from attnrx.data.splits import NAMES, MissingImages, Opened, Splits, assign, by_canonical_name
 from attnrx.support.arguments import PATH, RATE, SIDE, Kind, checked, each, either, optional
 from attnrx.support.errors import DataError, InvalidInput, nearest
 from attnrx.support.optional import import_plugins, required_module
@@ -292,15 +292,23 @@ def load_data(
     geometry = geometry or own_geometry
     fits = card is not None and len(card.normalization.mean) == geometry.channels
     normalization = card.normalization if card and fits else Normalization.half(geometry.channels)
+    numbers, problem = None, None
+    if not opened.class_names:
+        numbers = torch.tensor([UNLABELLED])
+        problem = f"{requested} has no labels, and this needs them: {opened.remedy}."
     sets: dict[str, ImageSet] = {
         split: LoadedImages(
-            f"{location.name}/{split}", opened.splits[stored], rows, geometry, normalization, photos=photos
+            f"{location.name}/{split}",
+            opened.splits[stored],
+            rows,
+            geometry,
+            normalization,
+            photos=photos,
+            numbers=numbers,
+            problem=problem,
         )
         for split, (stored, rows) in parts.items()
     }
-    if not opened.class_names:
-        problem = f"{requested} has no labels, and this needs them: {opened.remedy}."
-        sets = {split: images.relabelled(torch.tensor([UNLABELLED]), problem) for split, images in sets.items()}
     missing = {split: MissingImages(requested, split, sets) for split in NAMES}
     flip, shift = (True, True) if card is None else (card.flip, card.shift)
     # The window is usual for ImageNet.

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from attnrx.data.images import IMAGE_KEYS, LABEL_KEYS
-from attnrx.data.splits import SPLITS, Opened, StoredImages, numbered_classes
+from attnrx.data.loaded_images import StoredImages
+from attnrx.data.splits import SPLITS, Opened, numbered_classes
 from attnrx.support.arguments import described_error, require_fields
 from attnrx.support.errors import DataError, nearest
 from attnrx.support.hardware import cache_folder

@@ -1,5 +1,8 @@
-"""Train, validation and test from the stored splits that a dataset has."""
+"""Train, validation and test from the stored splits that a dataset has, and their labels against the classes of a head:
+the same numbers, a map between them, or a reason to refuse.
+"""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -7,12 +10,12 @@ from typing import Any, NoReturn
 import torch
 
 from attnrx.data.images import ImageSet, hold_out
+from attnrx.data.loaded_images import LoadedImages, StoredImages
 from attnrx.data.pixels import Augmentation, padding_for
 from attnrx.support.display import Displayed
-from attnrx.support.errors import DataError
-from attnrx.support.pictures import open_picture, pixels_of
+from attnrx.support.errors import DataError, UnknownName
 from attnrx.support.preprocessing import ImageGeometry, Normalization
-from attnrx.support.shapes import Int, Tensor, UInt8
+from attnrx.support.shapes import Int, Tensor
 
 NAMES = ("train", "validation", "test")
 SPLITS = {  # the names of splits in datasets, in lower case
@@ -25,6 +28,9 @@ SPLITS = {  # the names of splits in datasets, in lower case
     "test": "test",
     "testing": "test",
 }
+IMAGENET_1K = 1000
+# How ImageNet's classes, and their folders, are named, e.g. n01440764.
+WORDNET_ID = re.compile(r"n\d{8}")
 MAX_CLASSES = 100_000  # ImageNet-21k has 21,841
 TEST_SHARE = 0.2  # of a dataset that has neither test nor validation images
 VALIDATION_IS_TEST = "no test split: the validation images are used as the test"
@@ -51,24 +57,29 @@ class Splits(Displayed):
     notes: tuple[str, ...] = ()
     geometry: ImageGeometry | None = None
 
-    def changed(self, change: Callable[[ImageSet], ImageSet], **others: Any) -> "Splits":
-        """Returns the splits with `change` applied to each image set, and with other fields as given."""
-        present = {name: images for name in NAMES if not isinstance(images := getattr(self, name), MissingImages)}
-        return replace(self, **{name: change(images) for name, images in present.items()}, **others)
+    def changed(self, change: Callable[[LoadedImages], ImageSet], **others: Any) -> "Splits":
+        """Returns the splits with `change` applied to images that attnrx decodes, and with other fields as given."""
+        decoded = {name: images for name in NAMES if isinstance(images := getattr(self, name), LoadedImages)}
+        return replace(self, **{name: change(images) for name, images in decoded.items()}, **others)
 
     def renormalized(self, normalization: Normalization) -> "Splits":
-        """Returns the same images on another scale, for a model that was trained with other statistics."""
+        """Returns the same images on another scale, for a model that was trained with other statistics; those of a
+        user's dataset stay, whose own transforms decide the scale.
+        """
         return self.changed(lambda images: images.renormalized(normalization), normalization=normalization)
 
     def with_geometry(self, geometry: ImageGeometry, normalization: Normalization) -> "Splits":
         """Returns the same pictures with another size, other channels or another way of fitting, and their scale."""
         shape = {"channels": geometry.channels, "image_size": geometry.side, "normalization": normalization}
-        changed = self.changed(
-            lambda images: images.with_geometry(geometry).renormalized(normalization), geometry=geometry, **shape
-        )
-        if self.augmentation is None or not self.augmentation.padding:
-            return changed
-        return replace(changed, augmentation=replace(self.augmentation, padding=padding_for(geometry)))
+        augmentation = self.augmentation
+        if augmentation is not None and augmentation.padding:
+            augmentation = replace(augmentation, padding=padding_for(geometry))
+
+        def fitted(images: LoadedImages) -> LoadedImages:
+            fixed = images.geometry is None  # given as pixels
+            return replace(images, geometry=None if fixed else geometry, normalization=normalization)
+
+        return self.changed(fitted, geometry=geometry, augmentation=augmentation, **shape)
 
 
 class MissingImages(ImageSet):
@@ -87,53 +98,6 @@ class MissingImages(ImageSet):
     @property
     def fingerprint(self) -> str:
         self._refuse()
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class StoredImages(Displayed):
-    """The encoded images of one split in storage order: what every storage format is read into.
-
-    `sources` are their rows in the source. `content` reads the bytes of the image at a position, and `where` returns
-    its file and row, for messages. `pixels` are those of images that are given decoded.
-    """
-
-    labels: Int[Tensor, "stored"]
-    sources: Int[Tensor, "stored"]
-    content: Callable[[int], bytes]
-    where: Callable[[int], str]
-    pixels: UInt8[Tensor, "stored channels height width"] | None = None
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def picture(
-        self, position: int, channels: int | None, alpha: str = "drop"
-    ) -> UInt8[Tensor, "channels height width"]:
-        """Decodes one image to grey (1 channel), RGB (3) or, with None, to the one of the two that it is.
-
-        Raises:
-            DataError: The image cannot be decoded; the message contains `where(position)`.
-        """
-        try:
-            with open_picture(self.content(position)) as picture:
-                return torch.from_numpy(pixels_of(picture, channels, alpha)).permute(2, 0, 1)
-        except DataError:  # of a file that was deleted
-            raise
-        except Exception as error:  # Pillow's readers raise many types: SyntaxError, struct.error, EOFError
-            where, reason = self.where(position), str(error) or type(error).__name__
-            raise DataError(f"cannot decode the image {where}: {reason}. Repair or remove it.") from error
-
-    def fitted(self, geometry: ImageGeometry, position: int) -> UInt8[Tensor, "channels height width"]:
-        """Decodes one image and fits it as evaluation does, without randomness.
-
-        Raises:
-            DataError: The image cannot be decoded, or is too large to be resized.
-        """
-        picture = self.picture(position, geometry.channels, geometry.alpha)
-        try:
-            return geometry.fit(picture)
-        except ValueError as error:
-            raise DataError(f"cannot resize the image {self.where(position)}: {error}.") from error
 
 
 @dataclass(frozen=True)
@@ -251,3 +215,117 @@ def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str,
                 f"label mismatch between the splits of {source}: class {class_names[min(strange)]!r} occurs in {split} "
                 "but never in train; check that both count the same classes."
             )
+
+
+def require_labels(images: ImageSet) -> None:
+    """Checks that the labels are classes of the model.
+
+    Raises:
+        DataError: The images have no labels, or those of other classes; the message is their `label_problem`.
+    """
+    if images.label_problem is not None:
+        raise DataError(images.label_problem)
+
+
+def require_labelled(labels: Int[Tensor, "images *labels"]) -> None:
+    """Checks that all of these images, which have labels as a set, have one: every answer would be wrong without.
+
+    Raises:
+        DataError: Some have none.
+    """
+    # Below zero are UNLABELLED, and the numbers that other libraries have for it, such as -100.
+    missing = int((labels < 0).flatten(1).any(1).sum() if labels.ndim > 1 else (labels < 0).sum())
+    if missing:
+        raise DataError(
+            f"{missing} of {len(labels)} images have no label: give every image one, or all without labels where none "
+            "are needed."
+        )
+
+
+def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None = None) -> Splits:
+    """Returns the dataset with its labels as numbers of a head.
+
+    As many classes, or labels without names that the head has, are unchanged. A dataset whose classes are WordNet ids
+    or names of ImageNet classes is mapped to a head with the 1,000 classes of ImageNet-1k. Labels of other datasets
+    cannot be compared with the answers: functions that need them raise DataError; the images can be used.
+
+    Args:
+        splits: The dataset.
+        classes: The number of classes of the head.
+        label_map: The head's number of every class of the dataset, by name.
+
+    Raises:
+        DataError: The map lacks a class, or names one that the head does not have.
+        UnknownName: The map names a class that the dataset does not have.
+    """
+    names = splits.class_names
+    if label_map is not None:
+        return _relabelled(splits, _numbers(splits, classes, label_map), "as given")
+    # The names of data without names (`numbered_classes`): their labels may be the head's own numbers already.
+    is_numbered = names == tuple(map(str, range(len(names))))
+    if len(names) == classes or (is_numbered and len(names) < classes):
+        return splits
+    indices = imagenet_indices(names) if classes == IMAGENET_1K else None
+    if indices is not None:
+        return _relabelled(splits, indices, "to ImageNet-1k, by WordNet id or name")
+    problem = (
+        f"{splits.name} has {len(names)} classes ({', '.join(names[:3])} ...) and the model {classes}, so its labels "
+        "cannot be compared with the answers. Give the column with the model's labels (--label-column), or the number "
+        "of every class in the model (--label-map FILE, in Python adapt_preprocessing(splits, model, label_map={...}))."
+    )
+    return splits.changed(lambda images: replace(images, problem=problem))
+
+
+def imagenet_indices(names: tuple[str, ...]) -> tuple[int, ...] | None:
+    """Returns the ImageNet-1k numbers of classes named by WordNet id or by a name that one class alone has, else None.
+
+    Raises:
+        DataError: The classes are WordNet ids and timm, which has their order, is not installed.
+    """
+    try:
+        from timm.data import ImageNetInfo
+    except ModuleNotFoundError as error:
+        if all(WORDNET_ID.fullmatch(name) for name in names):
+            raise DataError("mapping WordNet ids to ImageNet-1k needs timm: pip install timm.") from error
+        return None
+    info = ImageNetInfo("imagenet-1k")
+    # Lists, because a name can be ambiguous: two classes of ImageNet are called crane, a bird and a machine.
+    indices_by_name: dict[str, list[int]] = {}
+    for index in range(info.num_classes()):
+        words = {word.strip().lower() for word in info.index_to_description(index).split(",")}
+        for word in (*words, info.index_to_label_name(index)):
+            indices_by_name.setdefault(word, []).append(index)
+    # Names of datasets often have underscores in place of spaces.
+    matches = [indices_by_name.get(name.lower().replace("_", " "), []) for name in names]
+    if not all(len(indices) == 1 for indices in matches):
+        return None
+    return tuple(indices[0] for indices in matches)
+
+
+def _numbers(splits: Splits, classes: int, label_map: Mapping[str, int]) -> tuple[int, ...]:
+    unknown = sorted(label_map.keys() - set(splits.class_names))
+    if unknown:
+        raise UnknownName(f"class of {splits.name} in the label map", unknown[0], splits.class_names)
+    missing = [name for name in splits.class_names if name not in label_map]
+    if missing:
+        raise DataError(
+            f"the label map has no number for {len(missing)} of {len(splits.class_names)} classes of {splits.name}, "
+            f"the first is {missing[0]!r}; give one for every class."
+        )
+    for name, number in label_map.items():
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < classes:
+            raise DataError(
+                f"the label map gives {name!r} the number {number!r}; the model has the classes 0..{classes - 1}."
+            )
+    return tuple(label_map[name] for name in splits.class_names)
+
+
+def _relabelled(splits: Splits, numbers: tuple[int, ...], how: str) -> Splits:
+    if not all(isinstance(getattr(splits, name), LoadedImages | MissingImages) for name in NAMES):
+        raise DataError("labels of a dataset of your own cannot be mapped here: let its items have the model's.")
+    by_number = {number: name for name, number in zip(splits.class_names, numbers, strict=True)}
+    # Messages and reports look names up by the head's numbers; classes without images are called by their number.
+    names = tuple(by_number.get(number, str(number)) for number in range(max(numbers) + 1))
+    note = f"labels of its {len(numbers)} classes are mapped {how}"
+    notes = (*splits.notes, note)
+    return splits.changed(lambda images: images.relabelled(torch.tensor(numbers)), class_names=names, notes=notes)
