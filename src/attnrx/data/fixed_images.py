@@ -129,11 +129,7 @@ class FixedImages(Displayed, RowImages):
         return replace(self, rows=self.rows[positions])
 
     def limited_to(self, num_classes: int) -> "FixedImages":
-        """Returns the set itself.
-
-        Raises:
-            DataError: An image has no label below `num_classes`.
-        """
+        """Returns the set itself; raises DataError for an image without a label below `num_classes`."""
         require_classes(self.store.numbers[self.rows], num_classes, self.name)
         return self
 
@@ -145,11 +141,7 @@ class FixedImages(Displayed, RowImages):
 
 
 def require_no_augmentation(order: Pass, name: str) -> None:
-    """Checks that a pass over images with transforms of their own has no augmentation.
-
-    Raises:
-        InvalidInput: It has one.
-    """
+    """Raises InvalidInput for a pass with augmentation over images with transforms of their own."""
     if order.augmentation is not None:
         raise InvalidInput(
             f"{name} is augmented by its own transforms; attnrx augments only the datasets that it loads itself."
@@ -157,11 +149,7 @@ def require_no_augmentation(order: Pass, name: str) -> None:
 
 
 def require_classes(labels: Int[Tensor, "images"], num_classes: int, name: str) -> None:
-    """Checks that every label is a class of a model.
-
-    Raises:
-        DataError: A label is missing, negative, or not below `num_classes`.
-    """
+    """Raises DataError for a label that is no class of a model: missing, negative, or not below `num_classes`."""
     wrong = labels[(labels < 0) | (labels >= num_classes)]
     if not len(wrong):
         return
@@ -209,7 +197,7 @@ def read_once(
         shape = tuple(batch.images.shape[1:])
         if groups and shape[0] != next(iter(groups))[0]:
             raise InvalidInput(f"the data have images of the shapes {next(iter(groups))} and {shape}; give one kind.")
-        writer, parts = groups.setdefault(shape, (_Writer(normalization), []))
+        writer, parts = groups.setdefault(shape, (_Writer(batch.images, normalization), []))
         if len(rows):
             writer.add(batch.images[rows])
             parts.append((batch.labels[rows], batch.index[rows], hashes[rows]))
@@ -266,20 +254,16 @@ class _Writer:
     rounds in another way has others.
     """
 
-    def __init__(self, normalization: Normalization | None):
-        self.normalization = normalization
+    def __init__(self, first: ImageBatch, normalization: Normalization | None):
+        self.shape, self.dtype, self.normalization = tuple(first.shape[1:]), first.dtype, normalization
         self.levels: Float[Tensor, "channels 256"] | None = None
+        if normalization is not None and len(normalization.mean) == first.shape[1]:
+            self.levels = torch.full((first.shape[1], LEVELS), torch.nan, dtype=first.dtype)
         self.blocks: list[Tensor] = []
         self.file: Any = None
         self.bytes, self.count = 0, 0
-        self.shape: tuple[int, ...] = ()
-        self.dtype: torch.dtype | None = None
 
     def add(self, images: ImageBatch) -> None:
-        if self.dtype is None:
-            self.shape, self.dtype = tuple(images.shape[1:]), images.dtype
-            if self.normalization is not None:
-                self.levels = torch.full((len(self.normalization.mean), LEVELS), torch.nan, dtype=images.dtype)
         if images.dtype != self.dtype:
             raise InvalidInput(f"the data have images of the types {self.dtype} and {images.dtype}; give one dtype.")
         codes = self._codes(images)
@@ -289,7 +273,7 @@ class _Writer:
 
     def _codes(self, images: ImageBatch) -> UInt8[Tensor, "batch channels height width"] | None:
         """Returns the codes; None for images that have other values."""
-        if self.levels is None or self.normalization is None or images.shape[1] != len(self.levels):
+        if self.levels is None or self.normalization is None:
             return None
         pixels = 255 * self.normalization.invert(images.to(torch.promote_types(images.dtype, torch.float32)))
         if not bool(((pixels > -0.5) & (pixels < LEVELS - 0.5)).all()):  # also false for NaN
@@ -305,14 +289,11 @@ class _Writer:
 
     def _use_floats(self) -> None:
         """Decodes the images so far: a later one has other values."""
-        if not self.count:
-            self.levels = None
-            return
         values, levels = self.finished()
-        others = _Writer(None)
+        assert levels is not None
+        self.levels, self.file, self.bytes, self.count = None, None, 0, 0
         for part in values.split(64):
-            others.add(part if levels is None else _decoded(part, levels))
-        self.__dict__.update(others.__dict__)
+            self._append(_decoded(part, levels))
 
     def _append(self, block: Tensor) -> None:
         block = block.contiguous()
@@ -336,16 +317,15 @@ class _Writer:
 
     def finished(self) -> tuple[Tensor, Tensor | None]:
         """Returns the images and the levels of their codes."""
-        levels = self.levels
+        dtype = self.dtype if self.levels is None else torch.uint8
         if self.file is None:
-            values, first = self.blocks[0].new_empty((self.count, *self.shape)), 0
+            values, first = torch.empty((self.count, *self.shape), dtype=dtype), 0
             while self.blocks:  # one block after the other is copied and released
                 block = self.blocks.pop(0)
                 values[first : first + len(block)] = block
                 first += len(block)
-            return values, levels
+            return values, self.levels
         self.file.flush()
         stored = torch.from_file(self.file.name, shared=False, size=self.bytes, dtype=torch.uint8)
         self.file.close()  # which deletes the file; its content lives as long as it is mapped
-        dtype = torch.uint8 if levels is not None else self.dtype
-        return stored.view(dtype or torch.uint8).view(self.count, *self.shape), levels
+        return stored.view(dtype).view(self.count, *self.shape), self.levels

@@ -7,6 +7,7 @@ Two laws, which the trainer's exact resume and its several processes stand on:
 """
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -15,11 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnrx.data.pixels import Augmentation, Draws
+from attnrx.support.arguments import require_fields, whole
 from attnrx.support.errors import DataError, InvalidInput
-from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.support.preprocessing import without_waiting
+from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
 
 UNLABELLED = -1  # no class number, so it cannot equal an answer
+Box = tuple[int, int, int, int]  # top, left, height, width
+ATTEMPTS = 10  # tries at a crop that fits inside the picture, as torchvision's RandomResizedCrop makes
+RATIO = (3 / 4, 4 / 3)  # widths over heights that such a crop may have
 ORDER, AUGMENTATION = 0, 1  # what a generator is for, so that the two never share random numbers
 # Of several keys that an item or columns that a table has, the first in these lists is used. transformers' processors
 # and collators return "pixel_values" and "labels"; "img" and "fine_label" are the columns of CIFAR on the hub.
@@ -58,6 +63,77 @@ def generator(*parts: int) -> torch.Generator:
 
 
 @dataclass(frozen=True)
+class Draws:
+    """The random numbers of one batch: drawn on the CPU, so that every device and every process sees the same."""
+
+    shift: Int[Tensor, "batch 2"]
+    mirror: Bool[Tensor, "batch"]
+    window: Float[Tensor, "batch attempts 4"]
+
+    def part(self, images: slice | list[int]) -> "Draws":
+        """Returns the random numbers of some images of the batch."""
+        return Draws(self.shift[images], self.mirror[images], self.window[images])
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Random crop from `padding` black pixels around the image, and mirroring of half the images.
+
+    With `area` the crop is instead a random window holding that share of the picture, resized to the model's input;
+    it needs the whole pictures, so only splits that stream can do it.
+    """
+
+    padding: int = 4
+    flip: bool = True
+    area: tuple[float, float] | None = None
+
+    def __post_init__(self):
+        require_fields(self, padding=whole(0, 65_536))
+        if self.area is not None and (len(self.area) != 2 or not 0 < self.area[0] <= self.area[1] <= 1):
+            raise InvalidInput(f"Augmentation(area={self.area}): area is a range of shares, 0 < low <= high <= 1.")
+
+    def draw(self, count: int, generator: torch.Generator) -> Draws:
+        """Draws the random numbers of `count` images; every knob draws, so that none changes the numbers of another."""
+        return Draws(
+            shift=torch.randint(0, 2 * self.padding + 1, (count, 2), generator=generator),
+            mirror=(torch.rand(count, generator=generator, dtype=torch.float32) < 0.5) & self.flip,
+            window=torch.rand(count, ATTEMPTS if self.area else 0, 4, generator=generator, dtype=torch.float32),
+        )
+
+    def apply(
+        self, images: UInt8[Tensor, "batch channels height width"], draws: Draws
+    ) -> UInt8[Tensor, "batch channels height width"]:
+        """Crops and mirrors a batch on its own device by one gather."""
+        batch, channels, height, width = images.shape
+        device = images.device
+        shift, mirror = without_waiting(draws.shift, device), without_waiting(draws.mirror, device)
+        # Crop and mirroring are a choice of rows [batch, height] and of columns [batch, width] of the padded images; a
+        # gather with both costs one pass over the pixels.
+        padded = torch.nn.functional.pad(images, (self.padding,) * 4)
+        down = shift[:, :1] + torch.arange(height, device=device)
+        across = torch.arange(width, device=device).expand(batch, width)
+        across = shift[:, 1:] + torch.where(mirror[:, None], across.flip(1), across)
+        image = torch.arange(batch, device=device)[:, None, None, None]
+        channel = torch.arange(channels, device=device)[None, :, None, None]
+        return padded[image, channel, down[:, None, :, None], across[:, None, None, :]]
+
+    def box(self, height: int, width: int, window: Float[Tensor, "attempts 4"]) -> Box:
+        """Returns the window of one picture: the first attempt that fits inside, else the largest central one."""
+        low, high = self.area or (1.0, 1.0)
+        # Four numbers in [0, 1) for every attempt, drawn whether it is needed or not.
+        for share, ratio, down, across in window.tolist():
+            area = height * width * (low + share * (high - low))
+            # uniform in the logarithm, so that 3/4 and 4/3 are equally likely
+            shape = math.exp(math.log(RATIO[0]) + ratio * (math.log(RATIO[1]) - math.log(RATIO[0])))
+            rows, columns = round(math.sqrt(area / shape)), round(math.sqrt(area * shape))
+            if 0 < rows <= height and 0 < columns <= width:
+                return int(down * (height - rows + 1)), int(across * (width - columns + 1)), rows, columns
+        rows = min(height, round(width / RATIO[0]))
+        columns = min(width, round(height * RATIO[1]))
+        return (height - rows) // 2, (width - columns) // 2, rows, columns
+
+
+@dataclass(frozen=True)
 class Pass:
     """The arguments of `ImageSet.batches`: which images each step takes, in which process."""
 
@@ -82,8 +158,12 @@ class Pass:
         if self.start < 0 or (self.seed is not None and self.seed < 0):
             raise InvalidInput(f"start={self.start}, seed={self.seed}: neither may be negative.")
 
-    def length(self, count: int) -> int:
-        """Returns the number of steps over `count` images; a shuffled pass drops the last incomplete batch.
+    def steps(self, count: int) -> Iterator[tuple[Int[Tensor, "local"], Draws | None]]:
+        """Yields the positions, of `count` images, that this process takes at each step, and its random numbers.
+
+        A shuffled pass drops the last incomplete batch. A share without images (at the end of an ordered pass) is
+        skipped. Shares are contiguous, in the order of the processes; only the last batch of an ordered pass has no
+        equal ones.
 
         Raises:
             DataError: There are no whole batches to shuffle, or the pass starts after its end.
@@ -98,15 +178,6 @@ class Pass:
             raise DataError(
                 f"a pass cannot start at step {self.start}: it has {steps} steps of {self.batch_size} images."
             )
-        return steps
-
-    def steps(self, count: int) -> Iterator[tuple[Int[Tensor, "local"], Draws | None]]:
-        """Yields the positions, of `count` images, that this process takes at each step, and its random numbers.
-
-        A share without images (at the end of an ordered pass) is skipped. Shares are contiguous, in the order of the
-        processes; only the last batch of an ordered pass has no equal ones.
-        """
-        steps = self.length(count)
         # Drawn as a whole whatever `start` is, so that a resumed pass continues the same order.
         order = torch.arange(count)
         if self.seed is not None:
@@ -234,11 +305,7 @@ def evenly_spaced(count: int, maximum: int = 64) -> list[int]:
 
 
 def require_count(count: int, held: int) -> None:
-    """Checks that a split can give so many images.
-
-    Raises:
-        DataError: `count` is not in 1 to `held`.
-    """
+    """Raises DataError for a number of images that a split cannot give."""
     if not 1 <= count <= held:
         raise DataError(f"{count} images were requested of a split that holds {held}; ask for 1 to {held}.")
 

@@ -2,6 +2,7 @@
 that do not fit in memory are decoded batch by batch, ahead of the model."""
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,10 +11,10 @@ from functools import cached_property
 
 import torch
 
-from attnrx.data.images import UNLABELLED, Batch, Pass, RowImages, digest, evenly_spaced
-from attnrx.data.pixels import Augmentation, Draws, random_window, threads
+from attnrx.data.images import UNLABELLED, Augmentation, Batch, Draws, Pass, RowImages, digest, evenly_spaced
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.optional import required_module
 from attnrx.support.pictures import open_picture, pixels_of
 from attnrx.support.preprocessing import ImageGeometry, Normalization, without_waiting
 from attnrx.support.shapes import Int, Tensor, UInt8
@@ -146,7 +147,7 @@ class LoadedImages(Displayed, RowImages):
         """Yields the pixels of every step, decoded by several threads ahead of their use."""
         # In order, so that the first corrupt image is the same one in every run.
         waiting: deque[tuple[Tensor, Draws | None, list[Future]]] = deque()
-        pool = ThreadPoolExecutor(threads())
+        pool = ThreadPoolExecutor(_threads())
 
         def collected() -> tuple[Tensor, Draws | None, Tensor]:
             rows, draws, tasks = waiting.popleft()
@@ -173,7 +174,8 @@ class LoadedImages(Displayed, RowImages):
             return self.store.fitted(geometry, row)
         pixels = self.store.picture(row, geometry.channels, geometry.alpha)
         _, height, width = pixels.shape
-        return random_window(pixels, windows.box(height, width, window), geometry.size)
+        transforms = required_module("torchvision.transforms.v2.functional", "data", "resizing images")
+        return transforms.resized_crop(pixels, *windows.box(height, width, window), list(geometry.size), antialias=True)
 
     def _batch(
         self,
@@ -189,6 +191,12 @@ class LoadedImages(Displayed, RowImages):
         labels = self.store.labels[rows] if self.numbers is None else self.numbers[self.store.labels[rows]]
         labels, sources = (without_waiting(each, order.device) for each in (labels, self.store.sources[rows]))
         return Batch(self.normalization.apply(images.float() / 255), labels, sources)
+
+
+def _threads() -> int:
+    """Returns how many images are decoded at once: decoding releases the GIL, so one thread per usable core."""
+    # macOS and Windows have no sched_getaffinity; above 16 threads memory bandwidth is the limit.
+    return max(1, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 
 def from_tensors(

@@ -1,6 +1,7 @@
 """The one function from a name or a path to train, validation and test images, and the known datasets."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,15 +10,14 @@ from pathlib import Path
 import torch
 
 from attnrx.data.files import open_folder
-from attnrx.data.images import UNLABELLED, ImageSet, evenly_spaced
+from attnrx.data.images import UNLABELLED, Augmentation, ImageSet, evenly_spaced
 from attnrx.data.loaded_images import LoadedImages, StoredImages
 from attnrx.data.parquet import Columns, open_hub, open_parquet, parquet_columns
-from attnrx.data.pixels import Augmentation, guess_geometry, padding_for
-from attnrx.data.splits import NAMES, MissingImages, Opened, Splits, assign, by_canonical_name
+from attnrx.data.splits import NAMES, MissingImages, Opened, Splits, assign, by_canonical_name, padding_for
 from attnrx.support.arguments import PATH, RATE, SIDE, Kind, checked, each, either, optional
 from attnrx.support.errors import DataError, InvalidInput, nearest
 from attnrx.support.optional import import_plugins, required_module
-from attnrx.support.preprocessing import ImageGeometry, Normalization
+from attnrx.support.preprocessing import SMALL, ImageGeometry, Normalization
 from attnrx.support.shapes import Int, Tensor, UInt8
 
 SIDES = each(SIDE, "(height, width)", least=1, most=2)
@@ -338,6 +338,15 @@ def _geometry_of(opened: Opened, card: DatasetCard | None, size: int | Sequence[
         return card.geometry
     # Black borders (`pad`) fit one size only; at another one pictures are resized.
     return ImageGeometry.of_size(requested, card.geometry.channels, "photo" if _are_photos(card.geometry) else "fill")
+
+
+def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | tuple[int, int] | None) -> ImageGeometry:
+    """Chooses the geometry of a dataset without a known geometry, from a few of its pictures."""
+    channels = 3 if max(picture.shape[0] for picture in pictures) >= 3 else 1
+    sides = [min(picture.shape[-2:]) for picture in pictures]
+    if max(sides) > SMALL:
+        return ImageGeometry.of_size(size or 224, channels, "photo")
+    return ImageGeometry.of_size(size or Counter(sides).most_common(1)[0][0], channels, "fill")
 
 
 def _are_photos(geometry: ImageGeometry) -> bool:

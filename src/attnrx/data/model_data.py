@@ -9,12 +9,11 @@ from torch import nn
 
 from attnrx.data import MAX_IMAGES, FixedImages, ImageSet, Normalization, Splits, fit_labels, image_set, training_set
 from attnrx.data.images import LABEL_KEYS
-from attnrx.data.pixels import SMALL
 from attnrx.data.splits import NAMES, SPLITS, VALIDATION_IS_TEST, MissingImages
 from attnrx.data.user_data import TARGETS
 from attnrx.support.arguments import checked, described_error, instance, optional, user_code
 from attnrx.support.errors import DataError, InvalidInput, ScaleWarning
-from attnrx.support.preprocessing import ImageGeometry, Preprocessing
+from attnrx.support.preprocessing import SMALL, ImageGeometry, Preprocessing
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models import ModuleInputs, accepting, evaluating, family_of, num_outputs
 from attnrx.vit.outputs import Logits, current_judgement, output_kind_of

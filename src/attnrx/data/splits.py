@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from attnrx.data.images import ImageSet, hold_out
+from attnrx.data.images import Augmentation, ImageSet, hold_out
 from attnrx.data.loaded_images import LoadedImages, StoredImages
-from attnrx.data.pixels import Augmentation, padding_for
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError, UnknownName
 from attnrx.support.preprocessing import ImageGeometry, Normalization
@@ -82,6 +81,11 @@ class Splits(Displayed):
         return self.changed(fitted, geometry=geometry, augmentation=augmentation, **shape)
 
 
+def padding_for(geometry: ImageGeometry) -> int:
+    """Returns the padding of `Augmentation`: an eighth of the side, the usual 4 pixels at 32 x 32."""
+    return max(geometry.size) // 8
+
+
 class MissingImages(ImageSet):
     """A split that the dataset lacks: every use of its images raises DataError."""
 
@@ -116,11 +120,7 @@ class Opened:
 
 
 def numbered_classes(highest: int, source: str) -> tuple[str, ...]:
-    """Returns the numbers 0 to `highest` as class names, for data without names.
-
-    Raises:
-        DataError: The highest label is no class number.
-    """
+    """Returns the numbers 0 to `highest` as class names, for data without names; raises DataError if it is too high."""
     if highest >= MAX_CLASSES:
         raise DataError(
             f"{source} has the label {highest} and no class names, so labels count classes from 0; at most "
@@ -189,11 +189,7 @@ def assign(
 
 
 def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str, ...], source: str) -> None:
-    """Checks that no split is empty and, where there are labels, that they are classes which occur in train.
-
-    Raises:
-        DataError: A split is empty, or a label is outside the classes or never occurs in train.
-    """
+    """Raises DataError for an empty split, and for a label outside the classes or of a class that train has not."""
     for split, numbers in labels.items():
         if not len(numbers):
             raise DataError(f"the {split} split of {source} is empty; give it images or remove it.")
@@ -218,21 +214,13 @@ def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str,
 
 
 def require_labels(images: ImageSet) -> None:
-    """Checks that the labels are classes of the model.
-
-    Raises:
-        DataError: The images have no labels, or those of other classes; the message is their `label_problem`.
-    """
+    """Raises DataError for images without labels, or with those of other classes, with their `label_problem`."""
     if images.label_problem is not None:
         raise DataError(images.label_problem)
 
 
 def require_labelled(labels: Int[Tensor, "images *labels"]) -> None:
-    """Checks that all of these images, which have labels as a set, have one: every answer would be wrong without.
-
-    Raises:
-        DataError: Some have none.
-    """
+    """Raises DataError if some of a set's images have no label: every answer would be wrong for them."""
     # Below zero are UNLABELLED, and the numbers that other libraries have for it, such as -100.
     missing = int((labels < 0).flatten(1).any(1).sum() if labels.ndim > 1 else (labels < 0).sum())
     if missing:

@@ -8,7 +8,6 @@ temporary siblings of killed processes.
 import ctypes
 import errno
 import hashlib
-import math
 import os
 import platform
 import re
@@ -72,11 +71,7 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
 
 
 def require_replaceable(path: Path | str) -> None:
-    """Checks that a path is free or a regular file: replacing anything else would delete it.
-
-    Raises:
-        InvalidInput: It is a folder, a device, a pipe or a socket.
-    """
+    """Raises InvalidInput for a path of anything but a regular file: replacing it would delete it."""
     path = Path(path)
     if path.exists() and not path.is_file():
         problem = "a folder; name a file in it" if path.is_dir() else "not a regular file; name one"
@@ -182,7 +177,7 @@ def file_lock(target: Path | str, seconds: float = LOCK_SECONDS) -> Iterator[Non
 
     Args:
         target: The file or folder. The lock is a file beside it, which is deleted at the end.
-        seconds: How long to wait.
+        seconds: How long to wait; -1 for any time.
 
     Raises:
         CheckpointError: It was held by another process or thread all the time.
@@ -193,7 +188,7 @@ def file_lock(target: Path | str, seconds: float = LOCK_SECONDS) -> Iterator[Non
     # One object per path, which counts how often this thread holds it.
     lock = FileLock(path, is_singleton=True)
     try:
-        lock.acquire(-1 if seconds == math.inf else seconds)
+        lock.acquire(seconds)
     except Timeout as error:
         raise CheckpointError(
             f"{target} is being written by another process or thread: wait until it has ended, or choose another "
@@ -211,11 +206,7 @@ def file_lock(target: Path | str, seconds: float = LOCK_SECONDS) -> Iterator[Non
 
 
 def require_absent(paths: list[Path], is_part: Callable[[Path], bool]) -> None:
-    """Checks that nothing would be overwritten.
-
-    Raises:
-        InvalidInput: One of the paths exists, and `is_part` is false for it.
-    """
+    """Raises InvalidInput for a path that exists and is no part: it would be overwritten."""
     for path in paths:
         if os.path.lexists(path) and not is_part(path):
             raise InvalidInput(
@@ -316,16 +307,18 @@ def _link(source: str, target: str) -> None:
 
 
 def swap_folders(temporary: Path, target: Path) -> None:
-    """Replaces `target`, if it exists, by the temporary folder.
-
-    Raises:
-        CheckpointError: The replaced folder was moved away and could not be moved back.
-    """
+    """Replaces `target`, if it exists, by the temporary folder."""
     flush(temporary)
     if not target.exists():
         temporary.rename(target)
     elif not exchange_names(temporary, target):
-        _rename_twice(temporary, target)
+        # A suffix of its own: if the process is killed now, this folder must be restored, and not deleted.
+        old = temporary_path(target).with_suffix(".old")
+        target.rename(old)
+        try:
+            temporary.rename(target)
+        finally:
+            _keep_one(old, target)
     flush(target.parent)
 
 
@@ -351,29 +344,15 @@ def exchange_names(first: Path, second: Path) -> bool:
     return not failed
 
 
-def _rename_twice(temporary: Path, target: Path) -> None:
-    """Renames the old folder, then the new one to the target; restores the old one if the second rename fails."""
-    # A suffix of its own, because this folder must be restored, and not deleted, if the process is killed now.
-    old = temporary_path(target).with_suffix(".old")
-    target.rename(old)
-    try:
-        temporary.rename(target)
-    except OSError as error:
-        try:
-            old.rename(target)
-        except OSError:
-            raise CheckpointError(
-                f"{target} was moved to {old} and could not be moved back ({error.strerror}): rename it yourself."
-            ) from error
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def restore(target: Path) -> None:
-    """Restores a folder that `_rename_twice` had renamed when its process was killed before the second rename."""
+    """Restores a folder that `swap_folders` had renamed when its process was killed before the second rename."""
     with suppress(OSError):
         for each in _leftovers(target, target.parent, "old"):
-            shutil.rmtree(each, ignore_errors=True) if target.exists() else each.rename(target)
+            _keep_one(each, target)
+
+
+def _keep_one(old: Path, target: Path) -> None:
+    shutil.rmtree(old, ignore_errors=True) if target.exists() else old.rename(target)
 
 
 def flush(path: Path) -> None:

@@ -26,11 +26,7 @@ def required_module(module: str, extra: str, purpose: str, package: str = "") ->
 
 
 def require_installed(extra: str, purpose: str, *libraries: str) -> None:
-    """Checks that libraries are installed, without importing them, which takes seconds.
-
-    Raises:
-        NotSupported: One is missing; the message names the extra that installs it.
-    """
+    """Raises NotSupported for a library that is not installed; imports none, which would take seconds."""
     for library in libraries:
         if not is_installed(library):
             raise NotSupported(f"{purpose} needs {library}, which is not installed: pip install 'attnrx[{extra}]'.")

@@ -18,6 +18,7 @@ from attnrx.support.shapes import Float, Tensor, UInt8
 Fit = Literal["pad", "fill", "photo"]
 
 MARGIN = 256 / 224  # photographs are resized to this many times the model's size before the central crop
+SMALL = 96  # pictures with no shorter side above this are no photographs: they are resized as they are
 MAX_SIDE = 2**15  # pixels of a side, of the input and after resizing
 RESIZES = ("shortest_edge", "cover", "contain", "exact", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")

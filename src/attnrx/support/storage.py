@@ -34,22 +34,12 @@ MAX_JSON_BYTES = 2**28  # parsed JSON takes several times the memory of its text
 
 
 def write_text(path: Path | str, content: str) -> Path:
-    """Writes a text as UTF-8, atomically; returns the path.
-
-    Raises:
-        InvalidInput: The path is no regular file.
-        CheckpointError: The file cannot be written.
-    """
+    """Writes a text as UTF-8, as `write_atomically` does; returns the path."""
     return write_atomically(path, lambda temporary: temporary.write_bytes(content.encode()))
 
 
 def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
-    """Writes a record as `json_text`, atomically; returns the path.
-
-    Raises:
-        InvalidInput: The path is no regular file.
-        CheckpointError: The file cannot be written.
-    """
+    """Writes a record as `json_text`, as `write_atomically` does; returns the path."""
     return write_text(path, json_text(record))
 
 
@@ -84,18 +74,13 @@ def read_json(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
-    """Writes tensors as safetensors, with optional text about them in the header; returns the path.
-
-    Raises:
-        InvalidInput: The path is no regular file.
-        CheckpointError: The file cannot be written.
-    """
-    content = encode_tensors(_on_cpu(tensors), dict(about or {}))
+    """Writes tensors as safetensors with text `about` them, as `write_atomically` does; returns the path."""
+    content = _encoded(tensors, dict(about or {}))
     return write_atomically(path, lambda temporary: temporary.write_bytes(content))
 
 
-def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+def _encoded(tensors: Mapping[str, Tensor], about: dict[str, str]) -> bytes:
+    return encode_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, about)
 
 
 def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tensor]:
@@ -145,7 +130,7 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
     # Only tensors of this kind are replaced or deleted; other files of a matching name belong to the user.
     earlier = [each for each in versions if file_kind(each) == kind]
     if tensors:
-        content = encode_tensors(_on_cpu(tensors), {"kind": kind})
+        content = _encoded(tensors, {"kind": kind})
         sha256 = hashlib.sha256(content).hexdigest()
         file = _tensors_path(path, sha256)
         if file.exists() and file not in earlier:
@@ -185,11 +170,7 @@ def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 @contextmanager
 def building_from_tensors(path: Path | str) -> Iterator[None]:
-    """Turns the errors of parts that are built from the tensors of a file into errors of this file.
-
-    Raises:
-        CheckpointError: A tensor is missing, or a constructor refuses one.
-    """
+    """Raises CheckpointError if a tensor of a file is missing, or if a part that is built from it refuses one."""
     try:
         yield
     except KeyError as error:
@@ -254,11 +235,7 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_seal(record: Mapping[str, Any], path: Path | str) -> None:
-    """Checks the hash of a record that `sealed` returned.
-
-    Raises:
-        CheckpointError: The record was changed afterwards.
-    """
+    """Raises CheckpointError if a record that `sealed` returned was changed afterwards."""
     if record.get(SEAL) != _seal(record):
         raise CheckpointError(f"{path} was changed after it was written (its own hash differs). Save the model again.")
 
@@ -281,11 +258,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def check_schema(record: object, kind: str, schema: int, path: Path | str) -> None:
-    """Checks the kind and the schema version of a record.
-
-    Raises:
-        CheckpointError: They are others.
-    """
+    """Raises CheckpointError for a record of another kind or schema version."""
     found = (record.get("kind"), record.get("schema")) if isinstance(record, Mapping) else (None, None)
     if found[0] != kind:
         raise CheckpointError(f"{path} is not an {kind} (its kind is {found[0]!r}).")
@@ -294,16 +267,7 @@ def check_schema(record: object, kind: str, schema: int, path: Path | str) -> No
 
 
 def read_record(path: Path | str, kind: str, schema: int, fields: Field) -> dict[str, Any]:
-    """Reads a JSON file of one kind, and checks all of its fields before anything is made of them.
-
-    Args:
-        path: The file.
-        kind: Its kind, e.g. "attnrx evidence".
-        schema: The version of its schema.
-        fields: Which values are valid, without kind and version.
-
-    Returns:
-        The record.
+    """Reads a JSON file of one kind and version, and checks all of its other `fields` before anything is made of them.
 
     Raises:
         CheckpointError: The file is missing, damaged, of another kind or version, or a field is not valid.
@@ -316,11 +280,7 @@ def read_record(path: Path | str, kind: str, schema: int, fields: Field) -> dict
 
 
 def require_finite_tensors(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Checks that tensors hold neither NaN nor infinity.
-
-    Raises:
-        InvalidInput: One does; the message names the first.
-    """
+    """Raises InvalidInput with the name of the first tensor that holds NaN or infinity."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise InvalidInput(

@@ -33,11 +33,7 @@ class Field:
         self.described, self.allows = described, allows
 
     def check(self, value: Any, where: str) -> None:
-        """Checks a value at the path `where` of a file.
-
-        Raises:
-            Invalid: The value is not allowed.
-        """
+        """Raises Invalid for a value, at the path `where` of a file, that is not allowed."""
         if not self.allows(value):
             raise Invalid(where, f"is {shown(value)}; it must be {self.described}")
 
@@ -188,11 +184,7 @@ def below(where: str, name: str) -> str:
 
 
 def validated(value: Any, expected: Field, path: Path | str) -> Any:
-    """Returns the value if `expected` allows it.
-
-    Raises:
-        CheckpointError: The value is not allowed; the message names the file, the field and the allowed values.
-    """
+    """Returns a value that `expected` allows; for others it raises CheckpointError, which names file and field."""
     try:
         expected.check(value, "")
     except Invalid as error:
@@ -216,11 +208,7 @@ def shown(value: Any) -> str:
 
 
 def require_regular(path: Path | str, error: type[AttnrxError] = CheckpointError) -> Path:
-    """Returns the path of a regular file; reading a pipe or a device could block forever.
-
-    Raises:
-        error: The file is missing, or is a folder, a pipe, a socket or a device.
-    """
+    """Returns the path of a regular file; raises `error` for all else, because reading a pipe could block forever."""
     path = Path(path)
     try:
         mode = path.stat().st_mode

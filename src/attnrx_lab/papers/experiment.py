@@ -1,7 +1,6 @@
 """Experiments: resumable runs that measure candidates, and the numbers of finished runs, from which tables are made."""
 
 import copy
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,7 +96,7 @@ class Experiment(ABC):
         """
         folder = Path(folder)
         result, stages = folder / "result.json", self.stages(keys)
-        with file_lock(folder, math.inf):  # a second process waits here, and then reads the result of the first
+        with file_lock(folder, -1):  # a second process waits here, and then reads the result of the first
             self.require(folder)
             stored = frozenset(read_json(result).get("stages", ())) if result.exists() else frozenset()
             # A run without stages is complete once it has a result.

@@ -1,7 +1,6 @@
 """The SPOT experiment: one model, one token policy, fine-tuned with the paper's losses and measured."""
 
 import copy
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -154,7 +153,7 @@ class SmallOriginal:
 
     def trained(self, splits: Splits, place: Path, log: Log) -> nn.Module:
         """Returns the trained model, which is made in the folder if it is not there."""
-        with file_lock(place, math.inf):  # runs of several methods and seeds may need it at the same time
+        with file_lock(place, -1):  # runs of several methods and seeds may need it at the same time
             log(f"the original, {place}")
             trained = train(self.build(splits.normalization), splits, self.training(), place, log=log)
         return load(trained.folder).eval()
