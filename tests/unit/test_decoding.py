@@ -138,7 +138,7 @@ def test_a_plan_with_a_smaller_decoder_gives_a_result_that_is_saved(tmp_path: Pa
     model: Any = rx.load(module()).eval()
     images = torch.cat([IMAGES, IMAGES.flip(3), IMAGES.flip(2)])
     settings = PlanSettings.preset("quick", batch=8, trials=1)
-    run = ShrinkRun.start(model, images, None, None, "quick", settings, decoder=True)
+    run = ShrinkRun.start(model, images, None, "quick", settings, decoder=True)
     assert run.has_smaller_decoder
     (result,) = run.results((Target.parse("macs=0.8x"),))
     assert result.evidence.about["reference"] != result.evidence.about["candidate"]
@@ -156,7 +156,7 @@ def test_a_decoder_is_smaller_for_images_of_another_size_than_the_model_was_made
     images = torch.randn(96, 3, 40, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     settings = PlanSettings.preset("quick", batch=8, trials=1)
     model = rx.load(OfAnySize().float()).eval()
-    run = ShrinkRun.start(model, images, None, None, "quick", settings, decoder=True)
+    run = ShrinkRun.start(model, images, None, "quick", settings, decoder=True)
     (result,) = run.results((Target.parse("macs=0.8x"),))
     small: Any = result.model
     assert run.has_smaller_decoder and small.module.decoder[2].in_channels == CHANNELS // 2

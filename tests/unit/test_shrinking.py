@@ -159,7 +159,7 @@ def test_a_target_of_accuracy_needs_labels() -> None:
 def test_the_unchanged_model_is_the_result_where_the_smaller_file_is_slower(
     target: str, speed: float, is_changed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def speeds(models: Mapping[str, torch.nn.Module], *_: Any) -> dict[str, float]:
+    def speeds(models: Mapping[str, torch.nn.Module], *_: Any, **__: Any) -> dict[str, float]:
         costs = [rx.models.family_of(model).costs(model).params for model in models.values()]
         assert list(models) == ["unchanged", "smaller"] and costs[1] < costs[0]
         return {"unchanged": 1.0, "smaller": speed}
