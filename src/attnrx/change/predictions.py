@@ -1,6 +1,6 @@
 """Runs models over images, and compares their outputs: checks, plans, fits and comparisons of methods use this."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -159,12 +159,3 @@ class KeptOutputs:
     def add(self, images: FixedImages, rows: Float[Tensor, "images numbers"]) -> None:
         """Adds the outputs for images, which were computed elsewhere."""
         self.rows.update(zip(images.hashes.tolist(), stored(rows), strict=True))
-
-
-def mean_divergences(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> list[float]:
-    """Returns the mean divergence of the outputs of every candidate from the model's."""
-    names = [f"candidate {index}" for index in range(len(candidates))]
-    predictions = predict(
-        {"original": model, **dict(zip(names, candidates, strict=True))}, images, task="comparing candidates"
-    )
-    return [float(predictions.divergence("original", name).mean()) for name in names]

@@ -1,6 +1,6 @@
 """Diagnosis of a model: passes over images in which diagnostics observe every layer."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,12 +22,11 @@ from attnrx.decide.diagnostics import (
 )
 from attnrx.decide.diagnostics.diagnostic import Accumulator, CentredMoment
 from attnrx.decide.diagnostics.spectral_shape import effective_rank
-from attnrx.decide.rules.metrics import directions_in, rotary_directions
+from attnrx.decide.rules.metrics import directions_in
 from attnrx.decide.rules.rotary import COHERENCE, coherence
 from attnrx.nouns.diagnosis import Computed, Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.support.arguments import COUNT, checked, optional
 from attnrx.support.dataclass_records import to_dict
-from attnrx.support.errors import InvalidInput
 from attnrx.support.optional import installed_versions
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import require_finite_tensors
@@ -96,8 +95,12 @@ def diagnose(
     family, observe_mlp = family_of(model), any(isinstance(diagnostic, Moments) for diagnostic in chosen)
     panel, mlp = Panel(chosen, spectra), _MlpWatch(model, observe_mlp)
     with observing_mlp(model, family, mlp.observe), _receiving_positions(attention) as positions:
+
+        def measured_coherence(index: int, observation: Observation) -> dict[str, Tensor]:
+            return {COHERENCE: coherence(observation.attention, positions[index], attention[index].spec.heads)}
+
         rotations = {
-            index: Accumulator([{}], partial(_coherence, positions, index, layer.spec.heads))
+            index: Accumulator([{}], partial(measured_coherence, index))
             for index, layer in enumerate(attention)
             if layer.spec.rotates
         }
@@ -142,35 +145,6 @@ def _receiving_positions(attention: Sequence[Attention]) -> Iterator[dict[int, P
         yield positions
 
 
-def _coherence(
-    positions: Mapping[int, Positions], index: int, heads: tuple[int, ...], observation: Observation
-) -> dict[str, Tensor]:
-    return {COHERENCE: coherence(observation.attention, positions[index], heads)}
-
-
-def diagnosis_or_spectra(given: Diagnosis | nn.Module, *rules: object) -> Diagnosis:
-    """Returns the diagnosis; for a model one without readings, which suffices if no rule is given.
-
-    Raises:
-        InvalidInput: A rule is given, which needs readings, and a model instead of a diagnosis.
-    """
-    if isinstance(given, Diagnosis):
-        return given
-    # A token policy needs no readings, and its user need not diagnose.
-    if any(rule is not None for rule in rules):
-        raise InvalidInput(
-            "prescribe was given a model, and rules need the readings of a diagnosis: diagnose the model on images and "
-            "pass the diagnosis, or give a token policy alone."
-        )
-    require_all_tokens(given, "prescribe for")
-    require_ordinary_weights(given)
-    require_finite_tensors(given.state_dict(), "the model")
-    family = family_of(given)
-    layers = tuple(LayerDiagnosis(layer.spectrum(), {}) for layer in family.attention(given))
-    about = {"family": family.name, "data": None, "versions": installed_versions("attnrx", "torch")}
-    return Diagnosis(layers, model_fingerprint(given), about)
-
-
 def _with_mix(layer: LayerDiagnosis) -> LayerDiagnosis:
     """Adds effective_rank_mix [heads], of the scores in the metric of plans, to a layer whose directions can be
     rewritten.
@@ -179,9 +153,8 @@ def _with_mix(layer: LayerDiagnosis) -> LayerDiagnosis:
     is_measured = {"query_gram", "key_covariance", "key_softmax"} <= layer.readings.keys()
     if not is_measured or spectrum.has_norms or not spectrum.heads or spectrum.shared or "qk" in spectrum.fixed:
         return layer
-    directions = (directions_in if spectrum.pairs is None else rotary_directions)("mix", layer)
     # A removed head has no rows, and must have no strength in any metric.
-    rank = effective_rank(directions.strength * spectrum.used.any(-1, keepdim=True))
+    rank = effective_rank(directions_in("mix", layer).strength * spectrum.used.any(-1, keepdim=True))
     return replace(layer, readings={**layer.readings, "effective_rank_mix": rank})
 
 

@@ -346,8 +346,7 @@ class ShrinkRun:
         """Yields the smaller model of every target: plans, realizes, fits and verifies it."""
         arguments = self.planned_model, self.diagnosis, targets, self.planned, self.images.predicted
         log, batch = self.settings.log, self.settings.batch
-        known = self.outputs.of(self.planned) if self.has_smaller_decoder else None
-        plans = plan_each(*arguments, settings=self.settings, reference=self.original, outputs=known)
+        plans = plan_each(*arguments, settings=self.settings, reference=self.original)
         for target, plan in zip(targets, plans, strict=True):
             begin("realizing and repairing")
             chosen = plan.with_predictions

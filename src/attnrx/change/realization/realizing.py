@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from attnrx.change.predictions import mean_divergences
+from attnrx.change.predictions import predict
 from attnrx.change.realization.attention_layers import compressed_attention, mask_attention_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
@@ -104,9 +104,12 @@ def realize(
 def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images: ImageSet) -> nn.Module:
     """Returns the candidate whose outputs have the smallest mean divergence from the model's; the first of equals."""
     # By outputs and not by layer: a fit that is better in every layer may be worse in the model.
-    divergences = mean_divergences(candidates, model, images)
+    names = [f"candidate {index}" for index in range(len(candidates))]
+    models = {"original": model, **dict(zip(names, candidates, strict=True))}
+    found = predict(models, images, task="comparing candidates")
+    divergences = torch.stack([found.divergence("original", name).mean() for name in names])
     # Of a candidate that returns NaN it is NaN, which argmin would take.
-    return candidates[int(torch.tensor(divergences).nan_to_num(nan=math.inf).argmin())]
+    return candidates[int(divergences.nan_to_num(nan=math.inf).argmin())]
 
 
 def _realized(

@@ -185,8 +185,7 @@ class PlanMeasurements:
     former. Targets of the same cost share them.
 
     Deviations are those from the `reference`, by default the model of the space, which may be a copy of it with a
-    smaller decoder, and whose `outputs` for the images may be known. Sensitivities are about that model, which the
-    choices change.
+    smaller decoder. Sensitivities are about that model, which the choices change.
     """
 
     def __init__(
@@ -196,11 +195,9 @@ class PlanMeasurements:
         minimized: str,
         images: ImageSet,
         reference: nn.Module | None = None,
-        outputs: Tensor | None = None,
     ):
         self.space, self.settings, self.minimized = space, settings, minimized
-        self.reference, self.known_outputs = reference or space.model, outputs
-        self.images = images
+        self.reference, self.images = reference or space.model, images
         self.timer = PlanTimer(space, settings, images)
         self._deviations: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
         self._outputs: dict[Choices, list[Tensor]] = {}  # of plans, per batch, on the first images
@@ -210,7 +207,7 @@ class PlanMeasurements:
     @cached_property
     def answers(self) -> Answers:
         """The outputs of the reference on all images."""
-        return Answers.of(self.reference, self.images, self.settings.batch_size, self.known_outputs)
+        return Answers.of(self.reference, self.images, self.settings.batch_size)
 
     @cached_property
     def trial_answers(self) -> Answers:

@@ -24,7 +24,6 @@ from attnrx.nouns.plan import Plan, PredictedQuantity, limits_of
 from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import begin, phases, track
-from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import model_fingerprint, require_all_tokens
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import OutputKind, current_judgement
@@ -103,13 +102,11 @@ def plan_each(
     *,
     settings: PlanSettings | None = None,
     reference: nn.Module | None = None,
-    outputs: Float[Tensor, "images numbers"] | None = None,
 ) -> Iterator[Plan]:
     """Yields the plan for each of several targets of one cost; the sensitivities are measured once, for the first.
 
     The arguments are those of `plan`. All divergences and shares of costs are relative to the `reference`, by default
-    the model, which may be a copy of it with a smaller decoder; `outputs` are those of the reference for `images`, if
-    they are known.
+    the model, which may be a copy of it with a smaller decoder.
     """
     parsed = [Target.parse(target) if isinstance(target, str) else target for target in targets]
     require_all_tokens(model, "plan for")
@@ -120,14 +117,13 @@ def plan_each(
     distinct_images, measurements = without_images_of(plan_images, other_images), None
     if (count := len(plan_images) - len(distinct_images)) > 0:
         settings.log(f"{count:,} of {len(plan_images):,} images to plan on are among those to predict on: not used")
-        outputs = None
     for target in parsed:
         if target.quantity == DROP:
             require_labels(distinct_images)
         # What was measured depends on the cost and not on its limit.
         if measurements is None or measurements.minimized != target.minimized:
             space = settings.space(model, diagnosis, target)
-            measurements = PlanMeasurements(space, settings, target.minimized, distinct_images, reference, outputs)
+            measurements = PlanMeasurements(space, settings, target.minimized, distinct_images, reference)
         planner = Planner(measurements, settings, target)
         # Outputs of the original on the other images are computed per target, after the plan: they need memory only
         # then.

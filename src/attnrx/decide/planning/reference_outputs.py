@@ -47,10 +47,8 @@ class Answers:
     kind: OutputKind
 
     @classmethod
-    def of(
-        cls, model: nn.Module, images: ImageSet, batch_size: int, known: Float[Tensor, "images classes"] | None = None
-    ) -> "Answers":
-        """Computes the original's outputs, unless they are `known`; images may have no labels.
+    def of(cls, model: nn.Module, images: ImageSet, batch_size: int) -> "Answers":
+        """Computes the original's outputs; images may have no labels.
 
         Raises:
             DataError: There are no images, a label fits no head, or an embedding is zero.
@@ -67,14 +65,13 @@ class Answers:
             for batch in track(batches, "outputs of the original", -(-len(images) // batch_size)):
                 pixels.append(batch.images.to(weight.dtype))
                 labels.append(batch.labels.cpu())
-                if known is None:
-                    outputs.append(stored(outputs_of(model, pixels[-1])))
+                outputs.append(stored(outputs_of(model, pixels[-1])))
         if not pixels:
             raise DataError("a plan was given no image to measure on; give some, e.g. 128 training images.")
         numbers = torch.cat(labels) if has_labels else None
         if numbers is not None:
             require_labelled(numbers)
-        answers = torch.cat(outputs) if known is None else known
+        answers = torch.cat(outputs)
         # Embeddings are compared by their directions, and a plan for outputs without any would be arbitrary.
         if isinstance(kind, Embeddings) and not bool((answers.abs().amax(-1) > 0).all()):
             raise DataError(

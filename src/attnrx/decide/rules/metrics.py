@@ -34,67 +34,44 @@ KEY_MOMENTS: Mapping[str, Mapping[str, float]] = {
 METRICS = ("weights", "augmented", *KEY_MOMENTS)
 
 
-def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced:
-    """Returns, for every head of a layer, the score directions that are optimal at every rank in a metric.
+def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced | RotaryDirections:
+    """Returns, for every head of a layer, the score directions that are optimal at every rank in a metric; of rotary
+    attention the forms that are best at every rank.
 
     Raises:
         UnknownName: The metric is none of METRICS.
-        NotSupported: The layer is SVDA, whose rows are divided by their norms and must not be combined, or its heads
-            share their directions.
+        NotSupported: The layer is SVDA, whose rows are divided by their norms and must not be combined, its heads share
+            their directions, or it has a norm over all features of query and key.
         InvalidInput: The diagnosis lacks the moments of the metric.
     """
-    _require_changeable(metric, layer)
-    if layer.spectrum.has_norms:
+    spectrum = layer.spectrum
+    if metric not in METRICS:
+        raise UnknownName("metric", metric, (OWN, *METRICS))
+    if "qk" in spectrum.fixed:
+        raise NotSupported(
+            f"metric={metric!r} would combine directions of a layer with a norm over all features of query and key."
+        )
+    if spectrum.has_norms:
         raise NotSupported(
             f"metric={metric!r} would combine the directions of a layer whose rows are divided by their norms (SVDA), "
             "which changes the norms; its own strengths rank its directions: omit the metric."
         )
-    if layer.spectrum.shared:
+    if spectrum.shared:
         raise NotSupported(
             f"metric={metric!r} would give every head directions of its own in a layer whose heads share them (CP "
             "SlimAtt, IrrAtt); the strengths rank the shared directions: omit the metric, or prescribe the original "
             "model."
         )
     if metric in KEY_MOMENTS:
-        return balance(*_grams_in(metric, layer))
-    return svd_directions(*_weight_rows(metric, layer))  # from the rows, whose Grams have lost digits
-
-
-def _weight_rows(metric: str, layer: LayerDiagnosis) -> tuple[Tensor, Tensor]:
-    """Returns the rows [heads, directions, features] of query and key by whose product "weights" or "augmented" is
-    defined.
-    """
-    spectrum = layer.spectrum
-    return spectrum.query if metric == "augmented" else spectrum.query[..., :-1], spectrum.key[..., :-1]
-
-
-def _grams_in(metric: str, layer: LayerDiagnosis) -> tuple[Tensor, Tensor]:
-    """Returns the moments [heads, directions, directions] of query and key rows that define a metric."""
-    if metric not in KEY_MOMENTS:
-        query, key = (rows.double() for rows in _weight_rows(metric, layer))
-        return query @ query.mT, key @ key.mT
-    keys = torch.stack([share * layer.reading(name) for name, share in KEY_MOMENTS[metric].items()]).sum(0)
-    return layer.reading("query_gram"), keys
-
-
-def rotary_directions(metric: str, layer: LayerDiagnosis) -> RotaryDirections:
-    """Returns the forms of every head of a layer of rotary attention that are best at every rank in a metric.
-
-    Raises:
-        UnknownName: The metric is none of METRICS.
-        NotSupported: The layer has a norm over all features of query and key.
-    """
-    _require_changeable(metric, layer)
-    return RotaryDirections(*_grams_in(metric, layer), layer)
-
-
-def _require_changeable(metric: str, layer: LayerDiagnosis) -> None:
-    if metric not in METRICS:
-        raise UnknownName("metric", metric, (OWN, *METRICS))
-    if "qk" in layer.spectrum.fixed:
-        raise NotSupported(
-            f"metric={metric!r} would combine directions of a layer with a norm over all features of query and key."
-        )
+        keys = torch.stack([share * layer.reading(name) for name, share in KEY_MOMENTS[metric].items()]).sum(0)
+        grams = layer.reading("query_gram"), keys
+        return balance(*grams) if spectrum.pairs is None else RotaryDirections(*grams, layer)
+    # Rows [heads, directions, features] of query and key, whose Grams have lost digits; the last feature is the bias.
+    query, key = spectrum.query if metric == "augmented" else spectrum.query[..., :-1], spectrum.key[..., :-1]
+    if spectrum.pairs is None:
+        return svd_directions(query, key)
+    query, key = query.double(), key.double()
+    return RotaryDirections(query @ query.mT, key @ key.mT, layer)
 
 
 def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis, ...]]:
@@ -115,9 +92,9 @@ def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis
 
 
 def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
-    if layer.spectrum.pairs is not None:
-        return _rotary_layer(layer, rotary_directions(metric, layer))
     spectrum, balanced = layer.spectrum, directions_in(metric, layer)
+    if isinstance(balanced, RotaryDirections):
+        return _rotary_layer(layer, balanced)
     # Balanced directions are sorted by strength, so those of a head with fewer rows are its first ones.
     used = torch.arange(spectrum.used.shape[1]) < spectrum.used.sum(-1, keepdim=True)
     changed = replace(

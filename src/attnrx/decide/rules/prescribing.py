@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from attnrx.decide.rules.metrics import OWN, rewritten, rotary_directions
+from attnrx.decide.rules.metrics import OWN, directions_in, rewritten
 from attnrx.decide.rules.outputs import (
     CENTERED,
     decide_heads,
@@ -18,7 +18,7 @@ from attnrx.decide.rules.outputs import (
     without_heads,
 )
 from attnrx.decide.rules.parsing import RulesLike, parse_rules
-from attnrx.decide.rules.rotary import whole_pairs
+from attnrx.decide.rules.rotary import RotaryDirections, whole_pairs
 from attnrx.decide.rules.rule import Rule, in_metric, inner_rules, keep_only, metric_of
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import (
@@ -173,18 +173,18 @@ def _decide_scores(diagnosis: Diagnosis, rule: Rule | None) -> tuple[list[ScoreD
         spectrum, layer = view.layers[index].spectrum, rule.decide(view, index)
         if layer.basis is not None:
             raise InvalidRule(f"{rule} rewrites the directions itself; omit metric={metric!r}.")
-        changed = _changes_scores(spectrum, layer)
         reasons = metric_reasons(layer, metric)
-        # Rotary: the rule decides the ranks only; the best form of a rank does not contain those of smaller ranks.
-        if changed and spectrum.pairs is not None:
-            layers.append(rotary_directions(metric, diagnosis.layers[index]).decision(layer.ranks, reasons))
-            spectra.append(spectrum)
-            continue
-        # A layer in which nothing is removed keeps its own directions: a rewritten one would differ by rounding.
-        layers.append(
-            replace(layer, basis=basis, reasons=reasons) if changed else replace(unchanged[index], reasons=reasons)
-        )
-        spectra.append(spectrum if changed else own_spectra[index])
+        if not _changes_scores(spectrum, layer):
+            # The layer keeps its own directions: rewritten ones would differ by rounding.
+            spectrum, layer = own_spectra[index], replace(unchanged[index], reasons=reasons)
+        elif spectrum.pairs is None:
+            layer = replace(layer, basis=basis, reasons=reasons)
+        else:  # the rule decides the ranks only; the best form of a rank does not contain those of smaller ranks
+            rotary = directions_in(metric, diagnosis.layers[index])
+            assert isinstance(rotary, RotaryDirections)
+            layer = rotary.decision(layer.ranks, reasons)
+        layers.append(layer)
+        spectra.append(spectrum)
     return layers, spectra
 
 
