@@ -207,7 +207,7 @@ def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     names = {"rx": rx, "timm": pytest.importorskip("timm"), "torch": torch}
     example = doctest.DocTestParser().get_doctest(DOCUMENTED[name].__doc__, names, name, None, None)
     printed = io.StringIO()
-    doctest.DocTestRunner().run(example, out=printed.write)
+    doctest.DocTestRunner(verbose=False).run(example, out=printed.write)
     assert not printed.getvalue(), printed.getvalue()
 
 

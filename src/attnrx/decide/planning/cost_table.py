@@ -17,8 +17,8 @@ from attnrx.vit.models import family_of, hidden_units, rank_of, require_all_toke
 SQUARE = ("scores", "fusion", "read_out")
 # Costs of compressed blocks as shares of those of the whole block: below and above these a table is nonsense. The
 # savings of attention and MLP are added up, so that the least costs can be slightly negative. A block of a small model
-# is one call of a kernel, and after a stage of merging, where its parts are called, took three times as long.
-BELOW, ABOVE = 0.1, 5.0
+# is one call of a kernel, and after a stage of merging, where its parts are called, took seven times as long.
+BELOW, ABOVE = 0.1, 10.0
 
 
 def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = REALIZED_NORMS[0]) -> ModelCosts:
@@ -76,9 +76,9 @@ class CostTable:
         if not all(np.isfinite(each).all() for each in numbers):
             return "a cost is not finite"
         # [layers, levels of qk, levels of vo, tokens] with the full MLP, which is a part of these costs, and with the
-        # least one.
-        full = self.attention[:, 0, 0, -1]
-        least = (self.attention + self.mlp.min(axis=1)[:, None, None]).min(axis=(1, 2, 3))
+        # least one, at the numbers of tokens that are timed.
+        full, timed = self.attention[:, 0, 0, -1], (self.prefix + self.patches) // 4
+        least = (self.attention + self.mlp.min(axis=1)[:, None, None])[..., timed:].min(axis=(1, 2, 3))
         largest = (self.attention + self.mlp.max(axis=1)[:, None, None]).max(axis=(1, 2, 3))
         share = (self.outside + full.sum() + self.mlp[:, 0, -1].sum()) / self.whole if self.whole > 0 else -1.0
         if min(self.whole, share) <= 0 or self.outside < 0 or (full + self.mlp[:, 0, -1] <= 0).any():
