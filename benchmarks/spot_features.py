@@ -69,7 +69,7 @@ def main(words: list[str] | None = None) -> int:
         # Attention and tokens are those of the pre-trained model; only the predictors are new.
         model = copy.deepcopy(original)
         # `realize_tokens_` draws the predictors from this seed.
-        prescribed = TokenPrescription.of(parse_policy(arguments.policy), seed=seed)
+        prescribed = TokenPrescription(parse_policy(arguments.policy), seed=seed)
         realize_tokens_(model, family, prescribed, "compress", reduction_heads(original))
         reduction = reduction_of(model)
         assert reduction is not None

@@ -74,10 +74,10 @@ class Verb:
 def saved(inputs: SimpleNamespace, out: Path, number: int) -> None:
     loaded = rx.load(inputs.models[number])
     prescription = rx.Prescription.load(inputs.prescriptions[number])
-    fresh = rx.prescribe(loaded, {"tokens": TokenPrescription.of(rx.tokens.parse_policy(TOKENS), seed=number)})
+    fresh = rx.prescribe(loaded, {"tokens": TokenPrescription(rx.tokens.parse_policy(TOKENS), seed=number)})
     reduction = rx.models.reduction_of(rx.realize(loaded, fresh))
     assert reduction is not None
-    tokens = TokenPrescription.of(reduction.policy, reduction.stages.state_dict())
+    tokens = TokenPrescription(reduction.policy, reduction.stages.state_dict())
     prescription = replace(rx.Prescription.load(inputs.prescriptions[number]), tokens=tokens)
     evidence = rx.Evidence((), {"candidate": rx.models.model_fingerprint(loaded), "number": number})
     rx.save(loaded, out, prescription=prescription, evidence=evidence)

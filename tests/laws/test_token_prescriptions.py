@@ -66,7 +66,7 @@ def predictors(policy: TokenPolicy, model: nn.Module) -> dict[str, torch.Tensor]
 
 def both(model: nn.Module, pattern: str, policy: TokenPolicy) -> Prescription:
     ranks = cases.prescription(model, PATTERNS[pattern])  # type: ignore[arg-type]
-    return replace(ranks, tokens=TokenPrescription.of(policy, predictors(policy, model)))
+    return replace(ranks, tokens=TokenPrescription(policy, predictors(policy, model)))
 
 
 # Every reducer with one pattern, and every class of reducers with two or three.
@@ -156,7 +156,7 @@ def test_predictors_travel_from_one_model_to_another() -> None:
 def test_fresh_predictors_are_those_of_their_seed_and_say_so() -> None:
     ranks = cases.prescription(DEEP, PATTERNS["full"])  # type: ignore[arg-type]
     policy = parse_policy("spot:0.6@2,4")
-    tokens = [TokenPrescription.of(policy, seed=seed) for seed in (0, 0, 1)]
+    tokens = [TokenPrescription(policy, seed=seed) for seed in (0, 0, 1)]
     assert tokens[0].must_be_trained and all("must be trained" in reason for reason in tokens[0].reasons)
     first, second, third = (model_fingerprint(realize(DEEP, replace(ranks, tokens=own))) for own in tokens)
     assert first == second != third
@@ -166,7 +166,7 @@ def test_fresh_predictors_are_those_of_their_seed_and_say_so() -> None:
 def test_a_selection_that_means_nothing_before_a_training_says_so(kind: str) -> None:
     """Predictors with random weights, and features that nothing has made into halting scores, in any soft reducer."""
     policy = TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 4))
-    prescription = TokenPrescription.of(policy)
+    prescription = TokenPrescription(policy)
     inner = getattr(policy.reducer, "scores", policy.reducer)
     assert prescription.must_be_trained == (policy.reducer.learned or isinstance(inner, HaltingScores))
     assert all(("must be trained" in reason) == prescription.must_be_trained for reason in prescription.reasons)

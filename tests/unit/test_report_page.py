@@ -206,7 +206,7 @@ def test_only_what_changed_is_shown():
         LayerPrescription({"qk": ScoreDecision(torch.ones_like(qk.keep), qk.strength, qk.reasons)})
         for qk in (layer.qk for layer in content.prescription.layers)
     )
-    tokens = TokenPrescription.of(content.tokens.policy)
+    tokens = TokenPrescription(content.tokens.policy)
     of_tokens = Prescription(whole_layers, {}, content.prescription.fingerprint, {}, tokens)
     page = shown(ReportContent("tokens only", prescription=of_tokens, diagnosis=content.diagnosis))
     assert "attention_received before 2 layers" in " ".join(page.words.split())

@@ -242,47 +242,35 @@ class LayerPrescription(Displayed):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenPrescription(Displayed):
-    """The token policy, one reason per stage, and the weights of trained predictors.
+    """The token policy, and the weights of trained predictors.
 
     `predictors` are the weights of the stages by name, as in `TokenReduction.stages`. Without them a learned token
     reducer is initialized from `seed` and must be trained.
+
+    Raises:
+        InvalidInput: Predictors were given for a token reducer that learns nothing.
     """
 
     policy: TokenPolicy
-    reasons: tuple[str, ...]
     predictors: Mapping[str, Tensor] | None = None
     seed: int = 0
 
     def __post_init__(self):
         # Policies that are equal in text compare equal, also if one was fitted to a model.
         object.__setattr__(self, "policy", self.policy.written)
-        stages = len(self.policy.describe())
-        if len(self.reasons) != stages:
-            raise InvalidInput(f"{len(self.reasons)} reasons for {stages} stages: give one each.")
         if self.predictors is not None and not self.policy.reducer.learned:
             raise InvalidInput(f"{self.policy.reducer} learns nothing, and takes no weights of predictors.")
 
-    @classmethod
-    def of(
-        cls, policy: TokenPolicy, predictors: Mapping[str, Tensor] | None = None, seed: int = 0
-    ) -> "TokenPrescription":
-        """Builds the prescription with the policy's reason for every stage.
-
-        Args:
-            policy: The token policy.
-            predictors: The weights of trained predictors, by the names of `TokenReduction.stages`.
-            seed: The seed of fresh predictors.
-
-        Raises:
-            InvalidInput: Predictors were given for a token reducer that learns nothing.
-        """
-        state = "trained" if predictors is not None else f"fresh (seed {seed}), must be trained"
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What every stage does, and whether its selection must be trained."""
+        state = "trained" if self.predictors is not None else f"fresh (seed {self.seed}), must be trained"
         # The reason states it, because an untrained predictor selects tokens at random.
-        untrained = policy.reducer.untrained_reason
-        describe = "" if untrained is None else f"; must be trained: {untrained}"
-        if policy.reducer.learned:
-            describe = f"; its predictor is {state}"
-        return cls(policy, tuple(reason + describe for reason in policy.describe()), predictors, seed)
+        untrained = self.policy.reducer.untrained_reason
+        more = "" if untrained is None else f"; must be trained: {untrained}"
+        if self.policy.reducer.learned:
+            more = f"; its predictor is {state}"
+        return tuple(reason + more for reason in self.policy.describe())
 
     @property
     def must_be_trained(self) -> bool:
@@ -406,7 +394,7 @@ class Prescription(Displayed):
             if TOKENS in record:
                 facts, policy = record[TOKENS], parse_policy(record["rules"][TOKENS])
                 learned = tensors_below("tokens.", tensors) if facts["trained"] else None
-                tokens = TokenPrescription(policy, tuple(facts["reasons"]), learned, facts["seed"])
+                tokens = TokenPrescription(policy, learned, facts["seed"])
         loaded = cls(layers, record["rules"], record["fingerprint"], record["about"], tokens)
         # A number that follows from the layers: it finds a layer that was edited by hand.
         if abs(loaded.removed_share - record["removed_share"]) > 1e-9:

@@ -107,7 +107,7 @@ def _of_tokens(kind: str, prescription: Prescription, draws: int, seed: int) -> 
         policy = replace(
             tokens.policy, reducer=replace(reducer, scores=scores) if isinstance(reducer, Soft) else scores
         )
-        yield replace(prescription, tokens=TokenPrescription.of(policy))
+        yield replace(prescription, tokens=TokenPrescription(policy))
 
 
 def _same(one: Prescription, other: Prescription) -> bool:

@@ -225,7 +225,7 @@ def prescribed_tokens(model: nn.Module) -> TokenPrescription:
     if reduction is None:
         raise InvalidInput("this model prunes and merges no tokens, so it has no policy to return.")
     learned = {name: tensor.detach().cpu().clone() for name, tensor in reduction.stages.state_dict().items()}
-    return TokenPrescription.of(reduction.policy, learned if reduction.policy.reducer.learned else None)
+    return TokenPrescription(reduction.policy, learned if reduction.policy.reducer.learned else None)
 
 
 def realize_tokens_(model: nn.Module, family: Family, tokens: TokenPrescription, by: str, heads: int) -> None:

@@ -96,7 +96,7 @@ def _reducing(
         )
     from attnrx.nouns.prescription import TokenPrescription
 
-    tokens = TokenPrescription.of(policy, seed=config.seed)
+    tokens = TokenPrescription(policy, seed=config.seed)
     return rx.realize(model, rx.prescribe(model, {"tokens": tokens}))
 
 

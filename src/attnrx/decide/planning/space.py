@@ -197,7 +197,7 @@ class Space(Displayed):
     def _prescribed(
         self, rules: Mapping[str, Rule], policy: TokenPolicy | None = None, refit: bool = True
     ) -> Prescription:
-        tokens = None if policy is None else TokenPrescription.of(policy)
+        tokens = None if policy is None else TokenPrescription(policy)
         by_map = {name: rule for axis, rule in rules.items() for name in (self.mlp_maps if axis == "mlp" else (axis,))}
         # In the metric of the data and not of the weights: its directions are sorted by their effect on the scores.
         if "qk" in by_map and self.metric is not None:

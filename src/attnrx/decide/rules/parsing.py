@@ -100,7 +100,7 @@ def parse_rules(rules: RulesLike) -> tuple[dict[str, Rule], TokenPrescription | 
     policy = parse_policy(policy) if isinstance(policy, str) else policy
     if policy is not None and not isinstance(policy, TokenPolicy | TokenPrescription):
         raise InvalidInput(f"tokens={policy!r} is not a policy; give e.g. 'evit:0.7@4,7,10'.")
-    return rules_by_map, TokenPrescription.of(policy) if isinstance(policy, TokenPolicy) else policy
+    return rules_by_map, TokenPrescription(policy) if isinstance(policy, TokenPolicy) else policy
 
 
 class _Reader(TextReader):
