@@ -10,7 +10,7 @@ from torch import nn
 from attnrx.data import ImageSet, load_data
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks import statistics
-from attnrx.show.reports.sampling import patches_left_by
+from attnrx.show.reports.samples import patches_left_by
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.models import reduction_of, token_run

@@ -5,8 +5,7 @@ from dataclasses import replace
 import torch
 
 from attnrx.nouns.diagnosis import LayerDiagnosis
-from attnrx.show.reports import ReportContent
-from attnrx.show.reports.sections.layers import LEVELS, Cell, colour_step, maps
+from attnrx.show.reports.layers import LEVELS, Cell, colour_step, maps
 from support import report_content
 
 
@@ -22,12 +21,12 @@ def test_readings_are_cells_by_head_and_those_of_the_metric_of_plans_are_open() 
     names = ("effective_rank", "effective_rank_mix", "entropy")
     readings = {name: torch.rand(4) for name in names} | {"selectivity": selectivity}
     layers = (LayerDiagnosis(spectrum, readings), LayerDiagnosis(replace(spectrum, heads=(0, 1, 2, 5)), readings))
-    section = maps(ReportContent("readings", diagnosis=replace(diagnosis, layers=layers)))
+    section = maps(replace(diagnosis, layers=layers))
     assert section is not None
-    titles = [figure.title for figure in section.data["main"]]
+    titles = [figure.title for figure in section["main"]]
     assert titles == ["Effective rank, mix", "Selectivity"]
-    assert [figure.title for figure in section.data["rest"]] == ["Effective rank", "Entropy"]
-    figure = section.data["main"][1]
+    assert [figure.title for figure in section["rest"]] == ["Effective rank", "Entropy"]
+    figure = section["main"][1]
     assert figure.note == "0 to 1" and figure.columns == tuple(f"head {head}" for head in range(6))
     first, second = figure.rows
     assert [cell.step for cell in first] == [0, LEVELS - 1, None, 4, None, None]

@@ -17,7 +17,7 @@ from attnrx.nouns.prescription import LayerPrescription, Prescription, ScoreDeci
 from attnrx.show.reports import ReportContent, model_card, summary_of, write_report
 from attnrx.show.reports.numbers import TIMES
 from attnrx.show.reports.page import render
-from attnrx.show.reports.sections.verdict import verdict
+from attnrx.show.reports.results import verdict
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.costs import LatencyComparison, Ratio
 from support import cases, report_content
@@ -140,7 +140,7 @@ def test_the_page_begins_with_the_result():
     )
     assert sentence in words
     assert words.index(sentence) < words.index("Of 5 claims 4 hold, 1 fails") < words.index("Latency at batch 32")
-    rows = verdict(report_content.example()).data["rows"]
+    rows = verdict(report_content.example())["rows"]
     assert rows[0] == ("Latency at batch 32", "43.7 ms", "41.2 ms", "1.06x faster [1.05, 1.07]")
     assert [text.replace("\N{NO-BREAK SPACE}", " ") for text in rows[1]] == [
         "Top-1 accuracy",
@@ -177,7 +177,7 @@ def test_a_result_from_which_nothing_was_removed_says_so_first(about: dict, runt
     for text in (summary, page.words, card):
         assert "NOTHING WAS REMOVED: this is the unchanged model" in text
         assert words in text.replace("\\_", "_")
-    assert verdict(ReportContent("speed", evidence=evidence)).data["after"] == "unchanged"
+    assert verdict(ReportContent("speed", evidence=evidence))["after"] == "unchanged"
 
 
 def test_the_sentence_is_the_same_on_the_page_and_in_a_console():

@@ -12,8 +12,8 @@ from attnrx.decide.rules import TotalRank, prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import LayerPrescription, Prescription, ScoreDecision
 from attnrx.show.reports import ReportContent
+from attnrx.show.reports.layers import changes, ranks
 from attnrx.show.reports.page import render
-from attnrx.show.reports.sections.layers import changes, ranks
 from attnrx.vit.models import family_of
 from support.cases import CONFIGS, model, with_heads
 from support.pictures import speckles
@@ -58,12 +58,12 @@ def test_the_picture_holds_every_number_in_its_colour() -> None:
     kept = [[layer * 5 + head % 5 for head in range(12)] for layer in range(12)]
     keeps = [torch.arange(60) < torch.tensor(row)[:, None] for row in kept]
     layers = tuple(LayerPrescription({"qk": ScoreDecision(keep, torch.ones(12, 60), ("",) * 12)}) for keep in keeps)
-    content = ReportContent("12 x 12", prescription=Prescription(layers, {}, "", {}))
-    section = changes(content)
+    prescription = Prescription(layers, {}, "", {})
+    section = changes(prescription, None)
     assert section is not None
-    (figure,) = section.data["figures"]
+    (figure,) = section["figures"]
     assert [cell.text for row in figure.rows for cell in row] == [str(rank) for row in kept for rank in row]
     assert figure.rows[0][0].step == 0 and figure.rows[-1][-1].step == 8
     assert figure.rows[-1][-1].tip == "layer 11, head 11: 56 of 60"
-    page = render(content)
+    page = render(ReportContent("12 x 12", prescription=prescription))
     assert len(re.findall(r'<td class="level-\d" title="layer \d+, head \d+: \d+ of 60">\d+</td>', page)) == 144

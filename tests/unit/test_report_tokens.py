@@ -9,7 +9,7 @@ from torch import nn
 
 from attnrx.show.reports import ReportContent, sample_tokens
 from attnrx.show.reports.page import render
-from attnrx.show.reports.sections.samples import patch_picture
+from attnrx.show.reports.samples import patch_picture
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import attach_tokens_, family_of, reduction_of, token_run
 from attnrx.vit.tokens import AttentionReceived, Reducer, TokenPolicy, ToMe, Ward

@@ -5,7 +5,7 @@ from attnrx.show.reports.content import ReportContent
 from attnrx.show.reports.files import files_table, written_files
 from attnrx.show.reports.headline import summary_of
 from attnrx.show.reports.page import render, write_report
-from attnrx.show.reports.sampling import (
+from attnrx.show.reports.samples import (
     MapSamples,
     TokenSamples,
     first_images,

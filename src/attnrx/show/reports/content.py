@@ -1,4 +1,4 @@
-"""The content of a report, of which every part is optional, and the sections that are made of it."""
+"""The content of a report, of which every part is optional."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,22 +7,9 @@ from typing import Any
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.reports.sampling import MapSamples, TokenSamples
+from attnrx.show.reports.samples import MapSamples, TokenSamples
 from attnrx.support.display import Displayed
 from attnrx.support.errors import FingerprintMismatch, InvalidInput
-
-
-@dataclass(frozen=True)
-class Section:
-    """One part of the page; `name` is its anchor and the file name of its template.
-
-    A section with a `summary` is folded: the page shows this line until the reader opens the section.
-    """
-
-    name: str
-    title: str
-    data: Mapping[str, Any]
-    summary: str = ""
 
 
 @dataclass(frozen=True, repr=False)

@@ -3,36 +3,22 @@
 import base64
 import hashlib
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.reports.content import ReportContent, Section
+from attnrx.show.reports.content import ReportContent
+from attnrx.show.reports.layers import changes, maps, treatment
 from attnrx.show.reports.numbers import fixed, interval, number, percent, quantity, short, typeset, with_unit
-from attnrx.show.reports.sections.evidence import costs, findings, provenance
-from attnrx.show.reports.sections.layers import changes, maps, treatment
-from attnrx.show.reports.sections.samples import outputs, tokens
-from attnrx.show.reports.sections.verdict import verdict
+from attnrx.show.reports.results import costs, findings, provenance, verdict
+from attnrx.show.reports.samples import outputs, tokens
 from attnrx.support.arguments import checked
 from attnrx.support.errors import InvalidInput
 from attnrx.support.storage import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
-
-# In the order of the page, after the result; sections with a summary are folded.
-SECTIONS: tuple[Callable[[ReportContent], Section | None], ...] = (
-    changes,
-    outputs,
-    tokens,
-    treatment,
-    maps,
-    findings,
-    costs,
-    provenance,
-)
 
 
 @checked()
@@ -106,8 +92,21 @@ def render(content: ReportContent) -> str:
         environment.globals[function.__name__] = function
     # A record may have any values, e.g. paths.
     environment.globals["json_text"] = partial(json.dumps, indent=1, default=str, ensure_ascii=False)
-    # A section decides by the content whether it is shown.
-    sections = [section for section in (build(content) for build in SECTIONS) if section is not None]
+    decided = content.prescription, content.diagnosis
+    # The name, which is the anchor and the file name of the template, the title, and the data, None for a section that
+    # the content has nothing for. A section with a "summary" is folded: the page shows this line until it is opened.
+    every_section = (
+        ("verdict", "Result", verdict(content)),
+        ("changes", "What changed", changes(*decided)),
+        ("outputs", "Outputs", outputs(content.outputs)),
+        ("tokens", "Tokens", tokens(content.tokens)),
+        ("prescription", "Prescription", treatment(*decided)),
+        ("maps", "Layers and heads", maps(content.diagnosis)),
+        ("evidence", "Evidence", findings(content.evidence)),
+        ("costs", "Costs", costs(content.measured)),
+        ("provenance", "Provenance", provenance(content)),
+    )
+    sections = [(*names, data) for *names, data in every_section if data is not None]
     script = (TEMPLATES / "script.js").read_text(encoding="utf-8")
     return environment.get_template("report.html.j2").render(
         title=content.title,
@@ -115,8 +114,7 @@ def render(content: ReportContent) -> str:
         script=script,
         # The content security policy of the page allows the script of this hash and no other.
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        verdict=verdict(content),
         sections=sections,
-        # Without an open section the folded ones are the content of the page.
-        unfold=all(section.summary for section in sections),
+        # Without another open section than the result the folded ones are the content of the page.
+        unfold=all("summary" in data for _, _, data in sections[1:]),
     )

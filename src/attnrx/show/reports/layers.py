@@ -7,7 +7,6 @@ from typing import Any
 
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import LayerPrescription, Prescription
-from attnrx.show.reports.content import ReportContent, Section
 from attnrx.show.reports.numbers import number, percent, plain, short
 from attnrx.vit.maps import LINEAR_MAPS
 
@@ -62,20 +61,19 @@ def colour_step(share: float) -> int:
     return min(LEVELS - 1, max(0, int(share * LEVELS)))  # the highest value would begin one more step
 
 
-def treatment(content: ReportContent) -> Section | None:
+def treatment(prescription: Prescription | None, diagnosis: Diagnosis | None) -> dict[str, Any] | None:
     """Returns the prescription: the rules, and one reason per head."""
-    prescription = content.prescription
     if prescription is None:
         return None
-    pairs = zip(prescription.layers, _heads(prescription, content.diagnosis), strict=True)
+    pairs = zip(prescription.layers, _heads(prescription, diagnosis), strict=True)
     removed = prescription.removed_share
-    data = {
+    return {
         "prescription": prescription,
         "layers": [_reasons(layer, heads) for layer, heads in pairs],
         "tokens": () if prescription.tokens is None else prescription.tokens.reasons,
         "removed": percent(removed) if removed else "",
+        "summary": "The rules, and the reason for every head and stage",
     }
-    return Section("prescription", "Prescription", data, "The rules, and the reason for every head and stage")
 
 
 def _heads(prescription: Prescription, diagnosis: Diagnosis | None) -> list[tuple[int, ...]]:
@@ -101,13 +99,12 @@ def _reasons(layer: LayerPrescription, heads: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def changes(content: ReportContent) -> Section | None:
+def changes(prescription: Prescription | None, diagnosis: Diagnosis | None) -> dict[str, Any] | None:
     """Returns what was removed, in words, and one heat map per map that lost ranks."""
-    prescription = content.prescription
     if prescription is None:
         return None
     facts, figures = [], []
-    for title, (columns, rows) in ranks(prescription, content.diagnosis).items():
+    for title, (columns, rows) in ranks(prescription, diagnosis).items():
         parts = [part for row in rows for part in row if part is not None]
         kept, full = sum(kept or 0 for kept, _ in parts), sum(full for _, full in parts)
         if kept == full:  # a map of a single colour
@@ -124,7 +121,7 @@ def changes(content: ReportContent) -> Section | None:
         policy = prescription.tokens.policy
         stages = len(policy.layers)
         facts.append(("Tokens", f"{policy.reducer} before {number(stages)} layer{'s' * (stages != 1)}"))
-    return Section("changes", "What changed", {"facts": facts, "figures": figures, "steps": LEVELS}) if facts else None
+    return {"facts": facts, "figures": figures, "steps": LEVELS} if facts else None
 
 
 # The kept and the full rank of a unit; None in place of the kept one for a removed head, and in place of both where an
@@ -201,11 +198,11 @@ def _rank_cells(layer: int, columns: Sequence[str], row: Sequence[Rank]) -> Iter
             yield Cell(number(kept), colour_step(kept / max(full, 1)), f"layer {layer}, {name}: {words}")
 
 
-def maps(content: ReportContent) -> Section | None:
+def maps(diagnosis: Diagnosis | None) -> dict[str, Any] | None:
     """Returns effective ranks and selectivity as open figures, and the other readings as folded ones."""
-    if content.diagnosis is None:
+    if diagnosis is None:
         return None
-    layers = content.diagnosis.layers
+    layers = diagnosis.layers
     # Readings with one number per head that all layers have, because a map needs a row for every layer.
     per_head = [
         {name for name, reading in layer.readings.items() if tuple(reading.shape) == (len(layer.spectrum.heads),)}
@@ -215,11 +212,11 @@ def maps(content: ReportContent) -> Section | None:
     if not names:
         return None
     figures = [
-        _reading_figure(name, content.diagnosis)
+        _reading_figure(name, diagnosis)
         for name in [*(name for name in MEANING if name in names), *sorted(names - MEANING.keys())]
     ]
-    data = {"main": figures[:OPEN_FIGURES], "rest": figures[OPEN_FIGURES:], "steps": LEVELS}
-    return Section("maps", "Layers and heads", data, ", ".join(figure.title for figure in figures))
+    summary = ", ".join(figure.title for figure in figures)
+    return {"main": figures[:OPEN_FIGURES], "rest": figures[OPEN_FIGURES:], "steps": LEVELS, "summary": summary}
 
 
 def _reading_figure(name: str, diagnosis: Diagnosis) -> HeatMap:

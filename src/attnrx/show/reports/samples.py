@@ -1,0 +1,360 @@
+"""Sample images: the patches that are kept after each stage, as SVG, and the maps that models return, as pixels."""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.data import ImageSet
+from attnrx.data.model_data import normalization_of
+from attnrx.show.reports.numbers import number
+from attnrx.support.errors import InvalidInput
+from attnrx.support.shapes import Bool, Float, ImageBatch, Int, Tensor, UInt8
+from attnrx.support.trees import tensors_of
+from attnrx.vit.models import (
+    TokenReduction,
+    TokenRun,
+    evaluating,
+    family_of,
+    reduction_of,
+    token_run,
+)
+from attnrx.vit.tokens import TokenPolicy
+from attnrx.vit.tokens.merging import Merging
+
+# Cividis (Nuñez, Anderton and Renslow 2018) at nine equal steps: perceptually uniform, also for colour-blind readers.
+_CIVIDIS = "00224e 1a386f 434e6c 61656f 7d7c78 9c9477 bcae6c decb57 fee838"
+
+
+@dataclass(frozen=True)
+class TokenSamples:
+    """Sample images in the unit range, and the patches kept by a token policy.
+
+    `left` marks the patches kept after each stage of the `policy`; `tokens` is the number of tokens per layer, prefix
+    tokens included. The patches form `grid` (rows, columns), row by row. For a token reducer that
+    merges, `groups` holds the index of the patch whose token represents each patch after each stage. `labels` are the
+    classes of the images.
+    """
+
+    images: Float[Tensor, "images channels height width"]
+    left: Bool[Tensor, "images stages patches"]
+    policy: TokenPolicy
+    tokens: tuple[int, ...]
+    grid: tuple[int, int]
+    labels: tuple[str, ...] = ()
+    groups: Int[Tensor, "images stages patches"] | None = None
+
+
+def first_images(images: ImageSet, class_names: Sequence[str], count: int) -> tuple[ImageBatch, tuple[str, ...]]:
+    """Returns the first images, at most `count`, with the names of their classes, which are empty without labels."""
+    batch = next(iter(images.take(min(count, len(images))).batches(count)))
+    # -1: without a label
+    if batch.labels.ndim > 1 or batch.labels.is_floating_point() or int(batch.labels.min()) < 0:
+        return batch.images, ()
+    # Datasets without names number their classes.
+    names = {label: f"class {name}" if name.isdigit() else name for label, name in enumerate(class_names)}
+    return batch.images, tuple(names.get(label, f"class {label}") for label in map(int, batch.labels.tolist()))
+
+
+def _in_unit_range(images: Tensor, model: nn.Module) -> Float[Tensor, "images channels height width"]:
+    """Undoes the normalization of images and clips to [0, 1]."""
+    return normalization_of(model).invert(images.cpu().float()).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class MapSamples:
+    """Sample images in the unit range and the map that every model returns for them, [images, height, width], by name;
+    the original is the first. Of several numbers per position it is the index of the largest. `labels` are the classes
+    of the images.
+    """
+
+    images: Float[Tensor, "images channels height width"]
+    maps: Mapping[str, Tensor]
+    labels: tuple[str, ...] = ()
+
+
+def sample_maps(
+    models: Mapping[str, nn.Module],
+    images: Float[Tensor, "images channels height width"],
+    labels: tuple[str, ...] = (),
+) -> MapSamples | None:
+    """Returns the first maps among the outputs of models for a few images; None for outputs without any.
+
+    Args:
+        models: The models by name, the original first.
+        images: Normalized images.
+        labels: The classes of the images.
+    """
+    maps, original = {}, next(iter(models.values()))
+    for name, model in models.items():
+        weight = next(model.parameters())
+        with torch.no_grad(), evaluating([model]):
+            outputs = tensors_of(model(images.to(weight.device, weight.dtype)))
+        # [images, height, width] or [images, channels, height, width], and not the tokens of patches.
+        found = [each for each in outputs.values() if each.ndim in (3, 4) and min(each.shape[-2:]) > 1]
+        if not found:
+            return None
+        values = found[0].float().cpu()
+        if values.ndim == 4:
+            values = values[:, 0] if values.shape[1] == 1 else values.argmax(1).float()
+        maps[name] = values
+    return MapSamples(_in_unit_range(images, original), maps, labels)
+
+
+def sample_tokens(
+    model: nn.Module,
+    images: Float[Tensor, "images channels height width"],
+    labels: tuple[str, ...] = (),
+) -> TokenSamples:
+    """Runs a model with token reduction on a few images, and returns the patches that are kept at every stage.
+
+    Args:
+        model: The model with a token policy.
+        images: Normalized images.
+        labels: The classes of the images.
+
+    Returns:
+        The samples for `ReportContent.tokens`.
+
+    Raises:
+        InvalidInput: The model has no token policy, there is no image, or the patches are no grid of squares.
+    """
+    reduction = reduction_of(model)
+    if reduction is None:
+        raise InvalidInput("this model has no token policy, so there are no token samples.")
+    if not len(images):
+        raise InvalidInput("no image to show tokens on: give at least one.")
+    if labels and len(labels) != len(images):
+        raise InvalidInput(f"{len(labels)} labels for {len(images)} images: give one each, or none.")
+    family, layout, policy = family_of(model), reduction.shape.layout, reduction.policy
+    weight = next(model.parameters())
+    run = token_run(model, images.to(weight.device, weight.dtype), tracked=True)
+    if run.trail and len(run.trail[0]) != len(images):
+        raise InvalidInput("this model gets several images for one input, so the tokens of an input are no one grid.")
+    left = patches_left_by(reduction, run, len(images))
+    # Without a trail no stage pruned a token.
+    counts = [indices.shape[1] for indices in run.trail] or [layout.patches] * len(policy.layers)
+    after = dict(zip(policy.layers, counts, strict=True))
+    remaining, tokens = layout.patches, []
+    for layer in range(1, len(family.attention(model)) + 1):
+        remaining = after.get(layer, remaining)
+        tokens.append(layout.prefix + remaining)
+    return TokenSamples(
+        images=_in_unit_range(images, model),
+        left=left,
+        policy=policy,
+        tokens=tuple(tokens),
+        grid=_grid(layout.patches, *family.input_shape(model)[1:]),
+        labels=labels,
+        groups=_groups(reduction, run),
+    )
+
+
+def patches_left_by(reduction: TokenReduction, run: TokenRun, images: int) -> Bool[Tensor, "images stages patches"]:
+    """Returns the patches kept after each stage, from the statistics of a forward pass of this many images.
+
+    A patch that others were merged into counts as kept; a patch merged into another or fused into a new token does not.
+    """
+    patches = reduction.shape.layout.patches
+    # One tensor of indices per stage, [images, patches after the stage].
+    if not run.trail:  # a policy that keeps every patch runs no stage
+        return torch.ones(images, len(reduction.policy.layers), patches, dtype=torch.bool)
+    # One more column collects the indices of no patch (-1), and is cut off.
+    none = torch.zeros(images, patches + 1, dtype=torch.bool, device=run.trail[0].device)
+    masks = [none.scatter(1, indices.where(indices >= 0, patches), True)[:, :patches] for indices in run.trail]
+    return torch.stack(masks, dim=1).cpu()
+
+
+def _grid(patches: int, height: int, width: int) -> tuple[int, int]:
+    """Returns the rows and columns of the grid of square patches of an image of this size."""
+    # Square patches: rows * columns = patches and rows / columns = height / width.
+    rows = round((patches * height / width) ** 0.5)
+    if rows < 1 or patches % rows:
+        raise InvalidInput(
+            f"{patches} patches of images of {height} x {width} are not a grid of squares; they cannot be drawn."
+        )
+    return rows, patches // rows
+
+
+def _groups(reduction: TokenReduction, run: TokenRun) -> Int[Tensor, "images stages patches"] | None:
+    """Returns the patch whose token represents each patch after every stage; None without merging."""
+    stages = zip(reduction.policy.layers, run.trail, strict=False)  # without a trail no stage pruned a token
+    found = [(run.representatives(layer), indices) for layer, indices in stages]
+    if not isinstance(reduction.policy.reducer, Merging) or all(tokens is None for tokens, _ in found):
+        return None
+    groups = []
+    for tokens, indices in found:
+        if tokens is None:  # before the first stage that merges
+            groups.append(indices)
+        else:  # a mask keeps every token at its patch
+            groups.append(tokens if reduction.by == "mask" else indices.gather(1, tokens))
+    return torch.stack(groups, dim=1).cpu()
+
+
+def _label(samples: MapSamples | TokenSamples, index: int) -> str:
+    return samples.labels[index] if samples.labels else f"image {index}"
+
+
+def outputs(samples: MapSamples | None) -> dict[str, Any] | None:
+    """Returns, per image, the map that every model returns, all on the scale of the original's."""
+    if samples is None:
+        return None
+    first = next(iter(samples.maps.values()))
+    images = []
+    for index, picture in enumerate(samples.images):
+        low, high = float(first[index].min()), float(first[index].max())
+        maps = [
+            {
+                "name": name,
+                "picture": as_uri(colour(values[index], low, high)),
+                "error": "" if values is first else number(float((values[index] - first[index]).abs().mean()), 3),
+            }
+            for name, values in samples.maps.items()
+        ]
+        images.append({"label": _label(samples, index), "picture": as_uri(picture), "maps": maps})
+    return {"images": images, "ramp": as_uri(colour(torch.linspace(0, 1, 128)[None], 0.0, 1.0))}
+
+
+def tokens(samples: TokenSamples | None) -> dict[str, Any] | None:
+    """Returns the policy as a table, and per image a picture per stage."""
+    if samples is None:
+        return None
+    policy, stages = samples.policy, []
+    for layer, keep, left in zip(policy.layers, policy.keep, samples.left.unbind(1), strict=True):
+        counts, share = left.sum(-1), float(left.double().mean())
+        stages.append((layer, keep, (int(counts.min()), int(counts.max())), share, samples.tokens[layer - 1]))
+    return {
+        "reducer": str(policy.reducer),
+        "stages": stages,
+        "patches": samples.left.shape[2],
+        "images": [_token_image(samples, index) for index in range(len(samples.images))],
+        "merges": samples.groups is not None,
+    }
+
+
+def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
+    label, shown = _label(samples, index), f"tokens-{index}"
+    all_patches = torch.ones(samples.grid, dtype=torch.bool)
+    # The picture is stored once, with the image itself; every stage refers to it.
+    unreduced = patch_picture(label, shown, all_patches, as_uri(samples.images[index].double().cpu()))
+    note = f"{number(all_patches.numel())} patches"
+    stages = [{"title": "image", "picture": unreduced, "note": note}]
+    colours = None if samples.groups is None else _patch_colours(samples.images[index], samples.grid)
+    for stage, layer in enumerate(samples.policy.layers):
+        left = samples.left[index, stage].view(samples.grid)
+        groups = None if samples.groups is None else samples.groups[index, stage].view(samples.grid)
+        fills = None if groups is None or colours is None else _group_fills(groups, colours)
+        count = f"{number(int(left.sum()))} of {number(left.numel())} patches left"
+        title = f"{label} before layer {layer}: {count}"
+        data = {
+            "title": f"before layer {layer}",
+            "picture": patch_picture(title, shown, left, groups=groups, fills=fills),
+            "note": count,
+        }
+        stages.append(data)
+    return {"label": label, "stages": stages}
+
+
+def _patch_colours(image: Tensor, grid: tuple[int, int]) -> Float[Tensor, "3 patches"]:
+    """Returns the mean colour of every patch."""
+    means = torch.nn.functional.adaptive_avg_pool2d(image.double().cpu(), grid).flatten(1)
+    return means.expand(3, -1) if len(means) == 1 else means
+
+
+def _group_fills(groups: Int[Tensor, "rows columns"], colours: Float[Tensor, "3 patches"]) -> dict[int, str]:
+    """Returns the mean colour of every group of at least two patches."""
+    fills, group_of_patch = {}, groups.flatten()
+    for group in group_of_patch.unique().tolist():
+        members = group_of_patch == group
+        if int(members.sum()) > 1:
+            mean = (255 * colours[:, members].mean(1)).round().int().tolist()
+            fills[group] = "#" + "".join(f"{channel:02x}" for channel in mean)
+    return fills
+
+
+def colour(values: Float[Tensor, "height width"], low: float, high: float) -> Float[Tensor, "3 height width"]:
+    """Maps values from `low` (dark blue) to `high` (yellow) to colours."""
+    ramp = torch.tensor([list(bytes.fromhex(code)) for code in _CIVIDIS.split()], dtype=torch.float64) / 255
+    position = ((values.double() - low) / max(high - low, 1e-12)).clamp(0, 1).nan_to_num(0.0) * (len(ramp) - 1)
+    # The highest value is the end of the last interval, and not the beginning of one more.
+    below = position.floor().long().clamp(max=len(ramp) - 2)
+    mixed = torch.lerp(ramp[below], ramp[below + 1], (position - below)[..., None])
+    return mixed.movedim(-1, 0).to(values.dtype)
+
+
+def as_uri(image: Float[Tensor, "channels height width"]) -> str:
+    """Returns an image in the unit range (grey, RGB or RGBA) as a PNG data URI."""
+    from PIL import Image
+
+    pixels: UInt8[Tensor, "channels height width"] = (image.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
+    # Pillow takes one channel only as an image without a channel axis.
+    pixels = pixels.expand(3, -1, -1) if pixels.shape[0] == 1 else pixels
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(buffer, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def patch_picture(
+    title: str,
+    shown: str,
+    left: Bool[Tensor, "rows columns"],
+    address: str | None = None,
+    groups: Int[Tensor, "rows columns"] | None = None,
+    fills: Mapping[int, str] | None = None,
+) -> str:
+    """Draws the image with the id `shown`; its patches form a grid, and those not marked in `left` are covered.
+
+    Patches of the same number in `groups` were merged: they are filled with the colour in `fills`, if there is one for
+    this number, and outlined together. The unit of the picture is one patch. The first picture of an image contains it
+    as the data URI `address`; the others refer to its id.
+    """
+    rows, columns = left.shape
+    size = f'width="{columns}" height="{rows}"'
+    image = f'<use class="shown" href="#{shown}"/>'
+    if address is not None:
+        image = f'<image class="shown" id="{shown}" href="{address}" {size} preserveAspectRatio="none"/>'
+    shapes = [image]
+    # Outlines separate patches of different parts: merged groups, or kept and pruned patches.
+    parts, line = (left.long(), "outline") if groups is None else (groups, "seam")
+    if groups is not None:
+        for group, fill in (fills or {}).items():
+            shapes.append(f'<path class="group" d="{_runs(groups == group)}" fill="{fill}"/>')
+    elif not left.all():
+        shapes.append(f'<path class="veil" d="{_runs(~left)}"/>')
+    if outline := _outline(parts.tolist()):
+        shapes.append(f'<path class="{line}" d="{outline}"/>')
+    # Names of classes may contain markup.
+    head = f'<svg viewBox="0 0 {columns} {rows}" role="img" aria-label="{escape(title)}" {size}>'
+    return f"{head}{''.join(shapes)}</svg>"
+
+
+def _runs(mask: Bool[Tensor, "rows columns"]) -> str:
+    """Returns the marked patches as one rectangle per run within a row."""
+    # Runs instead of single patches, to keep the page small.
+    path = ""
+    for row, cells in enumerate(mask.tolist()):
+        column = 0
+        for is_marked, run in groupby(cells):
+            length = len(list(run))
+            path += f"M{column} {row}h{length}v1h-{length}z" if is_marked else ""
+            column += length
+    return path
+
+
+def _outline(parts: list[list[int]]) -> str:
+    """Returns the edges between neighbouring patches of different parts."""
+    # The upper and the left edge of every patch, so that no edge is drawn twice.
+    edges = ""
+    for row, cells in enumerate(parts):
+        for column, part in enumerate(cells):
+            if row and parts[row - 1][column] != part:
+                edges += f"M{column} {row}h1"
+            if column and cells[column - 1] != part:
+                edges += f"M{column} {row}v1"
+    return edges
