@@ -22,7 +22,7 @@ from attnrx.data.images import rank_within_class
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
-from attnrx.show.checks.dense import PatchTable, patch_features
+from attnrx.show.checks.fidelity import PatchTable, patch_features
 from attnrx.show.checks.statistics import mean_change, mean_share
 from attnrx.support.errors import DataError, NotSupported
 from attnrx.support.shapes import Float, Int, Tensor

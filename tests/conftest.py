@@ -106,7 +106,7 @@ def timed_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     if "slow" in request.keywords:
         return
     for module in (
-        "attnrx.show.checks.latency",
+        "attnrx.show.checks.costs",
         "attnrx.show.checks.promises",
         "attnrx.decide.planning.plan_measurements",
     ):

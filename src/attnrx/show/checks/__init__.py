@@ -9,16 +9,12 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from attnrx.change.predictions import Predictions
-from attnrx.show.checks.accuracy import Accuracy
-from attnrx.show.checks.calibration import Calibration
+from attnrx.show.checks.accuracy import Accuracy, Calibration
 from attnrx.show.checks.check import Check, possible_checks, require_possible
 from attnrx.show.checks.comparison import Comparison
-from attnrx.show.checks.costs import Costs
-from attnrx.show.checks.dense import Features
-from attnrx.show.checks.fidelity import Fidelity
-from attnrx.show.checks.latency import Latency
+from attnrx.show.checks.costs import Costs, Latency
+from attnrx.show.checks.fidelity import Features, Fidelity, Retrieval
 from attnrx.show.checks.promises import Promises
-from attnrx.show.checks.retrieval import Retrieval
 from attnrx.support.errors import InvalidInput
 from attnrx.support.text_parsing import Language, TextReader
 

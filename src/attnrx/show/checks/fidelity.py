@@ -1,9 +1,10 @@
-"""Fidelity: discrepancy of the outputs, agreement and divergence between two models."""
+"""Outputs against outputs: discrepancy, agreement and divergence, features of patches, and neighbours of embeddings."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from attnrx.change.exporting import Exported
 from attnrx.data import FixedImages
@@ -12,9 +13,11 @@ from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
 from attnrx.show.checks.statistics import mean_estimate, mean_share, studentized
 from attnrx.support.errors import InvalidInput
-from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.outputs import Multilabel
+from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.vit.models import evaluating, family_of
+from attnrx.vit.outputs import GROUP, Multilabel, nearest_neighbours
 
+PatchTable = Float[Tensor, "images patches features"]
 # The stabilizer epsilon of SVDA, Eq. 46.
 STABILIZER = 1e-12
 
@@ -118,3 +121,83 @@ def squared_distances(
 def discrepancy(squares: Float[Tensor, "*draws 2"]) -> Float[Tensor, "*draws"]:
     """Returns the relative logit discrepancy (SVDA, Eq. 46) from sums or means of squared distances."""
     return squares[..., 0].sqrt() / (squares[..., 1].sqrt() + STABILIZER)
+
+
+@dataclass(frozen=True)
+class Features(Check):
+    """The error of the last features of all patches, candidate against reference.
+
+    The relative squared error and the cosine of every patch, averaged over the patches of an image; intervals are over
+    images. Pruned and merged patches are restored. `most_error` is a limit for the mean relative squared error.
+    """
+
+    name: ClassVar[str] = "features"
+    on_request: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("layers",)
+    most_error: float | None = None
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        errors, cosines = [], []
+        with evaluating((comparison.reference, comparison.candidate)):
+            for batch in comparison.data.batches(comparison.batch_size, device=comparison.device):
+                base, other = (
+                    patch_features(model, batch.images) for model in (comparison.reference, comparison.candidate)
+                )
+                # By patch, relative to its own norm, then the mean over the patches of an image: [batch].
+                errors.append(((base - other).square().sum(-1) / base.square().sum(-1)).mean(1).cpu())
+                cosines.append(torch.cosine_similarity(base, other, dim=-1).mean(1).cpu())
+        n, seed, pair = len(comparison.data), comparison.seed, "of the features of a patch, candidate against reference"
+        error, cosine = mean_estimate(torch.cat(errors), seed), mean_estimate(torch.cat(cosines), seed)
+        claim, most = f"relative squared error {pair}", self.most_error
+        return (
+            self.finding("feature error", claim, error, n=n, limit=most, side="<=", seed=seed),
+            self.finding("feature cosine", f"cosine {pair}", cosine, n=n, seed=seed),
+        )
+
+
+def patch_features(model: nn.Module, images: Float[Tensor, "batch channels height width"]) -> PatchTable:
+    """Returns the features of all patches of a batch in float64, computed in the dtype of the model's weights."""
+    return family_of(model).patch_features(model, images.to(next(model.parameters()).dtype)).double()
+
+
+@dataclass(frozen=True)
+class Retrieval(Check):
+    """The share of the nearest neighbours of every image that the candidate keeps.
+
+    The k nearest neighbours by cosine similarity are sought among `GROUP` consecutive images, for every k of `ks`. A
+    group of at most k + 1 images has no others, and is not counted.
+    """
+
+    name: ClassVar[str] = "retrieval"
+    on_request: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("embeddings",)
+    ks: tuple[int, ...] = (1, 5, 10)
+
+    def __post_init__(self):
+        super().__post_init__()
+        # All other images of a group are neighbours for any model.
+        if not self.ks or not all(0 < k < GROUP - 1 for k in self.ks):
+            raise InvalidInput(f"{self.name}(ks={self.ks}): give numbers of neighbours from 1 to {GROUP - 2}.")
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        outputs, n, seed = comparison.predictions.outputs, len(comparison.predictions), comparison.seed
+        base, other = outputs["reference"], outputs["candidate"]
+        findings = []
+        for k in self.ks:
+            counted = n if n % GROUP > k + 1 else n - n % GROUP
+            if not counted:
+                raise InvalidInput(
+                    f"{self.name}(ks={k}): {n} images have no more than {k} neighbours each, which every model keeps; "
+                    f"give at least {k + 2} images, or fewer neighbours, as in {self.name}(ks=1)."
+                )
+            recall = neighbours_kept(*(nearest_neighbours(outputs[:counted], k) for outputs in (base, other)))
+            claim = f"share of the {k} nearest neighbours of an image that the candidate keeps"
+            share = mean_share(recall, seed).scaled(100.0)
+            findings.append(self.finding(f"recall at {k}", claim, share, "%", n=counted, seed=seed))
+        return tuple(findings)
+
+
+def neighbours_kept(base: Int[Tensor, "images k"], other: Int[Tensor, "images k"]) -> Float[Tensor, "images"]:
+    """Returns the share of the neighbours in `base` that are in `other`, per image."""
+    # [images, k of base, k of other]: sets are compared, and the order within the k does not count.
+    return (base[:, :, None] == other[:, None, :]).any(-1).double().mean(1)

@@ -10,7 +10,7 @@ from attnrx.nouns.evidence import HOLDS, UNDECIDED, Finding, judged
 from attnrx.nouns.plan import PredictedQuantity, limits_of
 from attnrx.show.checks.check import Check
 from attnrx.show.checks.comparison import Comparison
-from attnrx.show.checks.latency import TimedModels
+from attnrx.show.checks.costs import baseline_of, speed_findings
 from attnrx.show.checks.statistics import mean_change, mean_estimate, mean_share
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
@@ -82,8 +82,8 @@ class Promises(Check):
         # Latency does not depend on the values of the pixels.
         images = torch.randn(size, generator=torch.Generator().manual_seed(0))
         promise, limit = {"promised": dict(promised), "within": self.within}, promised["faster"] / (1 + self.within)
-        timed = TimedModels.of(comparison, library=True)
-        return timed.findings(self, comparison, images, protocol, limit, promise)
+        baseline = baseline_of(comparison, library=True)
+        return speed_findings(self, comparison, baseline, images, protocol, limit, promise)
 
 
 # The quantity, its claim, its unit, its scale, and whether larger values are worse.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnrx.nouns.evidence import Evidence, Finding
-from attnrx.show.checks.latency import KERNELS
+from attnrx.show.checks.costs import KERNELS
 from attnrx.show.reports.numbers import known
 from attnrx.vit.costs import factors_text, speed_text
 from attnrx.vit.outputs import KINDS
