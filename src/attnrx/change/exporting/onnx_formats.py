@@ -85,14 +85,18 @@ class Onnx(Format):
 
     def describe(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Writes image shape, preprocessing and class names into the metadata, as JSON, and names the output."""
-        onnx = library("onnx")
-        # Only the metadata change: weights in an external file are neither read nor written.
-        model = onnx.load(path, load_external_data=False)
+        ir = library("onnx_ir")
+        model = ir.load(path)  # weights in an external file are neither read nor written
         shown = {"image_shape": facts["images"]["shape"], **facts["normalization"], "class_names": facts["class_names"]}
         shown["preprocessing"] = facts["preprocessing"]
-        onnx.helper.set_model_props(model, {name: json.dumps(value) for name, value in shown.items()})
-        _name_outputs(model, list(facts.get("outputs", ())) or [facts["output"]])
-        onnx.save(model, path)
+        model.metadata_props.clear()  # the quantiser's, which is no JSON
+        model.metadata_props.update({name: json.dumps(value) for name, value in shown.items()})
+        names = list(facts.get("outputs", ())) or [facts["output"]]
+        for output, name in zip(model.graph.outputs, names, strict=True):
+            output.name = name
+        # torch names values by their operators, and "embedding" is one of CLIP's.
+        library("onnx_ir.passes.common").NameFixPass()(model)
+        ir.save(model, path)
 
     def example(self, path: Path) -> str | None:
         return run_script(
@@ -205,25 +209,6 @@ def _name_batch(model: Any) -> None:
         for index, size in enumerate(value.shape or ()):
             if not isinstance(size, int) and symbol in str(size):
                 value.shape[index] = re.sub(rf"\b{re.escape(symbol)}\b", BATCH, str(size))
-
-
-def _name_outputs(model: Any, names: Sequence[str]) -> None:
-    """Renames the outputs of an ONNX graph."""
-    for output, name in zip(model.graph.output, names, strict=True):
-        if output.name == name:
-            continue
-        # torch names values by their operators, and "embedding" is one of CLIP's.
-        _rename_value(model.graph, name, f"{name}_of_operator")
-        _rename_value(model.graph, output.name, name)
-        output.name = name
-
-
-def _rename_value(graph: Any, name: str, new: str) -> None:
-    for value in (*graph.initializer, *graph.value_info):
-        value.name = new if value.name == name else value.name
-    for node in graph.node:
-        for names in (node.input, node.output):
-            names[:] = [new if each == name else each for each in names]
 
 
 MAPS = ("Gemm", "MatMul")
