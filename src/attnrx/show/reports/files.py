@@ -64,7 +64,7 @@ def _record(
         if faster is None and "unchanged" in speed.baseline:
             faster = speed.value
     if not evidence.findings and facts.get("speeds"):
-        speed = MeasuredSpeed.from_record(facts["speeds"][-1])
+        speed = MeasuredSpeed(facts["speeds"][-1])
         faster, batch = speed.value, speed.batch
     return {
         "file": name,

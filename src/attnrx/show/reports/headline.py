@@ -1,6 +1,6 @@
 """The result in a few measured numbers of evidence: one sentence for consoles and pages, and what is behind it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,38 +27,27 @@ class SummaryPart:
         return " ".join(text for text in (self.amount, self.conditions, self.interval, self.factors) if text)
 
 
-@dataclass(frozen=True)
 class MeasuredSpeed:
     """The speed relative to a baseline (above 1: faster), with its interval and the conditions of its measurement.
 
-    `by_runtime` and `by_compression` are its factors, if the unchanged model was timed in the same `runtime`.
-    `reference_seconds` is the median time of the baseline, if it is recorded.
+    `record` is that of a `LatencyComparison`. `by_runtime` and `by_compression` are the factors of the speed, if the
+    unchanged model was timed in the same `runtime`. `reference_seconds` is the median time of the baseline, if it is
+    recorded; `where` are the threads of a CPU, or another device, for the sentence.
     """
 
-    value: float
-    low: float | None
-    high: float | None
-    batch: int
-    conditions: str
-    where: str = ""  # the threads of a CPU, or another device, for the sentence
-    baseline: str = "the original"
-    runtime: str = KERNELS
-    by_runtime: float | None = None
-    by_compression: float | None = None
-    reference_seconds: float | None = None
-
-    @classmethod
-    def from_record(cls, record: Record) -> "MeasuredSpeed":
-        """Reads the record of a `LatencyComparison`."""
-        faster = record["faster"]
-        by_runtime, by_compression = (
+    def __init__(self, record: Record):
+        faster, settings, torch = record["faster"], record.get("conditions") or {}, record.get("torch_version")
+        self.record, self.batch = record, record["batch"]
+        self.value, self.low, self.high = faster["value"], known(faster.get("low")), known(faster.get("high"))
+        self.baseline, self.runtime = record.get("baseline", "the original"), record.get("runtime", KERNELS)
+        self.reference_seconds = (record.get("reference") or {}).get("median")
+        self.by_runtime, self.by_compression = (
             (record.get(name) or {}).get("value") for name in ("by_runtime", "by_compression")
         )
-        settings, threads, torch = record.get("conditions") or {}, record.get("threads"), record.get("torch_version")
-        graphs = "CUDA graphs" if settings.get("graphs") else None
+        threads, graphs = record.get("threads"), "CUDA graphs" if settings.get("graphs") else None
         used = None if threads is None else f"{threads} thread{'s' * (threads != 1)}"
         on_cuda = str(settings.get("device", "cpu")).startswith("cuda")
-        where = " as ".join(filter(None, (record.get("hardware"), graphs))) if on_cuda else used or ""
+        self.where = " as ".join(filter(None, (record.get("hardware"), graphs))) if on_cuda else used or ""
         parts = [
             f"batch {record['batch']}",
             None if on_cuda else used,
@@ -68,19 +57,7 @@ class MeasuredSpeed:
             graphs,
             record.get("hardware"),
         ]
-        return cls(
-            faster["value"],
-            known(faster.get("low")),
-            known(faster.get("high")),
-            record["batch"],
-            ", ".join(part for part in parts if part),
-            where,
-            record.get("baseline", "the original"),
-            record.get("runtime", KERNELS),
-            by_runtime,
-            by_compression,
-            (record.get("reference") or {}).get("median"),
-        )
+        self.conditions = ", ".join(part for part in parts if part)
 
     @property
     def text(self) -> str:
@@ -179,33 +156,19 @@ def finding_of(evidence: Evidence, quantity: str, model: str | None = None) -> F
     return None
 
 
-def accuracies(evidence: Evidence) -> tuple[Finding, Finding] | None:
-    """Returns the accuracies of the original and of the smaller model in percent."""
-    before, after = (finding_of(evidence, "accuracy", model) for model in ("reference", "candidate"))
-    if before is None or after is None or known(before.value) is None or known(after.value) is None:
-        return None
-    return before, after
-
-
 def speeds(evidence: Evidence) -> list[MeasuredSpeed]:
     """Returns the measured speeds; the one that a plan promised is the first."""
-    return [MeasuredSpeed.from_record(record) for record in latency_records(evidence)]
-
-
-def latency_records(evidence: Evidence) -> list[Record]:
-    """Returns the latency comparisons of both models."""
     promised = finding_of(evidence, "promised speed")
     # The promise is about the hardware, batch and threads of the plan, so its measurement is the headline.
     first = [] if promised is None or "measured" not in promised.details else [promised.details["measured"]]
-    return first + [details for details in _details(evidence, "latency", "speed") if "faster" in details]
+    others = [each.details for each in evidence.of("latency") if each.details.get("quantity") == "speed"]
+    return [MeasuredSpeed(record) for record in first + [record for record in others if "faster" in record]]
 
 
 def cost_records(evidence: Evidence) -> tuple[Record, Record] | None:
     """Returns the costs of the original and of the candidate by part, or None."""
-    parts_of_model = {
-        details.get("model"): details.get("parts") for details in _details(evidence, "costs", "counted costs")
-    }
-    before, after = parts_of_model.get("reference"), parts_of_model.get("candidate")
+    found = [finding_of(evidence, "counted costs", model) for model in ("reference", "candidate")]
+    before, after = (None if each is None else each.details.get("parts") for each in found)
     return (before, after) if isinstance(before, Mapping) and isinstance(after, Mapping) else None
 
 
@@ -217,7 +180,3 @@ def cost_totals(evidence: Evidence, unit: str) -> tuple[int, int] | None:
         return before, after
     finding = finding_of(evidence, {"params": "parameters", "macs": "MACs"}[unit])
     return None if finding is None else (finding.details["reference"], finding.details["candidate"])
-
-
-def _details(evidence: Evidence, check: str, quantity: str) -> Iterator[Record]:
-    return (finding.details for finding in evidence.of(check) if finding.details.get("quantity") == quantity)

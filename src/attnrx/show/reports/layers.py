@@ -154,36 +154,30 @@ def ranks(
             full = [int(rank) for rank in diagnosis.layers[index].spectrum.rank]
         scores.append([(qk.kept, qk.directions)] if qk.is_shared else by_head(index, qk.ranks, full))
     tables = {SCORES: (head_columns, scores)}
-    outputs = {
-        name: [layer.outputs.get(name) for layer in layers]
+    # A layer without a decision keeps all directions of a map, as many as the other layers have.
+    full_ranks = {
+        name: max(layer.outputs[name].strength.shape[1] for layer in layers if name in layer.outputs)
         for name in ("vo", *LINEAR_MAPS)
         if any(name in layer.outputs for layer in layers)
     }
-    # A layer without a decision keeps all directions of a map, as many as the other layers have.
-    full_ranks = {
-        name: max(each.strength.shape[1] for each in decisions if each is not None)
-        for name, decisions in outputs.items()
-    }
-    if "vo" in outputs:
-        values = []
-        for index, decision in enumerate(outputs["vo"]):
-            full = [full_ranks["vo"]] * len(heads[index])
-            values.append(by_head(index, full if decision is None else decision.ranks, full))
+
+    def kept_of(layer: LayerPrescription, name: str, units: int) -> Sequence[int]:
+        return layer.outputs[name].ranks if name in layer.outputs else [full_ranks[name]] * units
+
+    if "vo" in full_ranks:
+        counts = [len(each) for each in heads]
+        kept = [kept_of(layer, "vo", count) for layer, count in zip(layers, counts, strict=True)]
+        values = [by_head(index, kept[index], [full_ranks["vo"]] * count) for index, count in enumerate(counts)]
         tables[VALUES] = head_columns, values
-    if linear := [name for name in LINEAR_MAPS if name in outputs]:
+    if linear := [name for name in LINEAR_MAPS if name in full_ranks]:
         rows: list[list[Rank]] = [
-            [
-                (full_ranks[name] if decision is None else decision.ranks[0], full_ranks[name])
-                for name in linear
-                for decision in (layer.outputs.get(name),)
-            ]
-            for layer in layers
+            [(kept_of(layer, name, 1)[0], full_ranks[name]) for name in linear] for layer in layers
         ]
         tables[MLP] = tuple(linear), rows
     hidden = [layer.hidden for layer in layers]
     if full := max((len(decision.keep) for decision in hidden if decision is not None), default=0):
-        kept = [(full, full) if each is None else (int(each.keep.sum()), len(each.keep)) for each in hidden]
-        tables[UNITS] = ("hidden",), [[pair] for pair in kept]
+        pairs = [(full, full) if each is None else (int(each.keep.sum()), len(each.keep)) for each in hidden]
+        tables[UNITS] = ("hidden",), [[pair] for pair in pairs]
     return tables
 
 

@@ -7,19 +7,16 @@ from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.reports.content import ReportContent
 from attnrx.show.reports.headline import (
     TOP_1,
-    MeasuredSpeed,
     Record,
-    accuracies,
     cost_records,
     cost_totals,
     finding_of,
-    latency_records,
     nothing_removed,
     speeds,
     statements,
     summary_parts,
 )
-from attnrx.show.reports.numbers import MISSING, TIMES, fixed, number, quantity, typeset, with_unit
+from attnrx.show.reports.numbers import MISSING, TIMES, fixed, known, number, quantity, typeset, with_unit
 
 SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 NAMES = {
@@ -90,9 +87,11 @@ def _rows(content: ReportContent) -> Iterator[tuple[str, ...]]:
             else [f"{number(1000 * each)} ms" for each in (before, before / speed.value)]
         )
         yield f"Latency at batch {speed.batch}", *times, f"{speed.text} {speed.interval}".strip()
-    if (both := accuracies(content.measured)) is not None:
-        measure, change = str(both[1].details.get("measure", TOP_1)), finding_of(content.measured, "accuracy change")
-        texts = [quantity(each.value, "%", each.low, each.high) for each in both]
+    both = [finding_of(content.measured, "accuracy", model) for model in ("reference", "candidate")]
+    found = [each for each in both if each is not None and known(each.value) is not None]
+    if len(found) == len(both):
+        measure, change = str(found[1].details.get("measure", TOP_1)), finding_of(content.measured, "accuracy change")
+        texts = [quantity(each.value, "%", each.low, each.high) for each in found]
         points = "" if change is None else quantity(change.value, change.unit, change.low, change.high, signed=True)
         yield measure[0].upper() + measure[1:], *texts, points
     for unit, title in (("params", "Parameters"), ("macs", "MACs of one image")):
@@ -129,13 +128,12 @@ def by_severity(evidence: Evidence) -> tuple[list[Finding], list[Finding]]:
 
 def costs(evidence: Evidence) -> dict[str, Any] | None:
     """Returns the tables of costs and latency, if available."""
-    records, latency = cost_records(evidence), latency_records(evidence)
+    records, latency = cost_records(evidence), speeds(evidence)
     if records is None and not latency:
         return None
     parts = [] if records is None else _parts(*records)
-    timed = [(record, MeasuredSpeed.from_record(record)) for record in latency]
     kinds = ["Parameters and MACs by part"] * bool(parts) + ["Latency in milliseconds"] * bool(latency)
-    return {"parts": parts, "latency": timed, "summary": "; ".join(kinds)}
+    return {"parts": parts, "latency": latency, "summary": "; ".join(kinds)}
 
 
 def _change(old: int, new: int) -> str:
