@@ -1,4 +1,4 @@
-"""Runs the command line as a module: `python -m attnrx shrink ...`."""
+"""Runs the command line as a module: `python -m attnrx shrink ...`, `accelerate launch -m attnrx train ...`."""
 
 import sys
 

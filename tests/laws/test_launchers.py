@@ -23,7 +23,7 @@ ACCELERATE = ("accelerate.commands.launch", *TWO)
 def launched(*words: str) -> dict[str, Any]:
     """Runs a command in two processes and gives the one JSON object that they print together."""
     port = f"--main_process_port={free_port()}"
-    command = [sys.executable, "-m", *ACCELERATE, port, "-m", "attnrx.cli", *words, "--json"]
+    command = [sys.executable, "-m", *ACCELERATE, port, "-m", "attnrx", *words, "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr

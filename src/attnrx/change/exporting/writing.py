@@ -42,7 +42,7 @@ from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_sha256, write_json, write_text
-from attnrx.support.trees import tensors_of
+from attnrx.support.trees import joined, tensors_of
 from attnrx.vit.attention import Attention, AttentionCapture, Backend, Portable, using
 from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
 from attnrx.vit.costs.conditions import PRECISIONS as TIMED_PRECISIONS
@@ -495,25 +495,24 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     """
     exported = Exported(path, form, subject.images, {})
     with raising(f"the file written as {form.name} does not run", "No file was saved."), torch.no_grad():
-        # Of several outputs each is compared with its own largest number.
-        pairs = [
-            [tensor.double().reshape(len(tensor), -1).cpu() for tensor in tensors_of(model(batch)).values()]
+        expected, actual = (
+            joined(
+                [
+                    [tensor.double().reshape(len(tensor), -1).cpu() for tensor in tensors_of(model(batch)).values()]
+                    for batch in batches
+                ]
+            )
             for model in (subject.model, exported)
-            for batch in batches
-        ]
-    expected, actual = (
-        [torch.cat(parts) for parts in zip(*pairs[first : first + len(batches)], strict=True)]
-        for first in (0, len(batches))
+        )
+    # NaN of the file is the largest difference, and amax would not find it. [outputs, images]
+    differences = torch.stack(
+        [(one - other).abs().amax(-1).nan_to_num(nan=inf) for one, other in zip(expected, actual, strict=True)]
     )
-    # nan_to_num: NaN of the file is the largest difference, and max() would not find it.
-    differences = [
-        (one - other).abs().amax(-1).nan_to_num(nan=float("inf")) for one, other in zip(expected, actual, strict=True)
-    ]
-    tiny = torch.finfo(torch.float64).tiny
-    relative = [each / one.abs().amax(-1).clamp(min=tiny) for each, one in zip(differences, expected, strict=True)]
-    difference = torch.stack(differences).amax(0)
+    # Of several outputs each is compared with its own largest number.
+    sizes = torch.stack([each.abs().amax(-1) for each in expected]).clamp(min=torch.finfo(torch.float64).tiny)
+    difference = differences.amax(0)
     # Each image's largest difference relative to its largest logit, in increasing order.
-    shares, order = torch.stack(relative).amax(0).sort()
+    shares, order = (differences / sizes).amax(0).sort()
     limit, images = form.limit(subject.images.dtype), len(shares)
     prunes_tokens = any(isinstance(module, TokenReduction) for module in subject.model.modules())
     may_differ = MAY_DIFFER_AT_LOW_PRECISION if limit >= ROUNDING[torch.bfloat16] else MAY_DIFFER
