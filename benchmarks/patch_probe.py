@@ -20,8 +20,7 @@ from attnrx.cli.options import add_data, add_model
 from attnrx.data import require_labelled
 from attnrx.data.images import rank_within_class
 from attnrx.nouns.evidence import Finding
-from attnrx.show.checks.check import Check
-from attnrx.show.checks.comparison import Comparison
+from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.fidelity import PatchTable, patch_features
 from attnrx.show.checks.statistics import mean_change, mean_share
 from attnrx.support.errors import DataError, NotSupported

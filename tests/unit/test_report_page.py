@@ -140,7 +140,7 @@ def test_the_page_begins_with_the_result():
     )
     assert sentence in words
     assert words.index(sentence) < words.index("Of 5 claims 4 hold, 1 fails") < words.index("Latency at batch 32")
-    rows = verdict(report_content.example())["rows"]
+    rows = verdict(report_content.example().evidence, {})["rows"]
     assert rows[0] == ("Latency at batch 32", "43.7 ms", "41.2 ms", "1.06x faster [1.05, 1.07]")
     assert [text.replace("\N{NO-BREAK SPACE}", " ") for text in rows[1]] == [
         "Top-1 accuracy",
@@ -177,7 +177,7 @@ def test_a_result_from_which_nothing_was_removed_says_so_first(about: dict, runt
     for text in (summary, page.words, card):
         assert "NOTHING WAS REMOVED: this is the unchanged model" in text
         assert words in text.replace("\\_", "_")
-    assert verdict(ReportContent("speed", evidence=evidence))["after"] == "unchanged"
+    assert verdict(evidence, {})["after"] == "unchanged"
 
 
 def test_the_sentence_is_the_same_on_the_page_and_in_a_console():
@@ -226,7 +226,7 @@ def test_evidence_prescription_and_diagnosis_make_a_report(tmp_path):
     parts = {"evidence": example.evidence, "prescription": example.prescription, "diagnosis": example.diagnosis}
     both = Page(write_report(tmp_path / "both.html", **parts).read_text(encoding="utf-8"))
     assert set(page.sections) < set(both.sections)
-    with pytest.raises(InvalidInput, match="got nothing to show: give evidence"):
+    with pytest.raises(InvalidInput, match="has nothing to show: give it evidence"):
         write_report(tmp_path / "none.html")
     with pytest.raises(InvalidInput, match="got content and evidence"):
         write_report(tmp_path / "two.html", example, evidence=example.evidence)

@@ -27,7 +27,7 @@ from attnrx.show.checks import (
     standard_checks,
 )
 from attnrx.show.checks.accuracy import Metric as MetricCheck
-from attnrx.show.checks.comparison import chance_notes
+from attnrx.show.checks.check import chance_notes
 from attnrx.show.checks.statistics import Estimate
 from attnrx.support.arguments import checked, instance, optional
 from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported

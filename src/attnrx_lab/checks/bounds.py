@@ -12,8 +12,7 @@ import torch
 
 from attnrx.decide.diagnostics.spectral_shape import effective_rank
 from attnrx.nouns.evidence import FAILS, HOLDS, Finding
-from attnrx.show.checks.check import Check
-from attnrx.show.checks.comparison import Comparison
+from attnrx.show.checks.check import Check, Comparison
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.models import evaluating, family_of, model_fingerprint, observing, require_all_tokens
 from attnrx.vit.observation import Observation

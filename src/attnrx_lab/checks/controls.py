@@ -13,8 +13,7 @@ from attnrx.change.predictions import Predictions
 from attnrx.change.realization.fits import KINDS, Fit, realize_and_fit
 from attnrx.nouns.evidence import Finding
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.checks.check import Check
-from attnrx.show.checks.comparison import Comparison
+from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.fidelity import discrepancy, squared_distances
 from attnrx.show.checks.statistics import estimate, resampled_means
 from attnrx.support.dataclass_records import of_fields

@@ -9,8 +9,7 @@ import torch
 from attnrx.change.predictions import outputs_of
 from attnrx.data import Normalization, require_labelled
 from attnrx.nouns.evidence import Finding
-from attnrx.show.checks.check import Check
-from attnrx.show.checks.comparison import Comparison
+from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.statistics import mcnemar, mean_change, paired_change, proportion
 from attnrx.support.errors import InvalidInput, UnknownName
 from attnrx.support.shapes import Int, Tensor

@@ -11,8 +11,7 @@ from torch.nn import functional
 from attnrx.data import ImageSet, LoadedImages, Splits, require_labelled
 from attnrx.data.images import generator
 from attnrx.nouns.evidence import Finding
-from attnrx.show.checks.check import Check
-from attnrx.show.checks.comparison import Comparison
+from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.statistics import mean_change, mean_share
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor

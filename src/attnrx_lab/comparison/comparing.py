@@ -12,7 +12,7 @@ import torch
 from attnrx.change.predictions import Predictions, predict
 from attnrx.data import require_labels
 from attnrx.nouns.evidence import Estimate
-from attnrx.show.checks.comparison import chance_notes
+from attnrx.show.checks.check import chance_notes
 from attnrx.show.checks.statistics import (
     chunks,
     mcnemar,

@@ -47,13 +47,7 @@ from attnrx.vit.attention import Attention, AttentionCapture, Backend, Portable,
 from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
 from attnrx.vit.costs.conditions import PRECISIONS as TIMED_PRECISIONS
 from attnrx.vit.kernels.fixed_weights import fixed_weights
-from attnrx.vit.models import (
-    TokenReduction,
-    described_tokens,
-    family_of,
-    model_fingerprint,
-    require_ordinary_weights,
-)
+from attnrx.vit.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
 from attnrx.vit.models.foreign_code import LIBRARIES
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.models.whole import Whole

@@ -10,8 +10,7 @@ from importlib.metadata import entry_points
 
 from attnrx.change.predictions import Predictions
 from attnrx.show.checks.accuracy import Accuracy, Calibration
-from attnrx.show.checks.check import Check, possible_checks, require_possible
-from attnrx.show.checks.comparison import Comparison
+from attnrx.show.checks.check import Check, Comparison, possible_checks, require_possible
 from attnrx.show.checks.costs import Costs, Latency
 from attnrx.show.checks.fidelity import Features, Fidelity, Retrieval
 from attnrx.show.checks.promises import Promises

@@ -6,8 +6,7 @@ from typing import ClassVar
 import torch
 
 from attnrx.nouns.evidence import Estimate, Finding
-from attnrx.show.checks.check import Check
-from attnrx.show.checks.comparison import Comparison
+from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.statistics import (
     biased_change,
     calibration_error,

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from attnrx.nouns.evidence import Estimate, Finding
-from attnrx.show.checks.check import Check
-from attnrx.show.checks.comparison import Comparison
+from attnrx.show.checks.check import Check, Comparison
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import begin
 from attnrx.support.shapes import ImageBatch, Tensor

@@ -9,8 +9,7 @@ from torch import nn
 from attnrx.change.exporting import Exported
 from attnrx.data import FixedImages
 from attnrx.nouns.evidence import Finding
-from attnrx.show.checks.check import Check
-from attnrx.show.checks.comparison import Comparison
+from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.statistics import mean_estimate, mean_share, studentized
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Int, Tensor

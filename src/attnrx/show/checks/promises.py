@@ -8,8 +8,7 @@ import torch
 
 from attnrx.nouns.evidence import HOLDS, UNDECIDED, Finding, judged
 from attnrx.nouns.plan import PredictedQuantity, limits_of
-from attnrx.show.checks.check import Check
-from attnrx.show.checks.comparison import Comparison
+from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.costs import baseline_of, speed_findings
 from attnrx.show.checks.statistics import mean_change, mean_estimate, mean_share
 from attnrx.support.errors import InvalidInput

@@ -3,22 +3,67 @@
 import base64
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.reports.content import ReportContent
 from attnrx.show.reports.layers import changes, maps, treatment
 from attnrx.show.reports.numbers import fixed, interval, number, percent, quantity, short, typeset, with_unit
-from attnrx.show.reports.results import costs, findings, provenance, verdict
-from attnrx.show.reports.samples import outputs, tokens
+from attnrx.show.reports.results import costs, findings, verdict
+from attnrx.show.reports.samples import MapSamples, TokenSamples, outputs, tokens
 from attnrx.support.arguments import checked
-from attnrx.support.errors import InvalidInput
+from attnrx.support.display import Displayed
+from attnrx.support.errors import FingerprintMismatch, InvalidInput
 from attnrx.support.storage import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True, repr=False)
+class ReportContent(Displayed):
+    """The parts of one report about one candidate.
+
+    `about` is a free record: the model, the data, the versions, the seed, the command. Costs and latency are those of
+    the evidence.
+    """
+
+    title: str
+    about: Mapping[str, Any] = field(default_factory=dict)
+    prescription: Prescription | None = None
+    diagnosis: Diagnosis | None = None
+    evidence: Evidence | None = None
+    tokens: TokenSamples | None = None
+    outputs: MapSamples | None = None
+
+    @property
+    def records(self) -> dict[str, Mapping[str, Any]]:
+        """What the parts record, by part."""
+        records: dict[str, Mapping[str, Any]] = {"this report": self.about}
+        for name, part in (("the diagnosis", self.diagnosis), ("the prescription", self.prescription)):
+            if part is not None:
+                records[name] = {"fingerprint": part.fingerprint, **part.about}
+        records["the evidence"] = {} if self.evidence is None else self.evidence.about
+        return {name: record for name, record in records.items() if record}
+
+    def __post_init__(self):
+        # By the fields themselves, so that a new part needs no change here.
+        if all(part is None for name, part in vars(self).items() if name not in ("title", "about")):
+            raise InvalidInput(
+                f"the report {self.title!r} has nothing to show: "
+                "give it evidence, a prescription, a diagnosis or another part."
+            )
+        if self.diagnosis is None or self.prescription is None:
+            return
+        if self.diagnosis.fingerprint != self.prescription.fingerprint:
+            raise FingerprintMismatch(
+                f"the diagnosis is of the model {self.diagnosis.fingerprint}, the prescription is for the model "
+                f"{self.prescription.fingerprint}; report them with the diagnosis that the prescription was made from."
+            )
 
 
 @checked()
@@ -60,10 +105,6 @@ def write_report(
     if content is not None and part_names:
         raise InvalidInput(f"write_report got content and {', '.join(part_names)}: put all parts into ReportContent.")
     if content is None:
-        if not part_names:
-            raise InvalidInput(
-                "write_report got nothing to show: give evidence, prescription, diagnosis, or a ReportContent."
-            )
         about = {} if evidence is None else evidence.about
         content = ReportContent(f"attnrx: {Path(path).stem}", about, prescription, diagnosis, evidence)
     return write_text(path, render(content))
@@ -92,19 +133,20 @@ def render(content: ReportContent) -> str:
         environment.globals[function.__name__] = function
     # A record may have any values, e.g. paths.
     environment.globals["json_text"] = partial(json.dumps, indent=1, default=str, ensure_ascii=False)
-    decided = content.prescription, content.diagnosis
+    decided, records = (content.prescription, content.diagnosis), content.records
+    provenance = {"records": records, "summary": f"Records of {', '.join(records)}"} if records else None
     # The name, which is the anchor and the file name of the template, the title, and the data, None for a section that
     # the content has nothing for. A section with a "summary" is folded: the page shows this line until it is opened.
     every_section = (
-        ("verdict", "Result", verdict(content)),
+        ("verdict", "Result", verdict(content.evidence, records)),
         ("changes", "What changed", changes(*decided)),
         ("outputs", "Outputs", outputs(content.outputs)),
         ("tokens", "Tokens", tokens(content.tokens)),
         ("prescription", "Prescription", treatment(*decided)),
         ("maps", "Layers and heads", maps(content.diagnosis)),
         ("evidence", "Evidence", findings(content.evidence)),
-        ("costs", "Costs", costs(content.measured)),
-        ("provenance", "Provenance", provenance(content)),
+        ("costs", "Costs", costs(content.evidence or Evidence((), {}))),
+        ("provenance", "Provenance", provenance),
     )
     sections = [(*names, data) for *names, data in every_section if data is not None]
     script = (TEMPLATES / "script.js").read_text(encoding="utf-8")

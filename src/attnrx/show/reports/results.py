@@ -1,10 +1,9 @@
-"""The result in one sentence, the findings, every measured quantity before and after, and the records of the parts."""
+"""The result in one sentence, the findings, every measured quantity before and after, and costs."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from attnrx.nouns.evidence import Evidence, Finding
-from attnrx.show.reports.content import ReportContent
 from attnrx.show.reports.headline import (
     TOP_1,
     Record,
@@ -28,9 +27,12 @@ NAMES = {
 UNITS = ("params", "macs")
 
 
-def verdict(content: ReportContent) -> dict[str, Any]:
-    """Returns the result: one sentence, the outcomes of the claims, and the quantities before and after."""
-    evidence = content.measured
+def verdict(found: Evidence | None, records: Mapping[str, Record]) -> dict[str, Any]:
+    """Returns the result: one sentence, the outcomes of the claims, and the quantities before and after; with the notes
+    on images of the records of all parts.
+    """
+    evidence = found or Evidence((), {})
+    notes = [str(note) for record in records.values() for note in record.get("notes") or ()]
     return {
         "state": evidence.outcome,
         "statements": statements(evidence),
@@ -38,12 +40,12 @@ def verdict(content: ReportContent) -> dict[str, Any]:
             tuple(map(typeset, (part.amount, part.conditions, part.interval, part.factors)))
             for part in summary_parts(evidence)
         ],
-        "sentence": sentence(content.evidence),
+        "sentence": sentence(found),
         "after": "unchanged" if nothing_removed(evidence) else "smaller",
-        "rows": list(_rows(content)),
+        "rows": list(_rows(evidence)),
         "times": _times(evidence),
         "conditions": next((speed.conditions for speed in speeds(evidence)), ""),
-        "notes": _notes(content),
+        "notes": list(dict.fromkeys(notes)),
         "failures": list(evidence.failures),
         "undecided": list(evidence.undecided),
     }
@@ -54,13 +56,6 @@ def sentence(evidence: Evidence | None) -> str:
     if evidence is None:
         return "Nothing was verified: this report holds no evidence."
     return f"{evidence.counted[0].upper()}{evidence.counted[1:]}."
-
-
-def _notes(content: ReportContent) -> list[str]:
-    """Returns the notes on the images recorded by the parts of the content, without duplicates."""
-    parts = content, content.diagnosis, content.prescription, content.evidence
-    notes = (note for part in parts if part is not None for note in part.about.get("notes") or ())
-    return list(dict.fromkeys(map(str, notes)))
 
 
 def _times(evidence: Evidence) -> list[tuple[str, float, str]]:
@@ -75,9 +70,9 @@ def _times(evidence: Evidence) -> list[tuple[str, float, str]]:
     return [(name, share, f"{number(1000 * share * speed.reference_seconds)} ms") for name, share in shares.items()]
 
 
-def _rows(content: ReportContent) -> Iterator[tuple[str, ...]]:
+def _rows(evidence: Evidence) -> Iterator[tuple[str, ...]]:
     """Yields latency, accuracy, parameters and MACs, each if it was measured: name, before, after and change."""
-    for speed in speeds(content.measured)[:1]:
+    for speed in speeds(evidence)[:1]:
         # All from the speed of the sentence: the ratio of the two median times differs from the median of their ratios
         # where the load of the machine changes between rounds.
         before = speed.reference_seconds
@@ -87,15 +82,15 @@ def _rows(content: ReportContent) -> Iterator[tuple[str, ...]]:
             else [f"{number(1000 * each)} ms" for each in (before, before / speed.value)]
         )
         yield f"Latency at batch {speed.batch}", *times, f"{speed.text} {speed.interval}".strip()
-    both = [finding_of(content.measured, "accuracy", model) for model in ("reference", "candidate")]
+    both = [finding_of(evidence, "accuracy", model) for model in ("reference", "candidate")]
     found = [each for each in both if each is not None and known(each.value) is not None]
     if len(found) == len(both):
-        measure, change = str(found[1].details.get("measure", TOP_1)), finding_of(content.measured, "accuracy change")
+        measure, change = str(found[1].details.get("measure", TOP_1)), finding_of(evidence, "accuracy change")
         texts = [quantity(each.value, "%", each.low, each.high) for each in found]
         points = "" if change is None else quantity(change.value, change.unit, change.low, change.high, signed=True)
         yield measure[0].upper() + measure[1:], *texts, points
     for unit, title in (("params", "Parameters"), ("macs", "MACs of one image")):
-        if (totals := cost_totals(content.measured, unit)) is not None:
+        if (totals := cost_totals(evidence, unit)) is not None:
             old, new = totals
             # One unit for both models, so that the numbers can be compared without converting.
             scale, prefix = next(((scale, prefix) for scale, prefix in SCALES if max(totals) >= scale), (1, ""))
@@ -161,14 +156,3 @@ def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
         title = NAMES.get(name, name.replace("_", " "))
         rows.append({"name": title, "cells": cells, "share": share, "total": old is total_before})
     return rows
-
-
-def provenance(content: ReportContent) -> dict[str, Any] | None:
-    """Returns the records of the parts."""
-    records: dict[str, Mapping[str, Any]] = {"this report": content.about}
-    for name, part in (("the diagnosis", content.diagnosis), ("the prescription", content.prescription)):
-        if part is not None:
-            records[name] = {"fingerprint": part.fingerprint, **part.about}
-    records["the evidence"] = content.measured.about
-    records = {name: record for name, record in records.items() if record}
-    return {"records": records, "summary": f"Records of {', '.join(records)}"} if records else None

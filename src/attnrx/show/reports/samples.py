@@ -17,14 +17,7 @@ from attnrx.show.reports.numbers import number
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, ImageBatch, Int, Tensor, UInt8
 from attnrx.support.trees import tensors_of
-from attnrx.vit.models import (
-    TokenReduction,
-    TokenRun,
-    evaluating,
-    family_of,
-    reduction_of,
-    token_run,
-)
+from attnrx.vit.models import TokenReduction, TokenRun, evaluating, family_of, reduction_of, token_run
 from attnrx.vit.tokens import TokenPolicy
 from attnrx.vit.tokens.merging import Merging
 
