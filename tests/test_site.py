@@ -15,7 +15,7 @@ import pytest
 
 import attnrx as rx
 from attnrx.cli.commands import command_module, command_modules
-from attnrx.cli.parser import Parser
+from attnrx.cli.options import Parser
 
 pytestmark = pytest.mark.slow
 

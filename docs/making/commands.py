@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.main import EPILOG
-from attnrx.cli.parser import Parser
+from attnrx.cli.options import Parser
 
 
 def command_pages() -> str:

@@ -22,7 +22,7 @@ from attnrx.change.exporting import Program
 from attnrx.change.exporting.exported import SCHEMA
 from attnrx.cli import main
 from attnrx.cli.commands import command_module, command_modules
-from attnrx.cli.parser import Parser
+from attnrx.cli.options import Parser
 from attnrx.decide.planning import PlanSettings
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.support.dataclass_records import to_dict

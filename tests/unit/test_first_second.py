@@ -14,7 +14,7 @@ import attnrx as rx
 from attnrx.cli import main
 from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.inputs import require_inputs
-from attnrx.cli.parser import Parser
+from attnrx.cli.options import Parser
 from attnrx.decide.planning import plan_measurements
 from attnrx.support import optional
 from attnrx.support.errors import AttnrxError, NotSupported

@@ -5,11 +5,11 @@ from argparse import ArgumentTypeError
 import pytest
 
 from attnrx.cli.inputs import parse_losses
-from attnrx.cli.options import SHARES
 from attnrx.decide.planning.plan_settings import Target
 from attnrx.decide.rules import parse_rule
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.tokens import parse_policy
+from attnrx_lab.commands.methods import SHARES
 
 
 @pytest.mark.parametrize("kind", ["latency", "macs", "params"])

@@ -8,8 +8,7 @@ import pytest
 
 import attnrx as rx
 from attnrx.cli.commands import command_module, command_modules
-from attnrx.cli.options import Number, parameters
-from attnrx.cli.parser import Parser
+from attnrx.cli.options import Number, Parser, parameters
 
 FUNCTIONS = sorted(name for name in rx.__all__ if inspect.isfunction(getattr(rx, name)))
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -10,18 +11,24 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, ModuleType
 
 import attnrx as rx
 from attnrx.cli.commands import command_module, command_modules
 from attnrx.cli.inputs import require_inputs
+from attnrx.cli.options import Parser, UsageError, texts_of
 from attnrx.cli.outcome import Outcome
-from attnrx.cli.parser import Parser, UsageError, require_environment, require_out
-from attnrx.support.errors import AttnrxError, CardWarning, DataError, ScaleWarning, nearest
+from attnrx.support.atomic_writes import require_replaceable
+from attnrx.support.errors import AttnrxError, CardWarning, DataError, InvalidInput, ScaleWarning, nearest
 from attnrx.support.progress import Log
 
 # 70 is EX_SOFTWARE of sysexits.h; from 128 on, 128 + the number of the signal.
 BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED, TERMINATED = 2, 3, 70, 130, 141, 143
+
+PROCESS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # set by torchrun and accelerate
+# Files that a command may replace in its output folder.
+_REPLACED = ("config.json", "model.safetensors", "prescription.json", "evidence.json", "training.json", "plan.json")
 
 EPILOG = """\
 Results go to stdout and to files, progress and errors to stderr. With --json every command prints one JSON object.
@@ -143,6 +150,68 @@ def outcome_of(words: Sequence[str], log: Log) -> Outcome:
         warnings.simplefilter("always", ScaleWarning)  # Python shows a repeated warning once only
         warnings.showwarning = show_warning
         return command.run(arguments, log)
+
+
+def require_environment() -> None:
+    """Raises InvalidInput for process numbers of a launcher, flags and a cache folder that are not valid."""
+    numbers = {}
+    for name in PROCESS_VARIABLES:
+        text = os.environ.get(name)
+        if text is not None and not re.fullmatch(r"[0-9]{1,9}", text):
+            raise InvalidInput(f"{name}={text!r} is no number; launch with torchrun or accelerate, or unset it.")
+        numbers[name] = int(text or 0)
+    if numbers["RANK"] and numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        raise InvalidInput(
+            f"RANK={numbers['RANK']} with WORLD_SIZE={os.environ.get('WORLD_SIZE')}: a rank is below the number of "
+            "processes; launch with torchrun or accelerate, or unset both."
+        )
+    for name, meaning in (("ATTNRX_MEASURE", "never measure"), ("ATTNRX_BUILD", "no C++ kernels")):
+        text = os.environ.get(name, "1")
+        if text not in ("", "0", "1"):
+            raise InvalidInput(f"{name}={text!r}: give 0 ({meaning}) or 1.")
+    cache = os.environ.get("ATTNRX_CACHE")
+    if cache and Path(cache).exists() and not Path(cache).is_dir():
+        raise InvalidInput(f"ATTNRX_CACHE={cache!r} is not a folder; name a folder, or unset it.")
+
+
+def require_out(arguments: Namespace, parser: Parser) -> None:
+    """Raises InvalidInput if --out would overwrite an input, or is not what the command writes.
+
+    An existing file is replaced only if attnrx wrote it with the `kind` of the command's output.
+    """
+    if getattr(arguments, "out", None) is None or not Path(arguments.out).exists():
+        return
+    out = Path(arguments.out)
+    for name, path in _inputs(arguments):
+        # Files of its folder that the command replaces. samefile, because a link or another spelling may name an input.
+        is_replaced = parser.writes_folder and path.name in _REPLACED and out.samefile(path.parent)
+        if is_replaced or out.samefile(path):
+            described = f"{path} (--{name.replace('_', '-')})"
+            raise InvalidInput(f"--out {out} would overwrite an input: {described}; choose another place.")
+    if parser.writes_folder:
+        if not out.is_dir():
+            raise InvalidInput(f"--out {out} cannot be written: it is not a folder; name one.")
+        return
+    require_replaceable(out)
+    from attnrx.support.storage import file_kind  # imports torch
+
+    # For an exported model the kind is in its facts, FILE.json.
+    found = file_kind(out) or file_kind(out.with_name(f"{out.name}.json"))
+    if found != parser.kind:
+        what = "a file that attnrx did not write" if found is None else f"an {found}"
+        raise InvalidInput(f"--out {out} would replace {what} by an {parser.kind}; choose another file, or delete it.")
+
+
+def _inputs(arguments: Namespace) -> Iterator[tuple[str, Path]]:
+    """Yields every other argument that names an existing file or folder."""
+    for name, value in vars(arguments).items():
+        for text in texts_of(value) if name != "out" else ():
+            try:
+                exists = bool(text) and Path(text).exists()
+            except (OSError, ValueError):  # a text too long for a name, or with a zero byte
+                exists = False
+            if exists:
+                yield name, Path(text)
 
 
 def parsed(words: Sequence[str]) -> tuple[ModuleType, Parser, Namespace]:

@@ -1,4 +1,5 @@
-"""Options of commands: `option` adds one, `add_arguments` those of a public function, `add_*` what commands share.
+"""The parser of a command and its options: `option` adds one, `add_arguments` those of a public function, `add_*` what
+commands share.
 
 A type maps the text of an option to its value. It raises ArgumentTypeError with the text and the allowed values; the
 parser adds the name of the option. The parameters of functions are read from the source, because importing a function
@@ -14,10 +15,66 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import attnrx as rx
-from attnrx.cli.parser import Parser
+from attnrx.support.errors import AttnrxError, InvalidInput, nearest
+
+
+class UsageError(AttnrxError):
+    """An unknown command, or invalid arguments of a command."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises UsageError with the closest options instead of exiting."""
+
+    def __init__(self, command: str, summary: str, example: str):
+        # `add_out` sets them; `require_out` reads them after parsing.
+        self.writes_folder, self.kind = False, ""  # --out: a folder, or a file of this kind
+        super().__init__(
+            prog=f"attnrx {command}",
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=f"example:\n  {example}",
+            # Keeps the lines of the example.
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # an abbreviation could become ambiguous with a new option
+        )
+        output = self.add_argument_group("output")
+        output.add_argument("--json", action="store_true", help="print one JSON object and nothing else to stdout")
+        output.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UsageError with a hint for unknown options."""
+        # By argparse's message, because no exception of it holds the option.
+        unrecognized = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        options = [option for option in self._option_string_actions if option.startswith("--")]
+        hint = f": {nearest(unrecognized[1], options)}" if unrecognized else "."
+        raise UsageError(f"{message}{hint} See `{self.prog} --help`.")
+
+    def parse_args(self, *given: Any, **named: Any) -> Any:
+        """Parses the arguments; raises InvalidInput for texts that are empty or not UTF-8."""
+        namespace = super().parse_args(*given, **named)
+        # For all options at once, so that no command has to check its texts.
+        for action in self._actions:
+            option = action.option_strings[-1] if action.option_strings else action.dest
+            for text in texts_of(getattr(namespace, action.dest, None)):
+                _require_text(option, text)
+        return namespace
+
+
+def texts_of(value: object) -> list[str]:
+    """Returns the texts of one argument, which may have several."""
+    # With nargs an argument is a list.
+    values = value if isinstance(value, list | tuple) else (value,)
+    return [each for each in values if isinstance(each, str)]
+
+
+def _require_text(option: str, text: str) -> None:
+    if not text.strip():
+        raise InvalidInput(f"{option} is empty; give a value, or omit the option.")
+    # Python reads bytes of the command line that are not UTF-8 as surrogates, which are no text.
+    if re.search("[\0\ud800-\udfff]", text):
+        raise InvalidInput(f"{option} {text!r} has characters that are not UTF-8 text, or a null character.")
 
 
 @dataclass(frozen=True)
@@ -136,12 +193,7 @@ def _type_of(function: str, name: str, hint: ast.expr | None) -> Any:
 COUNT = Number(int, lambda kinds: kinds.COUNT)  # of images, epochs, steps
 SEED = Number(int, lambda kinds: kinds.SEED)
 BATCH = Number(int, lambda kinds: kinds.BATCH)
-BATCHES = Number(int, lambda kinds: kinds.each(kinds.BATCH, "numbers from 1 to 65536, e.g. 1,8"), "N,N", several=True)
-THREADS = Number(int, lambda kinds: kinds.THREADS)  # threads, workers and processes
 STEPS = Number(int, lambda kinds: kinds.whole(0, 10**6), "STEPS")
-NUMBER = Number(float, metavar="X")
-SHARE = Number(float, lambda kinds: kinds.SHARE, "SHARE")
-SHARES = Number(float, lambda kinds: kinds.each(kinds.SHARE, "shares above 0, at most 1, e.g. 0.8,0.6"), "S,S", True)
 POINTS = Number(float, lambda kinds: kinds.number(0.0, 100.0, above=False), "POINTS", unit="pt")
 EFFORTS = ("quick", "normal", "thorough")  # `planning.plan_settings.EFFORTS`, whose import would load torch for --help
 
@@ -265,6 +317,6 @@ def add_device(parser: Parser) -> None:
 
 
 def add_out(parser: Parser, what: str, default: str | None = None, *, folder: bool = False, kind: str = "") -> None:
-    """Adds --out, required without a default: a folder, or a file of this kind. See `parser.require_out`."""
+    """Adds --out, required without a default: a folder, or a file of this kind. See `main.require_out`."""
     option(parser, "--out", "PATH", what, default, required=default is None)
     parser.writes_folder, parser.kind = folder, kind

@@ -5,17 +5,8 @@ from dataclasses import replace
 
 import attnrx as rx
 from attnrx.cli.inputs import default_device, is_fresh, model_argument, placed
-from attnrx.cli.options import (
-    BATCHES,
-    SEED,
-    Number,
-    add_device,
-    add_model,
-    add_out,
-    option,
-)
+from attnrx.cli.options import SEED, Number, Parser, add_device, add_model, add_out, option
 from attnrx.cli.outcome import Outcome
-from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
@@ -34,7 +25,8 @@ def add(parser: Parser) -> None:
     add_model(parser)
     add_out(parser, "the speeds, one JSON file", kind="attnrx speeds")
     add_methods(parser, SHARES)
-    option(parser, "--batches", BATCHES, "images at once", "1,8,64")
+    batches = Number(int, lambda kinds: kinds.each(kinds.BATCH, "numbers from 1 to 65536, e.g. 1,8"), "N,N", True)
+    option(parser, "--batches", batches, "images at once", "1,8,64")
     threads = Number(int, lambda kinds: kinds.each(kinds.THREADS, "numbers from 1 to 1024, e.g. 1,2"), "N,N", True)
     option(parser, "--threads", threads, "CPU threads (as many as torch takes)")
     option(parser, "--precision", ("float32", "bfloat16", "float16"), "", "float32")

@@ -2,9 +2,8 @@
 
 from argparse import Namespace
 
-from attnrx.cli.options import COUNT, SEED, add_out
+from attnrx.cli.options import COUNT, SEED, Parser, add_out
 from attnrx.cli.outcome import Outcome
-from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
 

@@ -1,7 +1,8 @@
 """The options of commands that compare methods."""
 
-from attnrx.cli.options import SHARES, option
-from attnrx.cli.parser import Parser
+from attnrx.cli.options import Number, Parser, option
+
+SHARES = Number(float, lambda kinds: kinds.each(kinds.SHARE, "shares above 0, at most 1, e.g. 0.8,0.6"), "S,S", True)
 
 
 def add_methods(parser: Parser, shares: tuple[float, ...]) -> None:

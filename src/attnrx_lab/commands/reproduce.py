@@ -4,9 +4,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from attnrx.cli.options import BATCH, COUNT, NUMBER, Number, add_out, option
+from attnrx.cli.options import BATCH, COUNT, Number, Parser, add_out, option
 from attnrx.cli.outcome import Outcome
-from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
 
 SUMMARY = "make tables of the paper again, from training to numbers"
@@ -26,8 +25,8 @@ SEEDS = Number(
 KNOBS: Mapping[str, tuple[Any, str]] = {
     "epochs": (COUNT, "epochs of training or fine-tuning"),
     "precision": (("bf16", "fp32"), "of the training"),
-    "strength_init": (NUMBER, "first value of every strength"),
-    "strength_learning_rate": (NUMBER, "factor on the learning rate of the strengths"),
+    "strength_init": (Number(float, metavar="X"), "first value of every strength"),
+    "strength_learning_rate": (Number(float, metavar="X"), "factor on the learning rate of the strengths"),
     "draws": (Number(int, lambda kinds: kinds.whole(1, 1_000_000)), "random controls for each prescription"),
     "train_images": (COUNT, "train on fewer images"),
     "test_images": (COUNT, "validate and measure on fewer images"),

@@ -3,10 +3,10 @@
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -80,7 +80,8 @@ class Onnx(Format):
         use_flat_attention(translated.model)
         passes.RemoveUnusedNodesPass()(translated.model)
         _name_batch(translated.model)
-        size = sum(tensor.nbytes for tensor in weights_of(program))
+        weights = [*program.state_dict.values(), *program.constants.values()]
+        size = sum(each.nbytes for each in weights if isinstance(each, Tensor))
         translated.save(str(path), external_data=size > MOST_BYTES)
 
     def describe(self, path: Path, facts: Mapping[str, Any]) -> None:
@@ -114,11 +115,6 @@ class Onnx(Format):
         session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         # None: all outputs.
         return lambda images: tuple(map(torch.from_numpy, session.run(None, {INPUT: to_numpy(images)})))
-
-
-def weights_of(program: torch.export.ExportedProgram) -> list[Tensor]:
-    """Returns the weights and the constants of a program."""
-    return [each for each in (*program.state_dict.values(), *program.constants.values()) if isinstance(each, Tensor)]
 
 
 def use_flat_attention(model: Any) -> None:
@@ -290,11 +286,15 @@ class Int8(Onnx):
     def _quantize(self, plain: Path, path: Path, maps: Sequence[str], images: Sequence[Tensor]) -> None:
         """Writes the file with these matrix products quantised."""
         quantization = library("onnxruntime.quantization")
-        with _quiet():
+        inputs = ({INPUT: to_numpy(batch)} for batch in images)
+        # The quantiser warns by the root logger, so it has no logger of its own that could be silenced.
+        disabled = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
             quantization.quantize_static(
                 plain,
                 path,
-                _CalibrationReader(images),
+                SimpleNamespace(get_next=lambda: next(inputs, None)),  # the interface of its CalibrationDataReader
                 quant_format=quantization.QuantFormat.QDQ,
                 op_types_to_quantize=list(MAPS),
                 nodes_to_quantize=list(maps),
@@ -304,6 +304,8 @@ class Int8(Onnx):
                 activation_type=quantization.QuantType.QUInt8,
                 weight_type=quantization.QuantType.QInt8,
             )
+        finally:
+            logging.disable(disabled)
 
     @property
     def wanted(self) -> int:
@@ -325,26 +327,3 @@ def _sensitive(maps: Sequence[str], difference: Callable[[Sequence[str]], float]
         return list(maps)
     half = len(maps) // 2
     return [name for part in (maps[:half], maps[half:]) for name in _sensitive(part, difference, most)]
-
-
-class _CalibrationReader:
-    """ONNX Runtime's CalibrationDataReader interface: returns one batch per call, then None."""
-
-    def __init__(self, images: Sequence[Tensor]):
-        self.batches = iter(images)
-
-    def get_next(self) -> dict[str, Any] | None:
-        batch = next(self.batches, None)
-        return None if batch is None else {INPUT: to_numpy(batch)}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Disables the warnings of the quantiser."""
-    # It logs by the root logger, so it has no logger of its own that could be silenced.
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(disabled)

@@ -5,9 +5,8 @@ from typing import Any
 
 import attnrx as rx
 from attnrx.cli.inputs import outline
-from attnrx.cli.options import POLICY, add_trust, option
+from attnrx.cli.options import POLICY, Parser, add_trust, option
 from attnrx.cli.outcome import Outcome, cost_changes, cost_table
-from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
 

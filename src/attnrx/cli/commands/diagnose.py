@@ -6,7 +6,6 @@ import attnrx as rx
 from attnrx.cli import options
 from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
 from attnrx.cli.outcome import Outcome
-from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
 
@@ -23,7 +22,7 @@ SHOWN = (
 )
 
 
-def add(parser: Parser) -> None:
+def add(parser: options.Parser) -> None:
     options.add_model(parser)
     options.add_data(parser, "the images to run the model on")
     options.add_out(parser, "the diagnosis: a JSON file, and its tensors in a second file", kind="attnrx diagnosis")

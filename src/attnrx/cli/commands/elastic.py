@@ -6,7 +6,6 @@ import attnrx as rx
 from attnrx.cli import options
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.outcome import Outcome
-from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
 
 SUMMARY = "make several sizes of a model in one folder, to load the best one within a budget"
@@ -15,7 +14,7 @@ EXAMPLE = "attnrx elastic timm:vit_tiny_patch16_224 --data imagenette224.parquet
 SETTINGS = ("batch", "threads", "seed")
 
 
-def add(parser: Parser) -> None:
+def add(parser: options.Parser) -> None:
     options.add_model(parser, "the model to make smaller")
     options.add_data(parser, "the images to plan and to verify on")
     budgets = parser.add_mutually_exclusive_group(required=True)

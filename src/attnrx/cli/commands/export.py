@@ -6,7 +6,6 @@ import attnrx as rx
 from attnrx.cli import options
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.outcome import Outcome
-from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
 
@@ -22,7 +21,7 @@ FORMATS = (
 )
 
 
-def add(parser: Parser) -> None:
+def add(parser: options.Parser) -> None:
     options.add_model(parser)
     options.option(parser, "--to", "FORMAT", FORMATS, "onnx")
     options.add_out(parser, "the file; its facts are written to PATH.json", kind="attnrx exported model")

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 
 import attnrx as rx
 from attnrx.cli.inputs import names_model
-from attnrx.cli.options import POLICY, add_out, add_trust, option
+from attnrx.cli.options import POLICY, Parser, add_out, add_trust, option
 from attnrx.cli.outcome import Outcome, as_percent
-from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table

@@ -3,9 +3,8 @@
 from argparse import Namespace
 
 import attnrx as rx
-from attnrx.cli.options import add_arguments, given_arguments
+from attnrx.cli.options import Parser, add_arguments, given_arguments
 from attnrx.cli.outcome import Outcome
-from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
 
 SUMMARY = "upload a saved model to the Hugging Face hub, with its card and evidence"

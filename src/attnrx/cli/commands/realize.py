@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import attnrx as rx
 from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import COUNT, SEED, STEPS, add_data, add_device, add_model, add_out, option
+from attnrx.cli.options import COUNT, SEED, STEPS, Parser, add_data, add_device, add_model, add_out, option
 from attnrx.cli.outcome import Outcome, cost_changes, cost_table
-from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.vit.maps import FITS, REALIZATIONS, REALIZED_NORMS

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import attnrx as rx
-from attnrx.cli.options import add_out, add_trust, option
+from attnrx.cli.options import Parser, add_out, add_trust, option
 from attnrx.cli.outcome import Outcome
-from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
 
 SUMMARY = "write diagnosis, prescription and evidence into one HTML page"

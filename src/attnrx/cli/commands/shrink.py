@@ -7,7 +7,6 @@ import attnrx as rx
 from attnrx.cli import options
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.outcome import Outcome, significant
-from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
 
@@ -21,7 +20,7 @@ MEASURED_TARGETS = {"latency": ("promised speed", "speed"), "max-drop": ("promis
 SETTINGS = ("batch", "threads", "seed")
 
 
-def add(parser: Parser) -> None:
+def add(parser: options.Parser) -> None:
     options.add_model(parser, "the model to make smaller")
     options.add_data(parser, "the images to plan and to verify on")
     target = parser.add_mutually_exclusive_group(required=True)

@@ -9,7 +9,6 @@ import attnrx as rx
 from attnrx.cli import options
 from attnrx.cli.inputs import load_splits, parse_losses, splits_argument
 from attnrx.cli.outcome import Outcome, as_percent
-from attnrx.cli.parser import Parser
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
 
@@ -36,7 +35,7 @@ def plain_fields() -> tuple[str, ...]:
     )
 
 
-def add(parser: Parser) -> None:
+def add(parser: options.Parser) -> None:
     options.add_model(parser)
     options.add_data(parser, "the training data")
     options.add_out(parser, "the folder of the run: model, history, training.json, checkpoints", folder=True)

@@ -7,7 +7,6 @@ import attnrx as rx
 from attnrx.cli import options
 from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
 from attnrx.cli.outcome import Outcome
-from attnrx.cli.parser import Parser
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 
@@ -21,7 +20,7 @@ CHECKS = (
 )
 
 
-def add(parser: Parser) -> None:
+def add(parser: options.Parser) -> None:
     parser.add_argument("candidate", help="the folder of a realized model, or a file that was exported")
     options.option(parser, "--reference", "MODEL", "the model it was made from", required=True)
     options.option(parser, "--weights", "FILE", "the weights of a reference timm:NAME, in a local file")

@@ -18,39 +18,14 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.text_parsing import Language, TextReader
 
 CHECKS: dict[str, type[Check]] = {
-    check.name: check
-    for check in (
-        Accuracy,
-        Fidelity,
-        Calibration,
-        Costs,
-        Latency,
-        Promises,
-        Features,
-        Retrieval,
-    )
+    check.name: check for check in (Accuracy, Fidelity, Calibration, Costs, Latency, Promises, Features, Retrieval)
 }
 
 __all__ = [
-    "CHECKS",
-    "Accuracy",
-    "Calibration",
-    "Check",
-    "Comparison",
-    "Costs",
-    "Features",
-    "Fidelity",
-    "Latency",
-    "Predictions",
-    "Promises",
-    "Retrieval",
-    "all_checks",
-    "parse_checks",
-    "possible_checks",
-    "register_check",
-    "require_possible",
-    "standard_checks",
-]
+    "CHECKS", "Accuracy", "Calibration", "Check", "Comparison", "Costs", "Features", "Fidelity", "Latency",
+    "Predictions", "Promises", "Retrieval", "all_checks", "parse_checks", "possible_checks", "register_check",
+    "require_possible", "standard_checks",
+]  # fmt: skip
 
 
 _REGISTERED: dict[str, type[Check]] = {}

@@ -7,17 +7,6 @@ from attnrx.show.reports.page import ReportContent, render, write_report
 from attnrx.show.reports.samples import MapSamples, TokenSamples, first_images, sample_maps, sample_tokens
 
 __all__ = [
-    "MapSamples",
-    "ReportContent",
-    "TokenSamples",
-    "files_table",
-    "first_images",
-    "is_unedited",
-    "model_card",
-    "render",
-    "sample_maps",
-    "sample_tokens",
-    "summary_of",
-    "write_report",
-    "written_files",
-]
+    "MapSamples", "ReportContent", "TokenSamples", "files_table", "first_images", "is_unedited", "model_card", "render",
+    "sample_maps", "sample_tokens", "summary_of", "write_report", "written_files",
+]  # fmt: skip
