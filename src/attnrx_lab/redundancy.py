@@ -13,8 +13,7 @@ import torch.nn.functional as F
 
 from attnrx.decide.diagnostics import Diagnostic
 from attnrx.decide.diagnostics.diagnostic import Accumulator
-from attnrx.decide.diagnostics.geometry import widened
-from attnrx.decide.diagnostics.moments import OutputMoments
+from attnrx.decide.diagnostics.moments import OutputMoments, widened
 from attnrx.decide.diagnostics.spectral_shape import largest_of, magnitude_of
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.observation import Observation

@@ -6,7 +6,7 @@ import torch
 
 from attnrx.decide.diagnostics import Panel, suited_diagnostics
 from attnrx.decide.diagnostics.diagnostic import CentredMoment
-from attnrx.decide.diagnostics.geometry import selectivity
+from attnrx.decide.diagnostics.moments import selectivity
 from attnrx.decide.diagnostics.spectral_shape import effective_rank, energy, entropy
 from attnrx.vit.observation import Observation
 from attnrx.vit.spectrum import Spectrum

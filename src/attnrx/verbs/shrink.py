@@ -447,10 +447,8 @@ def _fewer_maps(images: Parts, settings: PlanSettings, macs: float) -> tuple[Par
     def some(part: ImageSet) -> ImageSet:
         return part.take(max(round(share**0.5 * len(part)), 1))
 
-    names = ("num_images", "sensitivity_images", "trial_images")
-    fewer = {name: max(round(share * getattr(settings, name)), 1) for name in names}
     images = images._replace(planned=some(images.planned), predicted=some(images.predicted))
-    return images, replace(settings, **fewer), share
+    return images, settings.on_share(share), share
 
 
 def _at_size_of(images: ImageSet, model: nn.Module, splits: Splits, log: Log) -> tuple[nn.Module, Splits]:

@@ -1,8 +1,7 @@
 """Diagnostics: readings of the spectra and intermediate results of attention layers."""
 
 from attnrx.decide.diagnostics.diagnostic import Diagnostic, Panel
-from attnrx.decide.diagnostics.geometry import Geometry
-from attnrx.decide.diagnostics.moments import MapWatch, Moments, hidden_diagnosis, singular_directions
+from attnrx.decide.diagnostics.moments import Geometry, MapWatch, Moments, hidden_diagnosis, singular_directions
 from attnrx.decide.diagnostics.spectral_shape import SpectralShape
 from attnrx.support.optional import import_plugins
 from attnrx.vit.spectrum import Spectrum

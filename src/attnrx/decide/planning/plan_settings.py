@@ -219,12 +219,15 @@ class PlanSettings:
 
     def for_outputs(self, kind: OutputKind) -> "PlanSettings":
         """Returns the settings with as many images as outputs of this kind need, in as small batches as they allow."""
-        share = kind.needed_images
-        if share == 1:
+        if kind.needed_images == 1:
             return self
+        fewer = self.on_share(kind.needed_images)
+        return replace(fewer, batch_size=min(self.batch_size, fewer.sensitivity_images))
+
+    def on_share(self, share: float) -> "PlanSettings":
+        """Returns the settings with this share of the images, at least one."""
         names = ("num_images", "sensitivity_images", "trial_images")
-        fewer = {name: max(round(share * getattr(self, name)), 1) for name in names}
-        return replace(self, **fewer, batch_size=max(min(self.batch_size, fewer["sensitivity_images"]), 1))
+        return replace(self, **{name: max(round(share * getattr(self, name)), 1) for name in names})
 
     @property
     def form(self) -> Format | None:
