@@ -11,13 +11,13 @@ from torch import nn
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.support.storage import require_finite_tensors
-from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, linear_costs, norm_costs
+from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, linear_costs
 from attnrx.vit.models import register_family
 from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.chunked_forward import require_images
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
-from attnrx_lab.vision_transformer import AttnrxFamily, Layer, Transformer, TransformerConfig, full_spec
+from attnrx_lab.vision_transformer import AttnrxFamily, Layer, Transformer, TransformerConfig, full_spec, norm_costs
 
 PATCH_SHARE = 0.5
 """Weight of the maximum over the patch logits; the class token's logits have weight 1, as published."""

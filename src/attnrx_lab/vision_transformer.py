@@ -15,7 +15,7 @@ from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
-from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, layer_costs, linear_costs, norm_costs
+from attnrx.vit.costs import LayerCosts, ModelCosts, PartCosts, TokenCosts, layer_costs, linear_costs
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models.chunked_forward import chunked_forward, require_images
@@ -50,6 +50,28 @@ def full_spec(form: str, width: int, heads: int) -> AttentionSpec:
     if FORMS[form].mixes_blocks:
         return spec.with_shared_directions(width, ranks)
     return replace(spec, form=form, norms=norms)
+
+
+def block_costs(
+    spec: AttentionSpec, tokens: int, hidden: int, mlp_ranks: tuple[int | None, int | None] = (None, None)
+) -> LayerCosts:
+    """Returns the costs of a pre-norm block: attention of this spec, an MLP with `hidden` features, two LayerNorms.
+
+    `mlp_ranks` are those of the MLP's two maps if they are stored as two factors each, of which the second has the
+    bias.
+    """
+    mlp = PartCosts()
+    for inputs, outputs, rank in zip((spec.width, hidden), (hidden, spec.width), mlp_ranks, strict=True):
+        if rank is None:
+            mlp += linear_costs(inputs, outputs, tokens)
+        else:
+            mlp += linear_costs(inputs, rank, tokens, bias=False) + linear_costs(rank, outputs, tokens)
+    return layer_costs(spec, tokens, mlp, norm_costs(spec.width) + norm_costs(spec.width))
+
+
+def norm_costs(width: int) -> PartCosts:
+    """Returns the costs of a LayerNorm: a gain and a bias per feature, no MACs."""
+    return PartCosts(2 * width, 0)
 
 
 @dataclass(frozen=True)
@@ -155,7 +177,7 @@ class TransformerConfig(ABC):
         return ModelCosts(
             patches=self.patch_costs(),
             layers=tuple(
-                layer_costs(spec, num_tokens, self.hidden_of(index), self.mlp_rank(index))
+                block_costs(spec, num_tokens, self.hidden_of(index), self.mlp_rank(index))
                 for index, (spec, num_tokens) in enumerate(zip(attention, tokens.tokens, strict=True))
             ),
             # The classifier takes one pooled token, so its MACs do not depend on the number of tokens.

@@ -9,10 +9,10 @@ from torch.utils.flop_counter import flop_registry
 from attnrx.change.realization import compressed_spec, realize
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.vit.attention import Eager, using
-from attnrx.vit.costs import PartCosts, count_params, count_product_macs, layer_costs
+from attnrx.vit.costs import PartCosts, count_params, count_product_macs
 from attnrx.vit.models import family_of
 from attnrx_lab.costs import direction_costs, saved_shares
-from attnrx_lab.vision_transformer import Transformer, VisionTransformer, full_spec
+from attnrx_lab.vision_transformer import Transformer, VisionTransformer, block_costs, full_spec
 from support.cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
 
 
@@ -73,15 +73,15 @@ def test_parts_add_up_to_the_whole(config: str, pattern: str) -> None:
 def test_every_direction_but_the_last_saves_its_own_costs(form: str, norms: str) -> None:
     full = full_spec(form, width=12, heads=3)
     for rank in range(full.original_rank, 1, -1):
-        larger = layer_costs(full.with_ranks((rank, 4, 2), full.heads, norms), tokens=5, hidden=24)
-        smaller = layer_costs(full.with_ranks((rank - 1, 4, 2), full.heads, norms), tokens=5, hidden=24)
+        larger = block_costs(full.with_ranks((rank, 4, 2), full.heads, norms), tokens=5, hidden=24)
+        smaller = block_costs(full.with_ranks((rank - 1, 4, 2), full.heads, norms), tokens=5, hidden=24)
         assert smaller.total + direction_costs(replace(full, norms=norms), tokens=5) == larger.total
 
 
 def test_the_last_direction_of_a_head_also_saves_its_read_out() -> None:
     full = full_spec("svda", width=12, heads=3)
-    one = layer_costs(full.with_ranks((1, 4, 4), full.heads, "kept"), tokens=5, hidden=24).total
-    none = layer_costs(full.with_ranks((0, 4, 4), full.heads, "kept"), tokens=5, hidden=24).total
+    one = block_costs(full.with_ranks((1, 4, 4), full.heads, "kept"), tokens=5, hidden=24).total
+    none = block_costs(full.with_ranks((0, 4, 4), full.heads, "kept"), tokens=5, hidden=24).total
     assert none + direction_costs(full, tokens=5) + PartCosts(0, 5 * 5 * full.head_dim) == one
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from attnrx.vit.attention import Eager, using
-from attnrx.vit.costs import PartCosts, count_params, count_product_macs, layer_costs
+from attnrx.vit.costs import PartCosts, count_params, count_product_macs
 from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec
 from attnrx_lab.costs import Compression, priced
-from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig, full_spec
+from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig, block_costs, full_spec
 from support.cases import CONFIGS, images, model
 
 FULL = full_spec("dense", width=12, heads=3)
@@ -71,7 +71,7 @@ def test_the_shapes_of_the_forms() -> None:
 def test_irratt_costs_depend_on_the_total_only(blocks: tuple[int, ...]) -> None:
     spread = Compression(f"irratt:{sum(blocks)}", vo=2).spec(FULL)
     assert spread.blocks != blocks
-    assert layer_costs(replace(spread, blocks=blocks), 5, 24).parts == layer_costs(spread, 5, 24).parts
+    assert block_costs(replace(spread, blocks=blocks), 5, 24).parts == block_costs(spread, 5, 24).parts
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -88,6 +88,6 @@ def test_the_irratt_convention_counts_every_product_and_five_for_every_normalize
 
 
 def test_fusion_mixes_the_maps_of_all_blocks_for_every_head() -> None:
-    mixed, regular = (layer_costs(Compression(form).spec(FULL), 5, 24) for form in ("irratt:2", "truncatt:2"))
+    mixed, regular = (block_costs(Compression(form).spec(FULL), 5, 24) for form in ("irratt:2", "truncatt:2"))
     assert (mixed.fusion, regular.fusion) == (PartCosts(9, 25 * 9), PartCosts())
     assert mixed.read_out == PartCosts(0, 25 * 12)  # every head reads its values, also if a block is empty

@@ -7,12 +7,10 @@ import pytest
 from attnrx.vit.costs import (
     ModelCosts,
     PartCosts,
-    layer_costs,
     linear_costs,
-    norm_costs,
 )
 from attnrx_lab.costs import Compression, Price, priced
-from attnrx_lab.vision_transformer import full_spec
+from attnrx_lab.vision_transformer import block_costs, full_spec, norm_costs
 
 LAYERS, PATCHES, PATCH, CLASSES = 12, 196, 3 * 16 * 16, 1000
 WIDTHS = {"deit_small": (384, 6), "deit_base": (768, 12)}
@@ -67,7 +65,7 @@ def deit(model: str, compression: Compression) -> ModelCosts:
     tokens = PATCHES + 1
     return ModelCosts(
         patches=linear_costs(PATCH, width, PATCHES),
-        layers=(layer_costs(compression.spec(full), tokens, 4 * width, ranks),) * LAYERS,
+        layers=(block_costs(compression.spec(full), tokens, 4 * width, ranks),) * LAYERS,
         classifier=norm_costs(width) + PartCosts((width + 1) * CLASSES),
         classifier_macs=width * CLASSES,
         embeddings=PartCosts(width * (1 + tokens)),

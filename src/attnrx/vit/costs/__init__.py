@@ -22,7 +22,6 @@ from attnrx.vit.costs.model_costs import (
     TokenCosts,
     layer_costs,
     linear_costs,
-    norm_costs,
     token_costs,
 )
 
@@ -30,5 +29,5 @@ __all__ = [
     "Conditions", "LatencyComparison", "LatencyProtocol", "LayerCosts", "MemoryComparison", "ModelCosts", "PartCosts",
     "PeakMemory", "Ratio", "Timing", "TokenCosts", "compare_latencies", "compare_latency", "compare_memory",
     "count_params", "count_product_macs", "device_name", "factors_text", "interleave", "layer_costs", "linear_costs",
-    "norm_costs", "speed_text", "token_costs",
+    "speed_text", "token_costs",
 ]  # fmt: skip

@@ -152,13 +152,10 @@ def _sum(parts: Iterable[PartCosts]) -> PartCosts:
     return sum(parts, start=PartCosts())
 
 
-def layer_costs(
-    spec: AttentionSpec, tokens: int, hidden: int, mlp_ranks: tuple[int | None, int | None] = (None, None)
-) -> LayerCosts:
-    """Returns the costs of a pre-norm block: attention of this spec, an MLP with `hidden` features, two LayerNorms.
+def layer_costs(spec: AttentionSpec, tokens: int, mlp: PartCosts, layer_norms: PartCosts) -> LayerCosts:
+    """Returns the costs of a block: those of attention of this spec, with those of its MLP and its norms.
 
-    `mlp_ranks` are those of the MLP's two maps if they are stored as two factors each. The MACs are those of the spec;
-    a backend that pads heads to a common rank computes more.
+    The MACs are those of the spec; a backend that pads heads to a common rank computes more.
     """
     # Rows of the projections, and ranks of the heads: with original norms more rows are computed than used, and shared
     # directions have one row for all heads.
@@ -171,8 +168,6 @@ def layer_costs(
     query, key = (linear_costs(spec.width, rows, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
     value = linear_costs(spec.width, features, tokens, bias=spec.has_bias("value"))
     output = linear_costs(sum(spec.value_dims), spec.width, tokens, bias=spec.has_bias("output"))
-    first = factored_costs(spec.width, hidden, tokens, mlp_ranks[0])
-    second = factored_costs(hidden, spec.width, tokens, mlp_ranks[1])
     return LayerCosts(
         query_key=query + key,
         # Shared directions are multiplied in every head (`rank` sums over heads), those in blocks once for all heads.
@@ -181,32 +176,17 @@ def layer_costs(
         fusion=PartCosts(mixed, tokens * tokens * mixed),
         value_output=value + output,
         read_out=PartCosts(0, tokens * tokens * attending),
-        mlp=first + second,
-        layer_norms=norm_costs(spec.width) + norm_costs(spec.width),
+        mlp=mlp,
+        layer_norms=layer_norms,
         directions=rows if spec.shares_directions else rank,
         spec=spec,
         tokens=tokens,
     )
 
 
-def factored_costs(inputs: int, outputs: int, tokens: int, rank: int | None) -> PartCosts:
-    """Returns the costs of a linear map on every token, as one matrix or as two factors of a rank.
-
-    The second factor has the bias.
-    """
-    if rank is None:
-        return linear_costs(inputs, outputs, tokens)
-    return linear_costs(inputs, rank, tokens, bias=False) + linear_costs(rank, outputs, tokens)
-
-
 def linear_costs(inputs: int, outputs: int, tokens: int, bias: bool = True) -> PartCosts:
     """Returns the costs of a linear map on every token."""
     return PartCosts((inputs + bias) * outputs, tokens * inputs * outputs)
-
-
-def norm_costs(width: int) -> PartCosts:
-    """Returns the costs of a LayerNorm: a gain and a bias per feature, no MACs."""
-    return PartCosts(2 * width, 0)
 
 
 @dataclass(frozen=True)

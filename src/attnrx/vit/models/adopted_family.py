@@ -654,13 +654,11 @@ class AdoptedFamily(Family):
         return ModelCosts(
             patches=PartCosts(before, positions * source.get_submodule(parts.patches).weight.numel()),  # type: ignore[operator, union-attr]
             layers=tuple(
-                replace(
-                    # The formulas of an MLP and of norms are those of attnrx models; a library's may have others.
-                    layer_costs(spec, num_tokens, 0),
-                    mlp=mlp_costs(mlp, num_tokens, *change),
-                    layer_norms=PartCosts(
-                        num_params(block) - sum(map(num_params, mlp)) - projection_params(layer_attention)
-                    ),
+                layer_costs(
+                    spec,
+                    num_tokens,
+                    mlp_costs(mlp, num_tokens, *change),
+                    PartCosts(num_params(block) - sum(map(num_params, mlp)) - projection_params(layer_attention)),
                 )
                 for block, mlp, layer_attention, spec, change, num_tokens in zip(
                     blocks, mlps, self.attention(adopted), shapes.attention, changes, tokens.tokens, strict=True

@@ -244,7 +244,7 @@ class UnitsFamily(AdoptedFamily):
             inside += between + sum(map(num_params, linears))
             mlp = mlp_costs(linears, pair.positions, linears, ranks_of, count)
             mlp += PartCosts(between * count // max(now, 1), pair.unit_macs * count)
-            layers.append(replace(layer_costs(spec, pair.positions, 0), mlp=mlp, layer_norms=PartCosts()))
+            layers.append(layer_costs(spec, pair.positions, mlp, PartCosts()))
         outside = PartCosts(num_params(found.source) - inside, found.outer_macs)
         return ModelCosts(outside, tuple(layers), PartCosts(), 0)
 
