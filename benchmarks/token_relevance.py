@@ -29,9 +29,9 @@ from attnrx.show.checks.statistics import mean_estimate
 from attnrx.support.errors import AttnrxError, InvalidInput
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.support.storage import write_json
+from attnrx.vit.attention import Observation
 from attnrx.vit.costs import device_name
 from attnrx.vit.models import attach_tokens_, evaluating, family_of, model_fingerprint, observing, reduction_of
-from attnrx.vit.observation import Observation
 from attnrx.vit.tokens import TokenLayout, TokenPolicy, known_reducers, parse_policy
 from attnrx.vit.tokens.reducer import best
 from attnrx_lab.clutter import patches_left

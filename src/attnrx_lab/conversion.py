@@ -12,10 +12,9 @@ from attnrx.support.arguments import ANY, MODEL, checked
 from attnrx.support.errors import DataError, NotSupported
 from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.attention import Attention
+from attnrx.vit.attention import Attention, Observation
 from attnrx.vit.models import family_of, require_all_tokens
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.observation import Observation
 
 BATCH = 16
 # Images whose tokens define the moments.

@@ -17,6 +17,7 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.training.losses import Loss, LossContext, register_loss
+from attnrx.vit.attention import Observation
 from attnrx.vit.models import (
     InputValidation,
     TokenReduction,
@@ -28,7 +29,6 @@ from attnrx.vit.models import (
     require_all_tokens,
 )
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.observation import Observation
 from attnrx_lab.svda_attention import SvdaForm
 
 

@@ -16,7 +16,7 @@ from attnrx.decide.diagnostics.diagnostic import Accumulator
 from attnrx.decide.diagnostics.moments import OutputMoments, widened
 from attnrx.decide.diagnostics.spectral_shape import largest_of, magnitude_of
 from attnrx.support.shapes import Bool, Float, Tensor
-from attnrx.vit.observation import Observation
+from attnrx.vit.attention import Observation
 from attnrx.vit.spectrum import Spectrum
 
 # A direction below a tenth of the strongest one's strength has less than a hundredth of its energy.

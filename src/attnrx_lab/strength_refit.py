@@ -11,8 +11,8 @@ from attnrx.data import ImageSet
 from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Bool, Float, Tensor
+from attnrx.vit.attention import Observation
 from attnrx.vit.models import family_of
-from attnrx.vit.observation import Observation
 
 # Eigenvalues of a normal matrix summed from float32 that are below this share of the largest one are rounding.
 _NULL = 1e-6

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnrx.vit.attention import AttentionCapture, Backend, Eager, Fused, Native, Observed
+from attnrx.vit.attention import AttentionCapture, Backend, Eager, Fused, Native, Observation, Observed
 from attnrx.vit.kernels.compilation import native_library
-from attnrx.vit.observation import Observation
 from support.layers import LAYERS, Case, by_definition
 
 Sizes = torch.Tensor | None

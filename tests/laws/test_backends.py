@@ -10,12 +10,12 @@ from attnrx.support.errors import NotSupported, UnknownName
 from attnrx.vit.attention import (
     Eager,
     Fused,
+    Observation,
     Observed,
     using,
 )
 from attnrx.vit.kernels.compilation import native_library
 from attnrx.vit.models import family_of, observing
-from attnrx.vit.observation import Observation
 from support.cases import CONFIGS, PATTERNS, images, model, prescription
 
 

@@ -8,7 +8,7 @@ from attnrx.decide.diagnostics import Panel, suited_diagnostics
 from attnrx.decide.diagnostics.diagnostic import CentredMoment
 from attnrx.decide.diagnostics.moments import selectivity
 from attnrx.decide.diagnostics.spectral_shape import effective_rank, energy, entropy
-from attnrx.vit.observation import Observation
+from attnrx.vit.attention import Observation
 from attnrx.vit.spectrum import Spectrum
 from attnrx_lab.perturbation import noise_like
 from attnrx_lab.redundancy import output_similarity, sensitivity, sparsity, spectral_redundancy

@@ -10,8 +10,8 @@ from attnrx.data import FixedImages, ImageSet, require_labelled
 from attnrx.support.progress import track
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.support.trees import rows_of
+from attnrx.vit.attention import Observation
 from attnrx.vit.models import InputValidation, evaluating, family_of, observing
-from attnrx.vit.observation import Observation
 from attnrx.vit.outputs import KINDS, OutputKind, output_kind_of
 
 BATCH = 64  # images at once where the caller states nothing

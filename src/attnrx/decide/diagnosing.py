@@ -30,7 +30,7 @@ from attnrx.support.dataclass_records import to_dict
 from attnrx.support.optional import installed_versions
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import require_finite_tensors
-from attnrx.vit.attention import Attention, Positions
+from attnrx.vit.attention import Attention, Observation, Positions
 from attnrx.vit.models import (
     family_of,
     model_fingerprint,
@@ -39,7 +39,6 @@ from attnrx.vit.models import (
     require_ordinary_weights,
 )
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.observation import Observation
 
 
 @checked(images=optional(COUNT))

@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Tensor
 
 Module = TypeVar("Module", bound=nn.Module)
+P = ParamSpec("P")
 Value = TypeVar("Value")
 
 
@@ -67,6 +69,22 @@ def is_traced() -> bool:
 def is_recorded() -> bool:
     """Whether operations that run now are recorded: for gradients, or in a graph."""
     return torch.is_grad_enabled() or is_traced()
+
+
+def kept(build: Callable[P, Value]) -> Callable[P, Value]:
+    """Keeps the tensors that a function returns, which depend on its arguments alone; in a graph it is called anew.
+
+    On a GPU every new tensor is a kernel, and a copy of numbers to it waits for it and cannot be part of a CUDA graph.
+    """
+    # Outside inference mode, because gradients cannot be computed through an index that was made in it.
+    returned: Any = lru_cache(maxsize=256)(torch.inference_mode(mode=False)(build))
+
+    @wraps(build)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Value:
+        # A tensor made during export is symbolic; a trace that reads a kept one would differ from one that makes it.
+        return build(*args, **kwargs) if is_traced() else returned(*args, **kwargs)
+
+    return call
 
 
 def outermost(model: nn.Module, found: Callable[[nn.Module], Value | None]) -> Iterator[tuple[str, Value]]:

@@ -14,8 +14,8 @@ from attnrx.decide.diagnostics.spectral_shape import effective_rank
 from attnrx.nouns.evidence import FAILS, HOLDS, Finding
 from attnrx.show.checks.check import Check, Comparison
 from attnrx.support.shapes import Bool, Float, Tensor
+from attnrx.vit.attention import Observation
 from attnrx.vit.models import evaluating, family_of, model_fingerprint, observing, require_all_tokens
-from attnrx.vit.observation import Observation
 from attnrx.vit.spectrum import Spectrum
 
 CLAIMS = {

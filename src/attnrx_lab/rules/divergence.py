@@ -18,9 +18,9 @@ from attnrx.nouns.prescription import Basis
 from attnrx.support.arguments import checked
 from attnrx.support.errors import DataError
 from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.attention import Observation
 from attnrx.vit.models import model_fingerprint, require_all_tokens
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.observation import Observation
 from attnrx.vit.spectrum import Spectrum
 
 Ranks = tuple[int, ...]

@@ -14,7 +14,7 @@ from attnrx.nouns.prescription import Basis, ScoreDecision
 from attnrx.support.arguments import Kind, one_of, optional
 from attnrx.support.errors import InvalidRule, NotSupported, UnknownName
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.observation import Observation
+from attnrx.vit.attention import Observation
 from attnrx_lab.decompositions import Canonical, FactoredTensor, als, block_terms, cpd_epc, fusion_ranks
 
 AUGMENTED = "augmented"

@@ -7,8 +7,7 @@ import torch
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.tokens.merging import Indices, Merging, Tables
-from attnrx.vit.tokens.reducer import Shape, stable_order
-from attnrx.vit.tokens.state import TokenState
+from attnrx.vit.tokens.reducer import Shape, TokenState, stable_order
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.vit.tokens.reducer import PerPatch, Reducer, Reduction, Shape, best, stable_order
-from attnrx.vit.tokens.state import TokenState, gathered_rows
+from attnrx.vit.tokens.reducer import PerPatch, Reducer, Reduction, Shape, TokenState, best, gathered_rows, stable_order
 
 
 @dataclass(frozen=True)

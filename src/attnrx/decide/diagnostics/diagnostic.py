@@ -8,7 +8,7 @@ import torch
 from attnrx.support.arguments import require_fields
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.observation import Observation
+from attnrx.vit.attention import Observation
 from attnrx.vit.spectrum import Spectrum
 
 

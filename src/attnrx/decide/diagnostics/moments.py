@@ -16,7 +16,7 @@ from attnrx.change.decompositions import activation_aware, output_pca, plain_svd
 from attnrx.decide.diagnostics.diagnostic import Accumulator, CentredMoment, Diagnostic
 from attnrx.nouns.diagnosis import HiddenDiagnosis, MapDirections
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.observation import Observation
+from attnrx.vit.attention import Observation
 
 
 @dataclass(frozen=True)

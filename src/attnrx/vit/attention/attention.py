@@ -14,10 +14,16 @@ from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.modules import is_traced
 from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
 from attnrx.vit.attention.backends.auto import Auto, Fused, Native
-from attnrx.vit.attention.backends.backend import Backend, Eager, has_equal_heads
+from attnrx.vit.attention.backends.backend import (
+    AttentionContext,
+    Backend,
+    Bucket,
+    Eager,
+    ScoreFactors,
+    has_equal_heads,
+)
 from attnrx.vit.attention.backends.capture import AttentionCapture, Observed
-from attnrx.vit.attention.factors import AttentionContext, Bucket, ScoreFactors
-from attnrx.vit.attention.forms import RotaryForm, form_of, required_rotation, row_pairs
+from attnrx.vit.attention.forms import Positions, RotaryForm, form_of, required_rotation, row_pairs
 from attnrx.vit.attention.head_linear import (
     HeadLinear,
     OutputProjection,
@@ -26,9 +32,7 @@ from attnrx.vit.attention.head_linear import (
     in_buckets,
     joint_product,
     parameters_of,
-    separated,
 )
-from attnrx.vit.attention.positions import Positions
 from attnrx.vit.kernels.compilation import required_library
 from attnrx.vit.kernels.fixed_weights import has_fixed_weights
 from attnrx.vit.kernels.native_attention import JointFeatures
@@ -97,29 +101,26 @@ class Attention(nn.Module):
             return self.output(tokens[..., :0])  # without heads only the output bias is left
         if self._is_short and positions is None:
             return self._traced(tokens, tokens if key_tokens is None else key_tokens)
+        source = tokens if key_tokens is None else key_tokens
         # The plan is that of the keys: their number determines the size of the maps, also where queries are few.
-        plan, scores = self.plan(tokens if key_tokens is None else key_tokens), self.scores
+        plan, scores = self.plan(source), self.scores
         if positions is not None and self.kept_patches is not None:
             # The library computes positions of all patches of an image, including those that were pruned since.
             positions = positions.of_patches(self.kept_patches())
         sides = ((scores.query, plan.rows), (scores.key, plan.rows), (self.value, plan.value_dims))
-        if key_tokens is None:
-            joint = joint_product(tokens, sides, self._packed)
-            # Under autocast the product has a lower precision than the tokens.
-            if plan.joint and joint is not None and joint.dtype == tokens.dtype:
-                rotation = None
-                if isinstance(scores, RotaryForm):
-                    rotation = scores.rotation_table(required_rotation(positions))
-                bias = self._bias(positions, None)
-                features = JointFeatures(joint, plan.rows, plan.value_dims, self.spec.scale, rotation, bias)
-                return self._projected(plan.backend.attend_fused_qkv(features), plan.value_dims)
-        else:
-            joint = joint_product(key_tokens, sides[1:], self._packed)
-        if joint is not None and key_tokens is None:
-            query, key, value = separated(joint, tokens, sides)
-        else:
-            query = scores.query.padded(tokens, plan.rows, scores.query_factor)
-            key, value = separated(joint, tokens if key_tokens is None else key_tokens, sides[1:])
+        shared = sides if key_tokens is None else sides[1:]
+        joint = joint_product(source, shared, self._packed)
+        # Under autocast the product has a lower precision than the tokens.
+        if plan.joint and key_tokens is None and joint is not None and joint.dtype == tokens.dtype:
+            rotation = None
+            if isinstance(scores, RotaryForm):
+                rotation = scores.rotation_table(required_rotation(positions))
+            bias = self._bias(positions, None)
+            features = JointFeatures(joint, plan.rows, plan.value_dims, self.spec.scale, rotation, bias)
+            return self._projected(plan.backend.attend_fused_qkv(features), plan.value_dims)
+        parts = () if joint is None else joint.split_with_sizes([sum(rows) for _, rows in shared], -1)
+        query = parts[0] if len(parts) == 3 else scores.query.padded(tokens, plan.rows, scores.query_factor)
+        key, value = parts[-2:] or [side.padded(source, rows) for side, rows in sides[1:]]
         # Per bucket: [batch, heads, keys, width].
         values = [part.transpose(1, 2) for part in in_buckets(value, plan.widths, plan.buckets)]
         factors = self._score_factors(query, key, plan.rows, plan.buckets, positions)

@@ -1,7 +1,9 @@
-"""The forms of attention: how tokens become the factors of the scores."""
+"""The forms of attention: how tokens, at their positions, become the factors of the scores."""
 
 import itertools
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -9,17 +11,85 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import kept
 from attnrx.support.optional import import_plugins
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.vit.attention.factors import Bucket, ScoreFactors
+from attnrx.vit.attention.backends.backend import Bucket, ScoreFactors
 from attnrx.vit.attention.head_linear import HeadLinear, in_buckets
-from attnrx.vit.attention.positions import Positions
 from attnrx.vit.kernels.fixed_weights import has_fixed_weights
 from attnrx.vit.kernels.native_attention import RotationTable
 from attnrx.vit.spec import AttentionSpec
 
 Queries = Float[Tensor, "batch queries rows"]
 Keys = Float[Tensor, "batch keys rows"]
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """The rotations and the biases of the tokens of one layer, of all images or of each.
+
+    `cos` and `sin` are the rotation of every patch for each frequency of the original head, equal for all heads or of
+    each original head. `bias` is added to the scores of every pair of tokens, those before the patches (`prefix` of
+    them) included; these are not rotated. The first axis has one entry for all images, or one for each. `tables` has
+    the rotations in the form of the C++ kernel, by layer, where one was computed.
+    """
+
+    prefix: int
+    cos: Float[Tensor, "_ patches heads pairs"] | None = None
+    sin: Float[Tensor, "_ patches heads pairs"] | None = None
+    bias: Float[Tensor, "_ _ tokens tokens"] | None = None
+    tables: "WeakKeyDictionary[Any, Any] | None" = field(init=False, repr=False, default=None)
+
+    def of_patches(self, indices: Int[Tensor, "images kept"] | None) -> "Positions":
+        """Returns the positions of the tokens that are left: `indices` are their patches, -1 for a token of none, which
+        is not rotated and has no bias; None stands for all patches.
+        """
+        if indices is None:
+            return self
+        # gather refuses -1: such tokens get the entries of patch 0, which are then overwritten.
+        added, safe = indices < 0, indices.clamp_min(0)
+        cos = sin = bias = None
+        if self.cos is not None and self.sin is not None:
+            # The rotation by zero, cos 1 and sin 0. [images, kept, heads, pairs].
+            cos = _gathered(self.cos, safe).masked_fill(added[..., None, None], 1.0)
+            sin = _gathered(self.sin, safe).masked_fill(added[..., None, None], 0.0)
+        if self.bias is not None:
+            # A bias is of all tokens, and `indices` are of patches: those of the prefix precede them.
+            first = torch.arange(self.prefix, device=indices.device).expand(indices.shape[0], -1)
+            tokens = torch.cat([first, self.prefix + safe], dim=1)
+            images, heads, count = indices.shape[0], *self.bias.shape[1:3]
+            # Queries, then keys: [images, heads, kept, tokens], then [images, heads, kept, kept].
+            rows = tokens[:, None, :, None].expand(-1, heads, -1, count)
+            bias = self.bias.expand(images, -1, -1, -1).gather(2, rows)
+            bias = bias.gather(3, tokens[:, None, None, :].expand(-1, heads, tokens.shape[1], -1))
+            absent = F.pad(added, (self.prefix, 0))
+            bias = bias.masked_fill(absent[:, None, :, None] | absent[:, None, None, :], 0.0)
+        return replace(self, cos=cos, sin=sin, bias=bias)
+
+    def of_first(self, count: int) -> "Positions":
+        """Returns the rotations of the first `count` tokens."""
+        if self.cos is None or self.sin is None:
+            return self
+        patches = max(count - self.prefix, 0)
+        return replace(self, cos=self.cos[:, :patches], sin=self.sin[:, :patches])
+
+    def bias_of(self, heads: tuple[int, ...], queries: int) -> Float[Tensor, "images _ queries keys"] | None:
+        """Returns the bias of these original heads for the first `queries` tokens as queries."""
+        if self.bias is None:
+            return None
+        # Indexing copies, so all heads and all queries are returned as they are.
+        bias = (
+            self.bias
+            if heads == tuple(range(self.bias.shape[1]))
+            else torch.cat([self.bias[:, head : head + 1] for head in heads], 1)
+        )
+        return bias if queries == bias.shape[2] else bias[:, :, :queries]
+
+
+def _gathered(table: Float[Tensor, "_ patches heads pairs"], indices: Int[Tensor, "images kept"]) -> Tensor:
+    if table.shape[0] == 1:  # one table for all images: indexing it needs no expanded index
+        return table[0][indices]
+    return table.gather(1, indices[..., None, None].expand(-1, -1, *table.shape[2:]))
 
 
 class ScoreForm(nn.Module, ABC):
@@ -113,7 +183,7 @@ class RotaryForm(DenseForm):
         # A gather instead of a loop over the pairs of every head: each row times the cosine of its column, plus its
         # partner times the signed sine. The column after the last, cosine 1 and sine 0, is that of rows that stay.
         heads, pairs = positions.cos.shape[2:]
-        column, partner, sign = (index.to(features.device) for index in rotation_index(self.spec, rows, heads, pairs))
+        column, partner, sign = rotation_index(self.spec, rows, heads, pairs, features.device)
         count, prefix = features.shape[1], positions.prefix
         first, rest = features[:, : min(prefix, count)], features[:, prefix:]
         if not rest.shape[1]:  # the queries of the last-layer class-token shortcut
@@ -166,8 +236,9 @@ def required_rotation(positions: Positions | None) -> Positions:
     return positions
 
 
+@kept
 def rotation_index(
-    spec: AttentionSpec, rows: tuple[int, ...], heads: int, frequencies: int
+    spec: AttentionSpec, rows: tuple[int, ...], heads: int, frequencies: int, device: torch.device
 ) -> tuple[Int[Tensor, "rows"], Int[Tensor, "rows"], Int[Tensor, "rows"]]:
     """Returns, for every projected row, the column of its angle among `heads` x `frequencies`, its partner, and the
     sign of the partner's sine; rows that are not rotated have the column after the last one.
@@ -193,7 +264,7 @@ def rotation_index(
         ]
         sign += [1] * still + [-1] * count + [1] * (count + num_rows - rank)
         start += num_rows
-    return torch.tensor(column), torch.tensor(partner), torch.tensor(sign)
+    return torch.tensor(column, device=device), torch.tensor(partner, device=device), torch.tensor(sign, device=device)
 
 
 def row_pairs(spec: AttentionSpec) -> Int[Tensor, "heads directions"]:

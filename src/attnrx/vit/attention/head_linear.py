@@ -1,16 +1,15 @@
 """A linear projection whose heads may have different numbers of rows."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.support.modules import is_recorded
+from attnrx.support.modules import is_recorded, kept
 from attnrx.support.shapes import Float, Tensor, TokenBatch
-from attnrx.vit.attention.factors import Bucket
+from attnrx.vit.attention.backends.backend import Bucket
 from attnrx.vit.kernels.fixed_weights import has_fixed_weights, of_weights
 from attnrx.vit.kernels.native_products import linear_map, native_maps, runs_natively
 
@@ -68,15 +67,13 @@ Side = tuple[HeadLinear, tuple[int, ...]]
 class PackedWeights(NamedTuple):
     """One weight and bias of which those of several projections are rows, in memory that they share.
 
-    `parameters` are their weights and biases, by projection, and `addresses` where their numbers are. `first_rows` is
-    the first row of every projection.
+    `parameters` are their weights and biases, by projection, and `addresses` where their numbers are.
     """
 
     parameters: tuple[Tensor | None, ...]
     addresses: tuple[int, ...]
     weight: Tensor
     bias: Tensor | None
-    first_rows: tuple[int, ...]
 
     @classmethod
     def of_(cls, projections: Sequence[HeadLinear]) -> "PackedWeights | None":
@@ -91,16 +88,20 @@ class PackedWeights(NamedTuple):
             return None
         if len({(each.device, each.dtype) for each in present}) != 1:
             return None
-        rows = [len(each.weight) for each in projections]
+        weights, biases = [each.weight for each in projections], [each.bias for each in projections]
+        rows, bias = [len(each) for each in weights], None
         with torch.inference_mode(mode=False), torch.no_grad():
-            weight, bias = _joined([(each, each.rows) for each in projections])
-            for each, part in zip(projections, weight.split(rows), strict=True):
-                each.weight.data = part
-            for each, part in zip(projections, () if bias is None else bias.split(rows), strict=bias is not None):
-                if each.bias is not None:
-                    each.bias.data = part
-        first_rows = tuple([sum(rows[:index]) for index in range(len(rows))])
-        return cls(tuple(parameters), addresses_of(parameters), weight, bias, first_rows)
+            weight = torch.cat([*weights])
+            for each, part in zip(weights, weight.split(rows), strict=True):
+                each.data = part
+            if any(each is not None for each in biases):
+                # Some models have biases for queries and values only; the product needs one for every row.
+                pairs = zip(weights, biases, strict=True)
+                bias = torch.cat([weight.new_zeros(len(each)) if own is None else own for each, own in pairs])
+                for each, part in zip(biases, bias.split(rows), strict=True):
+                    if each is not None:
+                        each.data = part
+        return cls(tuple(parameters), addresses_of(parameters), weight, bias)
 
     def last(self, parameters: Sequence[Tensor | None]) -> WeightAndBias | None:
         """Returns weight and bias of the last projections; None if these parameters, of any shape, are elsewhere."""
@@ -112,7 +113,7 @@ class PackedWeights(NamedTuple):
             return None
         if not start:
             return self.weight, self.bias
-        first = self.first_rows[start // 2]
+        first = sum(len(weight) for weight in self.parameters[:start:2] if weight is not None)
         return self.weight[first:], None if self.bias is None else self.bias[first:]
 
 
@@ -149,26 +150,8 @@ def joint_product(
     return native_maps(tokens, weights, [side.bias for side, _ in sides], [False] * len(sides), joined=True)
 
 
-def separated(
-    joint: Float[Tensor, "batch tokens rows"] | None, tokens: TokenBatch, sides: Sequence[Side]
-) -> list[Float[Tensor, "batch tokens _"]]:
-    """Returns the result of `padded` for every projection, from `joint_product` or, where that is None, one by one."""
-    if joint is None:
-        return [side.padded(tokens, rows) for side, rows in sides]
-    return list(torch.split_with_sizes(joint, [sum(rows) for _, rows in sides], -1))
-
-
 def parameters_of(projections: Sequence[HeadLinear]) -> list[Tensor | None]:
     return [parameter for side in projections for parameter in (side.weight, side.bias)]
-
-
-def _joined(sides: Sequence[Side]) -> WeightAndBias:
-    parts = [side.spread(rows) for side, rows in sides]
-    weight = torch.cat([weight for weight, _ in parts])
-    if all(bias is None for _, bias in parts):
-        return weight, None
-    # Some models have biases for queries and values only; the product needs one for every row.
-    return weight, torch.cat([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts])
 
 
 def in_buckets(
@@ -211,25 +194,11 @@ class OutputProjection(nn.Module):
         return F.pad(self.weight, (0, 1)).index_select(1, index)
 
 
+@kept
 def padding_index(rows: tuple[int, ...], padded: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns the stored row of every padded row, or the index of the zero row that follows the last one."""
-    # A tensor created during export is symbolic and must not be cached; a trace that reads the cache would differ from
-    # one that fills it.
-    is_captured = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return _padding_index(rows, padded, device) if is_captured else _kept_padding_index(rows, padded, device)
-
-
-def _padding_index(rows: tuple[int, ...], padded: tuple[int, ...], device: torch.device) -> Tensor:
     zero, index, first = sum(rows), [], 0
     for num_rows, num_padded in zip(rows, padded, strict=True):
         index += [*range(first, first + num_rows), *([zero] * (num_padded - num_rows))]
         first += num_rows
     return torch.tensor(index, dtype=torch.long, device=device)
-
-
-# On the device, because a copy to it would wait for it at every call, and cannot be part of a CUDA graph.
-@lru_cache(maxsize=256)
-def _kept_padding_index(rows: tuple[int, ...], padded: tuple[int, ...], device: torch.device) -> Tensor:
-    # Outside inference mode, because gradients cannot be computed through an index that was made in it.
-    with torch.inference_mode(mode=False):
-        return _padding_index(rows, padded, device)

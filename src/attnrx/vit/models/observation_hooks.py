@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.attention import Attention, AttentionCapture, Eager, Observed, capture_uniform, using
+from attnrx.vit.attention import Attention, AttentionCapture, Eager, Observation, Observed, capture_uniform, using
 from attnrx.vit.models.family import Family
-from attnrx.vit.observation import Observation
 
 Kept = TypeVar("Kept")
 

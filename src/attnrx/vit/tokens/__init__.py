@@ -11,14 +11,18 @@ from attnrx.vit.tokens.policy import PolicyReader, TokenPolicy
 from attnrx.vit.tokens.reducer import (
     AttentionReceived,
     ClassAttention,
+    LayerStatistic,
     Reducer,
     Reduction,
     SampledTokens,
     Selecting,
     Shape,
+    TokenLayout,
+    TokenState,
+    counted,
     destinations_of,
+    gathered_rows,
 )
-from attnrx.vit.tokens.state import LayerStatistic, TokenLayout, TokenState, counted, gathered_rows
 
 # Every reducer by its name in text.
 REDUCERS: Mapping[str, type[Reducer]] = {

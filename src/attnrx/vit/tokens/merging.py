@@ -10,8 +10,16 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import is_traced
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.vit.kernels.native_merging import Merged, native_merge
-from attnrx.vit.tokens.reducer import Reducer, Reduction, Shape, first_best, stable_order
-from attnrx.vit.tokens.state import TokenState, counted, gathered_rows
+from attnrx.vit.tokens.reducer import (
+    Reducer,
+    Reduction,
+    Shape,
+    TokenState,
+    counted,
+    first_best,
+    gathered_rows,
+    stable_order,
+)
 
 Tables = dict[str, Float[Tensor, "batch _ _"]]
 Indices = Int[Tensor, "batch _"]

@@ -19,8 +19,7 @@ from typing import Any, ClassVar
 
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.text_parsing import Language, TextReader, share
-from attnrx.vit.tokens.reducer import Reducer
-from attnrx.vit.tokens.state import TokenLayout
+from attnrx.vit.tokens.reducer import Reducer, TokenLayout
 
 EXAMPLES = "evit:0.7@4,7,10, spot(variance=false):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
 EVERY = "every"

@@ -5,20 +5,18 @@ import torch.nn.functional as F
 
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention.backends.backend import (
-    Backend,
-    Eager,
-    fused_attention,
-    has_equal_heads,
-)
-from attnrx.vit.attention.factors import (
     AttentionContext,
+    Backend,
     Bucket,
     BucketValues,
+    Eager,
     HeadLayout,
     HeadOutputs,
     ScoreFactors,
     ValueBatch,
     exact_buckets,
+    fused_attention,
+    has_equal_heads,
     padded_buckets,
 )
 from attnrx.vit.kernels.compilation import native_library

@@ -2,26 +2,29 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from attnrx.support.modules import kept
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention.backends.auto import FEW_QUERIES, Native, native_outputs, runs_on
-from attnrx.vit.attention.backends.backend import Backend, TokenSizes, fused_attention, has_equal_heads, scores
-from attnrx.vit.attention.factors import (
+from attnrx.vit.attention.backends.backend import (
     AttentionContext,
+    Backend,
     Bucket,
     BucketValues,
     HeadLayout,
     HeadOutputs,
     ScoreFactors,
+    TokenSizes,
     ValueBatch,
+    fused_attention,
+    has_equal_heads,
+    scores,
 )
 from attnrx.vit.kernels.native_attention import JointFeatures
-from attnrx.vit.observation import Observation
 from attnrx.vit.spec import AttentionSpec
 
 
@@ -180,10 +183,32 @@ class NativeCapture(Native):
         self.receive(CapturedAttention(class_attention=logits.softmax(-1)))
 
 
-@lru_cache(maxsize=256)  # by shape only; float32 on the CPU, as the kernel whose class attention it serves
+@kept
 def blocks_of(rows: tuple[int, ...], scale: float) -> Float[Tensor, "heads directions"]:
-    """Returns the matrix that has `scale` where a direction belongs to a head, else 0."""
+    """Returns the matrix, in float32 on a CPU, that has `scale` where a direction belongs to a head, else 0."""
     return torch.block_diag(*(torch.full((1, count), scale, dtype=torch.float32) for count in rows))
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All intermediates of one layer; heads in storage order, directions and value dimensions zero-padded to the
+    largest rank.
+
+    `query` and `key` are the rows that enter the scores: divided by their norms if the form has norms, before the
+    strength is applied. score = scale * (query * strength) @ key^T, attention = softmax(score), output = attention @
+    value; the layer's result is the sum over heads of output @ readout, plus a bias.
+    """
+
+    # Padded, so that heads of different ranks fit one tensor; zeros change neither scores nor outputs.
+    query: Float[Tensor, "batch tokens heads directions"]
+    key: Float[Tensor, "batch tokens heads directions"]
+    strength: Float[Tensor, "heads directions"] | None
+    scale: float
+    scores: Float[Tensor, "batch heads queries keys"]
+    attention: Float[Tensor, "batch heads queries keys"]
+    value: Float[Tensor, "batch heads keys v_head_dim"]
+    output: Float[Tensor, "batch heads queries v_head_dim"]
+    readout: Float[Tensor, "heads v_head_dim width"]
 
 
 class Observed(Backend):
