@@ -101,7 +101,7 @@ def diagnose(
         rotations = {
             index: Accumulator([{}], partial(measured_coherence, index))
             for index, layer in enumerate(attention)
-            if layer.spec.rotates
+            if layer.spec.traits.rotates
         }
 
         def observe(index: int, observation: Observation) -> None:
@@ -139,7 +139,7 @@ def _receiving_positions(attention: Sequence[Attention]) -> Iterator[dict[int, P
 
     with ExitStack() as hooks:
         for index, layer in enumerate(attention):
-            if layer.spec.rotates:
+            if layer.spec.traits.rotates:
                 hooks.enter_context(layer.register_forward_pre_hook(partial(receive, index)))
         yield positions
 

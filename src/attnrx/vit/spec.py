@@ -12,8 +12,10 @@ from attnrx.support.errors import InvalidInput
 class FormTraits:
     """The properties of a form of attention on which costs, rules, backends and realizations depend.
 
-    `norms` are its normalizations of query and key rows, the default first. `mixes_blocks`: the shared directions are
-    in blocks, and a matrix mixes the score maps of the blocks. The class that is registered by the same name in
+    `has_strengths`: every direction has a learned strength in every head that uses it. `shares_directions`: all heads
+    share one set of directions. `norms` are its normalizations of query and key rows, the default first. `rotates`:
+    pairs of rows are rotated by angles that depend on the position of the token. `mixes_blocks`: the shared directions
+    are in blocks, and a matrix mixes the score maps of the blocks. The class that is registered by the same name in
     `attention/forms.py` computes the scores.
     """
 
@@ -74,13 +76,13 @@ class AttentionSpec:
     inner_norms: tuple[str, ...] = ()
 
     def __post_init__(self):
+        if self.form not in FORMS:
+            raise InvalidInput(f"form={self.form!r}: choose from {', '.join(FORMS)}.")
         # Defaults that depend on other fields; the class is frozen.
-        if self.rotates and self.pairs is None:
+        if self.traits.rotates and self.pairs is None:
             object.__setattr__(self, "pairs", (tuple(range(self.original_rank // 2)),) * len(self.heads))
         if self.value_ranks is not None and all(rank == self.head_dim for rank in self.value_ranks):
             object.__setattr__(self, "value_ranks", None)  # canonical form, so that equal layers compare equal
-        if self.form not in FORMS:
-            raise InvalidInput(f"form={self.form!r}: choose from {', '.join(FORMS)}.")
         if self.norms not in FORMS[self.form].norms:
             raise InvalidInput(
                 f"form={self.form!r} with norms={self.norms!r}: this form has {' or '.join(FORMS[self.form].norms)}."
@@ -93,7 +95,6 @@ class AttentionSpec:
             )
         if any(bias not in BIASES for bias in self.biases):
             raise InvalidInput(f"biases={self.biases}: choose from {BIASES}.")
-        # The form is valid from here on: the properties that the following checks use read its traits.
         self._check_heads()
         self._check_pairs()
         self._check_extensions()
@@ -111,9 +112,9 @@ class AttentionSpec:
         if any(not 0 <= rank <= self.head_dim for rank in self.value_dims):
             raise InvalidInput(f"value ranks {self.value_dims} must lie in 0..{self.head_dim}.")
         # A head that does not use a shared direction has strength zero there; the projection computes it for all.
-        if self.shares_directions and len(set(self.ranks)) > 1:
+        if self.traits.shares_directions and len(set(self.ranks)) > 1:
             raise InvalidInput(f"ranks {self.ranks}: heads that share their directions have the same rank.")
-        if self.mixes_blocks != (self.blocks is not None):
+        if self.traits.mixes_blocks != (self.blocks is not None):
             raise InvalidInput(f"form={self.form!r} with blocks={self.blocks}: the mixed form alone has blocks.")
         shared = max(self.ranks, default=0)
         if self.blocks is not None and not (min(self.blocks, default=-1) >= 0 and sum(self.blocks) == shared > 0):
@@ -123,7 +124,7 @@ class AttentionSpec:
             )
 
     def _check_pairs(self) -> None:
-        if self.rotates != (self.pairs is not None):
+        if self.traits.rotates != (self.pairs is not None):
             raise InvalidInput(f"form={self.form!r} with pairs={self.pairs}: the rotary form alone has pairs.")
         if self.pairs is None:
             return
@@ -151,29 +152,14 @@ class AttentionSpec:
             )
 
     @property
-    def has_strengths(self) -> bool:
-        """Whether every direction has a learned strength in every head that uses it."""
-        return FORMS[self.form].has_strengths
-
-    @property
-    def shares_directions(self) -> bool:
-        """Whether all heads share one set of directions."""
-        return FORMS[self.form].shares_directions
-
-    @property
-    def mixes_blocks(self) -> bool:
-        """Whether the shared directions are in blocks whose score maps are mixed for every head."""
-        return FORMS[self.form].mixes_blocks
+    def traits(self) -> FormTraits:
+        """The properties of its form."""
+        return FORMS[self.form]
 
     @property
     def has_norms(self) -> bool:
         """Whether the rows of query and key are normalized."""
         return self.norms != "none"
-
-    @property
-    def rotates(self) -> bool:
-        """Whether pairs of rows are rotated by angles that depend on the position of the token."""
-        return FORMS[self.form].rotates
 
     @property
     def fixes_scores(self) -> bool:
@@ -214,7 +200,7 @@ class AttentionSpec:
         """
         if self.blocks is not None:
             return self.blocks
-        if self.shares_directions:
+        if self.traits.shares_directions:
             return self.ranks[:1]
         if self.keeps_original_norms:
             # A head without directions attends uniformly, and needs no norms.
@@ -234,8 +220,8 @@ class AttentionSpec:
         blocks, whole = blocks if rank and self.heads else None, self.original_rank
         form = "shared" if blocks is None else "mixed"
         return replace(
-            self, form=form, ranks=(rank,) * len(self.heads),
-            original_rank=whole if self.shares_directions else whole * len(self.heads), norms="none", blocks=blocks,
+            self, form=form, ranks=(rank,) * len(self.heads), norms="none", blocks=blocks,
+            original_rank=whole if self.traits.shares_directions else whole * len(self.heads),
         )  # fmt: skip
 
     def with_ranks(

@@ -46,7 +46,7 @@ class Compression:
             raise InvalidInput(
                 f"ranks {full.ranks} and value ranks {full.value_dims}: compressed already; pass the original shape."
             )
-        if form != "full" and full.has_strengths:
+        if form != "full" and full.traits.has_strengths:
             raise NotSupported(
                 f"{self.qk} rewrites plain dot products, and this attention is {full.form}; "
                 "its directions are removed by a prescription instead."

@@ -143,8 +143,8 @@ def direction_costs(spec: AttentionSpec, tokens: int) -> PartCosts:
     head; in a block it has scores once, in the map of the block.
     """
     # The heads in which a direction has a strength and scores of its own.
-    users = len(spec.heads) if spec.shares_directions and not spec.mixes_blocks else 1
-    strength = PartCosts(users, tokens * users) if spec.has_strengths else PartCosts()
+    users = len(spec.heads) if spec.traits.shares_directions and not spec.traits.mixes_blocks else 1
+    strength = PartCosts(users, tokens * users) if spec.traits.has_strengths else PartCosts()
     scores = PartCosts(0, tokens * tokens * users)
     if spec.keeps_original_norms:
         return scores + strength

@@ -79,7 +79,7 @@ class FusionExperiment(Experiment):
                     )
                     for kind, over in by_kind.items()
                 }
-        is_fused = all(attention.spec.shares_directions for attention in layers)
+        is_fused = all(attention.spec.traits.shares_directions for attention in layers)
         source = "the model as it was given" if is_fused else "the decomposition (CPD-EPC), before any fine-tuning"
         return {
             "data": {"name": "none", "notes": [f"the fusion matrices are those of {source}"]},
@@ -94,7 +94,7 @@ class FusionExperiment(Experiment):
         rows = {name: getattr(spectrum, name).expand(heads, -1, -1) for name in ("query", "key")}
         spectrum = replace(spectrum, **rows, shared=False)  # shared rows are repeated for every head
         tensor = JointForm(LayerDiagnosis(spectrum, {}), METRIC).tensor
-        if attention.spec.shares_directions:
+        if attention.spec.traits.shares_directions:
             mix, error = spectrum.strength.double(), {}  # nothing was decomposed
         else:
             rank = max(1, round(share * int(spectrum.used.sum())))

@@ -110,10 +110,10 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = 
         large, kept_norms = spec.with_shared_directions(int(kept.sum()), blocks), "none"
         ranks = large.ranks[: len(order)]
         biases.discard("key")
-    elif spec.shares_directions and not (order and bool(scores.keep[order].all())):
+    elif spec.traits.shares_directions and not (order and bool(scores.keep[order].all())):
         # No longer shared: each head stores its own rows.
         large, kept_norms = replace(spec, form="dense", blocks=None), "none"
-    elif spec.rotates:
+    elif spec.traits.rotates:
         # The bias of a rotated key depends on the position, so the softmax does not cancel it.
         pairs = _kept_pairs(spec, scores, order)
     elif scores.basis is not None:
@@ -179,9 +179,9 @@ def _in_order(sizes: Sequence[int], order: Sequence[int]) -> Int[Tensor, "indice
 def _copy_directions_(target: Attention, source: Attention, scores: ScoreDecision, order: Sequence[int]) -> None:
     """Copies the kept rows of query and key, and the strengths, into a layer of matching shape."""
     spec, small = source.spec, target.spec
-    if small.shares_directions:
+    if small.traits.shares_directions:
         rows = torch.arange(sum(small.rows))
-    elif spec.shares_directions:  # a direction kept by two heads is stored twice
+    elif spec.traits.shares_directions:  # a direction kept by two heads is stored twice
         rows = torch.nonzero(scores.keep[order])[:, 1]
     else:
         starts, parts = torch.tensor([0, *spec.rows]).cumsum(0), [NO_INDICES]
@@ -196,7 +196,7 @@ def _copy_directions_(target: Attention, source: Attention, scores: ScoreDecisio
         rows = torch.cat(parts)
     _copy_rows_(target.scores.query, source.scores.query, rows)
     _copy_rows_(target.scores.key, source.scores.key, rows)
-    keep = torch.ones_like(scores.keep) if small.shares_directions else scores.keep
+    keep = torch.ones_like(scores.keep) if small.traits.shares_directions else scores.keep
     target.scores.set_strengths_([scores.strength[head, keep[head]] for head in order])
 
 
@@ -248,7 +248,7 @@ def _combined(
 ) -> Float[Tensor, "owners directions augmented"]:
     """Returns the rows of a basis with their bias, in float64 on the CPU."""
     # In float64, because a basis may be ill-conditioned, and with the bias, which is combined like every other column.
-    stored, owners = side.augmented(), (sum(spec.rows),) if spec.shares_directions else spec.rows
+    stored, owners = side.augmented(), (sum(spec.rows),) if spec.traits.shares_directions else spec.rows
     num_rows = table.shape[-1] // len(owners) if shared else table.shape[-1]
     padded = stored.new_zeros(len(owners), num_rows, stored.shape[1])
     for owner_rows, rows in zip(padded, stored.split(owners), strict=True):

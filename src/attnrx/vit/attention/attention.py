@@ -274,7 +274,7 @@ class Attention(nn.Module):
         strength = torch.zeros(len(ranks), width, dtype=torch.float64)
         # A boolean mask is filled row by row: head by head, the order in which strengths are stored.
         strength[used] = self.scores.strengths().detach().cpu().double().flatten()
-        shared, pairs = spec.shares_directions, row_pairs(spec) if spec.rotates else None
+        shared, pairs = spec.traits.shares_directions, row_pairs(spec) if spec.traits.rotates else None
         # Shared directions have one table, also where they are in blocks.
         rows = (sum(spec.rows),) if shared else spec.rows
         owners = rows if shared else ranks

@@ -162,7 +162,7 @@ def layer_costs(spec: AttentionSpec, tokens: int, mlp: PartCosts, layer_norms: P
     rows, rank, features = sum(spec.rows), sum(spec.ranks), sum(spec.value_dims)
     # A head without directions returns the mean of its values, which needs no product of tokens with tokens.
     attending = sum(value_dim for head_rank, value_dim in zip(spec.ranks, spec.value_dims, strict=True) if head_rank)
-    strengths = rank if spec.has_strengths else 0
+    strengths = rank if spec.traits.has_strengths else 0
     # The mix is a matrix [heads, blocks], applied to every pair of tokens.
     mixed = len(spec.heads) * len(spec.blocks) if spec.blocks is not None else 0
     query, key = (linear_costs(spec.width, rows, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
@@ -171,14 +171,14 @@ def layer_costs(spec: AttentionSpec, tokens: int, mlp: PartCosts, layer_norms: P
     return LayerCosts(
         query_key=query + key,
         # Shared directions are multiplied in every head (`rank` sums over heads), those in blocks once for all heads.
-        scores=PartCosts(0, tokens * tokens * (rows if spec.mixes_blocks else rank)),
+        scores=PartCosts(0, tokens * tokens * (rows if spec.traits.mixes_blocks else rank)),
         diagonal=PartCosts(strengths, tokens * strengths),
         fusion=PartCosts(mixed, tokens * tokens * mixed),
         value_output=value + output,
         read_out=PartCosts(0, tokens * tokens * attending),
         mlp=mlp,
         layer_norms=layer_norms,
-        directions=rows if spec.shares_directions else rank,
+        directions=rows if spec.traits.shares_directions else rank,
         spec=spec,
         tokens=tokens,
     )

@@ -116,7 +116,9 @@ class Native(Eager):
     def takes_fused_qkv(self, spec: AttentionSpec, context: AttentionContext) -> bool:
         # The kernel multiplies rows as they are projected: strengths, shared rows and norms need an operation in
         # between. Rotations and biases are arguments of it.
-        has_products = not (spec.has_strengths or spec.shares_directions or spec.has_norms or spec.fixes_scores)
+        has_products = not (
+            spec.traits.has_strengths or spec.traits.shares_directions or spec.has_norms or spec.fixes_scores
+        )
         return has_products and context.free_on_cpu and int(context.tokens) >= FEW_QUERIES
 
     def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
@@ -165,7 +167,7 @@ class Auto(Fused):
         if Native.runs(spec, context):
             return Native()
         # A fused kernel would compute every head with all shared directions, instead of the map of each block once.
-        return Eager() if spec.mixes_blocks else Fused()
+        return Eager() if spec.traits.mixes_blocks else Fused()
 
 
 class Portable(Eager):
