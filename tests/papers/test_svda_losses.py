@@ -7,7 +7,7 @@ import torch
 
 from attnrx.support.errors import InvalidInput
 from attnrx.training.losses import LossContext
-from attnrx.training.optimization import strengths_of
+from attnrx.training.step import strengths_of
 from attnrx.vit.models import family_of, observing
 from attnrx_lab.perturbation import PerturbationRobustness, TargetRank, step_noise
 from support.cases import CONFIGS, images, model

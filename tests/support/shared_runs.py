@@ -23,7 +23,7 @@ from attnrx.change.realization import realize
 from attnrx.decide.diagnostics import Moments
 from attnrx.training import TrainingRun, train
 from attnrx.training.losses import Task
-from attnrx.training.optimization import strengths_of
+from attnrx.training.step import strengths_of
 from support.tiny_runs import at, config, model, run, splits
 
 # The knobs beside which two processes are compared with one: everything on that reads or changes weights.

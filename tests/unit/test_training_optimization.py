@@ -8,14 +8,8 @@ import torch
 
 from attnrx.support.errors import InvalidInput
 from attnrx.training import TrainingConfig, train
-from attnrx.training.optimization import (
-    Schedule,
-    WeightMean,
-    build_optimizer,
-    load_optimizer_,
-    optimizer_tensors,
-    set_learning_rate,
-)
+from attnrx.training.checkpoints import load_optimizer_, optimizer_tensors
+from attnrx.training.step import Schedule, WeightMean, build_optimizer, set_learning_rate
 from support.cases import CONFIGS, images, model
 from support.tiny_runs import config, splits
 from support.tiny_runs import model as model_of_runs

@@ -27,8 +27,7 @@ from attnrx.support.storage import (
 from attnrx.support.validation import JSON_OBJECT, Integer, Items, Number, Record, Text, validated
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import TeacherSource
-from attnrx.training.optimization import load_optimizer_, optimizer_tensors
-from attnrx.training.sharding import copy_whole_, gather_tensors
+from attnrx.training.sharding import copy_whole_, gather_tensors, shard_like
 from attnrx.training.step import Learner
 from attnrx.vit.models import described_tokens, family_of, model_fingerprint
 
@@ -125,6 +124,30 @@ def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
     # The others begin at 0, because the sums of all processes are added up at the end of the epoch.
     if learner.accelerator.is_main_process:
         learner.meter.sums.copy_(parts["meter"]["sums"])
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Returns the optimizer's state as `PARAMETER/FIELD` tensors."""
+    return {
+        f"{name}/{field}": value
+        for name, parameter in model.named_parameters()
+        for field, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer_(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Restores the state of the optimizer; `tensors` are named `PARAMETER/STATE`.
+
+    Raises:
+        CheckpointError: A tensor belongs to a parameter that the model does not have.
+    """
+    parameters = dict(model.named_parameters())
+    for key, value in tensors.items():
+        name, _, field = key.rpartition("/")
+        if name not in parameters:
+            raise CheckpointError(f"the checkpoint holds optimizer state of {name!r}, which the model does not have.")
+        # The field `step` is a scalar and not of the parameter's shape; `shard_like` does not shard it.
+        optimizer.state[parameters[name]][field] = shard_like(value, parameters[name])
 
 
 def load_tensors_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

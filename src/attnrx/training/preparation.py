@@ -103,29 +103,23 @@ def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Spli
             f"the model takes images of {shape} (channels, height, width) and {splits.name} has {tuple(actual)}; "
             "load the data with the model's image_size, or build the model for this data."
         )
-    classes = _require_classes(model, splits, config)
-    if config.reads_labels:
-        require_labels(splits.train)
-        splits = replace(splits, train=_limited(splits.train, classes))
-    normalization = normalization_of(model)
-    return splits if normalization == splits.normalization else splits.renormalized(normalization)
-
-
-def _require_classes(model: nn.Module, splits: Splits, config: TrainingConfig) -> int:
-    """Returns the number of classes of the model, 0 for a model of embeddings; raises an error if it does not fit."""
-    classes, actual = num_logits(model), len(splits.class_names)
+    classes, num_named = num_logits(model), len(splits.class_names)
     if not classes and config.reads_labels:
         raise InvalidInput(
             f"the losses {', '.join(loss.name for loss in config.losses if loss.reads_labels)} read labels, and the "
             "model has no classifier; train it with a teacher only, e.g. FeatureDistillation, or give it a classifier."
         )
     # One logit distinguishes two classes, but the losses take one logit per class.
-    if classes and (num_classes(model) < actual or (config.reads_labels and classes != actual)):
+    if classes and (num_classes(model) < num_named or (config.reads_labels and classes != num_named)):
         raise InvalidInput(
-            f"the model has {classes} classes and {splits.name} has {actual}; build the model for this data, or train "
-            "with a teacher only, without the task loss."
+            f"the model has {classes} classes and {splits.name} has {num_named}; build the model for this data, or "
+            "train with a teacher only, without the task loss."
         )
-    return classes
+    if config.reads_labels:
+        require_labels(splits.train)
+        splits = replace(splits, train=_limited(splits.train, classes))
+    normalization = normalization_of(model)
+    return splits if normalization == splits.normalization else splits.renormalized(normalization)
 
 
 def num_logits(model: nn.Module) -> int:

@@ -1,7 +1,11 @@
-"""One training step, run operation by operation or recorded as a CUDA graph."""
+"""One training step, run operation by operation or recorded as a CUDA graph, with what changes the weights: the
+optimizer, the learning rate schedule, and a running mean.
+"""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,21 +18,15 @@ from attnrx.support.hardware import on_another_stream
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import LossContext, Task, TeacherSource
-from attnrx.training.optimization import (
-    Schedule,
-    WeightMean,
-    build_optimizer,
-    set_learning_rate,
-    strengths_of,
-)
-from attnrx.training.sharding import full_tensor, reshard_, shard_
-from attnrx.vit.models import recording_tokens, reduction_of
+from attnrx.training.sharding import copy_whole_, full_tensor, local_shard, reshard_, shard_
+from attnrx.vit.models import family_of, recording_tokens, reduction_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 NEVER = 2**62  # a step that no run reaches
 STRENGTHS = ("strength_init", "strength_decay", "strength_learning_rate")  # the settings of learned strengths
+PREDICTORS = "tokens."  # parameter prefix of the predictors of a token policy
 WARMUP = 3  # ordinary steps before the recording: they compile, and create the optimizer's state
 
 Work = Callable[[Batch, Int[Tensor, ""]], None]
@@ -94,6 +92,109 @@ def derived_seed(*parts: int) -> int:
     So random numbers are a function of seed and step, and no generator state has to be saved to resume a run.
     """
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a run and the learning rate at each: it rises linearly in the warm-up, and falls along a cosine."""
+
+    config: TrainingConfig
+    steps_per_epoch: int
+
+    @property
+    def steps(self) -> int:
+        return self.steps_per_epoch * self.config.epochs
+
+    def rate(self, step: int) -> float:
+        warmup, full = round(self.config.warmup * self.steps_per_epoch), self.config.learning_rate
+        if step < warmup:
+            lowest, share = self.config.warmup_learning_rate, (step + 1) / (warmup + 1)  # so that the first step trains
+        else:
+            lowest = self.config.min_learning_rate
+            share = 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup)))
+        return lowest + (full - lowest) * share
+
+
+def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
+    """Returns AdamW with groups for matrices (with weight decay), biases and norms (without), and strengths."""
+    strengths = {id(strength) for strength in strengths_of(model)}  # by identity: tensors compare elementwise
+    groups: dict[str, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = "strengths" if id(parameter) in strengths else "matrices" if parameter.ndim > 1 else "vectors"
+            kind = f"predictor {kind}" if name.startswith(PREDICTORS) else kind
+            groups.setdefault(kind, []).append(parameter)
+    decay = {"matrices": config.weight_decay, "predictor matrices": config.weight_decay}
+    decay["strengths"] = config.strength_decay
+    factor = {"strengths": config.strength_learning_rate}
+    factor |= dict.fromkeys(("predictor matrices", "predictor vectors"), config.predictor_learning_rate)
+    parameter_groups = [
+        {"params": parameters, "weight_decay": decay.get(kind, 0.0), "factor": factor.get(kind, 1.0)}
+        for kind, parameters in groups.items()
+    ]
+    # fused: a few kernels for all
+    optimizer = torch.optim.AdamW(parameter_groups, lr=config.learning_rate, fused=True, capturable=config.cuda_graph)
+    if config.cuda_graph:
+        for group in optimizer.param_groups:  # a recorded step reads its learning rates from tensors
+            group["lr"] = torch.tensor(config.learning_rate, dtype=torch.float32, device=group["params"][0].device)
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the learning rate of every group, times the group's factor."""
+    for group in optimizer.param_groups:
+        value = rate * group["factor"]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
+
+
+def strengths_of(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the strengths of the layers whose rows have unit length (SVDA)."""
+    strengths = [layer.scores.strengths() for layer in family_of(model).attention(model) if layer.spec.has_norms]
+    return [strength for strength in strengths if isinstance(strength, nn.Parameter)]
+
+
+class WeightMean:
+    """The exponential moving average of a model's parameters, sharded like them; buffers are shared with the model."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self._decay = decay
+        self._live = dict(model.named_parameters())
+        self.tensors = {name: parameter.detach().clone() for name, parameter in self._live.items()}
+
+    @torch.no_grad()
+    def update_(self, step: int) -> None:
+        """Updates the mean after `step` steps; the decay is smaller at first, to discard the initial weights."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        means, live = ([local_shard(part) for part in parts.values()] for parts in (self.tensors, self._live))
+        # One call for all parameters: a kernel for each would take longer than the arithmetic. Each process updates its
+        # shards.
+        torch._foreach_lerp_(means, live, 1 - decay)
+
+    def load_(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, mean in self.tensors.items():
+            copy_whole_(mean, tensors[name])
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Swaps the mean into the model inside the context."""
+        self.swap_()
+        try:
+            yield
+        finally:
+            self.swap_()
+
+    @torch.no_grad()
+    def swap_(self) -> None:
+        """Exchanges the mean and the weights of the model."""
+        for name, parameter in self._live.items():
+            live, mean = local_shard(parameter), local_shard(self.tensors[name])
+            # In place, because the optimizer and the wrapped model refer to these tensors.
+            saved = live.clone()
+            live.copy_(mean)
+            mean.copy_(saved)
 
 
 class Meter:
@@ -201,16 +302,9 @@ class Learner:
 
     def _run_(self, batch: Batch, step: int, number: int | Tensor) -> None:
         """Runs everything of a step that is on the device; `number` is the step for the record, possibly a tensor."""
-        terms, num_correct = self._forward_backward_(batch, step)
-        reshard_(self.model)  # the optimizer works on the shards
-        self._record_(number, [*terms, self._update_(step)], num_correct, len(batch))
-
-    def _forward_backward_(self, batch: Batch, step: int) -> tuple[Float[Tensor, "terms"], Tensor]:
-        """Runs a batch forward and backward; returns the terms, their weighted sum, and how many labels are correct."""
-        # The blocks append to it in every forward pass.
-        if self.features is not None:
-            self.features.clear()
         config, images, labels = self.config, batch.images.to(self.dtype), batch.labels
+        if self.features is not None:
+            self.features.clear()  # the blocks append to it in every forward pass
         with self.autocast():
             with recording_tokens(self.model) as runs:
                 logits = self.wrapped(images)
@@ -231,22 +325,18 @@ class Learner:
         total = torch.stack([loss.weight * term for loss, term in zip(config.losses, terms, strict=True)]).sum()
         self.accelerator.backward(total)
         num_correct = (logits.detach().argmax(-1) == labels).sum()
-        return torch.stack([*(term.detach() for term in terms), total.detach()]), num_correct
-
-    def _update_(self, step: int) -> Tensor:
-        clip = self.config.gradient_clip  # an infinite limit clips nothing, but the norm is still recorded
+        reshard_(self.model)  # the optimizer works on the shards
+        clip = config.gradient_clip  # an infinite limit clips nothing, but the norm is still recorded
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if clip is None else clip)
         self.optimizer.step()
         # None instead of zeros frees the memory, and spares the next backward pass an addition.
         self.optimizer.zero_grad(set_to_none=True)
         if self.mean is not None:
             self.mean.update_(step)
-        return full_tensor(norm)
-
-    def _record_(self, step: int | Tensor, values: list[Tensor], correct: Tensor, images: int) -> None:
         # Each of N processes adds 1/N of a step, so that a run can be resumed with another number of processes.
-        share = 1 / self.shard[1]
-        self.meter.add_([*(value * share for value in values), correct, float(images), share])
+        share, norm = 1 / self.shard[1], full_tensor(norm)
+        values = [value.detach() * share for value in (*terms, total, norm)]
+        self.meter.add_([*values, num_correct, float(len(batch)), share])
         # Without a Python condition, which would wait for the GPU; `_Run._check` looks at the result now and then.
-        finite = torch.isfinite(values[-2]) & torch.isfinite(values[-1])
-        self.first_bad.copy_(torch.where(finite, self.first_bad, self.first_bad.clamp(max=step)))
+        finite = torch.isfinite(total.detach()) & torch.isfinite(norm)
+        self.first_bad.copy_(torch.where(finite, self.first_bad, self.first_bad.clamp(max=number)))

@@ -238,43 +238,36 @@ class _Run:
 
     def _check(self, interruption: Event) -> None:
         """Regularly checks for non-finite values, a signal to stop and a due checkpoint."""
-        ended = self.step % self.steps_per_epoch == 0
+        learner, ended = self.learner, self.step % self.steps_per_epoch == 0
         due = self.step % self.config.checkpoint_every == 0
         if not (ended or due or self.step % self.check_every == 0):
             return
-        # All processes come here at the same steps, because `_agree` and `_save` block until all have called them.
-        first_bad, stop = self._agree(interruption)
+        # All processes come here at the same steps, because gathering and saving block until all have called them; what
+        # they find is the same in each. Negated, because the maximum over the processes is taken and the first bad step
+        # is the smallest.
+        signals = torch.stack([-learner.first_bad, torch.full_like(learner.first_bad, interruption.is_set())])
+        if learner.shard[1] > 1:
+            signals = cast(Tensor, self.accelerator.gather(signals[None])).amax(0)
+        bad, stop = signals.tolist()
         # First, so that a state with NaN is never written over a good one.
-        if first_bad < self.step:
-            raise self._diverged(first_bad)
+        if -bad < self.step:
+            checkpoints = self.checkpoints.all()
+            good = f"the last good checkpoint is {checkpoints[-1]}" if checkpoints else "there is no checkpoint yet"
+            rate = learner.schedule.rate(-bad)
+            raise TrainingDiverged(
+                f"the loss or the gradient was NaN or infinite at step {-bad}, with a learning rate of {rate:.3g}; "
+                f"{good}. Train in a new folder with a lower learning rate, a longer warm-up or stronger clipping."
+            )
         # At the end of an epoch its record is written first; the signal is still pending at the next check or at the
         # end.
-        if stop and not ended:
-            path = self._save()
+        if ended or not (stop or due):
+            return
+        path = self._save()
+        if stop:
             raise TrainingInterrupted(
-                f"training stopped after step {self.step} of {self.learner.schedule.steps}; its state is in {path}. "
-                "Run the same command again to resume."
+                f"training stopped after step {self.step} of {learner.schedule.steps}; its state is in {path}. Run the "
+                "same command again to resume."
             )
-        if due and not ended:
-            self._save()
-
-    def _agree(self, interruption: Event) -> tuple[int, bool]:
-        """Returns the first non-finite step and whether to stop, the same in every process."""
-        # Negated, because the maximum over the processes is taken and the first bad step is the smallest.
-        signals = torch.stack([-self.learner.first_bad, torch.full_like(self.learner.first_bad, interruption.is_set())])
-        if self.learner.shard[1] > 1:
-            signals = cast(Tensor, self.accelerator.gather(signals[None])).amax(0)
-        first_bad, stop = signals.tolist()
-        return -first_bad, bool(stop)
-
-    def _diverged(self, step: int) -> TrainingDiverged:
-        checkpoints = self.checkpoints.all()
-        good = f"the last good checkpoint is {checkpoints[-1]}" if checkpoints else "there is no checkpoint yet"
-        rate = self.learner.schedule.rate(step)
-        return TrainingDiverged(
-            f"the loss or the gradient was NaN or infinite at step {step}, with a learning rate of {rate:.3g}; {good}. "
-            "Train in a new folder with a lower learning rate, a longer warm-up or stronger clipping."
-        )
 
     def _end_epoch(self, steps: int, seconds: float) -> None:
         learner = self.learner
