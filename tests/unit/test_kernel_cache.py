@@ -98,7 +98,7 @@ def test_the_folder_and_its_files_belong_to_the_user_alone(cache: Cache) -> None
     assert cache.builds() == 1
     assert cache.folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in cache.folder.iterdir()} == {0o600}
-    assert len(list(cache.folder.iterdir())) == 2  # the library and its record
+    assert len(list(cache.folder.iterdir())) == 1
 
 
 def test_a_new_cache_folder_is_private(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,25 +134,7 @@ def writable(cache: Cache) -> None:
     cache.library.chmod(0o666)
 
 
-def record_writable(cache: Cache) -> None:
-    (record,) = cache.folder.glob("*.json")
-    record.chmod(0o620)
-
-
-def record_missing(cache: Cache) -> None:
-    replaced(cache)
-    for record in cache.folder.glob("*.json"):
-        record.unlink()
-
-
-def record_broken(cache: Cache) -> None:
-    for record in cache.folder.glob("*.json"):
-        record.write_text("[" * 100_000)
-
-
-@pytest.mark.parametrize(
-    "damage", [replaced, linked, flipped, writable, record_writable, record_missing, record_broken]
-)
+@pytest.mark.parametrize("damage", [replaced, linked, flipped, writable])
 def test_a_file_that_is_damaged_or_not_private_is_rebuilt_once(cache: Cache, damage: Callable[[Cache], None]) -> None:
     assert cache.load()
     damage(cache)
@@ -162,6 +144,14 @@ def test_a_file_that_is_damaged_or_not_private_is_rebuilt_once(cache: Cache, dam
     assert cache.builds() == 2
     assert not cache.marker.exists()
     assert not cache.library.is_symlink() and cache.library.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_library_that_another_name_was_built_for_is_skipped(cache: Cache) -> None:
+    assert cache.load()
+    planted = cache.library.with_stem(cache.library.stem[:-64] + 64 * "0")
+    planted.write_bytes(cache.planted.read_bytes())
+    planted.chmod(0o600)
+    assert cache.load() and cache.builds() == 1 and not cache.marker.exists()
 
 
 def test_a_library_that_stays_unusable_is_built_twice_at_most(cache: Cache) -> None:
@@ -225,4 +215,4 @@ def test_concurrent_builds_leave_one_whole_library(cache: Cache) -> None:
     with ThreadPool(4) as pool:
         assert all(pool.map(load, range(8)))
     assert cache.load()
-    assert len(list(cache.folder.iterdir())) == 2
+    assert len(list(cache.folder.iterdir())) == 1

@@ -188,6 +188,7 @@ def load_teachers(losses: Iterable[Loss]) -> dict[TeacherSource, nn.Module]:
     return {(name, weights): load_model(name, weights=weights) for name, weights in sorted(sources, key=str)}
 
 
+@torch.no_grad()
 def teacher_outputs(context: LossContext, source: TeacherSource) -> Answer:
     """Runs the teacher on the images of the step, once for all losses that need it.
 
@@ -195,23 +196,18 @@ def teacher_outputs(context: LossContext, source: TeacherSource) -> Answer:
     normalization receives the images on its own scale.
     """
     if source not in context.memory:
-        device, dtype = context.images.device, context.images.dtype
         teacher = context.teachers.get(source)
         if teacher is None:
             teacher = load_model(source[0], weights=source[1])
-        context.memory[source] = _run(teacher.to(device, dtype).eval().requires_grad_(False), context)
+        teacher = teacher.to(context.images.device, context.images.dtype).eval().requires_grad_(False)
+        scale, teacher_scale = normalization_of(context.model), normalization_of(teacher)
+        images = context.images if scale == teacher_scale else teacher_scale.apply(scale.invert(context.images))
+        # Outputs of blocks are stored only in steps whose losses need them.
+        recording = recording_blocks(teacher, family_of(teacher)) if context.features else nullcontext(())
+        with recording as features:
+            logits = teacher(images).to(context.logits.dtype)
+        context.memory[source] = logits, tuple(features)
     return context.memory[source]
-
-
-@torch.no_grad()
-def _run(teacher: nn.Module, context: LossContext) -> Answer:
-    scale, teacher_scale = normalization_of(context.model), normalization_of(teacher)
-    images = context.images if scale == teacher_scale else teacher_scale.apply(scale.invert(context.images))
-    # Outputs of blocks are stored only in steps whose losses need them.
-    recording = recording_blocks(teacher, family_of(teacher)) if context.features else nullcontext(())
-    with recording as features:
-        logits = teacher(images).to(context.logits.dtype)
-    return logits, tuple(features)
 
 
 LOSSES: dict[str, type[Loss]] = {kind.text_name(): kind for kind in (Distillation, FeatureDistillation, Task)}

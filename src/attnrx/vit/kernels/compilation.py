@@ -1,15 +1,13 @@
 """The C++ kernels: compiled in the wheel, or built with the user's compiler on first use into a private cache folder.
 
-The library in the wheel is trusted like the modules beside it. One in the cache is native code whose file name proves
-nothing: the folder, the library and its record must belong to this user, must not be symbolic links and must not be
-writable by other users; then the hash recorded when it was built can be trusted, and it is compared with the content of
-the file descriptor from which the library is loaded.
+The library in the wheel is trusted like the modules beside it. One in the cache is native code: the folder and the
+library must belong to this user, must not be symbolic links and must not be writable by other users; then its name,
+which has the hash of what was built, can be trusted, and it is compared with the content of the file descriptor from
+which the library is loaded.
 """
 
 import ctypes
-import json
 import os
-import re
 import shlex
 import warnings
 from contextlib import suppress
@@ -22,11 +20,9 @@ import torch
 
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, KernelWarning, NotSupported
 from attnrx.support.hardware import cache_folder
-from attnrx.support.storage import check_schema, json_text
 from attnrx.support.subprocess_runner import find_program, run_program
 from attnrx.vit.kernels.flags import FLAGS, HEADERS, SOURCES, THREADS, shipped_library
 
-KIND, SCHEMA = "attnrx compiled library", 1
 BUILD = "ATTNRX_BUILD"
 COMPILERS = ("c++", "g++", "clang++")
 NATIVE = ("-march=native", "-shared")
@@ -161,23 +157,23 @@ def _built_by(command: list[str]) -> ctypes.CDLL:
     # The compiler's predefined macros contain its version and the instructions of -march=native: a cache folder may
     # be shared by machines with equal names.
     defined = output_of([*command, "-dM", "-E", "-x", "c++", os.devnull])
-    source = _source()
-    key = _sha256("\n".join((source, *command, defined)))[:16]
-    record = cache_folder() / "kernels" / f"native-{key}.json"
-    _create_private(record.parent)
+    key = _sha256("\n".join((_source(), *command, defined)))[:16]
+    folder = cache_folder() / "kernels"
+    _create_private(folder)
+    for path in sorted(folder.glob(f"native-{key}-*.so")):
+        with suppress(OSError, CheckpointError, AttributeError):  # AttributeError: a library without the function
+            return _loaded(path)
+    # Built elsewhere, because its name in the cache contains the hash of its content.
+    with TemporaryDirectory() as temporary:
+        library = Path(temporary) / "library.so"
+        build(command, library)
+        content = library.read_bytes()
+    path = folder / f"native-{key}-{sha256(content).hexdigest()}.so"
+    _write_private(path, content)
     try:
-        return _loaded(record)
-    except (OSError, CheckpointError, AttributeError):  # AttributeError: a library without the function
-        version = re.search(r'^#define __VERSION__ "(.*)"', defined, re.MULTILINE)
-        # For people who inspect the cache; loading does not check these fields.
-        about = {"source_sha256": _sha256(source), "command": command, "compiler": version and version.group(1)}
-        _build_into(record, command, about)
-    try:
-        return _loaded(record)
+        return _loaded(path)
     except (OSError, AttributeError) as error:
-        raise CheckpointError(
-            f"{record.stem} in {record.parent} was just built and cannot be loaded ({error})."
-        ) from error
+        raise CheckpointError(f"{path.name} in {folder} was just built and cannot be loaded ({error}).") from error
 
 
 def _sha256(text: str) -> str:
@@ -237,16 +233,16 @@ def _open_private(path: Path, flags: int = 0, within: int | None = None) -> int:
     )
 
 
-def _loaded(record: Path) -> ctypes.CDLL:
-    # Files are opened relative to the checked folder, even if its path leads to another one since.
-    within = _open_private(record.parent, os.O_DIRECTORY)
+def _loaded(path: Path) -> ctypes.CDLL:
+    # Opened relative to the checked folder, even if its path leads to another one since.
+    within = _open_private(path.parent, os.O_DIRECTORY)
     try:
-        digest = _recorded_sha256(record, within)
-        path = _library_path(record, digest)
         descriptor = _open_private(path, within=within)
     finally:
         os.close(within)
-    if sha256(_content(descriptor)).hexdigest() != digest:
+    with os.fdopen(descriptor, "rb", closefd=False) as handle:
+        digest = sha256(handle.read()).hexdigest()
+    if digest != path.stem.rpartition("-")[2]:
         os.close(descriptor)
         raise CheckpointError(f"{path} is not the library that was built (its sha256 differs).")
     # Loads the checked file, even if its path was replaced since. It stays open, because the loader identifies
@@ -264,51 +260,12 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-def _recorded_sha256(path: Path, within: int) -> str:
-    descriptor = _open_private(path, within=within)
-    try:
-        record = json.loads(_content(descriptor))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not readable JSON ({type(error).__name__}).") from error
-    finally:
-        os.close(descriptor)
-    check_schema(record, KIND, SCHEMA, path)
-    if not isinstance(record.get("sha256"), str) or not re.fullmatch("[0-9a-f]{64}", record["sha256"]):
-        raise CheckpointError(f"{path} holds no sha256 of a library.")
-    return record["sha256"]
-
-
-def _content(descriptor: int) -> bytes:
-    with os.fdopen(descriptor, "rb", closefd=False) as handle:
-        return handle.read()
-
-
-def _library_path(record: Path, digest: str) -> Path:
-    """Returns a path with the hash of the library, so that concurrent builds use different files."""
-    return record.with_name(f"{record.stem}-{digest[:16]}.so")
-
-
-def _build_into(record: Path, command: list[str], about: dict[str, object]) -> None:
-    """Writes the library, then the record that makes it valid."""
-    # Built elsewhere, because its name in the cache contains the hash of its content.
-    with TemporaryDirectory() as folder:
-        library = Path(folder) / "library.so"
-        build(command, library)
-        content = library.read_bytes()
-    digest = sha256(content).hexdigest()
-    _write_private(_library_path(record, digest), content)
-    facts = {"kind": KIND, "schema": SCHEMA, "sha256": digest, **about}
-    _write_private(record, json_text(facts).encode())
-
-
 def _write_private(path: Path, content: bytes) -> None:
     """Replaces a file by one with owner-only permissions; a link is replaced, not followed."""
     descriptor, temporary = mkstemp(prefix=".", suffix=".partial", dir=path.parent)  # mode 0600
     try:
         with os.fdopen(descriptor, "wb") as handle:
             handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())  # the record must not name a file that a crash left incomplete
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
