@@ -92,7 +92,7 @@ def test_an_edited_diagnosis_is_refused_by_field(
         ("findings[0].value", "much", r"findings[0].value is 'much'; it must be a finite number"),
         ("findings[0].n", -3, r"findings[0].n is -3; it must be an integer"),
         ("findings[0].outcome", "yes", r"findings[0].outcome is 'yes'; it must be one of"),
-        ("findings[0].limit", None, r"findings[0].outcome is 'holds' with the limit null"),
+        ("findings[0].limit", None, r"findings[0].outcome is 'holds' with the limit None"),
         ("findings[0].low", 0.5, r"findings[0].low is 0.5, above high"),
         ("findings[0].claim", ABSENT, r"findings[0].claim is missing"),
         ("outcome", "fails", "outcome is 'fails', and the findings give 'holds'"),

@@ -197,7 +197,9 @@ def read_once(
         shape = tuple(batch.images.shape[1:])
         if groups and shape[0] != next(iter(groups))[0]:
             raise InvalidInput(f"the data have images of the shapes {next(iter(groups))} and {shape}; give one kind.")
-        writer, parts = groups.setdefault(shape, (_Writer(batch.images, normalization), []))
+        if shape not in groups:
+            groups[shape] = _Writer(batch.images, normalization), []
+        writer, parts = groups[shape]
         if len(rows):
             writer.add(batch.images[rows])
             parts.append((batch.labels[rows], batch.index[rows], hashes[rows]))

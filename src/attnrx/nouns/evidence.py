@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.support import validation as fields
+from attnrx.support.arguments import described
 from attnrx.support.display import Displayed, Sentence
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.support.storage import read_record, write_json
 from attnrx.support.tables import aligned_table
-from attnrx.support.validation import Invalid, below, shown
+from attnrx.support.validation import Invalid, below
 
 KIND, SCHEMA = "attnrx evidence", 2
 HOLDS, FAILS, UNDECIDED, REPORTED = OUTCOMES = ("holds", "fails", "undecided", "reported")
@@ -22,7 +23,7 @@ def _require_verdict(finding: Mapping[str, Any], where: str) -> None:
     """Checks that a finding has a limit if and only if it has an outcome, and that low <= high."""
     low, high = finding["low"], finding["high"]
     if (finding["limit"] is None) != (finding["outcome"] == REPORTED):
-        limit, outcome = shown(finding["limit"]), shown(finding["outcome"])
+        limit, outcome = described(finding["limit"]), described(finding["outcome"])
         raise Invalid(below(where, "outcome"), f"is {outcome} with the limit {limit}")
     if low is not None and high is not None and low > high:
         raise Invalid(below(where, "low"), f"is {low}, above high, which is {high}")

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from attnrx.support.arguments import named_kind
+from attnrx.support.arguments import described, named_kind
 from attnrx.support.errors import InvalidInput, UnknownName
-from attnrx.support.validation import below, shown
+from attnrx.support.validation import below
 
 SCHEMA = 1
 Part = TypeVar("Part")
@@ -40,7 +40,7 @@ def from_dict(record: Mapping[str, Any], registry: Iterable[type], where: str = 
     kinds = {kind.__name__: kind for kind in registry}
     name = record.get("type", "") if isinstance(record, Mapping) else None
     if not isinstance(name, str):
-        raise InvalidInput(f"{where or 'the configuration'} is {shown(record)}; it must be an object with a type.")
+        raise InvalidInput(f"{where or 'the configuration'} is {described(record)}; it must be an object with a type.")
     if name not in kinds:
         raise UnknownName("type", name, kinds)
     fields = {field.name: field for field in dataclasses.fields(kinds[name]) if field.init}
@@ -48,8 +48,8 @@ def from_dict(record: Mapping[str, Any], registry: Iterable[type], where: str = 
     for key, value in getattr(kinds[name], "retired", {}).items():
         if key in entries and (found := _rich(entries.pop(key), kinds.values(), below(where, key))) != value:
             raise InvalidInput(
-                f"{below(where, key)} is {shown(found)}: an earlier version made this {name}, and what it needs is no "
-                f"longer there. Make it again without {key}."
+                f"{below(where, key)} is {described(found)}: an earlier version made this {name}, and what it needs is "
+                f"no longer there. Make it again without {key}."
             )
     unknown = sorted(entries.keys() - fields.keys())
     if unknown:
@@ -63,7 +63,7 @@ def from_dict(record: Mapping[str, Any], registry: Iterable[type], where: str = 
     for key, value in values.items():
         # An empty text is one here: the path of a part that a model lacks.
         if not (kind := named_kind(key, fields[key].type)).accepts("-" if value == "" else value):
-            raise InvalidInput(f"{below(where, key)} is {shown(entries[key])}; it must be {kind.expected}.")
+            raise InvalidInput(f"{below(where, key)} is {described(entries[key])}; it must be {kind.expected}.")
     return kinds[name](**values)
 
 

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from attnrx.support.arguments import described_error
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.optional import required_module
 
@@ -30,8 +31,8 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
         api.upload_folder(repo_id=repository, **files, commit_message="A model saved by attnrx")
     except Exception as error:  # huggingface_hub raises its own errors, OSError and those of its HTTP client
         raise CheckpointError(
-            f"the hub did not take {folder} as {repository} ({_first_line(error)}). Log in with `hf auth login`, with "
-            "a token that may write there."
+            f"the hub did not take {folder} as {repository} ({type(error).__name__}: "
+            f"{described_error(error)}). Log in with `hf auth login`, with a token that may write there."
         ) from error
     return str(address)
 
@@ -64,8 +65,8 @@ def download(name: str) -> Path:
         return Path(fetch(repository, revision=revision or None, allow_patterns=list(FILES)))
     except Exception as error:  # as above
         raise CheckpointError(
-            f"{PREFIX}{name} cannot be fetched ({_first_line(error)}). Check the name, and `hf auth login` for what is "
-            "private."
+            f"{PREFIX}{name} cannot be fetched ({type(error).__name__}: {described_error(error)}). "
+            "Check the name, and `hf auth login` for what is private."
         ) from error
 
 
@@ -74,8 +75,3 @@ def _hub_for(repository: str) -> Any:
     if not NAME.fullmatch(repository):
         raise InvalidInput(f"{repository!r} is no repository of the hub: give OWNER/NAME, e.g. someone/slim-vit.")
     return required_module("huggingface_hub", "", "the hub", "huggingface_hub")
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

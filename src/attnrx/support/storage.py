@@ -135,9 +135,8 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
         file = _tensors_path(path, sha256)
         if file.exists() and file not in earlier:
             raise InvalidInput(f"{file} would be overwritten, and attnrx did not write it: move it away.")
-        # The file may be there already, from a write of the same tensors, and may be damaged.
-        if file not in earlier or file_sha256(file) != sha256:
-            write_atomically(file, lambda temporary: temporary.write_bytes(content))
+        # Also if it is there already, from a write of the same tensors: it may be damaged.
+        write_atomically(file, lambda temporary: temporary.write_bytes(content))
         record = {**record, "tensors_sha256": sha256}
         earlier = [each for each in earlier if each != file]
     write_json(path, record)  # before the deletion: a killed process preserves a JSON with its tensors

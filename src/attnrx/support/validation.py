@@ -4,19 +4,18 @@ A field describes one JSON value. `validated(value, field, path)` returns the va
 `prescription.json: layers[3].heads[1].keep[0] is -1; it must be an integer in 0..63.`
 """
 
-import math
 import stat
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from attnrx.support.arguments import described
 from attnrx.support.errors import AttnrxError, CheckpointError
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
 # Far above any model, and low enough that a wrong count does not allocate gigabytes.
 MAX_LAYERS, MAX_HEADS, MAX_DIRECTIONS = 4096, 4096, 65_536
 DEEPEST_JSON = 256  # a rule of 50 brackets nests 150 deep
-SHOWN = 60  # characters of a wrong value in a message
 
 
 class Invalid(Exception):
@@ -35,7 +34,7 @@ class Field:
     def check(self, value: Any, where: str) -> None:
         """Raises Invalid for a value, at the path `where` of a file, that is not allowed."""
         if not self.allows(value):
-            raise Invalid(where, f"is {shown(value)}; it must be {self.described}")
+            raise Invalid(where, f"is {described(value)}; it must be {self.described}")
 
 
 class Integer(Field):
@@ -67,7 +66,7 @@ class Text(Field):
             try:
                 self.parse(value)
             except AttnrxError as error:
-                raise Invalid(where, f"is {shown(value)}: {str(error).rstrip('.')}") from error
+                raise Invalid(where, f"is {described(value)}: {str(error).rstrip('.')}") from error
 
 
 FLAG = Field("true or false", lambda value: isinstance(value, bool))
@@ -139,7 +138,9 @@ class Items(Field):
         first: dict[Any, int] = {}  # unique values are texts or numbers, which can be keys
         for index, item in enumerate(value if self.unique else ()):
             if first.setdefault(item, index) != index:
-                raise Invalid(f"{where}[{index}]", f"is {shown(item)}, as {where}[{first[item]}] is; give each once")
+                raise Invalid(
+                    f"{where}[{index}]", f"is {described(item)}, as {where}[{first[item]}] is; give each once"
+                )
 
 
 class Record(Field):
@@ -190,21 +191,6 @@ def validated(value: Any, expected: Field, path: Path | str) -> Any:
     except Invalid as error:
         raise CheckpointError(f"{path}: {str(error).strip()}. The file was edited or damaged; make it again.") from None
     return value
-
-
-def shown(value: Any) -> str:
-    """Returns a value as short text for a message."""
-    if isinstance(value, Mapping):
-        return "an object"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    # Writing very long integers takes quadratic time, and Python refuses it from 4,300 digits on.
-    if isinstance(value, int) and abs(value) > 10**SHOWN:
-        return f"an integer of {value.bit_length()} bits"
-    text = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def require_regular(path: Path | str, error: type[AttnrxError] = CheckpointError) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.support.arguments import described
 from attnrx.support.atomic_writes import Parts, parts_by, replacing_folder, require_absent, restore
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.support.shapes import Tensor
@@ -38,7 +39,6 @@ from attnrx.support.validation import (
     Optional,
     Record,
     Text,
-    shown,
     validated,
 )
 from attnrx.vit.maps import REALIZATIONS
@@ -259,11 +259,10 @@ def _require_depth(model: Mapping[str, Any], tensors: Mapping[str, Tensor], path
     # An inconsistent file would build as many layers as it states before the weights are found not to fit.
     layers = model.get("attention")
     layers = layers.get("tuple") if isinstance(layers, Mapping) else layers
-    described = len(layers) if isinstance(layers, list) else shown(layers)
     # Every layer has an output projection, whatever its form and rank.
     stored = sum(name.endswith("attention.output.weight") for name in tensors)
     arguments = model.get("arguments")
-    depths = {"attention": described}
+    depths = {"attention": len(layers) if isinstance(layers, list) else described(layers)}
     if isinstance(arguments, Mapping):
         depths |= {f"arguments.{name}": arguments[name] for name in DEPTHS if name in arguments}
     for name, depth in depths.items():
