@@ -24,7 +24,7 @@ def open_folder(root: Path) -> Opened:
     `root/train/*.jpg`, the images have no labels.
 
     Raises:
-        DataError: There are no images, or the splits have different classes.
+        DataError: There are no images, or only some splits have folders of classes.
     """
     listings = _listings(root)
     classes = {name: {of_file for _, of_file in listing} for name, listing in listings.items()}
@@ -40,14 +40,7 @@ def open_folder(root: Path) -> Opened:
             f"{root} has folders of classes in some splits and none in {', '.join(flat)}; give all splits folders of "
             "classes, or none."
         )
-    names = classes.get("train") or classes.get("") or set[str]().union(*classes.values())
-    for split, split_classes in classes.items():
-        if split_classes - names:
-            raise DataError(
-                f"label mismatch between the splits of {root}: {split}/ has the class folder "
-                f"{min(split_classes - names)!r}, train/ has not; give every class a folder in train/."
-            )
-    class_names = tuple(sorted(names))
+    class_names = tuple(sorted(set[str]().union(*classes.values())))
     listed = {name or "train": _ordered(listing, class_names) for name, listing in listings.items()}
     splits = {name: _stored(files, labels) for name, (files, labels) in listed.items()}
     # Relative and with forward slashes, so that the same images are held out on every machine.

@@ -76,7 +76,7 @@ def digit_images() -> tuple[UInt8[Tensor, "digits side side"], Int[Tensor, "digi
     return torch.from_numpy(pixels), torch.from_numpy(labels).long()
 
 
-DATASETS: Mapping[str, DatasetCard] = {
+DATASETS: dict[str, DatasetCard] = {
     "digits": DatasetCard(
         geometry=ImageGeometry.of_size(16, 1, "fill"),  # 8x8 as stored
         normalization=Normalization((0.3053,), (0.3760,)),
@@ -126,24 +126,20 @@ DATASETS: Mapping[str, DatasetCard] = {
 }
 
 
-_REGISTERED: dict[str, DatasetCard] = {}
-
-
 def register_dataset(name: str, card: DatasetCard) -> None:
     """Adds a dataset by its name in `load_data`.
 
     Raises:
         InvalidInput: Another dataset has this name.
     """
-    if {**DATASETS, **_REGISTERED}.get(name, card) != card:
+    if DATASETS.setdefault(name, card) != card:
         raise InvalidInput(f"the dataset {name} exists already; choose another name.")
-    _REGISTERED[name] = card
 
 
 def known_datasets() -> Mapping[str, DatasetCard]:
-    """Returns the catalogue and the registered datasets, those of other packages among them."""
+    """Returns the catalogue with the datasets that other packages register."""
     import_plugins()
-    return {**DATASETS, **_REGISTERED}
+    return DATASETS
 
 
 def known_as(name: str) -> str | None:

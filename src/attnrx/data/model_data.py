@@ -23,8 +23,7 @@ from attnrx.vit.outputs import Logits, current_judgement, output_kind_of
 class ModelBatches:
     """Batches of any form, of which the function `inputs` makes what the forward of a module takes.
 
-    Labels are what `image_set` takes for labels: the second entry of a pair, or an entry of one of LABEL_KEYS. Batches
-    can be read once `packed` has stated the inputs of the model.
+    Labels are what `image_set` takes for labels: the second entry of a pair, or an entry of one of LABEL_KEYS.
     """
 
     data: Any
@@ -55,15 +54,9 @@ class ModelBatches:
             DataError: The data are empty, or cannot be read.
         """
         with user_code("the first batch of data", DataError):
-            batch = next(iter(self.data), None)
-        if batch is None:
-            raise DataError("data is empty; give at least one batch.")
-        return self.arguments(batch)
-
-    def arguments(self, batch: Any) -> Any:
-        """Returns what the forward takes for a batch."""
-        with user_code("inputs(batch)", DataError):
-            return self.inputs(batch)
+            for arguments, _ in self:
+                return arguments
+        raise DataError("data is empty; give at least one batch.")
 
     def packed(self, inputs: ModuleInputs | None) -> "ModelBatches":
         """Returns the batches as pairs of images of a model with these inputs and of labels.
@@ -75,15 +68,17 @@ class ModelBatches:
             raise InvalidInput("inputs=... for a model of images: load the model with inputs=..., or omit it.")
         return replace(self, packing=inputs)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
-        assert self.packing is not None
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """Yields what the forward takes for every batch, packed once the inputs are known, with the labels."""
         for batch in self.data:
             labels = None
             if isinstance(batch, tuple | list):
                 labels = batch[1] if len(batch) == 2 else None
             elif hasattr(batch, "keys"):
                 labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
-            yield self.packing.packed(self.arguments(batch)), labels
+            with user_code("inputs(batch)", DataError):
+                arguments = self.inputs(batch)
+            yield arguments if self.packing is None else self.packing.packed(arguments), labels
 
     def __len__(self) -> int:
         return len(self.data)
@@ -314,8 +309,8 @@ def _fitted(splits: Splits, geometry: ImageGeometry, model: nn.Module) -> Splits
     # A picture has one or three channels; other models need tensors.
     if wanted == geometry or wanted.channels not in (1, 3):
         return splits
-    fitted = splits.with_geometry(wanted, normalization_of(model))
-    return replace(fitted, notes=(*splits.notes, f"pictures are preprocessed as the model states: {wanted}"))
+    note = f"pictures are preprocessed as the model states: {wanted}"
+    return replace(splits.with_geometry(wanted), notes=(*splits.notes, note))
 
 
 def num_classes(model: nn.Module) -> int:

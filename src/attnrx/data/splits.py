@@ -67,17 +67,16 @@ class Splits(Displayed):
         """
         return self.changed(lambda images: images.renormalized(normalization), normalization=normalization)
 
-    def with_geometry(self, geometry: ImageGeometry, normalization: Normalization) -> "Splits":
-        """Returns the same pictures with another size, other channels or another way of fitting, and their scale."""
-        shape = {"channels": geometry.channels, "image_size": geometry.side, "normalization": normalization}
+    def with_geometry(self, geometry: ImageGeometry) -> "Splits":
+        """Returns the same pictures with another size, other channels, whose scale is then set, or another fit."""
         augmentation = self.augmentation
         if augmentation is not None and augmentation.padding:
             augmentation = replace(augmentation, padding=padding_for(geometry))
 
         def fitted(images: LoadedImages) -> LoadedImages:
-            fixed = images.geometry is None  # given as pixels
-            return replace(images, geometry=None if fixed else geometry, normalization=normalization)
+            return images if images.geometry is None else replace(images, geometry=geometry)  # None: given as pixels
 
+        shape = {"channels": geometry.channels, "image_size": geometry.side}
         return self.changed(fitted, geometry=geometry, augmentation=augmentation, **shape)
 
 

@@ -202,10 +202,9 @@ def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) 
         return _IterableData(name, loader, reading)
     sampler = loader.sampler
     has_own_batches = type(loader.batch_sampler) is not BatchSampler
-    if isinstance(sampler, SequentialSampler) and not has_own_batches:
+    is_permutation = isinstance(sampler, RandomSampler) and not sampler.replacement and len(sampler) == length
+    if (is_permutation or isinstance(sampler, SequentialSampler)) and not has_own_batches:
         return _IndexedData(name, dataset, reading, range(len(sampler)), loader)
-    if isinstance(sampler, RandomSampler) and not (has_own_batches or sampler.replacement) and len(sampler) == length:
-        return _IndexedData(name, dataset, reading, range(length), loader)
     with user_code(f"the sampler of {argument}", DataError):
         drawn = chain.from_iterable(loader.batch_sampler) if has_own_batches else iter(sampler)
         found = list(islice(drawn, CANDIDATES))
@@ -224,14 +223,10 @@ def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) 
 
 @dataclass(frozen=True)
 class _ItemReader:
-    """What turns the items of a user's data into batches; `argument` names the data in messages.
-
-    With `num_classes` every image must have a label below it.
-    """
+    """What turns the items of a user's data into batches; `argument` names the data in messages."""
 
     argument: str
     preprocess: Preprocess | None = None
-    num_classes: int | None = None
     outputs: str = "logits"
     inputs: Any = None
 
@@ -283,8 +278,6 @@ class _ItemReader:
             raise InvalidInput(f"{found}; {NUMBERS}.")
         if numbers.dtype == torch.uint64 and bool((numbers.long() < 0).any()):
             raise InvalidInput(f"the labels of {self.argument} have numbers above 2**63; {NUMBERS}.")
-        if self.num_classes is not None:
-            require_classes(numbers.long(), self.num_classes, self.argument)
         return numbers.long()
 
     def by_size(self, items: Sequence[Any]) -> Iterator[tuple[list[int], Batch]]:
@@ -576,6 +569,7 @@ class IndexedImages(RowImages):
     """Rows of a dataset with an index, read anew in every pass with the transforms of the dataset, for training."""
 
     store: _IndexedData
+    num_classes: int | None = None  # every image must have a label below it
 
     @property
     def has_labels(self) -> bool:
@@ -604,14 +598,15 @@ class IndexedImages(RowImages):
 
     def limited_to(self, num_classes: int) -> "IndexedImages":
         """Returns the same images; those without a label below `num_classes` raise DataError where they are read."""
-        store = replace(self.store, reading=replace(self.store.reading, num_classes=num_classes))
-        labels = store.labels_of(self._rows(self.rows)) if len(self) <= CANDIDATES else None
+        labels = self.store.labels_of(self._rows(self.rows)) if len(self) <= CANDIDATES else None
         if labels is not None:  # known before the images are read
-            require_classes(labels, num_classes, store.reading.argument)
-        return replace(self, store=store)
+            require_classes(labels, num_classes, self.store.reading.argument)
+        return replace(self, num_classes=num_classes)
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         require_no_augmentation(order, self.store.reading.argument)  # so that every step's random numbers are None
         steps = [self._rows(self.rows[positions]) for positions, _ in order.steps(len(self))]
         for batch in self.store.batches(steps):
+            if self.num_classes is not None:
+                require_classes(batch.labels, self.num_classes, self.store.reading.argument)
             yield batch.to(order.device)
