@@ -202,9 +202,9 @@ def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) 
         return _IterableData(name, loader, reading)
     sampler = loader.sampler
     has_own_batches = type(loader.batch_sampler) is not BatchSampler
-    is_permutation = isinstance(sampler, RandomSampler) and not sampler.replacement and len(sampler) == length
-    if (is_permutation or isinstance(sampler, SequentialSampler)) and not has_own_batches:
-        return _IndexedData(name, dataset, reading, range(len(sampler)), loader)
+    if isinstance(sampler, SequentialSampler | RandomSampler) and not has_own_batches:
+        if isinstance(sampler, SequentialSampler) or (not sampler.replacement and len(sampler) == length):
+            return _IndexedData(name, dataset, reading, range(len(sampler)), loader)
     with user_code(f"the sampler of {argument}", DataError):
         drawn = chain.from_iterable(loader.batch_sampler) if has_own_batches else iter(sampler)
         found = list(islice(drawn, CANDIDATES))
