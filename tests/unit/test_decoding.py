@@ -14,7 +14,7 @@ from attnrx.change.realization import decoding
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.data import FixedImages
 from attnrx.data.model_data import images_for
-from attnrx.decide.planning import PlanSettings, Target, plan_each
+from attnrx.decide.planning import PlanSettings, Target, plan_sharing
 from attnrx.decide.planning.reference_outputs import Answers
 from attnrx.verbs.shrink import ShrinkRun
 from attnrx.vit.models import family_of
@@ -140,7 +140,7 @@ def test_a_plan_with_a_smaller_decoder_gives_a_result_that_is_saved(tmp_path: Pa
     settings = PlanSettings.preset("quick", batch=8, trials=1)
     run = ShrinkRun.start(model, images, None, "quick", settings, decoder=True)
     assert run.has_smaller_decoder
-    (result,) = run.results((Target.parse("macs=0.8x"),))
+    result = run.result(Target.parse("macs=0.8x"))
     assert result.evidence.about["reference"] != result.evidence.about["candidate"]
     folder = result.save(tmp_path / "result")
     loaded = rx.load(folder, factory=lambda: Saliency().float()).eval()
@@ -157,7 +157,7 @@ def test_a_decoder_is_smaller_for_images_of_another_size_than_the_model_was_made
     settings = PlanSettings.preset("quick", batch=8, trials=1)
     model = rx.load(OfAnySize().float()).eval()
     run = ShrinkRun.start(model, images, None, "quick", settings, decoder=True)
-    (result,) = run.results((Target.parse("macs=0.8x"),))
+    result = run.result(Target.parse("macs=0.8x"))
     small: Any = result.model
     assert run.has_smaller_decoder and small.module.decoder[2].in_channels == CHANNELS // 2
     assert small(images[:2]).shape == (2, 1, 40, 24)
@@ -177,7 +177,7 @@ def test_divergences_and_costs_of_plans_are_relative_to_the_original() -> None:
     settings = PlanSettings.preset("quick", batch=8, trials=1, trial_images=24)
     images, others = (images_for(model, each, "images") for each in (IMAGES[:24], IMAGES[24:]))
     diagnosis = rx.diagnose(small, images, moments=True)
-    (plan,) = plan_each(small, diagnosis, ("macs=0.8x",), images, others, settings=settings, reference=model)
+    plan = plan_sharing(small, diagnosis, "macs=0.8x", images, others, {}, settings=settings, reference=model)
     plain = Answers.of(model, images, 24).measure(small).mean
     chosen = Answers.of(model, images, 24).measure(rx.realize(small, plan.prescription)).mean
     (trial,) = plan.about["trials"]

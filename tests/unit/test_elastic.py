@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,14 @@ def test_every_stored_size_is_its_own_plan(made: Elastic) -> None:
 
 
 def test_a_budget_that_the_original_meets_needs_no_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_each = shrink_module.plan_each
+    plan_sharing = shrink_module.plan_sharing
 
-    def met(*given: Any, **settings: Any) -> Iterator[Plan]:
-        if any(target.limit > 0.8 for target in given[2]):
+    def met(*given: Any, **settings: Any) -> Plan:
+        if given[2].limit > 0.8:
             raise TargetMet("macs=0.9x is met by the unchanged model")
-        yield from plan_each(*given, **settings)
+        return plan_sharing(*given, **settings)
 
-    monkeypatch.setattr(shrink_module, "plan_each", met)
+    monkeypatch.setattr(shrink_module, "plan_sharing", met)
     lines: list[str] = []
     given = {"batch": 4, "threads": 1, "log": lines.append}
     found = rx.elastic(original(), images(48), tmp_path / "some", macs=(0.9, 0.7), **given)

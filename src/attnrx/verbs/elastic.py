@@ -153,20 +153,16 @@ def _make_sizes(run: ShrinkRun, folder: Path, targets: Mapping[str, Target], log
 
     An interrupted call continues with the next size.
     """
-    missing, unneeded = dict(targets), dict[str, TargetMet]()
-    # A generator that has raised is finished: after a target that is met, the loop makes another for the rest.
-    while missing:
+    unneeded = dict[str, TargetMet]()
+    for name, target in targets.items():
         try:
-            for result in run.results(tuple(missing.values())):
-                name = next(iter(missing))
-                result.save(folder / name, onnx=False)
-                log(f"{name}: {result.summary()}")
-                del missing[name]
+            result = run.result(target)
         except TargetMet as met:  # by the original, which is a size itself
-            name = next(iter(missing))
             log(f"{name}: {met}")
             unneeded[name] = met
-            del missing[name]
+            continue
+        result.save(folder / name, onnx=False)
+        log(f"{name}: {result.summary()}")
     return unneeded
 
 

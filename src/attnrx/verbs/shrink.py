@@ -4,9 +4,9 @@
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ from attnrx.data import (
 )
 from attnrx.data.model_data import ModelBatches, adapt_preprocessing, splits_for
 from attnrx.decide.diagnosing import diagnose
-from attnrx.decide.planning import Plan, PlanSettings, Target, plan_each
-from attnrx.decide.planning.plan_measurements import file_speeds, final_protocol, rounds_of
+from attnrx.decide.planning import Plan, PlanSettings, Target, plan_sharing
+from attnrx.decide.planning.plan_measurements import PlanMeasurements, file_speeds, final_protocol, rounds_of
 from attnrx.decide.planning.plan_settings import DROP, EFFORTS, target_of
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
@@ -219,7 +219,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         if target.quantity == DROP:
             require_labels(run.images.planned)
         try:
-            (result,) = run.results((target,))
+            result = run.result(target)
         except TargetMet as met:
             # The kernels of attnrx, or the format, reach the speed alone: nothing has to be removed.
             log(str(met))
@@ -287,6 +287,7 @@ class ShrinkRun:
     about: Mapping[str, Any]
     planned_model: nn.Module  # the original, or a copy of it with a smaller decoder
     outputs: KeptOutputs  # of the original
+    measured: dict[str, PlanMeasurements] = field(default_factory=dict)  # for plans, by cost
 
     @classmethod
     def start(
@@ -342,29 +343,27 @@ class ShrinkRun:
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
         return cls(original, diagnosis, planned, images, splits.class_names, settings, about, planned_model, outputs)
 
-    def results(self, targets: Sequence[Target]) -> Iterator[Shrunk]:
-        """Yields the smaller model of every target: plans, realizes, fits and verifies it."""
-        arguments = self.planned_model, self.diagnosis, targets, self.planned, self.images.predicted
-        log, batch = self.settings.log, self.settings.batch
-        plans = plan_each(*arguments, settings=self.settings, reference=self.original)
-        for target, plan in zip(targets, plans, strict=True):
-            begin("realizing and repairing")
-            chosen = plan.with_predictions
-            slim, fits = self._realized(chosen, log)
-            if self.has_smaller_decoder:
-                slim, line = fit_decoder(slim, self.outputs, self.images.planned, self.settings.seed)
-                log(line)
-                # The blocks are those of the original, which the prescription is about.
-                chosen = replace(chosen, fingerprint=model_fingerprint(self.original))
-            if self.settings.to is not None and self._is_slower(slim, target):
-                yield self.unchanged(target)
-                continue
-            # `attnrx realize` and the matched controls read this record, and repeat it.
-            how = {"by": "compress", "norms": REALIZED_NORMS[0]}
-            how |= {"calibration_images": len(self.images.planned), **fits_record(*fits)}
-            prescription = replace(chosen, about={**chosen.about, "realized": how})
-            rounds = rounds_of(batch, family_of(self.original).costs(self.original).macs)
-            yield self._verified(slim, target, plan, prescription, Promises(rounds=rounds))
+    def result(self, target: Target) -> Shrunk:
+        """Returns the smaller model of a target: plans, realizes, fits and verifies it."""
+        log, batch, images = self.settings.log, self.settings.batch, (self.planned, self.images.predicted)
+        shared = {"settings": self.settings, "reference": self.original}
+        plan = plan_sharing(self.planned_model, self.diagnosis, target, *images, self.measured, **shared)
+        begin("realizing and repairing")
+        chosen = plan.with_predictions
+        slim, fits = self._realized(chosen, log)
+        if self.has_smaller_decoder:
+            slim, line = fit_decoder(slim, self.outputs, self.images.planned, self.settings.seed)
+            log(line)
+            # The blocks are those of the original, which the prescription is about.
+            chosen = replace(chosen, fingerprint=model_fingerprint(self.original))
+        if self.settings.to is not None and self._is_slower(slim, target):
+            return self.unchanged(target)
+        # `attnrx realize` and the matched controls read this record, and repeat it.
+        how = {"by": "compress", "norms": REALIZED_NORMS[0]}
+        how |= {"calibration_images": len(self.images.planned), **fits_record(*fits)}
+        prescription = replace(chosen, about={**chosen.about, "realized": how})
+        rounds = rounds_of(batch, family_of(self.original).costs(self.original).macs)
+        return self._verified(slim, target, plan, prescription, Promises(rounds=rounds))
 
     def _realized(self, prescription: Prescription, log: Log) -> tuple[nn.Module, tuple[Fit, ...]]:
         """Realizes a plan and fits it as the effort states; returns the fits that were possible too."""

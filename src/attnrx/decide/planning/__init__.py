@@ -2,7 +2,7 @@
 
 from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.planning.plan_settings import PlanSettings, Target
-from attnrx.decide.planning.planner import plan, plan_each
+from attnrx.decide.planning.planner import plan, plan_sharing
 from attnrx.decide.planning.space import AXES
 from attnrx.nouns.plan import Plan, PredictedQuantity
 
@@ -13,6 +13,6 @@ __all__ = [
     "PredictedQuantity",
     "Target",
     "plan",
-    "plan_each",
+    "plan_sharing",
     "prescribed_costs",
 ]

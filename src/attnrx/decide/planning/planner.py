@@ -1,6 +1,6 @@
 """The planner: cost table, sensitivities, optimal allocation, search, and measured predictions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -89,47 +89,45 @@ def plan(
         >>> small = rx.realize(model, planned.prescription)
     """
     with phases(PHASES, (settings or PlanSettings()).log):
-        (result,) = plan_each(model, diagnosis, (target,), images, others, settings=settings)
-    return result
+        return plan_sharing(model, diagnosis, target, images, others, {}, settings=settings)
 
 
-def plan_each(
+def plan_sharing(
     model: nn.Module,
     diagnosis: Diagnosis,
-    targets: Sequence[Target | str],
+    target: Target | str,
     images: ImageData,
     others: ImageData,
+    measured: dict[str, PlanMeasurements],
     *,
     settings: PlanSettings | None = None,
     reference: nn.Module | None = None,
-) -> Iterator[Plan]:
-    """Yields the plan for each of several targets of one cost; the sensitivities are measured once, for the first.
+) -> Plan:
+    """Returns a plan as `plan` does, by what was `measured` for earlier targets of the same cost, and adds to it.
 
-    The arguments are those of `plan`. All divergences and shares of costs are relative to the `reference`, by default
-    the model, which may be a copy of it with a smaller decoder.
+    All divergences and shares of costs are relative to the `reference`, by default the model, which may be a copy of it
+    with a smaller decoder.
     """
-    parsed = [Target.parse(target) if isinstance(target, str) else target for target in targets]
+    target = Target.parse(target) if isinstance(target, str) else target
     require_all_tokens(model, "plan for")
     diagnosis.require(model_fingerprint(model), "the model to plan for")
     settings = settings or PlanSettings()
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
     # Those that predictions are not measured on.
-    distinct_images, measurements = without_images_of(plan_images, other_images), None
+    distinct_images = without_images_of(plan_images, other_images)
     if (count := len(plan_images) - len(distinct_images)) > 0:
         settings.log(f"{count:,} of {len(plan_images):,} images to plan on are among those to predict on: not used")
-    for target in parsed:
-        if target.quantity == DROP:
-            require_labels(distinct_images)
-        # What was measured depends on the cost and not on its limit.
-        if measurements is None or measurements.minimized != target.minimized:
-            space = settings.space(model, diagnosis, target)
-            measurements = PlanMeasurements(space, settings, target.minimized, distinct_images, reference)
-        planner = Planner(measurements, settings, target)
-        # Outputs of the original on the other images are computed per target, after the plan: they need memory only
-        # then.
-        best = planner.for_drop() if target.quantity == DROP else planner.for_cost(target.limit)
-        begin("predicting on other images")
-        yield planner.finished(best, Answers.of(reference or model, other_images, settings.batch_size))
+    if target.quantity == DROP:
+        require_labels(distinct_images)
+    cost = target.minimized  # what is measured depends on it and not on its limit
+    if cost not in measured:
+        space = settings.space(model, diagnosis, target)
+        measured[cost] = PlanMeasurements(space, settings, cost, distinct_images, reference)
+    planner = Planner(measured[cost], settings, target)
+    # Outputs of the original on the other images are computed after the plan: they need memory only then.
+    best = planner.for_drop() if target.quantity == DROP else planner.for_cost(target.limit)
+    begin("predicting on other images")
+    return planner.finished(best, Answers.of(reference or model, other_images, settings.batch_size))
 
 
 class Planner:
