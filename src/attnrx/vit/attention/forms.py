@@ -2,9 +2,7 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
-from typing import Any
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -30,15 +28,13 @@ class Positions:
 
     `cos` and `sin` are the rotation of every patch for each frequency of the original head, equal for all heads or of
     each original head. `bias` is added to the scores of every pair of tokens, those before the patches (`prefix` of
-    them) included; these are not rotated. The first axis has one entry for all images, or one for each. `tables` has
-    the rotations in the form of the C++ kernel, by layer, where one was computed.
+    them) included; these are not rotated. The first axis has one entry for all images, or one for each.
     """
 
     prefix: int
     cos: Float[Tensor, "_ patches heads pairs"] | None = None
     sin: Float[Tensor, "_ patches heads pairs"] | None = None
     bias: Float[Tensor, "_ _ tokens tokens"] | None = None
-    tables: "WeakKeyDictionary[Any, Any] | None" = field(init=False, repr=False, default=None)
 
     def of_patches(self, indices: Int[Tensor, "images kept"] | None) -> "Positions":
         """Returns the positions of the tokens that are left: `indices` are their patches, -1 for a token of none, which
@@ -195,22 +191,12 @@ class RotaryForm(DenseForm):
 
     def rotation_table(self, positions: Positions) -> RotationTable:
         """Returns the rotations of the kept pairs for the C++ kernel, in float32."""
-        # With the positions, which `RotationCache` returns to every call while the embedding is the same.
-        if positions.tables is None:
-            object.__setattr__(positions, "tables", WeakKeyDictionary())
-        assert positions.tables is not None
-        table = positions.tables.get(self)
-        if table is None:
-            table = positions.tables[self] = self._rotation_table(positions)
-        return table
-
-    def _rotation_table(self, positions: Positions) -> RotationTable:
         assert positions.cos is not None and positions.sin is not None
         spec, (heads, frequencies) = self.spec, positions.cos.shape[2:]
         pairs = spec.pairs or ()
         counts = [len(head_pairs) for head_pairs in pairs]
         stills = [rank - 2 * count for rank, count in zip(spec.ranks, counts, strict=True)]
-        sides = [side.flatten(2).float() for side in (positions.cos, positions.sin)]
+        sides = [side.flatten(2).float().contiguous() for side in (positions.cos, positions.sin)]
         if heads == 1 and all(head_pairs == tuple(range(frequencies)) for head_pairs in pairs):
             columns = [0] * len(pairs)  # an uncompressed layer: all heads use the table as it is
         else:

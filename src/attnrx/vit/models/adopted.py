@@ -3,16 +3,14 @@
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention, AttentionContext, Positions
 from attnrx.vit.kernels.fixed_weights import of_weights
@@ -246,51 +244,18 @@ def _is_recomputed(source: nn.Module) -> bool:
     )
 
 
-class RotationCache:
-    """The positions made of a rotary embedding, which a library passes to every layer, while the embedding exists.
-
-    Some models have it as a buffer, others compute it in every forward pass.
-    """
-
-    def __init__(self) -> None:
-        self._cached: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-    def __call__(self, embedding: Tensor, make: Callable[[], Positions]) -> Positions:
-        """Returns what `make` returns for this embedding, from the cache unless a graph or gradients are recorded."""
-        if is_recorded():
-            return make()
-        # By identity, as a library passes one tensor to all layers. Inference tensors have no version counter: reading
-        # it raises an error.
-        version = 0 if embedding.is_inference() else embedding._version
-        entry: tuple[int, Positions] | None = self._cached.get(embedding)
-        if entry is None or entry[0] != version:
-            positions = make()
-            assert positions.cos is not None and positions.sin is not None
-            # Copies, because a view would keep the embedding, and with it this entry.
-            entry = version, replace(positions, cos=positions.cos.clone(), sin=positions.sin.clone())
-            self._cached[embedding] = entry
-        return entry[1]
-
-    # Also of a copy, which all layers of a copied model share.
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RotationCache, ()
-
-
 class Adapter(nn.Module):
     """Replaces the attention module of a layer and calls attnrx attention.
 
-    `rotations` is the cache of all layers, `prefix` the number of tokens before the patches. `pair_bias` returns the
-    bias of pairs that belongs to this layer, if it has one. `returns_weights`: whether the block takes a pair, whose
-    second element is None here.
+    `prefix` is the number of tokens before the patches. `pair_bias` returns the bias of pairs that belongs to this
+    layer, if it has one. `returns_weights`: whether the block takes a pair, whose second element is None here.
     """
 
     returns_weights = False
 
-    def __init__(self, attention: Attention, rotations: RotationCache, prefix: int, pair_bias: nn.Module | None = None):
+    def __init__(self, attention: Attention, prefix: int, pair_bias: nn.Module | None = None):
         super().__init__()
-        self.attention = attention
-        self.rotations, self.prefix = rotations, prefix
-        self.pair_bias = pair_bias
+        self.attention, self.prefix, self.pair_bias = attention, prefix, pair_bias
         self.call = _AdapterCall()
 
     def mixed(self, tokens: TokenBatch, positions: Positions | None = None) -> TokenBatch:
@@ -300,22 +265,18 @@ class Adapter(nn.Module):
         # The block has normalized the queries that it received; keys and values need the norm of all tokens.
         return self.attention(tokens, entered if norm is None else norm(entered), positions)
 
-    def positions(
-        self, embedding: Tensor | None, rotation: Callable[[Tensor], tuple[Tensor, Tensor]], *biases: Tensor | None
-    ) -> Positions | None:
-        """Returns the positions of a call: cosines and sines from `rotation`, [images, patches, heads, pairs], of the
-        rotary `embedding` that the library passes, if any, and the sum of all biases of pairs.
+    def positions(self, rotation: tuple[Tensor, Tensor] | None, *biases: Tensor | None) -> Positions | None:
+        """Returns the positions of a call: cosines and sines, [images, patches, heads, pairs], if any, and the sum of
+        all biases of pairs.
         """
-        rotations = None
-        if embedding is not None:
-            rotations = self.rotations(embedding, lambda: Positions(self.prefix, *rotation(embedding)))
         layer_bias = None if self.pair_bias is None else self.pair_bias()
         present = [bias for bias in (layer_bias, *biases) if bias is not None]
-        if not present:
-            return rotations  # the cached object itself, which has the tables of `RotaryForm`
-        total = sum(present[1:], present[0])
-        total = total if total.ndim == 4 else total[None]  # [images, heads, tokens, tokens]
-        return replace(rotations or Positions(self.prefix), bias=total)
+        if rotation is None and not present:
+            return None
+        total = sum(present[1:], present[0]) if present else None
+        if total is not None and total.ndim == 3:
+            total = total[None]  # [images, heads, tokens, tokens]
+        return Positions(self.prefix, *(rotation or ()), bias=total)
 
 
 class PlainAttention(Adapter):

@@ -25,7 +25,6 @@ from attnrx.vit.models.adopted import (
     LastLayer,
     Origin,
     PlainAttention,
-    RotationCache,
     attention_from_projections,
 )
 from attnrx.vit.models.adoption_proof import (
@@ -182,10 +181,10 @@ class AdoptedFamily(Family):
         """Returns what `attention_from_projections` needs besides the projections: rotation, bias of pairs, norms."""
         return {}
 
-    def adapter(self, source: nn.Module, module: nn.Module, attention: Attention, rotations: RotationCache) -> Adapter:
+    def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:
         """Returns the module that replaces an attention module of `source` and calls `attention`."""
         parts = self.parts(source)
-        adapter = self.adapter_type(attention, rotations, parts.prefix_tokens, self.pair_bias(module))
+        adapter = self.adapter_type(attention, parts.prefix_tokens, self.pair_bias(module))
         # nn.MultiheadAttention returns a pair also where its weights are not requested.
         adapter.returns_weights = parts.returns_weights or isinstance(module, nn.MultiheadAttention)
         return adapter
@@ -353,13 +352,13 @@ class AdoptedFamily(Family):
         `LastLayer` for models with class-token pooling.
         """
         source, blocks = adopted.source, self.blocks(adopted.source)
-        parts, rotations = self.parts(source), RotationCache()  # one cache for all blocks
+        parts = self.parts(source)
         for block, new_attention in zip(blocks, attention, strict=True):
             module = block.get_submodule(parts.attention)
             for name, norm in new_attention.inner_norms.items():
                 if type(norm) is nn.Identity:  # built from a spec, which names norms and does not contain them
                     new_attention.inner_norms[name] = self.traits(source, module)["inner_norms"][name]
-            adapter = self.adapter(source, module, new_attention, rotations)
+            adapter = self.adapter(source, module, new_attention)
             block.set_submodule(parts.attention, adapter.train(module.training))
             for path in parts.gated.get(type(block.get_submodule(parts.mlp[0])).__name__, ())[1:2]:
                 whole, _, half = path.rpartition(".")

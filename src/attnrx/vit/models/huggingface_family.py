@@ -18,16 +18,8 @@ from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import ImageBatch, Tensor, TokenBatch
 from attnrx.support.storage import read_json
-from attnrx.vit.attention import Attention, Positions
-from attnrx.vit.models.adopted import (
-    HALVES,
-    Adapter,
-    Adopted,
-    Origin,
-    PairBias,
-    RotationCache,
-    image_shape,
-)
+from attnrx.vit.attention import Attention
+from attnrx.vit.models.adopted import HALVES, Adapter, Adopted, Origin, PairBias, image_shape
 from attnrx.vit.models.adopted_family import AdoptedFamily, unsaved_buffers
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.huggingface_readers import (
@@ -182,7 +174,12 @@ class HuggingFaceAttention(Adapter):
                 "attnrx.models.observation_hooks instead."
             )
         biases = (attention_mask, relative_position_bias) if biased else ()
-        mixed = self.mixed(hidden_states, self._positions(position_embeddings, biases))
+        rotation = None
+        if position_embeddings is not None:
+            pairs = slice(0, position_embeddings[0].shape[-1] // 2)  # both halves of a row have the same angles
+            cos, sin = (side[None, :, None, pairs] for side in position_embeddings)  # [1, patches, 1, pairs]
+            rotation = cos, sin
+        mixed = self.mixed(hidden_states, self.positions(rotation, *biases))
         return (mixed, None) if self.returns_weights else mixed
 
     def _mask_bias(self, mask: Tensor, tokens: TokenBatch) -> Tensor:
@@ -192,21 +189,6 @@ class HuggingFaceAttention(Adapter):
             mask = torch.zeros_like(mask, dtype=tokens.dtype).masked_fill(~mask, excluded)
         heads = max((*self.attention.spec.heads, 0)) + 1
         return mask.expand(len(tokens), heads, -1, -1)
-
-    def _positions(
-        self, embeddings: tuple[Tensor, Tensor] | None, biases: tuple[Tensor | None, ...]
-    ) -> Positions | None:
-        if embeddings is None and not biases:
-            return None
-        cos, sin = embeddings or (None, None)
-
-        def halves(cos: Tensor) -> tuple[Tensor, Tensor]:
-            assert sin is not None
-            pairs = slice(0, cos.shape[-1] // 2)  # both halves of a row have the same angles
-            return cos[None, :, None, pairs], sin[None, :, None, pairs]
-
-        # cos and sin come in one tuple, so the cosines identify both in the cache. [1, patches, 1, pairs].
-        return self.positions(cos, halves, *biases)
 
 
 class HuggingFaceFamily(AdoptedFamily):
@@ -428,8 +410,8 @@ class HuggingFaceFamily(AdoptedFamily):
             if mask is not None and mask.default is inspect.Parameter.empty:
                 block.register_forward_pre_hook(_without_mask, with_kwargs=True)
 
-    def adapter(self, source: nn.Module, module: nn.Module, attention: Attention, rotations: RotationCache) -> Adapter:
-        adapter = super().adapter(source, module, attention, rotations)
+    def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:
+        adapter = super().adapter(source, module, attention)
         assert isinstance(adapter, HuggingFaceAttention)
         adapter.takes_mask = isinstance(reader_of(source).inputs(source), PatchInputs)
         return adapter

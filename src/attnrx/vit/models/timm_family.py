@@ -19,16 +19,7 @@ from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.kernels.fixed_weights import of_weights
-from attnrx.vit.models.adopted import (
-    HALVES,
-    INTERLEAVED,
-    Adapter,
-    Adopted,
-    Origin,
-    PairBias,
-    RotationCache,
-    image_shape,
-)
+from attnrx.vit.models.adopted import HALVES, INTERLEAVED, Adapter, Adopted, Origin, PairBias, image_shape
 from attnrx.vit.models.adopted_family import AdoptedFamily, creating, unsaved_buffers
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.parts import NOT_PLAIN, ModelParts, Refusal, unread_attention
@@ -161,10 +152,9 @@ class TimmAttention(Adapter):
         if attn_mask is not None or is_causal:
             raise NotSupported("attention masks (attn_mask, is_causal) are not supported in an adopted model.")
         # BEiT passes its shared bias by the first name, VisionTransformerRelPos by the second; the sum of all is added.
-        positions = None
-        if rope is not None or self.attention.spec.pair_bias:
-            positions = self.positions(rope, self._rotation, shared_rel_pos_bias, shared_rel_pos)
-        return self.mixed(x, positions)
+        rotation = None if rope is None else self._rotation(rope)
+        biases = (shared_rel_pos_bias, shared_rel_pos) if self.attention.spec.pair_bias else ()
+        return self.mixed(x, self.positions(rotation, *biases))
 
     def _rotation(self, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines of timm's concatenated table, [(images, heads,) patches, sines and cosines]."""
@@ -345,8 +335,8 @@ class TimmFamily(AdoptedFamily):
             "inner_norms": {name: norm for name, norm in norms.items() if not isinstance(norm, nn.Identity | None)},
         }
 
-    def adapter(self, source: nn.Module, module: nn.Module, attention: Attention, rotations: RotationCache) -> Adapter:
-        adapter = super().adapter(source, module, attention, rotations)
+    def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:
+        adapter = super().adapter(source, module, attention)
         assert isinstance(adapter, TimmAttention)
         adapter.layout = _layout(module)
         return adapter
