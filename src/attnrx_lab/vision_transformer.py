@@ -21,7 +21,7 @@ from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models.chunked_forward import chunked_forward, require_images
 from attnrx.vit.models.families import register_family
 from attnrx.vit.models.family import LayerShapes, MLPRanks, NamedFamily
-from attnrx.vit.models.fused_block import fused_block
+from attnrx.vit.models.fused_block import BlockModules, fused_block
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, rank_of
 from attnrx.vit.models.observation_hooks import recording_calls
 from attnrx.vit.models.token_hooks import forward_pass
@@ -204,8 +204,8 @@ class Layer(nn.Module):
         self.mlp = FusedMLP(_linear(spec.width, hidden, first), nn.GELU(), _linear(hidden, spec.width, second))
 
     def forward(self, tokens: TokenBatch) -> TokenBatch:
-        norms = self.attention_norm, self.mlp_norm
-        fused = fused_block(tokens, norms, self.attention, self.mlp)
+        modules = BlockModules((self.attention_norm, self.mlp_norm), self.attention, self.mlp)
+        fused = fused_block(tokens, modules)
         if fused is not None:
             return fused
         tokens = tokens + self.attention(self.attention_norm(tokens))
@@ -238,7 +238,11 @@ class Transformer(nn.Module, Generic[Config]):
         """Returns the logits."""
         require_images(images, self.config.input_shape, "this model")
         # The hidden layer of an MLP is the largest activation.
-        return chunked_forward(self, self.logits, images, self.config.patches * self.config.hidden)
+        return chunked_forward(self, self._forward_chunk, images, self.config.patches * self.config.hidden)
+
+    def _forward_chunk(self, images: ImageBatch) -> Logits:
+        with forward_pass(self):
+            return self.logits(images)
 
     def logits(self, images: ImageBatch) -> Logits:
         """Returns the logits of images of the right shape."""

@@ -16,7 +16,7 @@ from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.models import attach_tokens_, family_of, load_model
 from attnrx.vit.models import fused_block as fused_block_module
-from attnrx.vit.models.fused_block import fused_block
+from attnrx.vit.models.fused_block import BlockModules, fused_block
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import parse_policy
@@ -62,8 +62,11 @@ class OneBlock(nn.Module):
         return (self.factors[0], self.factors[1]) if len(self.factors) else (None, None)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        return fused_block(tokens, self.modules_of_block())
+
+    def modules_of_block(self) -> BlockModules:
         norms = self.norms[0], self.norms[1]
-        return fused_block(tokens, norms, self.attention, self.mlp, self.branch_factors(), tuple(self.others))
+        return BlockModules(norms, self.attention, self.mlp, self.branch_factors(), tuple(self.others))
 
 
 BLOCKS: dict[str, Callable[[], OneBlock]] = {
@@ -152,7 +155,7 @@ def test_only_the_first_tokens_are_computed(outputs: int, threads: int) -> None:
     torch.set_num_threads(threads)
     block, tokens = built("ragged"), draws(3, 65, WIDTH)
     with torch.no_grad():
-        found = fused_block(tokens, (block.norms[0], block.norms[1]), block.attention, block.mlp, outputs=outputs)
+        found = fused_block(tokens, block.modules_of_block(), outputs)
     assert found is not None and found.shape == (3, outputs, WIDTH)
     assert (found - exact(block, tokens)[:, :outputs]).abs().max() < 1e-4
 

@@ -11,7 +11,6 @@ from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.support.trees import joined, mapped
 from attnrx.vit.attention import Attention, AttentionContext
 from attnrx.vit.models.substitute import is_capturing
-from attnrx.vit.models.token_hooks import forward_pass
 from attnrx.vit.models.token_reduction import reduction_of
 
 WARM = 16 * 2**20
@@ -25,31 +24,27 @@ with 8 MiB a ViT-S/14 with a decoder took 4 % longer at batch 8 (docs/results/de
 
 def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: ImageBatch, largest: int) -> Any:
     """Returns `run(images)`, one tensor or several (`support.trees`), computed in chunks on a CPU where no gradients
-    are recorded and no hook needs the whole batch. Every chunk is a forward pass of its own.
+    are recorded and no hook needs the whole batch. Every call of `run` is a forward pass of its own, in its context.
 
     `largest` is the number of elements per image of the largest activation. The model must treat the images of a batch
     independently, as all models do in evaluation mode.
     """
 
-    def forward(chunk: Tensor) -> Any:
-        with forward_pass(model):
-            return run(chunk)
-
     # Token reducers and some backends need an image: an empty batch has the outputs of a black one, without its row.
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if not (is_traced or model.training or len(images)):
-        return mapped(lambda output: output[:0], forward(images.new_zeros(1, *images.shape[1:])))
+        return mapped(lambda output: output[:0], run(images.new_zeros(1, *images.shape[1:])))
     context = AttentionContext.of(images.flatten(2))
     if not context.free_on_cpu or largest < 1:
-        return forward(images)
+        return run(images)
     chunk_size = max(context.threads * WARM // (largest * images.element_size()), 1)
     reduction = reduction_of(model)
     is_recorded = reduction is not None and reduction.is_recorded  # the statistics of the tokens of a batch
     if len(images) <= chunk_size or is_recorded or any(map(_needs_whole_batch, model.modules())):
-        return forward(images)
+        return run(images)
     # Chunks of equal sizes: a small last one would pack the weights for few images.
     num_chunks = -(-len(images) // chunk_size)
-    return joined([forward(chunk) for chunk in images.split(-(-len(images) // num_chunks))])
+    return joined([run(chunk) for chunk in images.split(-(-len(images) // num_chunks))])
 
 
 def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str) -> None:

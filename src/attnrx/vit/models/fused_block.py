@@ -5,7 +5,7 @@ operations of PyTorch alone. Blocks of timm and transformers get a class that tr
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,14 +35,20 @@ OPERATIONS = (Auto, Fused, AttentionCapture)
 Factor = Float[Tensor, " width"] | None
 
 
+class BlockModules(NamedTuple):
+    """The modules of a pre-norm block: the norms before attention and MLP, and both; `factors` are those of the two
+    branches, if any, `others` modules that the block calls, and that change nothing in evaluation mode.
+    """
+
+    norms: tuple[nn.Module, nn.Module]
+    attention: nn.Module
+    mlp: nn.Module
+    factors: tuple[Factor, Factor] = (None, None)
+    others: Sequence[nn.Module] = ()
+
+
 def fused_block(
-    tokens: TokenBatch,
-    norms: tuple[nn.Module, nn.Module],
-    attention: nn.Module,
-    mlp: nn.Module,
-    factors: tuple[Factor, Factor] = (None, None),
-    others: Sequence[nn.Module] = (),
-    outputs: int | None = None,
+    tokens: TokenBatch, modules: BlockModules, outputs: int | None = None
 ) -> Float[Tensor, "batch outputs width"] | None:
     """Returns x + factors[1] * mlp(norms[1](x)) with x = tokens + factors[0] * attention(norms[0](tokens)).
 
@@ -55,23 +61,19 @@ def fused_block(
 
     Args:
         tokens: The input of the block.
-        norms: The norms before attention and MLP.
-        attention: The attention.
-        mlp: The MLP.
-        factors: Those of the two branches, if any.
-        others: Modules that the block calls, and that change nothing in evaluation mode.
+        modules: The modules of the block.
         outputs: How many tokens are computed, the first ones; default: all.
     """
     if not may_be_fused(tokens) or not _takes(tokens):
         return None
-    if type(attention) is not Attention or type(mlp) is not FusedMLP:
+    attention = modules.attention
+    if type(attention) is not Attention or type(modules.mlp) is not FusedMLP:
         return None
     if tokens.device.type != "cpu":
-        return _by_operations(tokens, norms, attention, mlp, factors, others, outputs)
-    given, plan = (norms, mlp, factors, others), attention.plan(tokens)
-    known = _KNOWN.get(attention)
-    if known is None or not known.is_current(plan, given):
-        known = _known_block(attention, plan, *given)
+        return _by_operations(tokens, modules, attention, outputs)
+    plan, known = attention.plan(tokens), _KNOWN.get(attention)
+    if known is None or not known.is_current(plan, modules):
+        known = _known_block(attention, plan, modules)
         if known is None:
             return None
         if known.block.is_exact:
@@ -85,9 +87,6 @@ def fused_block(
     return output
 
 
-Given = tuple[tuple[nn.Module, nn.Module], nn.Module, tuple[Factor, Factor], Sequence[nn.Module]]
-
-
 class _Known:
     """A block that the kernel computes, as long as its parts and what decides about them stay the same objects.
 
@@ -95,12 +94,10 @@ class _Known:
     attention is not referred to, so that it can be freed.
     """
 
-    def __init__(
-        self, block: KnownBlock, plan: LayerPlan, given: Given, attention: Attention, parts: Sequence[nn.Module]
-    ):
+    def __init__(self, block: KnownBlock, plan: LayerPlan, modules: BlockModules, parts: Sequence[nn.Module]):
         self.block, self._plan = block, plan
-        (norms, mlp, factors, others) = given
-        self._given = (*norms, mlp, *factors, *others)
+        self._given = (*modules.norms, modules.mlp, *modules.factors, *modules.others)
+        attention: Any = modules.attention
         # Dictionaries of the modules, their keys, and what was found there.
         self._found: list[tuple[dict[str, Any], str, Any]] = [(vars(attention), "spec", attention.spec)]
         for part in parts:
@@ -111,10 +108,9 @@ class _Known:
         self._dicts = [vars(part) for part in parts]
         self._classes = [(part, type(part)) for part in parts if part is not attention]
 
-    def is_current(self, plan: LayerPlan, given: Given) -> bool:
-        """Whether this is the block of these parts, as they are now."""
-        (norms, mlp, factors, others) = given
-        now = (*norms, mlp, *factors, *others)
+    def is_current(self, plan: LayerPlan, modules: BlockModules) -> bool:
+        """Whether this is the block of these modules, as they are now."""
+        now = (*modules.norms, modules.mlp, *modules.factors, *modules.others)
         if plan is not self._plan or len(now) != len(self._given):
             return False
         for part, before in zip(now, self._given, strict=True):
@@ -136,15 +132,9 @@ class _Known:
 _KNOWN: WeakKeyDictionary[Attention, _Known] = WeakKeyDictionary()
 
 
-def _known_block(
-    attention: Attention,
-    plan: LayerPlan,
-    norms: tuple[nn.Module, nn.Module],
-    mlp: FusedMLP,
-    factors: tuple[Factor, Factor],
-    others: Sequence[nn.Module],
-) -> _Known | None:
+def _known_block(attention: Attention, plan: LayerPlan, modules: BlockModules) -> _Known | None:
     """Returns the block of these parts for the kernel; None where they have to be called one by one."""
+    norms, _, mlp, factors, others = modules
     # From the dictionaries of the modules, as their attributes are found more slowly; only parts of exact classes are
     # used, whose weights are there.
     scores, inside = children(attention)["scores"], children(mlp)
@@ -170,22 +160,17 @@ def _known_block(
     gelus = [*[False] * (3 + len(first)), has_gelu, *[False] * len(second)]
     spec, epsilons = attention.spec, [vars(norm)["eps"] for norm in norms]
     block = BlockTensors(vectors, epsilons, weights, biases, gelus, spec.ranks, spec.value_dims, spec.scale)
-    return _Known(KnownBlock(block), plan, (norms, mlp, factors, others), attention, parts)
+    return _Known(KnownBlock(block), plan, modules, parts)
 
 
 def _by_operations(
-    tokens: TokenBatch,
-    norms: tuple[nn.Module, nn.Module],
-    attention: Attention,
-    mlp: FusedMLP,
-    factors: tuple[Factor, Factor],
-    others: Sequence[nn.Module],
-    outputs: int | None,
+    tokens: TokenBatch, modules: BlockModules, attention: Attention, outputs: int | None
 ) -> TokenBatch | None:
     """Returns what the block does by the operations of its parts; None for parts of other classes.
 
     For few tokens the comparisons here take a part of the time, so nothing is looked at twice.
     """
+    norms, _, mlp, factors, others = modules
     inside, backend = children(attention), attention.backend
     if attention.equal_heads is None or type(backend) not in OPERATIONS:
         return None
@@ -386,10 +371,11 @@ def fused_parts(block: nn.Module, tokens: TokenBatch, names: BlockParts) -> Toke
         return None
     first, second = [next(iter(scale._parameters.values()), None) for scale in scales] or (None, None)
     others = (*scales, *[parts[name] for name in names.others])
-    norms, attention = (parts[names.norms[0]], parts[names.norms[1]]), children(adapter)["attention"]
+    norms = parts[names.norms[0]], parts[names.norms[1]]
+    modules = BlockModules(norms, children(adapter)["attention"], parts[names.mlp], (first, second), others)
     # In the last block `tokens` may be the first ones of all.
     entered = tokens if adapter.call.entered is None else adapter.call.entered[0]
-    fused = fused_block(entered, norms, attention, parts[names.mlp], (first, second), others, tokens.shape[1])
+    fused = fused_block(entered, modules, tokens.shape[1])
     if fused is not None:
         adapter.call.entered = None
     return fused
