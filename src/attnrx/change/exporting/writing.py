@@ -48,7 +48,7 @@ from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, com
 from attnrx.vit.costs.conditions import PRECISIONS as TIMED_PRECISIONS
 from attnrx.vit.kernels.fixed_weights import fixed_weights
 from attnrx.vit.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
-from attnrx.vit.models.foreign_code import LIBRARIES
+from attnrx.vit.models.adoption_proof import LIBRARIES
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.models.whole import Whole
 from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, Several, output_kind_of

@@ -15,6 +15,7 @@ from attnrx.support.dataclass_records import fields_of, from_dict, of_fields, to
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.modules import copy_module, random_images
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
+from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.kernels.native_products import NativeLinear, native_
@@ -32,13 +33,14 @@ from attnrx.vit.models.adoption_proof import (
     build_part,
     difference_in_structure,
     replaced_parts,
+    require_copyable_code,
     require_equal_logits,
+    require_plain_weights,
+    require_unchanged,
 )
 from attnrx.vit.models.checkpoint import read_weight_file
-from attnrx.vit.models.family import Family, LayerShapes, num_outputs, require_ordinary_weights, require_weights
-from attnrx.vit.models.foreign_code import require_copyable_code, require_plain_weights, require_unchanged
+from attnrx.vit.models.family import Family, LayerShapes, num_outputs, require_ordinary_weights
 from attnrx.vit.models.fused_block import fuse_
-from attnrx.vit.models.library_costs import classifier_macs, mlp_costs, num_params, projection_params
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, Pair, halve_, hidden_units, keep_units_of_, rank_of
 from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.parts import ModelParts, Refusal, changed_linears, model_name, reading_parts
@@ -230,14 +232,14 @@ class AdoptedFamily(Family):
         require_plain_weights(model)
         self.require_supported(model)
         require_copyable_code(model)
-        require_weights(model)
+        require_ordinary_weights(model)
+        require_finite_tensors(model.state_dict(), model_name(model))
         origin = self._stated(model, stated)
         wrapped = self.model_type(model, origin)
         require_unchanged(model, wrapped, origin.input_shape)
         adopted = self.model_type(copy_module(model), origin)
         adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
         self._install_(adopted, self._converted_attention(adopted.source))
-        require_ordinary_weights(adopted)  # here, because every later step requires it
         self._require_equal(
             (wrapped, adopted),
             "its attention computes something else than plain softmax attention, or its heads, its scale or the order "
@@ -759,3 +761,60 @@ def _fuse_mlp_(block: nn.Module, parts: ModelParts) -> None:
     if len(inside) == 3 and len(activation) == 1 and not any(True for _ in activation[0].parameters()):
         fused = FusedMLP(inside[first], activation[0], inside[second])
         block.set_submodule(name, fused.train(mlp.training))
+
+
+def num_params(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def projection_params(attention: Attention) -> int:
+    """Returns the parameters of an attention layer that its spec counts, without inner norms."""
+    return sum(num_params(part) for part in (attention.scores, attention.value, attention.output))
+
+
+def matrix_entries(module: nn.Module) -> int:
+    """Returns the entries of all linear maps in a module: its MACs for one token."""
+    return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+
+
+def classifier_macs(head: nn.Module, tokens: int) -> int:
+    """Returns the MACs of a classifier on one token; a pooling by attention has one query and keys of all tokens."""
+    total = matrix_entries(head)
+    for part in head.modules():
+        if isinstance(part, nn.MultiheadAttention):
+            # Its fused projection of query, key and value is a parameter and no Linear, so `matrix_entries` lacks it.
+            width = part.embed_dim
+            total += (1 + 2 * tokens) * width**2 + 2 * tokens * width
+        elif type(part).__name__ == "AttentionPoolLatent":
+            latent: Any = part  # one query
+            # `matrix_entries` has its projections of one token; keys and values are of all tokens, and both products
+            # come on top.
+            total += (tokens - 1) * latent.kv.weight.numel() + tokens * latent.kv.out_features
+    return total
+
+
+def mlp_costs(
+    mlp: Sequence[nn.Module],
+    tokens: int,
+    maps: tuple[Any, ...],
+    ranks: tuple[int | None, ...],
+    hidden: int,
+    gate: Any = None,
+) -> PartCosts:
+    """Returns the costs of the modules of an MLP with its `maps`, if given, in these ranks (None: one matrix), with
+    `hidden` features between them; `gate` is the map of the gate of a gated MLP.
+    """
+    # What the maps save is subtracted from what the modules have, so that further parts (a norm, a gate) stay counted.
+    saved, biases = 0, 0
+    for which, (linear, rank) in enumerate(zip(maps, ranks, strict=True)):
+        sides = [linear.in_features, linear.out_features]
+        if which == 0:
+            before, bias = sides[1], getattr(linear, "bias", None)
+            has_bias = bias is not None if rank_of(linear) is None else linear.second.bias is not None
+            biases = (before - hidden) * has_bias
+        sides[1 - which] = hidden
+        saved += matrix_entries(linear) - (math.prod(sides) if rank is None else rank * sum(sides))
+    if gate is not None:
+        gone = gate.out_features - hidden
+        saved, biases = saved + gone * gate.in_features, biases + gone * (gate.bias is not None)
+    return PartCosts(sum(map(num_params, mlp)) - saved - biases, tokens * (sum(map(matrix_entries, mlp)) - saved))

@@ -1,18 +1,133 @@
-"""The proof of an adoption: equal outputs, and a library that creates the same parts but those that a user replaced."""
+"""The proof of an adoption: no code that was added to the model changes it, its copy has equal outputs, and its library
+creates the same parts but those that a user replaced.
+"""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
+from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize, prune
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from attnrx.support.arguments import described_error
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.support.modules import random_images, rounding_limit
 from attnrx.support.shapes import Float, Tensor
+from attnrx.support.trees import tensors_of
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls
+
+# Functions of these packages are no changes by a user.
+LIBRARIES = ("attnrx", "attnrx_lab", "torch", "timm", "transformers", "torchvision", "open_clip")
+# Hooks that compute a weight from other tensors before every call.
+COMPUTING = (prune.BasePruningMethod, WeightNorm, SpectralNorm)
+
+
+def require_copyable_code(model: nn.Module) -> None:
+    """Raises NotSupported for a model of which a part was compiled, except in place (`nn.Module.compile`), or has a
+    `forward` of its own that a copy would share, and which may run parts of the original. Bound methods and partial
+    functions are copied.
+    """
+    for name, part in model.named_modules():
+        if type(part).__module__.startswith("torch._dynamo"):  # importing it takes a second
+            raise NotSupported(
+                f"{_path(name)} was compiled by torch.compile: load the model before it is compiled, and compile the "
+                "result."
+            )
+        if not isinstance(vars(part).get("forward"), MethodType | partial | None):
+            raise NotSupported(
+                f"the forward of {_path(name)} was replaced by a function, which a copy would share: remove it (del "
+                "part.forward), or make the change in the class of the part."
+            )
+
+
+def _path(name: str) -> str:
+    return name or "the model itself"
+
+
+def require_plain_weights(model: nn.Module) -> None:
+    """Raises NotSupported for a model with adapters of PEFT, or with a weight that is computed from other tensors."""
+    for path, part in model.named_modules():
+        # By name, because importing PEFT takes seconds.
+        if any(base.__module__.startswith("peft.") for base in type(part).__mro__):
+            raise NotSupported(
+                f"{_path(path)} has adapters of PEFT: give the model with the adapters in its weights, "
+                "model.merge_and_unload()."
+            )
+        hooks = part._forward_pre_hooks.values()
+        if parametrize.is_parametrized(part) or any(isinstance(hook, COMPUTING) for hook in hooks):
+            raise NotSupported(
+                f"a weight of {_path(path)} is computed from other tensors (a mask of pruning, a weight norm, or "
+                "another parametrization): make it permanent, e.g. by torch.nn.utils.prune.remove(part, "
+                "'weight') or torch.nn.utils.parametrize.remove_parametrizations(part, 'weight')."
+            )
+
+
+def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shape: tuple[int, int, int]) -> None:
+    """Raises NotSupported if hooks or replaced `forward` methods of users change what `run`, which runs the model,
+    returns for images of this shape; those that only observe are allowed.
+
+    Such changes are no part of a saved model, and are lost with the parts that a verb replaces.
+    """
+    added, parameter = list(_added_code(model)), next(model.parameters(), None)
+    if not added or parameter is None or parameter.is_meta:
+        return
+    images = random_images(model, input_shape)
+    with evaluating([model]):
+        actual = tensors_of(run(images))
+        before = [(owner, dict(owner)) for _, owner, _ in added]
+        try:
+            for _, owner, key in added:
+                del owner[key]
+            expected = tensors_of(run(images))
+        finally:
+            for owner, items in before:
+                owner.clear()
+                owner.update(items)  # in the order in which hooks run
+    if difference_of(expected, actual):  # up to rounding, because hooks switch fused kernels off
+        parts = list(dict.fromkeys(_path(path) for path, _, _ in added))
+        raise NotSupported(
+            f"a hook or a replaced forward of {', '.join(parts[:4])} changes the outputs of {type(model).__name__}. It "
+            "would be lost where parts are replaced, and when the model is saved: remove it (handle.remove(), or del "
+            "part.forward), or make the change in the class of the part before attnrx.load."
+        )
+
+
+def _added_code(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any], Any]]:
+    """Yields the `forward` methods that were replaced on an instance and the hooks of users: the path of the part, the
+    dictionary that has it, and its key there.
+    """
+    for path, part in model.named_modules():
+        if "forward" in vars(part):
+            yield path, vars(part), "forward"
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key, hook in hooks.items():
+                function: Any = hook
+                while isinstance(function, partial):
+                    function = function.func
+                # Of a function, or of the class of an object that is called.
+                module = getattr(function, "__module__", None) or type(function).__module__
+                if module.split(".")[0] not in LIBRARIES:
+                    yield path, hooks, key
+
+
+def difference_of(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
+    """Returns how the first tensor differs that differs by more than rounding, "" for none."""
+    if expected.keys() != actual.keys():
+        return f"they return {list(expected)} and {list(actual)}"
+    for name, tensor in expected.items():
+        other, where = actual[name], f"output {name}" if name else "the output"
+        if tensor.shape != other.shape:
+            return f"{where} has the shapes {tuple(tensor.shape)} and {tuple(other.shape)}"
+        difference = float((tensor - other).abs().max())
+        if not difference <= rounding_limit(tensor):  # also true for NaN
+            return f"{where} differs by {difference:.3g}; rounding explains at most {rounding_limit(tensor):.3g}"
+    return ""
 
 
 def difference_in_structure(model: nn.Module, rebuilt: nn.Module) -> str:
@@ -47,13 +162,11 @@ def require_equal_logits(models: tuple[Adopted, Adopted], because: str, blocks: 
     with evaluating(models):
         expected = _outputs(first, images, "it cannot be run on images of its input shape")
         actual = _outputs(second, images, because)
-    limit = rounding_limit(expected)
-    difference = float((expected - actual).abs().max())
-    if not difference <= limit:  # also true for NaN
+    difference = difference_of({"": expected}, {"": actual})
+    if difference:
         where, reason = _first_difference(models, blocks, attention, images, because)
         raise NotSupported(
-            f"{first.origin.architecture} cannot be adopted: {reason}. On random images the logits differ by "
-            f"{difference:.3g}; rounding explains at most {limit:.3g}. {where}"
+            f"{first.origin.architecture} cannot be adopted: {reason}. On random images {difference}. {where}"
         )
 
 

@@ -14,9 +14,9 @@ from attnrx.support.hub import NAME, download
 from attnrx.support.modules import copy_module
 from attnrx.support.optional import import_plugins
 from attnrx.vit.models.adopted_family import AdoptedFamily
+from attnrx.vit.models.adoption_proof import require_plain_weights
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
-from attnrx.vit.models.family import Family, NamedFamily, require_ordinary_tensors
-from attnrx.vit.models.foreign_code import require_plain_weights
+from attnrx.vit.models.family import Family, NamedFamily, require_ordinary_weights
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.vit.models.module_inputs import ModuleInputs, taking
 from attnrx.vit.models.parts import model_name, reading_parts
@@ -269,7 +269,6 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None, inputs: Any = N
             f"{model_name(model)} is not supported, but the {type(model.module).__name__} in it is: give "
             "model.get_submodule('module')."
         )
-    require_ordinary_tensors(model)
     with nullcontext() if inputs is None else taking(model, ModuleInputs.of(inputs)):
         return _adopt(model, WholeFamily(LIBRARIES, factory), inputs is None)
 
@@ -282,6 +281,7 @@ def _adopt(
     `named` is how a library creates the model, `stated` the fields of its `Origin` that the model does not state.
     """
     require_plain_weights(model)
+    require_ordinary_weights(model)
     library = next((each for each in LIBRARIES.values() if takes_images and each.adopts(model)), None)
     refusals = () if library is None else tuple(library.refusals(model))
     if library is None and takes_images:

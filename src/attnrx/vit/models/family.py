@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
-from attnrx.support.storage import fingerprint, require_finite_tensors
+from attnrx.support.storage import fingerprint
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, TokenCosts, token_costs
 from attnrx.vit.models.mlp import hidden_units, rank_of
@@ -273,60 +273,35 @@ def model_fingerprint(model: nn.Module) -> str:
     return fingerprint(model.state_dict())
 
 
-def require_ordinary_tensors(model: nn.Module) -> None:
-    """Raises NotSupported for a parameter or a buffer that is sparse, quantized, complex or not initialized, and for a
-    parameter of integers or of 8-bit floating-point numbers; also for a part that torch quantized.
+def require_ordinary_weights(model: nn.Module) -> None:
+    """Raises an error for models whose weights cannot be read, compared and stored one by one.
+
+    Raises:
+        NotSupported: Quantized modules, whose weights are packed, two names that share one tensor, a tensor that is
+            sparse, quantized, complex or not initialized, or a parameter of integers or of 8-bit numbers.
+        InvalidInput: Weights on the meta device, or of several floating-point types.
     """
-    for name, part in model.named_modules():
+    name, first = type(model).__name__, {}
+    for path, part in model.named_modules():
         if ".nn.quantized." in type(part).__module__:
             raise NotSupported(
-                f"{name or 'the model'} was quantized by torch: use the model before quantization; `attnrx export --to "
+                f"{path or 'the model'} was quantized by torch: use the model before quantization; `attnrx export --to "
                 "int8` quantizes a model for ONNX Runtime."
             )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         is_other = is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex()
         if isinstance(tensor, nn.Parameter) and not is_other:  # buffers may be integers
             is_other = not tensor.is_floating_point() or tensor.element_size() == 1
         if is_other:
             found = "not initialized" if is_lazy(tensor) else f"{tensor.dtype}, {tensor.layout}"
             raise NotSupported(
-                f"{name} of {type(model).__name__} is {found}: give a model with dense weights of real floating-point "
-                "numbers, e.g. the one before quantization or pruning."
+                f"{path} of {name} is {found}: give a model with dense weights of real floating-point numbers, e.g. "
+                "the one before quantization or pruning."
             )
-
-
-def require_weights(model: nn.Module) -> None:
-    """Raises an error for a model of a library or a user whose weights cannot be read.
-
-    Raises:
-        NotSupported: A tensor is no dense one of real numbers.
-        InvalidInput: Weights are on the meta device, or hold NaN or infinity.
-    """
-    require_ordinary_tensors(model)
-    weights, name = model.state_dict(), f"{type(model).__module__}.{type(model).__name__}"
-    without = next((key for key, tensor in weights.items() if isinstance(tensor, Tensor) and tensor.is_meta), None)
-    if without is not None:
-        raise InvalidInput(f"{name} has no weights: {without} is on the meta device. Load them first.")
-    require_finite_tensors(weights, name)
-
-
-def require_ordinary_weights(model: nn.Module) -> None:
-    """Raises an error for models whose weights cannot be read, compared and stored one by one.
-
-    Raises:
-        NotSupported: Quantized modules, whose weights are packed, two names that share one tensor, or a tensor that is
-            not a dense one of real numbers.
-        InvalidInput: Weights on the meta device, or of several floating-point types.
-    """
-    require_ordinary_tensors(model)
     # keep_vars, because a state dict holds detached tensors: only the parameters themselves show which are shared.
-    name, first = type(model).__name__, {}
     for key, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
-            raise NotSupported(
-                f"{name} holds {key}, which is not a tensor but {type(value).__name__}: torch quantized it. Use "
-                "the model before quantization; `attnrx export --to int8` quantizes a model for ONNX Runtime."
-            )
+            raise NotSupported(f"{name} holds {key}, which is not a tensor but {type(value).__name__}.")
         if value.is_meta:
             raise InvalidInput(f"{name} has no weights: {key} is on the meta device. Build or load it with weights.")
         if value.is_floating_point():

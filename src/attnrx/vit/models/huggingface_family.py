@@ -117,7 +117,8 @@ class HuggingFaceModel(Adopted):
         """The argument with which transformers resizes position embeddings, where images have not the size of the
         configuration and the model takes such an argument.
         """
-        return interpolation(self.source, self.inputs.shape, self.origin.input_shape)
+        is_other = self.inputs.shape != self.origin.input_shape and not self.takes_any_size
+        return {INTERPOLATE: True} if is_other and interpolates(self.source) else {}
 
     @property
     def _depth(self) -> int:
@@ -126,7 +127,7 @@ class HuggingFaceModel(Adopted):
     def logits(self, images: Tensor) -> Tensor:
         """Returns the logits or the embedding, [batch, features], without outputs that attnrx attention lacks."""
         options = {**self.interpolation, "output_attentions": False, "return_dict": True}
-        return answer(self.source, self.inputs, images, options)
+        return reader_of(self.source).answer_of(self.source(**self.inputs.arguments(images)[1], **options))
 
     @cached_property
     def dense_head_macs(self) -> int:
@@ -352,7 +353,7 @@ class HuggingFaceFamily(AdoptedFamily):
         return replace(origin, preprocessing=settings)
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        return LibraryAnswer(super().library_model(model), self.input_shape(model))
+        return LibraryAnswer(super().library_model(model), self._adopted(model).origin)
 
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
         """Returns the class and the configuration of a model of any class of transformers."""
@@ -446,27 +447,13 @@ INTERPOLATE = "interpolate_pos_encoding"
 class LibraryAnswer(nn.Module):
     """A model of transformers with its own attention, which returns the answer that an adopted model returns."""
 
-    def __init__(self, source: nn.Module, input_shape: tuple[int, int, int]):
+    def __init__(self, source: nn.Module, origin: Origin):
         super().__init__()
-        self.source, self.inputs = source, reader_of(source).inputs(source)
-        self.options = interpolation(source, self.inputs.shape, input_shape)
+        self.model = HuggingFaceModel(source, origin)
 
     def forward(self, images: ImageBatch) -> Tensor:
         """Returns the logits or the embedding, [batch, features]."""
-        return answer(self.source, self.inputs, images, self.options)
-
-
-def answer(source: nn.Module, inputs: ModuleInputs, images: ImageBatch, options: Mapping[str, Any]) -> Tensor:
-    """Returns the logits or the embedding of a model of transformers for images, [batch, features]."""
-    return reader_of(source).answer_of(source(**inputs.arguments(images)[1], **options))
-
-
-def interpolation(source: nn.Module, shape: tuple[int, int, int], input_shape: tuple[int, int, int]) -> dict[str, bool]:
-    """Returns the argument with which a model of transformers, made for images of `shape`, takes those of
-    `input_shape`; {} where it needs none.
-    """
-    is_other = shape != input_shape and not reader_of(source).takes_any_size
-    return {INTERPOLATE: True} if is_other and interpolates(source) else {}
+        return self.model.logits(images)
 
 
 def interpolates(source: nn.Module) -> bool:

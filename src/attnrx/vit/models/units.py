@@ -24,9 +24,8 @@ from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.costs.flop_counting import frozen
 from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.models.adopted import Adopted, Origin
-from attnrx.vit.models.adopted_family import AdoptedFamily
+from attnrx.vit.models.adopted_family import AdoptedFamily, mlp_costs, num_params
 from attnrx.vit.models.family import LayerShapes, num_outputs
-from attnrx.vit.models.library_costs import mlp_costs, num_params
 from attnrx.vit.models.mlp import Pair, halve_, hidden_units, keep_units_of_
 from attnrx.vit.models.module_inputs import called, inputs_of
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls

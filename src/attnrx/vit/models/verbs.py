@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from attnrx.vit.models.adopted import Adopted
+from attnrx.vit.models.adoption_proof import require_copyable_code, require_plain_weights, require_unchanged
 from attnrx.vit.models.families import OWN
-from attnrx.vit.models.foreign_code import require_copyable_code, require_plain_weights, require_unchanged
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -15,20 +15,20 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnrx.support.arguments import described, described_error, user_code
 from attnrx.support.dataclass_records import fields_of, of_fields
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.modules import copy_module, outermost, random_images, rounding_limit
+from attnrx.support.modules import copy_module, outermost, random_images
 from attnrx.support.shapes import Bool, Tensor
-from attnrx.support.trees import rows_of, tensors_of
+from attnrx.support.storage import require_finite_tensors
+from attnrx.support.trees import tensors_of
 from attnrx.vit.costs import ModelCosts, PartCosts
 from attnrx.vit.costs.flop_counting import frozen
 from attnrx.vit.models.adopted import Adopted
-from attnrx.vit.models.adopted_family import AdoptedFamily
+from attnrx.vit.models.adopted_family import AdoptedFamily, num_params
+from attnrx.vit.models.adoption_proof import LIBRARIES, difference_of, require_copyable_code, require_unchanged
 from attnrx.vit.models.chunked_forward import chunked_forward
-from attnrx.vit.models.family import Family, LayerShapes, require_ordinary_weights, require_weights
-from attnrx.vit.models.foreign_code import LIBRARIES, require_copyable_code, require_plain_weights, require_unchanged
-from attnrx.vit.models.library_costs import num_params
+from attnrx.vit.models.family import Family, LayerShapes
 from attnrx.vit.models.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
-from attnrx.vit.models.parts import reading_parts, require_parts
+from attnrx.vit.models.parts import model_name, reading_parts, require_parts
 from attnrx.vit.models.reader import created_by, imported_class
 from attnrx.vit.models.structure import StructureFamily
 from attnrx.vit.models.substitute import Substitute, remove_capturing_
@@ -272,9 +272,8 @@ class WholeFamily(Family):
                 called several times or never.
             InvalidInput: The module has no weights.
         """
-        require_plain_weights(model)
         require_copyable_code(model)
-        require_weights(model)
+        require_finite_tensors(model.state_dict(), model_name(model))
         module = copy_module(model if rewritten is None else rewritten)
         source = module.get_submodule(path)
         with reading_parts(source, "its parts"):
@@ -290,10 +289,9 @@ class WholeFamily(Family):
         around = Surroundings(_name(type(model)), made, path, family.name, every, {}, "", 0)
         whole = Whole(module, trunk, shape, around)
         whole.training = model.training
-        require_ordinary_weights(whole)
         errors: list[_OtherInputs] = []
         if not path:  # the parts of a library's model have no code of a user's, or it is lost when the model is saved
-            require_unchanged(model, lambda images: rows_of(called(model, images)), whole.input_shape)
+            require_unchanged(model, partial(called, model), whole.input_shape)
         original = _OfImages(model, around)
         replaced = _OfImages(model if rewritten is None else rewritten, around)  # its paths may be others
         # A module whose inputs are stated is called with these alone.
@@ -538,7 +536,7 @@ def _is_created(
         # The text of a module shows what its outputs in evaluation do not, as rates of dropout.
         with evaluating((created,)):
             answer = tensors_of(_answer(created, original.around, images))
-        return repr(created) == repr(module) and not _differing(expected, answer)
+        return repr(created) == repr(module) and not difference_of(expected, answer)
     except Exception:  # the code of a module raises errors of any type
         return False
 
@@ -577,20 +575,6 @@ def _images_of_proof(model: nn.Module, whole: Whole, family: AdoptedFamily) -> T
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor[0].numel() for name, tensor in tensors.items()}
-
-
-def _differing(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
-    """Returns how the first tensor differs that differs by more than rounding, "" for none."""
-    if expected.keys() != actual.keys():
-        return f"they return {list(expected)} and {list(actual)}"
-    for name, tensor in expected.items():
-        other, where = actual[name], f"output {name}" if name else "the output"
-        if tensor.shape != other.shape:
-            return f"{where} has the shapes {tuple(tensor.shape)} and {tuple(other.shape)}"
-        difference = float((tensor - other).abs().max())
-        if not difference <= rounding_limit(tensor):
-            return f"{where} differs by {difference:.3g}; rounding explains at most {rounding_limit(tensor):.3g}"
-    return ""
 
 
 def _proved(model: _OfImages, whole: Whole, family: AdoptedFamily, images: Tensor) -> dict[str, Tensor]:
@@ -638,10 +622,10 @@ def _proved(model: _OfImages, whole: Whole, family: AdoptedFamily, images: Tenso
             raise NotSupported(
                 f"{name} cannot be adopted: it returns something else in every call, by {change:.3g} in the second one."
             )
-    difference = _differing({place: tensor[:1] for place, tensor in expected.items()}, single)
+    difference = difference_of({place: tensor[:1] for place, tensor in expected.items()}, single)
     if difference:
         raise NotSupported(f"{name} cannot be adopted: an image has other outputs in a batch than alone: {difference}.")
-    difference = _differing(expected, actual)
+    difference = difference_of(expected, actual)
     if difference:
         raise NotSupported(
             f"{name} cannot be adopted: on random images {difference}. Its attention computes something else than "
@@ -654,7 +638,7 @@ def _answers_alike(whole: Whole, images: Tensor, expected: Mapping[str, Tensor])
     """Whether the copy returns the same without hooks, where its last block may compute the class token alone."""
     with evaluating((whole,)):
         try:
-            return not _differing(expected, tensors_of(whole._forward_chunk(images)))
+            return not difference_of(expected, tensors_of(whole._forward_chunk(images)))
         except Exception:  # e.g. a norm with one weight per token
             return False
 
