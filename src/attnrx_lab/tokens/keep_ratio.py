@@ -25,7 +25,8 @@ class KeepRatio(Loss):
             )
         # Masked tokens stay in place, so a mean over all patches is the share of the image's patches: [images, stages].
         shares = torch.stack([keep.mean(1) for keep in run.sampled], dim=1)
-        return (shares - shares.new_tensor(reduction.sampled_shares(run))).square().mean()
+        kept = shares.new_tensor([reduction.policy.keep[stage] for stage in run.drawn])
+        return (shares - kept).square().mean()
 
 
 register_loss(KeepRatio)

@@ -297,7 +297,7 @@ class _Timer:
             policy = TokenPolicy(reducer, (STAGE_LAYER,), (STAGE_KEEP,))
             reduction = attach_tokens_(model, self.family, policy)
             # The block is called with the tokens to be timed: its stage, if it has one, keeps them all.
-            reduction.use_policy_(replace(policy, keep=(1.0,)))
+            reduction.policy = replace(policy, keep=(1.0,))
         blocks = blocks_of(model, self.family)[layers.start : layers.stop]
         called = _Called(blocks, self.call, getattr(model, "last", None) if shortened else None, reduction)
         return self.runtime.prepare(called, self._on_device(rows))

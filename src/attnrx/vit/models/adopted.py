@@ -62,26 +62,22 @@ def image_shape(values: Iterable[int]) -> tuple[int, int, int]:
     return channels, height, width
 
 
-class _LastLayerCall(CallState):
-    """`at_work` states whether the shortcut is active in this forward pass."""
+class _AdapterCall(CallState):
+    """`shortens` states whether `LastLayer` is active in this forward pass; `entered` are then all tokens before the
+    block, and the norm before the attention.
+    """
 
     # Set in every thread: a compiler refuses an attribute that a call reads from the class and sets on the instance.
     def __init__(self):
-        self.at_work = False
-
-
-class _AdapterCall(CallState):
-    """`entered` are all tokens before the block, and the norm before the attention, where only some pass through it."""
-
-    def __init__(self):
+        self.shortens = False
         self.entered: tuple[Tensor, nn.Module | None] | None = None
 
 
 class LastLayer:
     """A hook before the last block: only the tokens before the patches pass through it, and they attend to all tokens.
 
-    The logits do not change. The shortcut is active only while `at_work` is True, which the model sets during its
-    forward pass. The MACs of a model (`attnrx.vit.costs`) count all tokens, as papers do.
+    The logits do not change. The shortcut is active only in a `forward_pass` of the model that requests it. The MACs of
+    a model (`attnrx.vit.costs`) count all tokens, as papers do.
     """
 
     # A hook, because the block's code is the library's and differs by class: given fewer tokens, each of its operations
@@ -95,20 +91,19 @@ class LastLayer:
         norm after the block, `prefix` the number of tokens before the patches.
         """
         self.block, self.attention, self.norm, self.after, self.prefix = block, attention, norm, after, prefix
-        self.call = _LastLayerCall()
         block.register_forward_pre_hook(self, with_kwargs=True)
 
     @contextmanager
-    def forward_pass(self, at_work: bool) -> Iterator[None]:
+    def forward_pass(self, shortens: bool) -> Iterator[None]:
         """Runs one forward pass in its context with the shortcut or without it, and removes its state at the end."""
         adapter: Any = self.block.get_submodule(self.attention)
         # Restored afterwards, because a hook of a user may run the model inside a forward pass.
-        before, adapter.call.entered = (self.call.at_work, adapter.call.entered), None
-        self.call.at_work = at_work
+        call, before = adapter.call, (adapter.call.shortens, adapter.call.entered)
+        call.shortens, call.entered = shortens, None
         try:
             yield
         finally:
-            self.call.at_work, adapter.call.entered = before
+            call.shortens, call.entered = before
 
     @property
     def watched(self) -> bool:
@@ -120,8 +115,7 @@ class LastLayer:
         # Of the block that is called: that of a replica of `DataParallel` is another one than `self.block`.
         tokens = args[0] if args else kwargs["hidden_states"]  # timm passes them by position, transformers by name
         adapter: Any = block.get_submodule(self.attention)
-        attention: Attention = adapter.attention
-        if not (self.call.at_work and attention.takes_few_queries(tokens)):
+        if not (adapter.call.shortens and adapter.attention.takes_few_queries(tokens)):
             return args, kwargs
         # The shortcut has three operations more than the block, and on a GPU few tokens take no longer than one.
         if tokens.device.type != "cpu" and AttentionContext.of(tokens).has_fewer_than(FEW_ON_A_GPU):

@@ -152,8 +152,11 @@ class AdoptedFamily(Family):
                     "reader for an MLP of another kind (e.g. with a gate), which is then not compressed."
                 )
 
-    def restore_buffers_(self, source: nn.Module) -> None:
-        """Computes the buffers that are not saved with the weights, on the CPU, in a model on the meta device."""
+    def recomputed(self, module: nn.Module) -> nn.Module | None:
+        """Returns a module with the values of the buffers, not saved with the weights, of one on the meta device; None
+        where its library states no way to compute them.
+        """
+        return None
 
     def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
         """Returns attnrx attention with the weights of an attention module of `source`."""
@@ -472,12 +475,20 @@ class AdoptedFamily(Family):
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Returns how the model was created, the spec of every layer's attention, and the ranks of its MLP."""
         origin = self._adopted(model).origin
+        unsaved = [
+            (f"{path}.{name}".lstrip("."), buffer)
+            for path, buffers in unsaved_buffers(model).items()
+            for name, buffer in buffers.items()
+        ]
         return {
             **{name: value for name, value in fields_of(origin).items() if name != "replaced" or value},
             "attention": [to_dict(attention.spec) for attention in self.attention(model)],
             "mlp_ranks": [[rank_of(linear) for linear in pair] for pair in self.mlp(model)],
             "hidden_units": list(hidden_units(self.mlp(model))),
-            "buffer_dtypes": _unsaved_dtypes(model),
+            # A library creates these buffers anew, in its default type, which `model.half()` may have changed.
+            "buffer_dtypes": {
+                name: str(buffer.dtype).removeprefix("torch.") for name, buffer in unsaved if buffer.is_floating_point()
+            },
         }
 
     def build(self, description: Mapping[str, Any]) -> Adopted:
@@ -501,7 +512,12 @@ class AdoptedFamily(Family):
             InvalidInput: It has another depth.
         """
         origin = self.described_origin(description)
-        self.restore_buffers_(created)
+        for path, buffers in unsaved_buffers(created, meta=True).items():
+            module = created.get_submodule(path)
+            with torch.device("cpu"):
+                computed = self.recomputed(module)
+            if computed is not None:
+                module._buffers.update({name: computed._buffers[name] for name in buffers})
         adopted = self.model_type(created, origin)
         blocks, specs = self.blocks(adopted.source), description["attention"]
         if len(blocks) != len(specs):
@@ -560,7 +576,8 @@ class AdoptedFamily(Family):
         adopted.origin = replace(self._resized(adopted, height, width), input_shape=shape)
         reduction = reduction_of(adopted)
         if reduction is not None:  # it keeps the same shares of the patches
-            reduction.resize_(self.token_shape(adopted, reduction.shape.heads))
+            reduction.shape = self.token_shape(adopted, reduction.shape.heads)
+            reduction.policy.counts(reduction.shape.layout.patches)  # raises an error where a share keeps no patch
 
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
         """Makes the library's own model, which a user's module created, take images of the size of `origin`; `before`
@@ -733,19 +750,6 @@ def unsaved_buffers(model: nn.Module, meta: bool = False) -> dict[str, dict[str,
             if buffer is not None and (buffer.is_meta or not meta):
                 found.setdefault(path, {})[name] = buffer
     return found
-
-
-def _unsaved_dtypes(model: nn.Module) -> dict[str, str]:
-    """Returns the floating-point types of the buffers that are not saved with the weights, by their names.
-
-    A model creates such buffers anew when it is loaded, in its default type, which `model.half()` may have changed.
-    """
-    return {
-        f"{path}.{name}".lstrip("."): str(buffer.dtype).removeprefix("torch.")
-        for path, buffers in unsaved_buffers(model).items()
-        for name, buffer in buffers.items()
-        if buffer.is_floating_point()
-    }
 
 
 def _fuse_mlp_(block: nn.Module, parts: ModelParts) -> None:

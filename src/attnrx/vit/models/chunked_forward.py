@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput
+from attnrx.support.modules import is_traced
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.support.trees import joined, mapped
 from attnrx.vit.attention import Attention, AttentionContext
@@ -29,10 +29,8 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: Imag
     `largest` is the number of elements per image of the largest activation. The model must treat the images of a batch
     independently, as all models do in evaluation mode.
     """
-
     # Token reducers and some backends need an image: an empty batch has the outputs of a black one, without its row.
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if not (is_traced or model.training or len(images)):
+    if not (is_traced() or model.training or len(images)):
         return mapped(lambda output: output[:0], run(images.new_zeros(1, *images.shape[1:])))
     context = AttentionContext.of(images.flatten(2))
     if not context.free_on_cpu or largest < 1:
@@ -40,7 +38,11 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: Imag
     chunk_size = max(context.threads * WARM // (largest * images.element_size()), 1)
     reduction = reduction_of(model)
     is_recorded = reduction is not None and reduction.is_recorded  # the statistics of the tokens of a batch
-    if len(images) <= chunk_size or is_recorded or any(map(_needs_whole_batch, model.modules())):
+    if (
+        len(images) <= chunk_size
+        or is_recorded
+        or any(is_watched(part) or (isinstance(part, Attention) and part.backend.watches) for part in model.modules())
+    ):
         return run(images)
     # Chunks of equal sizes: a small last one would pack the weights for few images.
     num_chunks = -(-len(images) // chunk_size)
@@ -67,8 +69,3 @@ def is_watched(module: nn.Module) -> bool:
         return module.training
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return not all(getattr(hook, "by_image", False) or is_capturing(hook) for hook in hooks)
-
-
-def _needs_whole_batch(module: nn.Module) -> bool:
-    """Returns whether a module is in training mode, or has hooks or a backend that must receive the whole batch."""
-    return is_watched(module) or (isinstance(module, Attention) and module.backend.watches)

@@ -1,7 +1,7 @@
 """The families by name: find the family of a model; build, load and save models."""
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from attnrx.vit.models.adoption_proof import require_plain_weights
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
 from attnrx.vit.models.family import Family, NamedFamily, require_ordinary_weights
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
-from attnrx.vit.models.module_inputs import ModuleInputs, taking
+from attnrx.vit.models.module_inputs import ATTRIBUTE, ModuleInputs
 from attnrx.vit.models.parts import model_name, reading_parts
 from attnrx.vit.models.reader import Factory, ModuleFamily, Reader
 from attnrx.vit.models.substitute import Substitute
@@ -175,21 +175,7 @@ def load_model(
 ) -> nn.Module:
     """Returns a model from a saved folder, a name or an instance; an instance of another library is adopted.
 
-    `timm:NAME` takes the weights from the file `weights`, downloads them with timm, or initializes them
-    (`pretrained=False`). `hf:ID` is a folder or a hub id; the path of a folder saved by transformers needs no `hf:`.
-    `hub:OWNER/NAME` is a saved folder on the hub. Of a saved folder, `weights` replaces the weights: a safetensors
-    file, or a folder with model.safetensors, e.g. one that the Trainer of transformers saved. Names of attnrx models
-    give fresh weights; `lvvit:SIZE` accepts a published weight file. A module of the user's own needs a `reader`;
-    `factory`, by default its class, creates it again.
-
-    Args:
-        source: A folder, a name, or a model.
-        seed: The seed of fresh weights.
-        weights: A file or folder with the weights.
-        pretrained: Whether the library downloads weights; by default if none are given.
-        reader: Where the parts of a module of the user's own are.
-        factory: Creates a module of the user's own again.
-        inputs: An example of the arguments of a module that takes other inputs than images (`ModuleInputs.of`).
+    The arguments are those of `attnrx.load`, which also reads elastic models and files of runtimes.
 
     Returns:
         The model; a new one, except an instance of an attnrx model, which is returned as it is.
@@ -269,8 +255,14 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None, inputs: Any = N
             f"{model_name(model)} is not supported, but the {type(model.module).__name__} in it is: give "
             "model.get_submodule('module')."
         )
-    with nullcontext() if inputs is None else taking(model, ModuleInputs.of(inputs)):
-        return _adopt(model, WholeFamily(LIBRARIES, factory), inputs is None)
+    whole = WholeFamily(LIBRARIES, factory)
+    if inputs is None:
+        return _adopt(model, whole, True)
+    vars(model)[ATTRIBUTE] = ModuleInputs.of(inputs)  # copies keep it
+    try:
+        return _adopt(model, whole, False)
+    finally:
+        del vars(model)[ATTRIBUTE]
 
 
 def _adopt(

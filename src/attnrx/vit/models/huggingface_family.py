@@ -20,7 +20,7 @@ from attnrx.support.shapes import ImageBatch, Tensor, TokenBatch
 from attnrx.support.storage import read_json
 from attnrx.vit.attention import Attention
 from attnrx.vit.models.adopted import HALVES, Adapter, Adopted, Origin, PairBias, image_shape
-from attnrx.vit.models.adopted_family import AdoptedFamily, unsaved_buffers
+from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.huggingface_readers import (
     READERS,
@@ -372,14 +372,9 @@ class HuggingFaceFamily(AdoptedFamily):
             raise UnknownName("class of transformers", architecture, READERS)
         return kind(kind.config_class.from_dict(dict(arguments)))  # type: ignore[attr-defined]
 
-    def restore_buffers_(self, source: nn.Module) -> None:
-        for path, buffers in unsaved_buffers(source, meta=True).items():
-            module: Any = source.get_submodule(path)
-            # Modules of transformers compute such buffers in __init__, from the configuration alone.
-            with torch.device("cpu"):
-                computed = type(module)(module.config)
-            for name in buffers:
-                module._buffers[name] = computed.get_buffer(name)
+    def recomputed(self, module: nn.Module) -> nn.Module | None:
+        # Modules of transformers compute such buffers in __init__, from the configuration alone.
+        return type(module)(module.config)
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
         inputs, (channels, height, width) = reader_of(source).inputs(source), input_shape

@@ -81,15 +81,14 @@ class FusedMLP(nn.Module):
         self.fc1, self.act, self.fc2 = fc1, act, fc2
 
     def forward(self, features: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
-        if not may_run_natively(features):
-            return self.fc2(self.act(self.fc1(features)))
-        first, second = linears_of(self.fc1), linears_of(self.fc2)
-        if not (first and second and self._is_fused(features, (*first, *second))):
-            return self.fc2(self.act(self.fc1(features)))
-        # Whether a GELU follows each map: after the last factor of the first map only.
-        gelus = [*[False] * (len(first) - 1), True, *[False] * len(second)]
-        linears = (*first, *second)
-        return native_maps(features, [each.weight for each in linears], [each.bias for each in linears], gelus)
+        if may_run_natively(features):
+            first, second = linears_of(self.fc1), linears_of(self.fc2)
+            linears = (*first, *second)
+            if first and second and self._is_fused(features, linears):
+                # Whether a GELU follows each map: after the last factor of the first map only.
+                gelus = [*[False] * (len(first) - 1), True, *[False] * len(second)]
+                return native_maps(features, [each.weight for each in linears], [each.bias for each in linears], gelus)
+        return self.fc2(self.act(self.fc1(features)))
 
     def _is_fused(self, features: Tensor, linears: Sequence[NativeLinear]) -> bool:
         if not runs_natively(features, *[linear.weight for linear in linears]):

@@ -8,7 +8,6 @@ leading axes are the channels.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,17 +209,6 @@ def inputs_of(module: nn.Module) -> ModuleInputs | None:
     if not all(isinstance(size, int) for size in shape) or not str(name).startswith("pixel_values"):
         return None
     return ModuleInputs((Field((str(name),), (*shape, shape[-1])),))  # type: ignore[arg-type]
-
-
-@contextmanager
-def taking(module: nn.Module, inputs: ModuleInputs | None) -> Iterator[None]:
-    """States what a module takes other than images inside the context, for its copies too."""
-    if inputs is not None:
-        vars(module)[ATTRIBUTE] = inputs
-    try:
-        yield
-    finally:
-        vars(module).pop(ATTRIBUTE, None)
 
 
 def called(module: nn.Module, images: Tensor) -> Any:

@@ -10,7 +10,6 @@ from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
@@ -20,7 +19,7 @@ from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.kernels.fixed_weights import of_weights
 from attnrx.vit.models.adopted import HALVES, INTERLEAVED, Adapter, Adopted, Origin, PairBias, image_shape
-from attnrx.vit.models.adopted_family import AdoptedFamily, creating, unsaved_buffers
+from attnrx.vit.models.adopted_family import AdoptedFamily, creating
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.parts import NOT_PLAIN, ModelParts, Refusal, unread_attention
 from attnrx.vit.models.substitute import Substitute
@@ -282,18 +281,14 @@ class TimmFamily(AdoptedFamily):
             )
         return self.initialized(architecture, **{key: _layer(value) for key, value in arguments.items()})
 
-    def restore_buffers_(self, source: nn.Module) -> None:
+    def recomputed(self, module: nn.Module) -> nn.Module | None:
         # Tables of rotary embeddings and indices of biases: timm recomputes them by a method of the module. It runs on
         # a copy, because the parameters of the module itself stay on the meta device until the weights are assigned.
-        for path, buffers in unsaved_buffers(source, meta=True).items():
-            module = source.get_submodule(path)
-            if not hasattr(module, "init_non_persistent_buffers"):
-                continue
-            with torch.device("cpu"):
-                computed: Any = copy.deepcopy(module).to_empty(device="cpu")
-                computed.init_non_persistent_buffers()
-            for name in buffers:
-                module._buffers[name] = computed._buffers[name]
+        if not hasattr(module, "init_non_persistent_buffers"):
+            return None
+        computed: Any = copy.deepcopy(module).to_empty(device="cpu")
+        computed.init_non_persistent_buffers()
+        return computed
 
     def parts(self, source: nn.Module) -> ModelParts:
         model: Any = source

@@ -187,7 +187,7 @@ class TokenRun:
 
 
 class _ReductionCall(CallState):
-    """The run of the forward pass in progress, and the lists that record the runs of passes, innermost last.
+    """The run of the forward pass in progress, and the list of the innermost `recording` context, if any.
 
     `is_inside` states whether a `forward_pass` context ends the run; otherwise the last hook does. `predictors` are
     those of the model that is called: hooks refer to the reduction of the model that a replica of `DataParallel` was
@@ -199,7 +199,7 @@ class _ReductionCall(CallState):
         self.is_inside = False
         self.predictors: nn.ModuleList | None = None
         self.restored_blocks: Container[int] | None = None
-        self.records: list[list[TokenRun]] = []
+        self.runs: list[TokenRun] | None = None
         self.tracked = False
 
 
@@ -223,24 +223,16 @@ class TokenReduction(nn.Module):
         self.policy, self.shape, self.by = policy, shape, by
         # The kernel of merging removes tokens; a mask keeps every shape.
         self.uses_kernel = by == "compress"
-        self.counts = policy.counts(shape.layout.patches)
         predictors = 1 if policy.reducer.one_predictor else len(policy.layers)
         self.stages = nn.ModuleList(policy.reducer.predictor(shape) for _ in range(predictors))
         self.call = _ReductionCall()
         self.temperature = 1.0
         self.restored_blocks: Container[int] = ()
 
-    def use_policy_(self, policy: TokenPolicy) -> None:
-        """Replaces the policy by one with the same reducer and layers, and other numbers of tokens."""
-        self.policy, self.counts = policy, policy.counts(self.shape.layout.patches)
-
-    def resize_(self, shape: Shape) -> None:
-        """Keeps the same shares of the patches of images of another size.
-
-        Raises:
-            InvalidInput: A share keeps no patch.
-        """
-        self.shape, self.counts = shape, self.policy.counts(shape.layout.patches)
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of patches after each stage, for images of the size of the model."""
+        return self.policy.counts(self.shape.layout.patches)
 
     @contextmanager
     def forward_pass(self, restored_blocks: Container[int] | None = None) -> Iterator[None]:
@@ -274,25 +266,23 @@ class TokenReduction(nn.Module):
 
         Of nested contexts the innermost one collects. With `tracked` they state which token represents each patch.
         """
-        records, before = self.call.records, self.call.tracked
+        before = self.call.runs, self.call.tracked
         runs: list[TokenRun] = []
-        records.append(runs)
-        self.call.tracked = tracked
+        self.call.runs, self.call.tracked = runs, tracked
         try:
             yield runs
         finally:
-            records.pop()
-            self.call.tracked = before
+            self.call.runs, self.call.tracked = before
 
     @property
     def is_recorded(self) -> bool:
         """Whether a `recording` context collects the forward passes of this thread."""
-        return bool(self.call.records)
+        return self.call.runs is not None
 
     def _end(self) -> None:
         run, self.call.run = self.call.run, None
-        if run is not None and self.call.records:
-            self.call.records[-1].append(run)
+        if run is not None and self.call.runs is not None:
+            self.call.runs.append(run)
 
     def _end_outside(self) -> None:
         """Ends the run after the last hook of a pass that no context ends: a method called on the inner model."""
@@ -309,10 +299,6 @@ class TokenReduction(nn.Module):
     def samples_patches(self) -> bool:
         """Whether stages sample the kept patches, with a gradient."""
         return self.training and self.policy.reducer.learned
-
-    def sampled_shares(self, run: TokenRun) -> tuple[float, ...]:
-        """Returns the share of the image's patches that the policy keeps after each stage that sampled in a run."""
-        return tuple(self.policy.keep[stage] for stage in run.drawn)
 
     @property
     def counts_sizes(self) -> bool:
@@ -414,11 +400,8 @@ class TokenReduction(nn.Module):
         if run.patch_indices is None:
             run.patches = tokens.shape[1] - prefix
             run.patch_indices = counted(0, run.patches, tokens.device).expand(tokens.shape[0], -1)
-        patches, counts = run.patches, self.counts
-        if patches != self.shape.layout.patches:  # the same shares of an image of another size
-            counts = self.policy.counts(patches)
-        count = counts[stage]
-        if count >= patches:  # no token is pruned, so the tokens must not change at all
+        count = self.policy.counts(run.patches)[stage]
+        if count >= run.patches:  # no token is pruned, so the tokens must not change at all
             run.trail.append(run.patch_indices)
             return tokens
         captured = run.captured

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -31,19 +31,13 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
         with ordinary_modes(), restored_state(models):
             for model in models:
-                _require_own_code(model)
+                if isinstance(model, Adopted) or any(family.matches(model) for family in OWN):
+                    require_plain_weights(model)
+                    require_copyable_code(model)
+                    require_unchanged(model, model, model.origin.input_shape)  # type: ignore[union-attr, arg-type]
             return function(*args, **kwargs)
 
     return bounded
-
-
-def _require_own_code(model: nn.Module) -> None:
-    if not (isinstance(model, Adopted) or any(family.matches(model) for family in OWN)):
-        return
-    shape: Any = model.origin.input_shape  # type: ignore[union-attr]
-    require_plain_weights(model)
-    require_copyable_code(model)
-    require_unchanged(model, model, shape)
 
 
 @contextmanager

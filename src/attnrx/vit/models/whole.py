@@ -75,6 +75,11 @@ class Surroundings:
     calls: int = 1
     inputs: tuple[tuple[Any, ...], ...] = ()
 
+    @property
+    def is_of_class(self) -> bool:
+        """Whether the class without arguments creates the module; that of a library makes one of its default size."""
+        return self.factory is None and self.by_class and self.name.split(".")[0] not in LIBRARIES
+
 
 def _answer(module: nn.Module, around: Surroundings, images: Tensor) -> Any:
     """Returns what a module returns for images alone."""
@@ -312,11 +317,11 @@ class WholeFamily(Family):
         creation = (named or self._creation(model)) if self.factory is None else None
         if creation and not _is_created(partial(self._by_library, creation), model, original, images, tensors):
             creation = None
+        kind = imported_class(around.name) if around.is_of_class else None
         whole.around = replace(
             around,
             inputs=() if inputs is None else tuple(map(astuple, inputs.fields)),
-            by_class=self.factory is None
-            and _is_created(lambda: _creator(original.around)(), model, original, images, tensors),
+            by_class=kind is not None and _is_created(kind, model, original, images, tensors),
             creation=creation,
             sizes=_sizes(tensors),
             outputs=_kind_of(family, whole, tensors),
@@ -383,7 +388,16 @@ class WholeFamily(Family):
     def _created(self, around: Surroundings) -> nn.Module:
         if self.factory is None and around.creation is not None:
             return self._by_library(around.creation)
-        return created_by(self.factory or _creator(around), around.name)
+        create = self.factory or (imported_class(around.name) if around.is_of_class else None)
+        if create is None:
+            imports = "has not been imported: import it first, or"
+            problem = imports if around.is_of_class else "without arguments does not create this model:"
+            given = "..." if around.factory is None else repr(around.factory)
+            raise NotSupported(
+                f"the class {around.name} {problem} give attnrx.load(folder, factory={given}), a function that creates "
+                "it with any weights."
+            )
+        return created_by(create, around.name)
 
     def _family(self, name: str) -> AdoptedFamily:
         own = {family.name: family for family in (self.units, self.structure)}
@@ -466,15 +480,12 @@ def needed_to_load(model: nn.Module) -> str:
     if not isinstance(model, Whole):
         return ""
     around = model.around
-    if around.creation is not None:
+    if around.factory is None and around.creation is not None:
         return ""
-    if around.factory is not None:
-        return f"attnrx.load(folder, factory={around.factory!r})"
-    try:
-        _creator(around)
-    except NotSupported:
-        return "attnrx.load(folder, factory=...) with a function that creates the module with any weights"
-    return f"import {around.name.partition(':')[0]} first"
+    if around.is_of_class:
+        return f"import {around.name.partition(':')[0]} first"
+    given = "..." if around.factory is None else repr(around.factory)
+    return f"attnrx.load(folder, factory={given}) with a function that creates the module with any weights"
 
 
 def _is_of(part: nn.Module, family: AdoptedFamily) -> bool:
@@ -502,26 +513,6 @@ def named_function(name: str) -> Callable[..., nn.Module]:
             f"factory={name!r:.80} cannot be imported ({error}): give a function, or 'module:function' of one that "
             "creates the module."
         ) from error
-
-
-def _creator(around: Surroundings) -> Factory:
-    """Returns the class of a module, if it has been imported and needs no arguments.
-
-    Raises:
-        NotSupported: It does not suffice to create the module.
-    """
-    made = around.factory or "a function that creates it with any weights"
-    given = "..." if around.factory is None else repr(around.factory)
-    remedy = f"give {made}, attnrx.load(folder, factory={given})."
-    if around.factory is not None:
-        raise NotSupported(f"{around.name} was created by {around.factory}: {remedy}")
-    target = imported_class(around.name)
-    if target is None:
-        raise NotSupported(f"the class {around.name} of this model has not been imported: import it first, or {remedy}")
-    # The class of a library makes a model of its default size, and not the one whose parts were replaced.
-    if not around.by_class or around.name.split(".")[0] in LIBRARIES:
-        raise NotSupported(f"the class {around.name} without arguments does not create this model: {remedy}")
-    return target
 
 
 def _is_created(
