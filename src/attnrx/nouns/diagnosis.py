@@ -155,14 +155,7 @@ class Diagnosis(Displayed):
     about: Mapping[str, Any]
 
     def save(self, path: Path | str) -> Path:
-        """Writes a JSON file, and its tensors in the same folder (`storage.write_with_tensors`).
-
-        Args:
-            path: The JSON file.
-
-        Returns:
-            The path of the file.
-        """
+        """Writes a JSON file, and its tensors in the same folder (`storage.write_with_tensors`); returns the path."""
         tensors = {
             f"layers.{index}.{name}": tensor
             for index, layer in enumerate(self.layers)
@@ -179,13 +172,7 @@ class Diagnosis(Displayed):
 
     @classmethod
     def load(cls, path: Path | str) -> "Diagnosis":
-        """Reads a file written by `save`.
-
-        Args:
-            path: The JSON file; its tensors are in the same folder.
-
-        Returns:
-            The diagnosis.
+        """Reads a JSON file written by `save`, and the tensors beside it.
 
         Raises:
             CheckpointError: A file is missing, damaged or of another kind, or a tensor is not finite.

@@ -114,11 +114,7 @@ class Plan(Displayed):
     def save(self, folder: Path | str) -> Path:
         """Writes plan.json and prescription.json; an earlier plan in the folder is replaced atomically.
 
-        Args:
-            folder: The folder, which is created.
-
-        Returns:
-            The path of plan.json.
+        Returns the path of plan.json.
 
         Raises:
             InvalidInput: The prescription has a record that could not be read again.
@@ -139,12 +135,6 @@ class Plan(Displayed):
     @classmethod
     def load(cls, path: Path | str) -> "Plan":
         """Reads plan.json, and the prescription.json beside it.
-
-        Args:
-            path: The file plan.json in the folder of `save`.
-
-        Returns:
-            The plan.
 
         Raises:
             CheckpointError: One of the files is missing, damaged or of another kind.

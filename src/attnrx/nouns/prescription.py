@@ -325,13 +325,7 @@ class Prescription(Displayed):
         """Writes one JSON file whose floats round-trip exactly.
 
         Bases, output decisions and predictor weights are written to a safetensors file in the same folder
-        (`storage.write_with_tensors`).
-
-        Args:
-            path: The JSON file.
-
-        Returns:
-            The path of the file.
+        (`storage.write_with_tensors`). Returns the path of the JSON file.
 
         Raises:
             InvalidInput: `about` has a plan or settings that `load` would refuse.
@@ -369,13 +363,7 @@ class Prescription(Displayed):
 
     @classmethod
     def load(cls, path: Path | str) -> "Prescription":
-        """Reads a file written by `save`.
-
-        Args:
-            path: The JSON file; its tensors, if any, are in the same folder.
-
-        Returns:
-            The prescription.
+        """Reads a JSON file written by `save`, and its tensors, if any, beside it.
 
         Raises:
             CheckpointError: A file is missing, damaged, edited or of another kind.
