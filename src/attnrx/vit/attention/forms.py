@@ -201,14 +201,21 @@ class RotaryForm(DenseForm):
             columns = [0] * len(pairs)  # an uncompressed layer: all heads use the table as it is
         else:
             # The kernel reads consecutive columns, so the kept pairs of every head are copied side by side.
-            index = [
-                (head if heads > 1 else 0) * frequencies + pair
-                for head, head_pairs in zip(spec.heads, pairs, strict=True)
-                for pair in head_pairs
-            ]
-            sides = [side[..., torch.tensor(index, dtype=torch.long)] for side in sides]
+            index = pair_columns(spec, heads, frequencies, sides[0].device)
+            sides = [side.index_select(2, index) for side in sides]
             columns = [0, *itertools.accumulate(counts)][: len(counts)]
         return RotationTable(sides[0], sides[1], [*columns, *counts, *stills, positions.prefix])
+
+
+@kept
+def pair_columns(spec: AttentionSpec, heads: int, frequencies: int, device: torch.device) -> Int[Tensor, "pairs"]:
+    """Returns the columns of the kept pairs of all heads among `heads` x `frequencies` (`rotation_index`)."""
+    index = [
+        (head if heads > 1 else 0) * frequencies + pair
+        for head, head_pairs in zip(spec.heads, spec.pairs or (), strict=True)
+        for pair in head_pairs
+    ]
+    return torch.tensor(index, dtype=torch.long, device=device)
 
 
 def _wide(rows: Tensor, bucket: Bucket) -> Tensor:
