@@ -198,7 +198,7 @@ def test_a_size_that_is_another_model_is_refused(made: Elastic, tmp_path: Path, 
         if (reduction := reduction_of(model)) is None:
             pytest.skip("this size keeps all tokens")
         keep = tuple((1 + share) / 2 for share in reduction.policy.keep)
-        reduction.use_policy_(replace(reduction.policy, keep=keep, num_pruned=None))
+        reduction.policy = replace(reduction.policy, keep=keep, num_pruned=None)
         shutil.rmtree(second)
         rx.save(model, second)
     with pytest.raises(CheckpointError, match=r"is not the model that elastic\.json describes"):
