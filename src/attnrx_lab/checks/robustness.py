@@ -141,7 +141,7 @@ def _predict(way: Way, comparison: Comparison) -> Classes:
             if float(pixels.min()) < -ROUNDING or float(pixels.max()) > 1 + ROUNDING:
                 raise InvalidInput(
                     "the images, taken back from the model's normalization, leave [0, 1]: they were normalized "
-                    "otherwise. Use data.renormalized(...) first."
+                    "otherwise. Use splits.renormalized(...) first."
                 )
             images = normalization.apply(CORRUPTIONS[way[0]](pixels.clamp(0, 1), way[1], generator))
             require_labelled(batch.labels)
