@@ -70,7 +70,7 @@ def test_the_page_opens_alone_and_fits(opened, report: Path, scheme: str, width:
         assert page.locator(f"#{name} > h2").is_visible(), name
     for name in FOLDED:
         assert page.locator(f"#{name} > details > summary").is_visible(), name
-    assert page.locator(".answer").bounding_box()["y"] < 500 and page.locator(".totals").is_visible()
+    assert page.locator(".answer").bounding_box()["y"] < 500 and page.locator(".totals").first.is_visible()
     fits(page, width)
     page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
     fits(page, width)

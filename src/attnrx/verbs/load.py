@@ -5,13 +5,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from attnrx.change.exporting import is_exported, load_exported
 from attnrx.data.loading import SIDES
 from attnrx.decide.planning.plan_settings import DROP, Target, target_of
 from attnrx.nouns.elastic import Elastic, Size, is_elastic
-from attnrx.support.arguments import FASTER, MODEL, PATH, SIDE, checked, described, either, number, one_of, optional
+from attnrx.support.arguments import (
+    FASTER,
+    MODEL,
+    PATH,
+    SIDE,
+    checked,
+    described,
+    either,
+    instance,
+    number,
+    one_of,
+    optional,
+)
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import Reader, accepting, family_of, load_model
 from attnrx.vit.models.verbs import verb
@@ -23,6 +35,8 @@ SOURCE = replace(
     either("a folder, a name such as svda:cifar10, or a model", PATH, MODEL), explain=lambda value: _no_model(value)
 )
 
+INPUTS = instance("a tensor, a tuple of arguments or a mapping of named ones", Tensor, tuple, list, Mapping)
+
 
 @checked(
     source=SOURCE,
@@ -30,6 +44,7 @@ SOURCE = replace(
     params=BUDGET,
     faster=optional(FASTER),
     outputs=optional(one_of(*STATEMENTS)),
+    inputs=optional(INPUTS),
     image_size=optional(either("the side of the images in pixels, or (height, width)", SIDE, SIDES)),
 )
 @verb
