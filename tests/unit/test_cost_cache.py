@@ -52,7 +52,7 @@ def with_one(name: str, value: float) -> Edit:
 BAD: dict[str, Edit] = {
     "negative": lambda table: replace(table, attention=-7.9 * table.attention),
     "one saving larger than the block": with_one("mlp", -0.9),
-    "rising": with_one("attention", 3.0),
+    "rising": with_one("attention", 9.0),
     "no number": with_one("mlp", np.nan),
     "negative stage": with_one("stages", -1.0),
     "no whole": lambda table: replace(table, whole=0.0),
