@@ -144,8 +144,8 @@ def file_speeds(
     reference: nn.Module | None = None,
     are_compared: bool = False,
 ) -> dict[str, float]:
-    """Returns how much faster than a reference, without one than the file of the first model, the files of models are,
-    in the format of the settings, calibrated on `images`; all are timed in turns.
+    """Returns how much faster the files of models are, in the format of the settings and calibrated on `images`: than
+    a reference, without one those of all but the first than that of the first; all are timed in turns.
 
     The outputs of the files are compared with those of the models, as of a result, if `are_compared`.
 
@@ -167,13 +167,10 @@ def file_speeds(
             )
             for index, (name, model) in enumerate(models.items())
         }
-        protocol, (first, *others) = replace(settings.protocol, rounds=rounds), models
-        noise = settings.noise(models[first])
-        if reference is not None:
-            speeds = compare_latencies(files, reference, noise, protocol)
-            return {name: speed.faster.value for name, speed in speeds.items()}
-        speeds = compare_latencies({name: files[name] for name in others}, files[first], noise, protocol)
-    return {first: 1.0, **{name: speed.faster.value for name, speed in speeds.items()}}
+        first, noise = next(iter(models)), settings.noise(next(iter(models.values())))
+        against = files.pop(first) if reference is None else reference
+        speeds = compare_latencies(files, against, noise, replace(settings.protocol, rounds=rounds))
+    return {name: speed.faster.value for name, speed in speeds.items()}
 
 
 # The most outputs of an image that are kept, per plan: not those of dense models, which are as many as pixels.
