@@ -57,6 +57,23 @@ def test_norms_are_folded_into_linear_maps_in_openvino(tmp_path: Path) -> None:
     assert Counter(users) == {"MatMul": 4 * 3, "Multiply": 1}
 
 
+@pytest.mark.parametrize("policy", [None, "ward:0.6@2,3"])
+def test_openvino_transposes_no_keys_and_expands_nothing(policy: str | None, tmp_path: Path) -> None:
+    """Both copy memory: a fused attention transposes its keys, and `@` expands both of its sides."""
+    openvino, model = pytest.importorskip("openvino"), adopted(3)
+    if policy is not None:
+        attach_tokens_(model, family_of(model), parse_policy(policy))
+    rx.export(model, tmp_path / "model.xml", "openvino")
+    read = openvino.Core().read_model(tmp_path / "model.xml")
+    counts = Counter(node.get_type_name() for node in read.get_ordered_ops())
+    assert not counts["ScaledDotProductAttention"] and counts["Softmax"] == 3
+    assert counts["Broadcast"] <= (1 if policy is None else 6)  # the class token, constants of the stages
+    keys = [node for node in read.get_ordered_ops() if node.get_type_name() == "Softmax"]
+    products = [node.input_value(0).get_node() for node in keys]
+    products = [each.input_value(0).get_node() if each.get_type_name() == "Add" else each for each in products]
+    assert all(each.get_attributes() == {"transpose_a": False, "transpose_b": True} for each in products)
+
+
 def test_a_stage_of_merging_is_one_product(tmp_path: Path) -> None:
     plain, merging = adopted(3), adopted(3)
     attach_tokens_(merging, family_of(merging), parse_policy("ward:0.6@2"))

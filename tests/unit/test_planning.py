@@ -196,6 +196,26 @@ def test_the_budget_is_met_from_any_plan(space: Space, sensitivities: Sensitivit
         Frontier(space, cost_table, sensitivities).near(0.01, best.choices)
 
 
+@pytest.mark.parametrize("limit", [0.9, 0.75, 0.6])
+def test_plans_of_few_stages_are_the_best_of_their_layers(
+    space: Space, sensitivities: Sensitivities, limit: float
+) -> None:
+    cost_table = exact_cost_table(space, "macs")
+    cost_table = replace(cost_table, stages=np.full_like(cost_table.stages, 0.01 * cost_table.whole))
+    found = Frontier(space, cost_table, sensitivities).few_stages(limit, 2)
+    best: dict[tuple[int, ...], Choices] = {}
+    for one, two in itertools.product(range(9), repeat=2):
+        choices = replace(Choices.nothing(3), num_pruned=(0, one, two))
+        layers = tuple(layer for layer, count in enumerate(choices.num_pruned) if count)
+        left = [cost_table.prefix + 16 - gone for gone in choices.left if gone]
+        filled = all(tokens % space.step == 0 for tokens in left)
+        if layers and filled and two <= space.at_once(16 - one) and cost_table.total(choices) <= limit:
+            best[layers] = min(best.get(layers, choices), choices, key=sensitivities.total)
+    singles = sorted((best[layers] for layers in ((1,), (2,)) if layers in best), key=sensitivities.total)
+    assert best and list(found) == [*singles, *(best[layers] for layers in ((1, 2),) if layers in best)]
+    assert not Frontier(replace(space, axes=("qk",), _pieces={}), cost_table, sensitivities).few_stages(limit, 2)
+
+
 def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, sensitivities: Sensitivities) -> None:
     cost_table = exact_cost_table(space, "macs")
     with pytest.raises(NotSupported, match="is out of reach"):
@@ -271,6 +291,8 @@ def test_a_search_varies_the_best_that_it_knows(
     before = Choices((0, 2, 0), (0, 0, 0), (0, 0, 0), (0, 4, 4))
     seen = {varied(space, before, np.random.default_rng(seed)) for seed in range(40)}
     assert len(seen) > 20
+    moved = [choices.num_pruned for choices in space.shifts(replace(before, num_pruned=(0, 4, 0)))]
+    assert moved == [(0, 0, 4)] and not list(space.shifts(before))
     cost_table = exact_cost_table(space, "macs")
     assert min(map(cost_table.total, seen)) < cost_table.total(before) < max(map(cost_table.total, seen))
     result = []

@@ -200,7 +200,7 @@ def _measured_sizes(run: ShrinkRun, folder: Path, names: Sequence[str]) -> tuple
     models = {name: load(folder / name) for name in names}
     family = family_of(run.original)
     original, reference = family.costs(run.original), family.library_model(run.original)
-    protocol = replace(final_protocol(run.settings.conditions, run.settings.batch), processes=1)
+    protocol = replace(final_protocol(run.settings.conditions, run.settings.batch, run.original), processes=1)
     speeds = compare_latencies(models, reference, run.settings.noise(run.original), protocol)
     measured = []
     for name, model in models.items():

@@ -59,9 +59,10 @@ from attnrx.vit.outputs import Divergence, Map, Metric, judged, most_images, out
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
 DIAGNOSIS_IMAGES, PREDICTION_IMAGES = 128, 96
-# A quick call for a model of more multiply-accumulates per image diagnoses and measures sensitivities on half of them,
-# of outputs with a number per position on so many at least.
-LARGE, MIN_SENSITIVITY_IMAGES = 2.5e9, 8
+# A quick call for a model of more than LARGE multiply-accumulates per image diagnoses on half of them, and measures
+# sensitivities on half of the usual ones, of outputs with a number per position on so many at least. For one of more
+# than HUGE (a ViT-L has 6e10) it plans on half of all images, and diagnoses on a quarter.
+LARGE, HUGE, MIN_SENSITIVITY_IMAGES = 2.5e9, 4e10, 8
 # A target of latency that saves less is planned with the whole decoder, which could otherwise meet it alone.
 LARGEST_DECODER = 0.2
 # The most images that a result is verified on, of which an accuracy has a standard error of 0.5 points at most.
@@ -320,10 +321,14 @@ class ShrinkRun:
         if len(images.verified) > (most := most_images(original)):
             log(f"the outputs are large: verified on {most:,} of {len(images.verified):,} images")
             images = images._replace(verified=images.verified.take(most))
-        share = 1.0
-        if effort == "quick" and kind.needed_images < 1:
-            macs = family_of(original).costs(original).macs
+        share, macs = 1.0, family_of(original).costs(original).macs if effort == "quick" else 0
+        if macs and kind.needed_images < 1:
             images, settings, share = _fewer_maps(images, settings, macs)
+        if macs > HUGE:
+            settings = settings.on_share(0.5)
+        elif macs > LARGE:
+            fewer = max(settings.sensitivity_images // 2, MIN_SENSITIVITY_IMAGES)
+            settings = replace(settings, sensitivity_images=min(fewer, settings.sensitivity_images))
         planned = images.planned.take(min(settings.num_images, len(images.planned)))
         planned_model, outputs = original, KeptOutputs(original)
         begin("diagnosing")
@@ -333,11 +338,8 @@ class ShrinkRun:
             settings = replace(settings, trials=-(-settings.trials // 2))
             units = " + ".join(str(cut.units) for cut in planned_model.around.cuts)
             log(f"decoder: {units} channels are left; divergence {divergence:.3g}, before the plan")
-        is_halved = effort == "quick" and family_of(original).costs(original).macs > LARGE
-        if is_halved:
-            fewer = max(settings.sensitivity_images // 2, MIN_SENSITIVITY_IMAGES)
-            settings = replace(settings, sensitivity_images=min(fewer, settings.sensitivity_images))
-        wanted = round(share * DIAGNOSIS_IMAGES * output_kind_of(original).needed_images ** 0.5) // (1 + is_halved)
+        parts = 1 + (macs > LARGE) + 2 * (macs > HUGE)
+        wanted = round(share * DIAGNOSIS_IMAGES * output_kind_of(original).needed_images ** 0.5) // parts
         diagnosed = planned.take(min(wanted, len(planned)))
         diagnosis = diagnose(planned_model, diagnosed, moments=True, batch_size=32)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
@@ -362,7 +364,7 @@ class ShrinkRun:
         how = {"by": "compress", "norms": REALIZED_NORMS[0]}
         how |= {"calibration_images": len(self.images.planned), **fits_record(*fits)}
         prescription = replace(chosen, about={**chosen.about, "realized": how})
-        rounds = rounds_of(batch, family_of(self.original).costs(self.original).macs)
+        rounds = rounds_of(batch, self.original)
         return self._verified(slim, target, plan, prescription, Promises(rounds=rounds))
 
     def _realized(self, prescription: Prescription, log: Log) -> tuple[nn.Module, tuple[Fit, ...]]:
@@ -395,7 +397,7 @@ class ShrinkRun:
         settings = self.settings
         models = {"unchanged": self.original, "smaller": model}
         # A file of the result that differed could not be saved.
-        rounds = rounds_of(settings.batch)
+        rounds = rounds_of(settings.batch, self.original)
         gain = file_speeds(models, settings, self.planned, rounds, are_compared=True)["smaller"]
         settings.log(f"as {settings.to}: {gain:.2f}x the speed of the unchanged model")
         if gain >= 1 or target.minimized == "params":
@@ -408,7 +410,7 @@ class ShrinkRun:
         that it was planned with.
         """
         batch = self.settings.batch
-        speed = Latency(batch, final_protocol(self.settings.conditions, batch), library=True)
+        speed = Latency(batch, final_protocol(self.settings.conditions, batch, self.original), library=True)
         return self._verified(self.planned_model, target, None, None, speed)
 
     def _verified(

@@ -155,7 +155,7 @@ class Shrunk:
                     file = export(self.model, new / "model.onnx", to=form, precision=precision, class_names=names)
                     if original is not None and self.prescription is not None:
                         timed = int(self.evidence.about.get("batch", 32))
-                        timing = {"threads": threads, "batches": (timed,), "rounds": rounds_of(timed)}
+                        timing = {"threads": threads, "batches": (timed,), "rounds": rounds_of(timed, original)}
                         compare_with_original(file, original, **timing)
                 if to is not None and original is not None:
                     self._write_exported(new, to, original, batch, threads)
@@ -179,7 +179,7 @@ class Shrunk:
         precision = precision_for(self.model, form)
         file = export(self.model, path, to=form, precision=precision, calibration=calibration, class_names=names)
         conditions = Conditions(file.images.device, file.images.precision, threads)
-        protocol = final_protocol(conditions, batch)
+        protocol = final_protocol(conditions, batch, original)
         speed = 1 / self.target.limit if self.target.quantity == "latency" else None
         checks = with_accuracy(tested, original, Fidelity(), Latency(batch, protocol, speed, library=True))
         about = {"target": str(self.target), "file": path.name, "format": to}

@@ -82,6 +82,34 @@ def fold_norms_(model: Any) -> None:
     model.validate_nodes_and_infer_types()
 
 
+def divide_attention_(model: Any) -> None:
+    """Replaces scaled dot-product attention by its products and softmax, which OpenVINO runs as one kernel either way:
+    of the fused operation it transposes the keys in memory (docs/results/speed.md).
+    """
+    op = library("openvino.opset13", "openvino")
+    for node in [each for each in model.get_ordered_ops() if each.get_type_name() == "ScaledDotProductAttention"]:
+        query, key, value, *others = node.input_values()
+        # A mask, which may be one number, and the scale: programs of torch state both.
+        if len(others) != 2 or node.get_attributes()["causal"]:
+            continue
+        mask, scale = others
+        factor = _number_of(scale.get_node())
+        scaled = query if factor == 1.0 else op.multiply(query, scale)
+        products = op.matmul(scaled, key, False, True)
+        if _number_of(mask.get_node()) != 0.0:
+            products = op.add(products, mask)
+        attended = op.matmul(op.softmax(products, -1), value, False, False)
+        for use in node.output(0).get_target_inputs():
+            use.replace_source_output(attended.output(0))
+    model.validate_nodes_and_infer_types()
+
+
+def _number_of(node: Any) -> float | None:
+    """Returns the value of a constant of one number, or None."""
+    is_number = node.get_type_name() == "Constant" and node.get_data().size == 1
+    return float(node.get_data().item()) if is_number else None
+
+
 def _users(node: Any) -> list[Any]:
     return [use.get_node() for use in node.output(0).get_target_inputs()]
 
@@ -164,6 +192,7 @@ class OpenVINO(Format):
         else:
             model = openvino.convert_model(program)
             fold_norms_(model)
+            divide_attention_(model)
         # By default the weights would be stored in float16.
         openvino.save_model(model, str(path), compress_to_fp16=False)
 

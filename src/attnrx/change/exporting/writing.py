@@ -278,7 +278,9 @@ def compare_with_original(
     subject = ExportSubject.of(original, exported.form, size or DYNAMIC, precision, images)
     library = bare_subject(family_of(original).library_model(original), subject)
     conditions = Conditions(exported.images.device, precision, threads)
-    protocol, noise = LatencyProtocol(conditions, rounds), torch.Generator().manual_seed(0)
+    # Few rounds are those of long passes, of which one is warm.
+    protocol = LatencyProtocol(conditions, rounds, warmup=min(max(rounds // 6, 1), 5))
+    noise = torch.Generator().manual_seed(0)
     with TemporaryDirectory() as folder:
         other = write_exported(library, Path(folder) / f"original{exported.form.suffix}", exported.form)
         comparisons = tuple(

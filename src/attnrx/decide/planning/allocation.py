@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,6 +18,8 @@ NOTHING = 1e-12
 # allowed, because a stage has a cost. Plans that miss the target by up to ROUNDING_SLACK parts are checked too, because
 # of the rounding.
 GRID, MAX_DEFICIT, ROUNDING_SLACK = 2000, 200, 10
+# Plans of one to FEW stages, with tokens that fill the vectors and tiles of kernels, at most NUMBERS of them.
+FEW, TILE, NUMBERS = 3, 16, 16
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,47 @@ class Frontier:
                 )
             now = best
         return self._without_surplus(limit, now)
+
+    def few_stages(self, limit: float, count: int) -> tuple[Choices, ...]:
+        """Returns plans without ranks of one to FEW stages that cost at most this share: for every number of stages
+        those with the lowest predicted divergence at `count` sets of layers.
+        """
+        # Costs and sensitivities add up over the stages, each of which changes them by the tokens before and after it,
+        # so that all plans are compared.
+        table, space, found = self.cost_table, self.space, list[Choices]()
+        if TOKENS not in space.axes:
+            return ()
+        tokens = np.arange(table.prefix + table.patches + 1)
+        gone = np.minimum(tokens[::-1], table.patches)
+        blocks = table.attention[:, 0, 0] + table.mlp[:, 0]
+        # [layer, tokens]: the cost of all layers from one on, and the divergence by pruning before it.
+        costs = blocks[::-1].cumsum(0)[::-1] / table.whole
+        changes = np.array(
+            [
+                [self.sensitivities.of_pruning(layer, int(n), table.patches) for n in gone]
+                for layer in range(space.depth)
+            ]
+        )
+        unit = TILE * -(-table.patches // (TILE * NUMBERS)) if table.patches >= 8 * TILE else space.step
+        numbers = range((tokens[-1] - 1) // unit * unit, table.prefix, -unit)
+        for stages in range(1, min(FEW, space.depth - 1) + 1):
+            layers = np.array([*itertools.combinations(range(1, space.depth), stages)])[:, None]  # [sets, 1, stages]
+            after = np.array([*itertools.combinations(numbers, stages)]).reshape(-1, stages)  # [numbers, stages]
+            before = np.column_stack([np.full(len(after), tokens[-1]), after[:, :-1]])
+            possible = ((before - after) <= (before - table.prefix) // 2 // space.step * space.step).all(1)
+            before, after = before[possible], after[possible]
+            total = costs[layers, after] - costs[layers, before] + table.stages[layers, before] / table.whole
+            changed = (changes[layers, after] - changes[layers, before]).sum(-1)  # [sets, numbers]
+            changed[self.nothing + total.sum(-1) > limit] = np.inf
+            if not changed.size:
+                continue
+            for index in changed.min(1).argsort()[:count]:
+                best = changed[index].argmin()
+                if np.isfinite(changed[index, best]):
+                    num_pruned = np.zeros(space.depth, dtype=int)
+                    num_pruned[layers[index, 0]] = before[best] - after[best]
+                    found.append(replace(Choices.nothing(space.depth), num_pruned=tuple(num_pruned.tolist())))
+        return tuple(found)
 
     def _without_surplus(self, limit: float, now: Step) -> Step:
         """Undoes choices within the budget: repeats the change that keeps more and reduces the divergence most."""

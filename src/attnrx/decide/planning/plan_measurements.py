@@ -34,18 +34,21 @@ from attnrx.vit.models import family_of
 # calls of operations dominate; of files, which do not run in chunks, as many as take FILE_MACS.
 MIN_IMAGES, FEWEST, MIN_MACS, FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
 # The rounds of a final measurement, as many times more as a batch is smaller than MIN_IMAGES; fewer for a pass of
-# LONG multiply-accumulates, about a second, which varies less.
-ROUNDS, LONG_ROUNDS = 32, 6
+# LONG multiply-accumulates, about a second, which varies less, and for one of LONGER.
+ROUNDS, LONG_ROUNDS, LONGER, LONGER_ROUNDS = 32, 6, 10 * LONG, 3
 
 
-def rounds_of(batch: int, macs: float = 0.0) -> int:
-    """Returns the rounds of a final latency measurement, more for few images, and fewer for many MACs per image."""
-    return LONG_ROUNDS if batch * macs >= LONG else ROUNDS * max(MIN_IMAGES // batch, 1)
+def rounds_of(batch: int, model: nn.Module) -> int:
+    """Returns the rounds of a final latency measurement, more for few images, and fewer for a large model."""
+    macs = batch * family_of(model).costs(model).macs
+    if macs >= LONG:
+        return LONGER_ROUNDS if macs >= LONGER else LONG_ROUNDS
+    return ROUNDS * max(MIN_IMAGES // batch, 1)
 
 
-def final_protocol(conditions: Conditions, batch: int) -> LatencyProtocol:
+def final_protocol(conditions: Conditions, batch: int, model: nn.Module) -> LatencyProtocol:
     """Returns the protocol of results: whole batches, wall clock, several processes."""
-    return LatencyProtocol(conditions, rounds_of(batch), warmup=2, processes=PROCESSES)
+    return LatencyProtocol(conditions, rounds_of(batch, model), warmup=2, processes=PROCESSES)
 
 
 class PlanTimer:

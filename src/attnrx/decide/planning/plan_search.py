@@ -33,10 +33,10 @@ class Trial:
 
 
 def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choices:
-    """Applies up to `MOST_VARIED` random changes: each keeps more or prunes more of one layer."""
+    """Applies up to `MOST_VARIED` random changes: each keeps more or prunes more of one layer, or moves a stage."""
     for _ in range(1 + int(random.integers(MOST_VARIED))):
         # Both directions: what the change costs or saves is balanced by the greedy rule, which meets the budget again.
-        variations = list((space.relaxations if random.integers(2) else space.moves)(choices))
+        variations = list((space.relaxations, space.moves, space.shifts)[random.integers(3)](choices))
         if variations:
             choices = variations[int(random.integers(len(variations)))]
     return choices

@@ -41,6 +41,8 @@ MISSED, TOLERATED = 1.05, 0.01
 LARGEST = 0.99
 # A plan is measured on one batch first, and no further if its divergence there is so many times that of the best plan.
 HOPELESS = 1.2
+# The plans of one, two and three stages that a search for latency measures too, of each number.
+FEW_STAGES = 5
 # Bisection steps of the search for an accuracy drop: the cost is found to 1 / 64.
 HALVINGS = 6
 
@@ -249,9 +251,9 @@ class Planner:
         self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
         begin("searching plans")
         build, few = partial(self.step, limit), ()
-        if self.target.minimized == "latency" and TOKENS in self.space.axes:
+        if self.target.minimized == "latency":
             # A stage takes time, and what many patches pruned at once change is more than the sum of sensitivities.
-            few = self.space.few_stages(lambda choices: self.measurements.cost_table.total(choices) <= limit)
+            few = self.measurements.frontier.few_stages(limit, FEW_STAGES)
         self.trials = refine_plan(self.space, self.settings, build, self.tried, self._first(limit), few)
         return self._best(self.trials)
 

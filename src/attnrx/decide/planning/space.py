@@ -1,9 +1,9 @@
 """The search space of a plan: per layer the ranks of qk, vo and MLP, and the number of patches pruned before it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate
 
 from torch import nn
 
@@ -29,9 +29,6 @@ LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 JUMPS = (1, 2, 4, 8, 16)
 # The step is STEP patches, and less in images of few patches, so that a stage has at least two numbers to choose from.
 STEP = 4
-# The most stages of the plans of few stages that a search for latency begins with, and of what their tokens are a
-# multiple.
-FEW, TILE = 4, 16
 
 
 @dataclass(frozen=True)
@@ -217,28 +214,6 @@ class Space(Displayed):
         counts = range(largest, 0, -self.step)
         return tuple(self._fitted(replace(nothing, num_pruned=(0, *(count,) * (self.depth - 1)))) for count in counts)
 
-    def few_stages(self, allowed: Callable[[Choices], bool]) -> tuple[Choices, ...]:
-        """Returns plans without ranks of one to FEW stages that keep equal shares, spread evenly over the layers or one
-        layer earlier or later: with the most patches that are `allowed`, e.g. by their cost.
-        """
-        found, prefix = [], self.shape.layout.prefix
-        # Tokens fill the vectors and tiles of kernels; of few patches that would leave too few numbers to choose from.
-        unit = TILE if self.patches >= 8 * TILE else self.step
-        for stages, shift in product(range(1, FEW + 1), (-1, 0, 1)):
-            parts = [self.depth * (index + 1) // (stages + 1) + shift for index in range(stages)]
-            layers = {min(max(layer, 1), self.depth - 1) for layer in parts}
-            for percent in range(98, 50, -2):
-                num_pruned, present, share = [0] * self.depth, self.patches, 1.0
-                for layer in sorted(layers):
-                    share *= percent / 100
-                    left = round((prefix + share * self.patches) / unit) * unit - prefix
-                    num_pruned[layer], present = max(present - left, 0), min(left, present)
-                choices = replace(Choices.nothing(self.depth), num_pruned=tuple(num_pruned))
-                if allowed(choices):
-                    found.append(choices)
-                    break
-        return tuple(dict.fromkeys(choices for choices in found if self._fitted(choices) == choices))
-
     def relaxations(self, choices: Choices, step: int | None = None) -> Iterator[Choices]:
         """Yields every plan with one change that keeps more: a higher rank, or fewer pruned patches in one layer, by a
         multiple of `step`, by default that of the space.
@@ -264,6 +239,13 @@ class Space(Displayed):
                 fitted = self._fitted(choices.with_choice(TOKENS, layer, count))
                 if fitted.num_pruned[layer] == count:
                     yield fitted
+
+    def shifts(self, choices: Choices) -> Iterator[Choices]:
+        """Yields every plan with one stage that prunes as many patches, one layer earlier or later."""
+        for layer, count in enumerate(choices.num_pruned):
+            for other in (layer - 1, layer + 1):
+                if count and 0 < other < self.depth and not choices.num_pruned[other]:
+                    yield choices.with_choice(TOKENS, layer, 0).with_choice(TOKENS, other, count)
 
     def _fitted(self, choices: Choices) -> Choices:
         """Limits the number of patches pruned at every stage to half of its input patches."""

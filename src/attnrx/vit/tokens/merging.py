@@ -62,7 +62,7 @@ class Merging(Reducer):
 
     def closeness(self, first: Tables, second: Tables) -> Float[Tensor, "batch first second"]:
         """Returns the similarity of every patch of the first set to every one of the second."""
-        return first["keys"] @ second["keys"].transpose(1, 2)
+        return torch.bmm(first["keys"], second["keys"].transpose(1, 2))
 
     def split(self, state: TokenState, features: Tables, most: int) -> tuple[Side, Side]:
         """Divides the patches of one round, of which at most `most` are merged; others are in neither set."""
@@ -169,10 +169,11 @@ class Round:
             merged = sums.scatter_add(1, self.destinations[..., None].expand_as(weighted), weighted)
         else:
             first = self._numbers.shape[1] - table.shape[1]
+            # Not `@`, which expands both sides to one batch size: operations in the graph of a file for any batch.
             if first:
-                merged = self._shares[:, first:, first : self._numbers.shape[1]] @ table
+                merged = torch.bmm(self._shares[:, first:, first : self._numbers.shape[1]], table)
             else:
-                merged = self._shares @ (nn.functional.pad(table, (0, 0, 0, 1)) if self._is_padded else table)
+                merged = torch.bmm(self._shares, nn.functional.pad(table, (0, 0, 0, 1)) if self._is_padded else table)
         # Under autocast the product has a lower precision than the table, sizes may have a higher one.
         return merged if merged.dtype == table.dtype else merged.to(table.dtype)
 
@@ -289,7 +290,8 @@ class Ward(Merging):
         """Returns half of the negative increase of squared error: |x|^2 + |y|^2 - 2 x y, over 1/a + 1/b."""
         squares = first["squares"] + second["squares"].transpose(1, 2)
         # x y - (|x|^2 + |y|^2) / 2, half of the negative squared distance: [batch, first, second].
-        distances = torch.sub(first["patches"] @ second["patches"].transpose(1, 2), squares, alpha=0.5)
+        products = torch.bmm(first["patches"], second["patches"].transpose(1, 2))
+        distances = torch.sub(products, squares, alpha=0.5)
         # Rounding can make the squared distance of equal patches negative.
         distances = distances.clamp_max(0)
         if "inverse_weights" not in first:
