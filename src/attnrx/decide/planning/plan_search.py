@@ -8,6 +8,7 @@ on the trials before it alone.
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -30,6 +31,9 @@ class Trial:
     step: Step
     divergence: float
     softened: float
+
+
+BY_SOFTENED = attrgetter("softened")  # the key by which trials are compared
 
 
 def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choices:
@@ -63,12 +67,8 @@ def refine_plan(
     starts = (*few, *space.even_schedules()[:EVEN]) if number else ()
     for _ in track(range(number), "searching plans"):
         step = proposed(space, settings, build, trials, starts)
-        trials.append(measure(step, min(trials, key=_softened)))
+        trials.append(measure(step, min(trials, key=BY_SOFTENED)))
     return tuple(trials)
-
-
-def _softened(trial: Trial) -> float:
-    return trial.softened
 
 
 def proposed(
@@ -84,7 +84,7 @@ def proposed(
         return trials[0].step
     random = np.random.default_rng((settings.seed, number))
     # The plan of the closed form may be the best.
-    measured, best = {trial.step.choices for trial in trials}, min(trials, key=_softened).step.choices
+    measured, best = {trial.step.choices for trial in trials}, min(trials, key=BY_SOFTENED).step.choices
     steps: list[Step] = []
     for _ in range(ATTEMPTS):
         with suppress(NotSupported):  # the varied plan may not reach the budget

@@ -14,7 +14,7 @@ from attnrx.data.model_data import images_for
 from attnrx.decide.planning.allocation import Step, require_reachable
 from attnrx.decide.planning.cost_table import CostTable
 from attnrx.decide.planning.plan_measurements import PlanMeasurements
-from attnrx.decide.planning.plan_search import Trial, refine_plan
+from attnrx.decide.planning.plan_search import BY_SOFTENED, Trial, refine_plan
 from attnrx.decide.planning.plan_settings import DROP, PlanSettings, Target
 from attnrx.decide.planning.reference_outputs import Answers, Deviation
 from attnrx.decide.planning.sensitivity import Sensitivities
@@ -231,10 +231,12 @@ class Planner:
         return best[0]
 
     def _adjusted(self, limit: float, last: Trial) -> Trial:
-        """Returns the best plan at this cost among those reached from the best trials."""
-        # Greedy moves from plans that are measured already: no search, and few plans to measure at the new cost.
-        order = sorted(self.trials, key=lambda trial: trial.softened)
+        """Returns the best plan at this cost among those reached from the best trials, and those of few stages."""
+        # Greedy moves from plans that are measured already: no search, and few plans to measure at the new cost. Those
+        # of few stages, because the trials may be for a cost that was wrong.
+        order = sorted(self.trials, key=BY_SOFTENED)
         starts = [last.step.choices, *(trial.step.choices for trial in order[: self.settings.finalists])]
+        starts += self.measurements.frontier.few_stages(limit, 1)
         steps: dict[Choices, Step] = {}
         for start in dict.fromkeys(starts):  # without repetitions, in order
             with suppress(NotSupported):  # nothing near this plan is cheap enough
@@ -242,7 +244,10 @@ class Planner:
                 steps[step.choices] = step
         if not steps:
             return self._first(limit)
-        return self._best([self.tried(step) for step in steps.values()])
+        tried: list[Trial] = []
+        for step in steps.values():
+            tried.append(self.tried(step, min(tried, key=BY_SOFTENED, default=None)))
+        return self._best(tried)
 
     def _first(self, limit: float) -> Trial:
         return self.tried(self.step(limit))
@@ -280,7 +285,7 @@ class Planner:
     def _best(self, trials: Sequence[Trial]) -> Trial:
         """Returns the trial with the lowest divergence on all images among the finalists on fewer images."""
         # By choices, because several trials may have one plan.
-        order = {trial.step.choices: trial for trial in sorted(trials, key=lambda trial: trial.softened)}
+        order = {trial.step.choices: trial for trial in sorted(trials, key=BY_SOFTENED)}
         first = list(order.values())[: self.settings.finalists]
         answers = self.measurements.answers
         measured = [self.measurements.trial(trial.step, answers) for trial in first]
