@@ -336,8 +336,9 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
     trial = made.for_cost(most)
     assert made.latency == {"faster": 1 / (slower * requested[-1])}
     assert requested[-1] == pytest.approx(trial.step.cost) and 0.98 * most <= slower * requested[-1] <= most
-    # The closed form alone was too slow; what was searched for after that is not.
-    assert slower * requested[0] > most and len(requested) == 2 and len(made.trials) > 9
+    # The closed form alone was too slow; what was searched for after that is not. Each is measured twice, because the
+    # first timing is not what was predicted.
+    assert slower * requested[0] > most and len(requested) == 4 and len(made.trials) > 9
     slower = 100.0
     # A correction asks for at most the fastest plan, and the message names what was measured.
     with pytest.raises(NotSupported, match=r"cannot be promised: .*Request a share of the MACs"):

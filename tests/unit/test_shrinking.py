@@ -22,6 +22,7 @@ from attnrx.decide.planning.plan_settings import target_of
 from attnrx.show.checks import Costs
 from attnrx.show.reports import summary_of
 from attnrx.support.errors import DataError, InvalidInput
+from attnrx.verbs import shrink as shrinking
 from attnrx.verbs.shrink import FITS_BY_EFFORT, timing_conditions
 from attnrx.verbs.shrunk import Shrunk
 from attnrx.vit.models import model_fingerprint
@@ -119,6 +120,25 @@ def test_the_log_has_the_phases_of_the_call_in_their_order(first) -> None:
     numbers = [int(match[1]) for match in found if match]
     assert numbers == sorted(numbers) == list(range(1, numbers[-1] + 1)), first[2]
     assert {match[2] for match in found if match} == {str(numbers[-1])}
+
+
+@pytest.mark.slow
+def test_a_quick_call_for_a_large_model_takes_fewer_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shrinking, "HUGE", 0.0)
+    monkeypatch.setattr(shrinking, "HUGE_VERIFIED", 8)
+    lines = list[str]()
+    found = rx.shrink(original(), images(96), macs=0.5, log=lines.append)
+    assert found.images is not None and len(found.images.verified) == found.evidence.about["images"] == 8
+    assert any("verified on 8 of" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [shrinking.MOST_DISTILLED, 0])
+def test_a_normal_call_distills_small_models(monkeypatch: pytest.MonkeyPatch, most: float) -> None:
+    monkeypatch.setitem(FITS_BY_EFFORT, "normal", (64, (Distill(1),)))
+    monkeypatch.setattr(shrinking, "MOST_DISTILLED", most)
+    prescription = rx.shrink(original(), images(96), macs=0.35, effort="normal").prescription
+    assert prescription is not None and ("distill" in prescription.about["realized"]) == (most > 0)
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         params: Shares of the parameters that stay, e.g. 0.8,0.6.
         batch: Images per forward pass whose latency is measured.
         threads: CPU threads of that forward pass (torch's default).
-        effort: How much is measured: quick, normal or thorough, which also distills every size.
+        effort: How much is measured: quick, or normal and thorough, which also distill every size (see `shrink`).
         inputs: What the forward of a module of your own takes, of every batch: `inputs(batch)` returns a tensor, a
             tuple of arguments or a mapping of named ones. By default the batch is one of images.
         weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.

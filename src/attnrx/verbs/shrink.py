@@ -61,8 +61,8 @@ from attnrx.vit.outputs import Divergence, Map, Metric, judged, most_images, out
 DIAGNOSIS_IMAGES, PREDICTION_IMAGES = 128, 96
 # A quick call for a model of more than LARGE multiply-accumulates per image diagnoses on half of them, and measures
 # sensitivities on half of the usual ones, of outputs with a number per position on so many at least. For one of more
-# than HUGE (a ViT-L has 6e10) it plans on half of all images, and diagnoses on a quarter.
-LARGE, HUGE, MIN_SENSITIVITY_IMAGES = 2.5e9, 4e10, 8
+# than HUGE (a ViT-L has 6e10) it plans on half of all images, diagnoses on a quarter, and verifies on HUGE_VERIFIED.
+LARGE, HUGE, MIN_SENSITIVITY_IMAGES, HUGE_VERIFIED = 2.5e9, 4e10, 8, 256
 # A target of latency that saves less is planned with the whole decoder, which could otherwise meet it alone.
 LARGEST_DECODER = 0.2
 # The most images that a result is verified on, of which an accuracy has a standard error of 0.5 points at most.
@@ -80,11 +80,15 @@ FITS_BY_EFFORT: Mapping[str, tuple[int, tuple[Fit, ...]]] = {
     # ViT-B half of the steps. 512 images and steps on four of them take 1.6 times the CPU time for the same divergence
     # (docs/results/plan.md, "How many images does a repair need?").
     "quick": (256, (Repair(100, images=2, macs=5e12),)),
-    "normal": (1024, (Repair(300, macs=1e14),)),
+    # The distillation takes 14 % of the divergence of a plan of one image for eager PyTorch, in 131 s on two threads.
+    "normal": (1024, (Repair(300, macs=1e14), Distill(2))),
     # At 60 % of the parameters 0.376 nats, with 1,024 images and 300 steps 0.420 (docs/results/plan.md). The tokens of
     # the images that the budget leaves of a ViT-L are in memory seven times, in 12 GB.
     "thorough": (3072, (Repair(500, macs=4e14), Distill(2))),
 }
+
+# A normal call does not distill models of more multiply-accumulates per image: a ViT-S has 4.6e9.
+MOST_DISTILLED = 5e9
 
 # The phases of `shrink` and their usual shares of the time of a quick call for MACs (`progress.Phases`). Those before
 # the repair are seconds of CPU time of a ViT-Tiny at 224 pixels on one thread of a loaded machine (2026-11).
@@ -157,8 +161,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         max_drop: The points of accuracy that may be lost, e.g. 1pt.
         batch: Images per forward pass whose latency is measured.
         threads: CPU threads of that forward pass (torch's default).
-        effort: How much is measured: quick (minutes), normal or thorough, which also distills the model from the
-            original at the end.
+        effort: How much is measured: quick (minutes), normal or thorough; both also distill the model from the
+            original at the end, normal only one of at most 5e9 MACs per image.
         to: The format of a file that `faster` is about (see export), e.g. int8 or 'openvino(precision=bf16)': the plan
             is made with the latency of blocks in the runtime of the format; `Shrunk.save(to=...)` writes the file.
         inputs: What the forward of a module of your own takes, of every batch: `inputs(batch)` returns a tensor, a
@@ -326,6 +330,9 @@ class ShrinkRun:
             images, settings, share = _fewer_maps(images, settings, macs)
         if macs > HUGE:
             settings = settings.on_share(0.5)
+            if len(images.verified) > HUGE_VERIFIED:
+                log(f"a quick call for a large model: verified on {HUGE_VERIFIED} of {len(images.verified):,} images")
+                images = images._replace(verified=images.verified.take(HUGE_VERIFIED))
         elif macs > LARGE:
             fewer = max(settings.sensitivity_images // 2, MIN_SENSITIVITY_IMAGES)
             settings = replace(settings, sensitivity_images=min(fewer, settings.sensitivity_images))
@@ -374,7 +381,8 @@ class ShrinkRun:
         # a decoder gains more than a quick repair, in a quarter of the time.
         has_ranks = bool(replace(prescription, tokens=None).rules)
         repairs = has_ranks and not (self.has_smaller_decoder and effort == "quick")
-        possible = {Repair: repairs, Distill: len(images) >= 2 * HELD_OUT}
+        is_small = effort != "normal" or family_of(self.original).costs(self.original).macs <= MOST_DISTILLED
+        possible = {Repair: repairs, Distill: is_small and len(images) >= 2 * HELD_OUT}
         fits = [replace(fit, seed=self.settings.seed) for fit in FITS_BY_EFFORT[effort][1] if possible[type(fit)]]
         try:
             return realize_and_fit(self.planned_model, prescription, images, fits, log=log), tuple(fits)

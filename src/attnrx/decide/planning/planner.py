@@ -37,6 +37,8 @@ RETRY_FACTOR, QUICK_FACTOR = 0.993, 0.98
 # A plan that misses a target of latency by less, after all attempts, is returned if the ones that reach it diverge by
 # more than TOLERATED nats and twice as far; machines vary by as much.
 MISSED, TOLERATED = 1.05, 0.01
+# A timing that differs from the prediction by a larger share is repeated.
+DOUBTFUL = 0.08
 # The largest share of the latency that is planned for: a plan for 1 would be the unchanged model.
 LARGEST = 0.99
 # A plan is measured on one batch first, and no further if its divergence there is so many times that of the best plan.
@@ -195,9 +197,7 @@ class Planner:
                 trial = self._adjusted(allowed, trial)
             else:
                 trial = self._searched(allowed)
-            ratio = 1 / self.measurements.speed(trial.step.choices)
-            what = "" if self.settings.to is None else f" as {self.settings.to}"
-            self.log(f"measured {1 / ratio:.2f}x faster{what}, where {1 / trial.step.cost:.2f}x was predicted")
+            ratio = self._timed(trial.step)
             timings.append((trial, ratio))
             if ratio <= largest_ratio and (best is None or trial.divergence < best[0].divergence):
                 best = timings[-1]
@@ -229,6 +229,15 @@ class Planner:
             )
         self.latency = self.measurements.latency(best[0].step.choices)
         return best[0]
+
+    def _timed(self, step: Step) -> float:
+        """Returns the measured latency of a plan as a share."""
+        ratio = 1 / self.measurements.speed(step.choices)
+        if abs(ratio / step.cost - 1) > DOUBTFUL:  # an error of the table, or of this timing
+            ratio = 1 / self.measurements.speed(step.choices)
+        what = "" if self.settings.to is None else f" as {self.settings.to}"
+        self.log(f"measured {1 / ratio:.2f}x faster{what}, where {1 / step.cost:.2f}x was predicted")
+        return ratio
 
     def _adjusted(self, limit: float, last: Trial) -> Trial:
         """Returns the best plan at this cost among those reached from the best trials, and those of few stages."""

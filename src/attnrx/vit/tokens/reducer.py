@@ -277,10 +277,10 @@ def stable_order(
 
 def first_best(values: Float[Tensor, "batch values"], count: int) -> Int[Tensor, "batch best"]:
     """Returns the indices of the `count` largest values of every row, or of all if there are fewer, in any order; of
-    equal values the first ones.
+    equal values the first ones, or any in a graph for a CPU.
     """
-    # On CUDA the selection takes the first of equal values, in one kernel; a stable sort is four, and compiled it is
-    # code whose compilation takes ten seconds. So does ONNX; OpenVINO selects any of them, in a tenth of the time.
+    # On CUDA and in ONNX a selection takes the first of equal values. On CUDA it is one kernel; a stable sort is four,
+    # and compiled it is code whose compilation takes ten seconds. OpenVINO selects in a tenth of the time of a sort.
     if values.device.type in ("cuda", "meta") or is_traced():
         return values.topk(min(count, values.shape[1]), dim=1, sorted=False).indices
     return stable_order(values)[:, :count]
