@@ -322,17 +322,13 @@ class ShrinkRun:
         for line in (images.summary, *images.notes):
             log(line)
         original, splits = _at_size_of(images.planned, original, splits, log)
-        if len(images.verified) > (most := most_images(original)):
-            log(f"the outputs are large: verified on {most:,} of {len(images.verified):,} images")
-            images = images._replace(verified=images.verified.take(most))
+        images = _verified_on(images, most_images(original), "the outputs are large", log)
         share, macs = 1.0, family_of(original).costs(original).macs if effort == "quick" else 0
         if macs and kind.needed_images < 1:
             images, settings, share = _fewer_maps(images, settings, macs)
         if macs > HUGE:
             settings = settings.on_share(0.5)
-            if len(images.verified) > HUGE_VERIFIED:
-                log(f"a quick call for a large model: verified on {HUGE_VERIFIED} of {len(images.verified):,} images")
-                images = images._replace(verified=images.verified.take(HUGE_VERIFIED))
+            images = _verified_on(images, HUGE_VERIFIED, "a quick call for a large model", log)
         elif macs > LARGE:
             fewer = max(settings.sensitivity_images // 2, MIN_SENSITIVITY_IMAGES)
             settings = replace(settings, sensitivity_images=min(fewer, settings.sensitivity_images))
@@ -443,14 +439,20 @@ class ShrinkRun:
         return Shrunk(model, prescription, evidence, plan, target, *parts)
 
 
+def _verified_on(images: Parts, most: int, reason: str, log: Log) -> Parts:
+    """Returns the images with at most so many to verify on."""
+    if len(images.verified) <= most:
+        return images
+    log(f"{reason}: verified on {most:,} of {len(images.verified):,} images")
+    return images._replace(verified=images.verified.take(most))
+
+
 def _fewer_maps(images: Parts, settings: PlanSettings, macs: float) -> tuple[Parts, PlanSettings, float]:
     """Returns as few images as a quick call takes of a model with a number per position and so many MACs, and their
     share: the more positions an image has, the less it varies.
     """
     enough = max(round(VERIFICATION_MACS / macs), MIN_VERIFICATION_IMAGES)
-    if len(images.verified) > enough:
-        settings.log(f"a quick call: verified on {enough:,} of {len(images.verified):,} images")
-        images = images._replace(verified=images.verified.take(enough))
+    images = _verified_on(images, enough, "a quick call", settings.log)
     share = map_share(macs)
 
     def some(part: ImageSet) -> ImageSet:

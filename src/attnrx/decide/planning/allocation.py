@@ -111,7 +111,7 @@ class Frontier:
             layers = np.array([*itertools.combinations(range(1, space.depth), stages)])[:, None]  # [sets, 1, stages]
             after = np.array([*itertools.combinations(numbers, stages)]).reshape(-1, stages)  # [numbers, stages]
             before = np.column_stack([np.full(len(after), tokens[-1]), after[:, :-1]])
-            possible = ((before - after) <= (before - table.prefix) // 2 // space.step * space.step).all(1)
+            possible = (before - after <= space.at_once(before - table.prefix)).all(1)
             before, after = before[possible], after[possible]
             total = costs[layers, after] - costs[layers, before] + table.stages[layers, before] / table.whole
             changed = (changes[layers, after] - changes[layers, before]).sum(-1)  # [sets, numbers]

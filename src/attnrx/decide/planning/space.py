@@ -4,7 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeVar
 
+import numpy as np
 from torch import nn
 
 from attnrx.decide.rules import Rule, by_layer, in_metric, parse_rule, prescribe_maps, rewritten
@@ -24,6 +26,8 @@ AXES = (*RANKS, TOKENS)
 # Eighths of the full rank: multiples of 8 for 64 directions, which are efficient in GEMM kernels.
 LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 
+
+Count = TypeVar("Count", int, np.ndarray)  # one number of patches, or many
 
 # The increments of the number of pruned patches, in steps: large ones, because a stage has a fixed cost.
 JUMPS = (1, 2, 4, 8, 16)
@@ -256,6 +260,6 @@ class Space(Displayed):
             present -= num_pruned[-1]
         return replace(choices, num_pruned=tuple(num_pruned))
 
-    def at_once(self, present: int) -> int:
+    def at_once(self, present: Count) -> Count:
         """Returns the largest number of patches that one stage may prune: half of its input, a multiple of `step`."""
         return present // 2 // self.step * self.step
