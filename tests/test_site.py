@@ -14,8 +14,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import attnrx as rx
-from attnrx.cli.commands import command_module, command_modules
-from attnrx.cli.options import Parser
+from attnrx.cli.commands import command_names, find_command
 
 pytestmark = pytest.mark.slow
 
@@ -133,12 +132,10 @@ def test_every_loss_is_in_the_reference(pages: dict[str, Page]):
     ] == []
 
 
-@pytest.mark.parametrize("name", command_modules())
+@pytest.mark.parametrize("name", command_names())
 def test_every_command_and_option_is_in_the_reference(pages: dict[str, Page], name: str):
     page = pages["command-line.html"]
-    module = command_module(name)
-    parser = Parser(name, command_module(name).SUMMARY, module.EXAMPLE)
-    module.add(parser)
+    parser = find_command(name).parser()
     _, _, section = page.text.partition(f'<h2 id="attnrx-{name}">')
     section = section.partition("<h2 ")[0]
     options = [option for option in parser._option_string_actions if option not in ("-h", "--help")]

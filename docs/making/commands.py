@@ -3,21 +3,17 @@
 import argparse
 from collections.abc import Iterator
 
-from attnrx.cli.commands import command_module, command_modules
+from attnrx.cli.commands import command_names, find_command
 from attnrx.cli.main import EPILOG
-from attnrx.cli.options import Parser
 
 
 def command_pages() -> str:
     """Gives a section for every command: what it does, an example, and its options in tables."""
-    return "\n\n".join((_overview(), *(_command(name) for name in command_modules())))
+    return "\n\n".join((_overview(), *(_command(name) for name in command_names())))
 
 
 def _overview() -> str:
-    rows = [
-        f"| [`attnrx {name}`](#attnrx-{name}) | {command_module(name).SUMMARY} |"
-        for name, summary in ((name, command_module(name).SUMMARY) for name in command_modules())
-    ]
+    rows = [f"| [`attnrx {name}`](#attnrx-{name}) | {find_command(name).summary} |" for name in command_names()]
     codes = EPILOG.partition("exit codes:\n")[2].strip("\n").splitlines()
     pairs = [line.split(maxsplit=1) for line in codes]
     exits = [f"| {code} | {meaning} |" for code, meaning in pairs]
@@ -26,10 +22,9 @@ def _overview() -> str:
 
 
 def _command(name: str) -> str:
-    module = command_module(name)
-    parser = Parser(name, command_module(name).SUMMARY, module.EXAMPLE)
-    module.add(parser)
-    parts = [f"## attnrx {name}", str(parser.description), f"```bash\n{_wrapped(module.EXAMPLE)}\n```"]
+    command = find_command(name)
+    parser = command.parser()
+    parts = [f"## attnrx {name}", str(parser.description), f"```bash\n{_wrapped(command.example)}\n```"]
     for group in parser._action_groups:
         rows = list(_rows(group))
         if rows:

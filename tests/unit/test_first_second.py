@@ -12,9 +12,8 @@ import torch
 
 import attnrx as rx
 from attnrx.cli import main
-from attnrx.cli.commands import command_module, command_modules
+from attnrx.cli.commands import command_names, find_command
 from attnrx.cli.inputs import require_inputs
-from attnrx.cli.options import Parser
 from attnrx.decide.planning import plan_measurements
 from attnrx.support import optional
 from attnrx.support.errors import AttnrxError, NotSupported
@@ -85,11 +84,9 @@ def test_a_target_below_every_plan_is_refused_by_the_cost_table_alone(monkeypatc
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("name", sorted(command_modules()))
+@pytest.mark.parametrize("name", sorted(command_names()))
 def test_the_inputs_of_every_command_can_be_checked(name: str) -> None:
-    command = command_module(name)
-    parser = Parser(name, command.SUMMARY, command.EXAMPLE)
-    command.add(parser)
+    parser = find_command(name).parser()
     options = {action.dest: action.default for action in parser._actions}
     if "data" in options:
         require_inputs(Namespace(**{**options, "data": "digits"}))

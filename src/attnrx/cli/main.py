@@ -12,13 +12,12 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 
 import attnrx as rx
-from attnrx.cli.commands import command_module, command_modules
+from attnrx.cli.commands import command_names, find_command
 from attnrx.cli.inputs import require_inputs
-from attnrx.cli.options import Parser, UsageError, texts_of
-from attnrx.cli.outcome import Outcome
+from attnrx.cli.options import Command, Outcome, Parser, UsageError, texts_of
 from attnrx.support.atomic_writes import require_replaceable
 from attnrx.support.errors import AttnrxError, CardWarning, DataError, InvalidInput, ScaleWarning, nearest
 from attnrx.support.progress import Log
@@ -214,19 +213,17 @@ def _inputs(arguments: Namespace) -> Iterator[tuple[str, Path]]:
                 yield name, Path(text)
 
 
-def parsed(words: Sequence[str]) -> tuple[ModuleType, Parser, Namespace]:
-    """Returns the module of the command, its parser and its parsed arguments.
+def parsed(words: Sequence[str]) -> tuple[Command, Parser, Namespace]:
+    """Returns the command, its parser and its parsed arguments.
 
     Raises:
         UsageError: There is no such command.
     """
-    # Only the module of this command is imported, so that its --help is fast.
     name, rest = words[0], words[1:]
-    if name not in command_modules():
-        raise UsageError(f"attnrx has no command {name!r}: {nearest(name, command_modules())} See `attnrx --help`.")
-    command = command_module(name)
-    parser = Parser(name, command.SUMMARY, command.EXAMPLE)
-    command.add(parser)
+    if name not in command_names():
+        raise UsageError(f"attnrx has no command {name!r}: {nearest(name, command_names())} See `attnrx --help`.")
+    command = find_command(name)
+    parser = command.parser()
     return command, parser, parser.parse_args(rest)
 
 
@@ -256,8 +253,8 @@ def _is_first_process() -> bool:
 
 
 def overview() -> str:
-    width = max(map(len, command_modules()))
-    lines = [f"  {name.ljust(width)}  {command_module(name).SUMMARY}" for name in command_modules()]
+    width = max(map(len, command_names()))
+    lines = [f"  {name.ljust(width)}  {find_command(name).summary}" for name in command_names()]
     usage = "usage: attnrx COMMAND [options]      attnrx --version"
     purpose = "Prescriptions for attention: diagnose a Vision Transformer, prescribe, compress it, verify what it cost."
     return "\n".join([usage, "", purpose, "", "commands:", *lines, "", EPILOG.rstrip()])

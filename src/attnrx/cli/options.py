@@ -1,10 +1,10 @@
-"""The parser of a command and its options: `option` adds one, `add_arguments` those of a public function, `add_*` what
-commands share.
+"""What a command is made of: its parser, its outcome, and its options.
 
-A type maps the text of an option to its value. It raises ArgumentTypeError with the text and the allowed values; the
-parser adds the name of the option. The parameters of functions are read from the source, because importing a function
-imports torch, which takes seconds and --help does not need. The range of a value is that of the function
-(`support.arguments.Kind`), which is imported when a value is given.
+`option` adds one, `add_arguments` those of a public function, `add_*` what commands share. A type maps the text of an
+option to its value. It raises ArgumentTypeError with the text and the allowed values; the parser adds the name of the
+option. The parameters of functions are read from the source, because importing a function imports torch, which takes
+seconds and --help does not need. The range of a value is that of the function (`support.arguments.Kind`), which is
+imported when a value is given.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import attnrx as rx
 from attnrx.support.errors import AttnrxError, InvalidInput, nearest
+from attnrx.support.progress import Log
 
 
 class UsageError(AttnrxError):
@@ -60,6 +61,32 @@ class Parser(argparse.ArgumentParser):
             for text in texts_of(getattr(namespace, action.dest, None)):
                 _require_text(option, text)
         return namespace
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a command: the record for --json, the texts to print, and the exit code."""
+
+    record: Mapping[str, Any]
+    shown: tuple[str, ...]
+    code: int = 0
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its name, its line in the overview, an example, and the functions that add its options and run it."""
+
+    name: str
+    summary: str
+    example: str
+    add: Callable[[Parser], None]
+    run: Callable[[Namespace, Log], Outcome]
+
+    def parser(self) -> Parser:
+        """Returns the parser of its options."""
+        parser = Parser(self.name, self.summary, self.example)
+        self.add(parser)
+        return parser
 
 
 def texts_of(value: object) -> list[str]:

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import attnrx as rx
 from attnrx.cli.inputs import default_device, is_fresh, model_argument, placed
-from attnrx.cli.options import SEED, Number, Parser, add_device, add_model, add_out, option
-from attnrx.cli.outcome import Outcome
+from attnrx.cli.options import SEED, Number, Outcome, Parser, add_device, add_model, add_out, option
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table

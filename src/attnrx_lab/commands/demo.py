@@ -2,8 +2,7 @@
 
 from argparse import Namespace
 
-from attnrx.cli.options import COUNT, SEED, Parser, add_out
-from attnrx.cli.outcome import Outcome
+from attnrx.cli.options import COUNT, SEED, Outcome, Parser, add_out
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
 

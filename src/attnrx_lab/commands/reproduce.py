@@ -4,8 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from attnrx.cli.options import BATCH, COUNT, Number, Parser, add_out, option
-from attnrx.cli.outcome import Outcome
+from attnrx.cli.options import BATCH, COUNT, Number, Outcome, Parser, add_out, option
 from attnrx.support.progress import Log
 
 SUMMARY = "make tables of the paper again, from training to numbers"

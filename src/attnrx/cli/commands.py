@@ -1,0 +1,681 @@
+"""The commands of attnrx: for each the function that adds its options, the one that runs it, and its line in COMMANDS.
+
+attnrx is accessed as `rx.NAME`, which is imported on first use, so that --help is fast. Other packages add commands by
+entry points of the group `attnrx.commands`, each naming a module with `SUMMARY`, `EXAMPLE`, `add` and `run`.
+"""
+
+import importlib
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attnrx as rx
+from attnrx.cli import options
+from attnrx.cli.inputs import (
+    chosen_images,
+    load_splits,
+    model_argument,
+    names_model,
+    outline,
+    parse_losses,
+    splits_argument,
+)
+from attnrx.cli.options import Command, Outcome, Parser, option
+from attnrx.support.errors import InvalidInput
+from attnrx.support.progress import Log
+from attnrx.support.tables import aligned_table
+from attnrx.vit.maps import FITS, REALIZATIONS, REALIZED_NORMS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SUMMARIES = {
+    "shrink": "make a model smaller and faster for a target, without labels, and verify what it cost",
+    "elastic": "make several sizes of a model in one folder, to load the best one within a budget",
+    "train": "train a model, or resume an interrupted run",
+    "diagnose": "measure the spectra and indicators of every layer and head of a model",
+    "prescribe": "decide which directions, heads and tokens of a model to prune",
+    "realize": "apply a prescription to a model, as a mask or by compression",
+    "verify": "collect evidence of what a candidate costs against its reference",
+    "export": "write a model as a file that runs without attnrx, checked against the model",
+    "push": "upload a saved model to the Hugging Face hub, with its card and evidence",
+    "report": "write diagnosis, prescription and evidence into one HTML page",
+    "costs": "compute the parameters and MACs of a model, with or without a token policy",
+}
+EXAMPLES = {
+    "shrink": "attnrx shrink timm:vit_tiny_patch16_224 --data imagenette224.parquet --faster 1.6 --out runs/shrunk",
+    "elastic": "attnrx elastic timm:vit_tiny_patch16_224 --data imagenette224.parquet --macs 0.8,0.6 --out runs/sizes",
+    "train": "attnrx train svda:cifar10 --data cifar10 --out runs/cifar10 --epochs 4 --seed 42",
+    "diagnose": "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json",
+    "prescribe": "attnrx prescribe diagnosis.json --rules qk=energy_retention:0.90 --out prescription.json",
+    "realize": "attnrx realize runs/cifar10 --prescription prescription.json --norms refit --data cifar10 --out slim",
+    "verify": "attnrx verify runs/cifar10-slim --reference runs/cifar10 --data cifar10 --out evidence.json",
+    "export": (
+        "attnrx export slim --to onnx --out slim.onnx\n"
+        "  attnrx export slim --to int8 --data imagenette --out slim-int8.onnx\n"
+        "  attnrx verify slim.onnx --reference slim --data imagenette --checks accuracy,fidelity --out evidence.json"
+    ),
+    "push": (
+        "attnrx push slim someone/slim-vit --license apache-2.0 --base-model timm/vit_tiny_patch16_224\n"
+        "  afterwards hub:someone/slim-vit is the name of the model: attnrx costs hub:someone/slim-vit"
+    ),
+    "report": "attnrx report --candidate runs/cifar10-slim --diagnosis diagnosis.json --out report.html",
+    "costs": "attnrx costs timm:deit_small_patch16_224 --tokens spot:0.7@4,7,10 --json",
+}
+SETTINGS = ("batch", "threads", "seed")  # of shrink and elastic
+
+TARGETS = ("faster", "macs", "params", "max_drop")
+# The quantities of the claims about a target that is measured; MACs and parameters are met by construction.
+MEASURED_TARGETS = {"latency": ("promised speed", "speed"), "max-drop": ("promised_change",)}
+
+
+def _shrink_options(parser: Parser) -> None:
+    options.add_model(parser, "the model to make smaller")
+    options.add_data(parser, "the images to plan and to verify on")
+    target = parser.add_mutually_exclusive_group(required=True)
+    options.add_arguments(target, "shrink", faster="TIMES", macs="SHARE", params="SHARE", max_drop=options.POINTS)
+    options.add_out(
+        parser, "the folder of the model, its evidence, report, card and model.onnx", "runs/shrunk", folder=True
+    )
+    options.add_arguments(parser, "shrink", *SETTINGS, effort=options.EFFORTS, to="FORMAT")
+    option(parser, "--no-onnx", bool, "write no model.onnx")
+    options.add_device(parser)
+
+
+def _shrink(arguments: Namespace, log: Log) -> Outcome:
+    from attnrx.verbs.preflight import preflight  # imports torch
+
+    onnx = not arguments.no_onnx
+    formats = (rx.exporting.parse_format("onnx"),) if onnx else ()
+    preflight(folder=arguments.out, formats=formats, report=True)
+    log(f"loading {arguments.model} and {arguments.data}")
+    model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
+    splits = splits_argument(model, arguments)
+    settings = options.given_arguments(arguments, *TARGETS, *SETTINGS, "effort", "to")
+    shrunk = rx.shrink(model, splits, **settings, folder=arguments.out, log=log)
+    log(shrunk.summary())
+    log("writing the folder and model.onnx, and timing it" if onnx else "writing the folder")
+    timing = options.given_arguments(arguments, "batch", "threads")
+    folder = shrunk.save(arguments.out, onnx, to=arguments.to, original=model, **timing)
+    name = None if arguments.to is None else rx.exporting.parse_format(arguments.to).name
+    exported = None if name is None else rx.Evidence.load(folder / f"evidence-{name}.json")
+    record = {
+        "summary": shrunk.summary(),
+        "folder": str(folder),
+        "prescription": None if shrunk.prescription is None else str(shrunk.prescription),
+        "files": rx.reports.written_files(folder),
+        "evidence": shrunk.evidence.to_record(),
+        "evidence_exported": None if exported is None else exported.to_record(),
+    }
+    lines: list[str] = [shrunk.summary(), f"model: {folder}", f"report: {Path(folder) / 'report.html'}"]
+    if exported is not None:
+        lines.append(f"{exported.about['file']}: {rx.reports.summary_of(exported)}")
+    lines.append(aligned_table(*rx.reports.files_table(folder)))
+    failed = [finding for each in (shrunk.evidence, exported) if each is not None for finding in each.failures]
+    missed = [is_target(finding, shrunk.target.quantity) for finding in failed]
+    notes = (failure(finding, target) for finding, target in zip(failed, missed, strict=True))
+    warnings = (f"warning: {each}" for each in shrunk.evidence.warnings)
+    return Outcome(record, (*lines, *notes, *warnings), code=1 if any(missed) else 0)
+
+
+def is_target(finding: "rx.Finding", quantity: str) -> bool:
+    """Whether a claim is that of the target, and not one of the other predictions of the plan."""
+    return finding.details.get("quantity") in MEASURED_TARGETS.get(quantity, ())
+
+
+def failure(finding: "rx.Finding", target: bool) -> str:
+    """Returns a claim that fails as a line; a prediction that is not the target is no limit of the user's."""
+    value, limit = (f"{each:.4g} {finding.unit}".rstrip() for each in (finding.value, finding.limit or 0.0))
+    start = "target missed" if target else "worse than the plan predicted (not your target)"
+    return f"{start}: {finding.claim}: {value}, limit {limit}"
+
+
+def _elastic_options(parser: Parser) -> None:
+    options.add_model(parser, "the model to make smaller")
+    options.add_data(parser, "the images to plan and to verify on")
+    budgets = parser.add_mutually_exclusive_group(required=True)
+    options.add_arguments(budgets, "elastic", faster="TIMES", macs="SHARES", params="SHARES")
+    options.add_out(parser, "the folder of the sizes; load PATH@macs=0.65 or PATH@faster=1.4", folder=True)
+    options.add_arguments(parser, "elastic", *SETTINGS, effort=options.EFFORTS)
+    options.add_device(parser)
+
+
+def _elastic(arguments: Namespace, log: Log) -> Outcome:
+    from attnrx.verbs.preflight import preflight  # imports torch
+
+    preflight(folder=arguments.out, report=True)
+    log(f"loading {arguments.model} and {arguments.data}")
+    model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
+    settings = options.given_arguments(arguments, "faster", "macs", "params", *SETTINGS, "effort")
+    sizes = rx.elastic(model, splits_argument(model, arguments), arguments.out, **settings, log=log)
+    return Outcome(sizes.to_record(), (*map(str, sizes.sizes), f"sizes: {sizes.folder}"))
+
+
+PRECISIONS, PARALLEL = ("bf16", "fp32"), ("ddp", "fsdp")
+
+# Models of the SVDA paper: a scenario fits any data of its image size. All others have weights, or the shape of a
+# published model.
+BUILT_FOR_DATA = ("svda", "dense")
+
+LOSSES = "terms added to the task, e.g. target_rank:16:0.1 perturbation_robustness:layers=3/4 task:0 (no smoothing)"
+
+
+def plain_fields() -> tuple[str, ...]:
+    """Returns the fields of TrainingConfig that are one number or a flag."""
+    fields = {name: field.value for name, field in options.parameters("TrainingConfig").items()}
+    return tuple(
+        name for name, kind in fields.items() if kind is bool or (isinstance(kind, options.Number) and not kind.several)
+    )
+
+
+def _train_options(parser: Parser) -> None:
+    options.add_model(parser)
+    options.add_data(parser, "the training data")
+    options.add_out(parser, "the folder of the run: model, history, training.json, checkpoints", folder=True)
+    tokens = f"train with token pruning or merging: {options.POLICY}; predictors are initialized from --seed"
+    option(parser, "--tokens", "POLICY", tokens)
+    knobs = parser.add_argument_group("training")
+    options.add_arguments(knobs, "TrainingConfig", *plain_fields(), precision=PRECISIONS, parallel=PARALLEL)
+    option(knobs, "--losses", "LOSS", LOSSES, nargs="+")
+    option(knobs, "--no-task", bool, "train without the task loss: labels are not read")
+    option(knobs, "--teacher", "MODEL", "the teacher of distillation losses: a folder or timm:NAME")
+    option(knobs, "--teacher-weights", "FILE", "the weights of a teacher timm:NAME, in a local file")
+
+
+def _train(arguments: Namespace, log: Log) -> Outcome:
+    # The losses are parsed first, so that a typing error is reported before the dataset is loaded.
+    config = rx.TrainingConfig(**_chosen(arguments))
+    policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
+    model, splits = _model_and_data(arguments, config.seed, log)
+    if arguments.batch_size is None and len(splits.train) < config.batch_size:
+        # At least four steps per epoch if there are enough images.
+        config = replace(config, batch_size=max(1, len(splits.train) // 4))
+        log(f"{splits.name} has {len(splits.train)} training images: a batch is {config.batch_size} of them")
+    if policy is not None:
+        # Before training, because predictors are trained with the model.
+        model = _reducing(model, policy, config, log)
+    trained = rx.train(model, splits, config, arguments.out, log=log)
+    accuracy = trained.record["accuracy"]
+    best = accuracy["best_epoch"]  # None where the validation images have no labels of the model
+    names = ("test", "validation, last epoch", "validation, best epoch" + ("" if best is None else f" ({best})"))
+    shares = (accuracy[name] for name in ("test", "validation", "best_validation"))
+    rows = [(name, "-" if each is None else f"{100 * each:.2f} %") for name, each in zip(names, shares, strict=True)]
+    record = {"model": str(trained.folder), **{key: trained.record[key] for key in ("accuracy", "steps", "seconds")}}
+    return Outcome(record, (aligned_table(("", "accuracy"), rows), f"model and history: {trained.folder}"))
+
+
+def _chosen(arguments: Namespace) -> dict[str, Any]:
+    """Returns the given arguments of TrainingConfig; the others keep their defaults."""
+    chosen = options.given_arguments(arguments, *plain_fields(), "precision", "parallel")
+    teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
+    shared = {knob: value for knob, value in teaching.items() if value is not None}
+    # Otherwise the default losses are those of TrainingConfig, with label smoothing.
+    if arguments.losses or shared or arguments.no_task:
+        chosen["losses"] = parse_losses(arguments.losses or (), shared, not arguments.no_task)
+    return chosen
+
+
+def _reducing(
+    model: "nn.Module", policy: "rx.tokens.TokenPolicy", config: "rx.TrainingConfig", log: Log
+) -> "nn.Module":
+    """Attaches the token policy to the model, with predictors initialized from the seed of the run."""
+    if policy.reducer.learned and "keep_ratio" not in [loss.name for loss in config.losses]:
+        log(
+            f"warning: {policy.reducer} is trained with sampled masks, and without the loss keep_ratio their shares "
+            "may differ from the policy's; add --losses keep_ratio."
+        )
+    from attnrx.nouns.prescription import TokenPrescription
+
+    tokens = TokenPrescription(policy, seed=config.seed)
+    return rx.realize(model, rx.prescribe(model, {"tokens": tokens}))
+
+
+def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Module, rx.data.Splits]":
+    """Returns model and data: data normalized for a model, or a new model with the data's shape and scale."""
+    # A new model is built twice: this one states the image size that the data are loaded with.
+    model = rx.load(arguments.model, seed, weights=arguments.weights, trust=arguments.trust)
+    form = arguments.model.partition(":")[0]
+    if form not in BUILT_FOR_DATA or Path(arguments.model).exists():
+        return model, splits_argument(model, arguments)
+    family = rx.models.family_of(model)
+    channels, size, _ = family.input_shape(model)
+    splits = load_splits(arguments, image_size=size)
+    for note in splits.notes:
+        log(f"{splits.name}: {note}")
+    classes = len(splits.class_names)
+    if (splits.channels, classes) != (channels, rx.models.num_outputs(*family.heads(model))):
+        log(f"{arguments.model} is built for this data: {splits.channels} channels, {classes} classes")
+    scale = splits.normalization
+    shape = {"channels": splits.channels, "classes": classes, "image_size": splits.image_size}
+    shape["geometry"] = splits.geometry
+    return rx.models.build_model(arguments.model, seed, mean=scale.mean, std=scale.std, **shape), splits
+
+
+# The readings in the printed table; the file contains all.
+SHOWN = ("effective_rank", "effective_rank_mix", "sparsity", "alignment", "selectivity")
+
+
+def _diagnose_options(parser: Parser) -> None:
+    options.add_model(parser)
+    options.add_data(parser, "the images to run the model on")
+    options.add_out(parser, "the diagnosis: a JSON file, and its tensors in a second file", kind="attnrx diagnosis")
+    options.add_split(parser, "validation")
+    options.add_running(parser, 64)
+    options.add_arguments(parser, "diagnose", "moments")
+
+
+def _diagnose(arguments: Namespace, log: Log) -> Outcome:
+    model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
+    images = chosen_images(splits_argument(model, arguments), arguments)
+    log(f"diagnosing {arguments.model} on {len(images):,} images")
+    diagnosis = rx.diagnose(model, images, **options.given_arguments(arguments, "moments", "batch_size", "seed"))
+    path = diagnosis.save(arguments.out)
+    record = {
+        "diagnosis": str(path),
+        "fingerprint": diagnosis.fingerprint,
+        "images": len(images),
+        "notes": diagnosis.about.get("notes", []),
+        "layers": rx.serialization.read_json(path)["layers"],
+    }
+    return Outcome(record, (_table(diagnosis), f"diagnosis: {path}"))
+
+
+def _table(diagnosis: "rx.Diagnosis") -> str:
+    # Which readings there are depends on the form of attention.
+    names = [name for name in SHOWN if all(name in layer.readings for layer in diagnosis.layers)]
+    rows = tuple(
+        (
+            f"layer {index}, head {head}",
+            str(int(layer.spectrum.rank[row])),
+            *(f"{float(layer.readings[name][row]):.3f}" for name in names),
+        )
+        for index, layer in enumerate(diagnosis.layers)
+        for row, head in enumerate(layer.spectrum.heads)
+    )
+    return aligned_table(("", "rank", *(name.replace("_", " ") for name in names)), rows)
+
+
+SUBJECT = (
+    "the file of a diagnosis; or, for tokens=POLICY alone, a model: a saved folder, timm:NAME, hf:ID, or a name such "
+    "as dense:cifar10"
+)
+RULES = (
+    "the rule of every map: qk=RULE for query and key, vo=RULE for value and output, fc1=RULE, fc2=RULE for the MLP, "
+    "hidden=RULE for its hidden units, heads=RULE for whole heads, tokens=POLICY. RULE: NAME:KNOB,..., joined by & and "
+    "|, e.g. total_rank:0.5, uniform_rank:0.5,metric=weights, 'energy_retention:0.9 | top_rank:8'. POLICY: "
+    + options.POLICY
+)
+
+
+def _prescribe_options(parser: Parser) -> None:
+    parser.add_argument("diagnosis", metavar="DIAGNOSIS", help=SUBJECT)
+    option(parser, "--weights", "FILE", "the weights of that timm:NAME or lvvit:SIZE")
+    options.add_trust(parser)
+    option(parser, "--rules", "MAP=RULE", RULES, nargs="+", required=True)
+    kind = "attnrx prescription"
+    options.add_out(parser, "the prescription: a JSON file, and a second file if it has tensors", kind=kind)
+
+
+def _prescribe(arguments: Namespace, log: Log) -> Outcome:
+    """Prescribes and saves the prescription."""
+    # The shell splits the rules at spaces, and a rule may contain some.
+    rules = rx.rules.split_maps(" ".join(arguments.rules))
+    prescription = rx.prescribe(_diagnosis(arguments), rules)
+    path, tokens = prescription.save(arguments.out), prescription.tokens
+    notes = list(prescription.about.get("notes", ()))
+    record = {
+        "prescription": str(path),
+        "rules": dict(prescription.rules),
+        "removed_share": prescription.removed_share,
+        "notes": notes,
+        "ranks": [list(ranks) for ranks in prescription.ranks],
+        "reasons": [list(layer.qk.reasons) for layer in prescription.layers],
+        "tokens": tokens
+        and {"policy": str(tokens.policy), "reasons": list(tokens.reasons), "must_be_trained": tokens.must_be_trained},
+    }
+    rows = tuple(
+        (
+            f"layer {index}",
+            " ".join(map(str, layer.qk.ranks)),
+            str(layer.qk.directions if layer.qk.is_shared else layer.qk.keep.shape[1]),
+            str(int((~layer.heads).sum())),
+        )
+        for index, layer in enumerate(prescription.layers)
+    )
+    table = aligned_table(("", "kept directions per head", "of", "heads pruned"), rows)
+    removed = f"{100 * prescription.removed_share:.2f} % of the directions are removed; the file has the reasons"
+    warnings = (f"warning: {note}" for note in notes)
+    token_reasons = () if tokens is None else tokens.reasons
+    return Outcome(record, (table, removed, *token_reasons, *warnings, f"prescription: {path}"))
+
+
+def _diagnosis(arguments: Namespace) -> "rx.Diagnosis | nn.Module":
+    """Reads the diagnosis, or loads the model given instead."""
+    if names_model(arguments.diagnosis):
+        return rx.load(arguments.diagnosis, weights=arguments.weights, trust=arguments.trust)
+    if arguments.weights is not None:
+        raise InvalidInput(f"--weights needs the name of a model, and {arguments.diagnosis} is none; omit it.")
+    return rx.Diagnosis.load(arguments.diagnosis)
+
+
+NORMS = (
+    "the norms of compressed SVDA layers: exact as in the mask (saves least), renormalized over the kept directions as "
+    "in the paper, or with strengths refitted on --data"
+)
+REPAIR = (
+    "fit the weights of the compressed model, block by block, to the outputs of the original's blocks on --data "
+    "without labels, in this many steps per attention and per MLP, e.g. 300"
+)
+DISTILL = (
+    "fit all weights together to the outputs of the original on --data without labels, with tokens pruned and merged, "
+    "in this many passes over the images, e.g. 2; last of the fits"
+)
+
+
+def _realize_options(parser: Parser) -> None:
+    options.add_model(parser, "the model of the prescription")
+    option(parser, "--prescription", "FILE", "the prescription to apply", required=True)
+    options.add_out(parser, "the folder of the new model; an existing model in it is replaced", folder=True)
+    option(parser, "--by", REALIZATIONS, "delete the pruned directions, or set them to zero", "compress")
+    option(parser, "--norms", REALIZED_NORMS, NORMS, REALIZED_NORMS[0])
+    option(parser, "--repair", options.STEPS, REPAIR, 0)
+    option(parser, "--distill", options.STEPS, DISTILL, 0)
+    options.add_data(parser, "training images for --norms refit and fits of weights", required=False)
+    calibration = "training images for --norms refit, --repair and --distill"
+    option(parser, "--calibration-images", options.COUNT, calibration, 512)
+    option(parser, "--seed", options.SEED, "seeds --repair and --distill", 0)
+    options.add_device(parser)
+
+
+def _realize(arguments: Namespace, log: Log) -> Outcome:
+    from attnrx.change.realization.fits import fits_of, fits_record, realize_and_fit  # imports torch
+
+    # Before the model is realized, which takes long with --repair.
+    rx.models.require_model_folder(arguments.out)
+    if arguments.by == "mask" and arguments.norms != REALIZED_NORMS[0]:
+        raise InvalidInput(
+            f"--by mask --norms {arguments.norms}: a mask keeps the norms of the model, so --norms has no effect; omit "
+            "it, or take --by compress."
+        )
+    prescription = rx.Prescription.load(arguments.prescription)
+    model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
+    # The settings are saved with the model, because its matched controls are realized with the same settings.
+    how = {name: getattr(arguments, name) for name in ("by", "norms", *FITS, "calibration_images")}
+    fits = fits_of({name: how[name] for name in FITS}, arguments.seed)
+    how |= fits_record(*fits)
+    images = _calibration(model, arguments)
+    slim = realize_and_fit(model, prescription, images, fits, arguments.by, arguments.norms)
+    prescription = replace(prescription, about={**prescription.about, "realized": how})
+    folder = rx.save(slim, arguments.out, prescription=prescription)
+    changes, table = _cost_changes(*(rx.models.family_of(each).costs(each) for each in (model, slim)))
+    record = {"model": str(folder), **how, **changes, "removed_share": prescription.removed_share}
+    return Outcome(record, (table, f"model: {folder}"))
+
+
+def _calibration(model: "nn.Module", arguments: Namespace) -> "rx.data.ImageSet | None":
+    fits = [f"--{name}" for name in FITS if getattr(arguments, name)]
+    fits += ["--norms refit"] * (arguments.norms == "refit")
+    # Data that nothing is fitted on are not loaded.
+    if not fits:
+        return None
+    if arguments.data is None:
+        requested = " and ".join(fits)
+        raise InvalidInput(f"{requested}: fitted on images, and --data names none; add --data NAME.")
+    train = splits_argument(model, arguments, distinct=True).train
+    return train.take(min(arguments.calibration_images, len(train)))
+
+
+CHECKS = (
+    "names with knobs in brackets: accuracy(most_drop=0.5),robustness(severities=3,corruptions=fog/snow); "
+    "controls(draws=10) compares with rank-matched ones, promises with the plan (accuracy, fidelity, calibration, "
+    "costs and latency, where data and models allow them)"
+)
+
+
+def _verify_options(parser: Parser) -> None:
+    parser.add_argument("candidate", help="the folder of a realized model, or a file that was exported")
+    option(parser, "--reference", "MODEL", "the model it was made from", required=True)
+    option(parser, "--weights", "FILE", "the weights of a reference timm:NAME, in a local file")
+    options.add_trust(parser)
+    options.add_data(parser, "the images to compare both models on")
+    option(parser, "--out", "FILE", "the evidence, one JSON file (printed only)")
+    parser.kind = "attnrx evidence"
+    origin = parser.add_argument_group("origin of the candidate")
+    option(origin, "--prescription", "FILE", "(the one in the candidate's folder)")
+    option(origin, "--diagnosis", "FILE", "needed for controls")
+    checks = parser.add_argument_group("checks")
+    option(checks, "--checks", "CHECKS", CHECKS)
+    options.add_split(parser, "test")
+    options.add_running(parser, 256)
+
+
+def _verify(arguments: Namespace, log: Log) -> Outcome:
+    # Before the models are loaded, so that a typing error is reported at once.
+    checks = None if arguments.checks is None else rx.checks.parse_checks(arguments.checks)
+    if arguments.diagnosis is not None and "controls" not in [check.name for check in checks or ()]:
+        raise InvalidInput("--diagnosis belongs to the check controls: add it to --checks, or omit --diagnosis.")
+    diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
+    prescription = None if arguments.prescription is None else rx.Prescription.load(arguments.prescription)
+    candidate = model_argument(arguments.candidate, arguments.device, trust=arguments.trust)
+    reference = model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
+    splits = splits_argument(reference, arguments, distinct=True)
+    for note in splits.notes:
+        log(f"{splits.name}: {note}")
+    images = chosen_images(splits, arguments)
+    log(f"verifying {arguments.candidate} on {len(images):,} images")
+    evidence = rx.verify(
+        candidate,
+        reference,
+        images,
+        checks,
+        origin=arguments.candidate,
+        prescription=prescription,
+        diagnosis=diagnosis,
+        splits=splits,
+        **options.given_arguments(arguments, "seed", "batch_size"),
+    )
+    if arguments.out is not None:
+        evidence.save(arguments.out)
+    for note in (*evidence.about["notes"], *evidence.warnings):
+        log(f"warning: {note}")
+    # By way of JSON text, which has null for NaN.
+    record = {"evidence": arguments.out, **json.loads(rx.serialization.json_text(evidence.to_record()))}
+    written = f"evidence: {arguments.out or 'printed only; --out FILE writes it'}"
+    return Outcome(record, (str(evidence), written, evidence.summary), code=1 if evidence.failures else 0)
+
+
+FORMATS = (
+    "onnx, program (torch.export), aotinductor, openvino, executorch or int8, with knobs in brackets: onnx(opset=18), "
+    "int8(images=128,tolerance=0.05), openvino(precision=bf16), openvino(precision=int8)"
+)
+
+
+def _export_options(parser: Parser) -> None:
+    options.add_model(parser)
+    option(parser, "--to", "FORMAT", FORMATS, "onnx")
+    options.add_out(parser, "the file; its facts are written to PATH.json", kind="attnrx exported model")
+    options.add_arguments(
+        parser, "export", "features", batch=options.batch, precision=("float32", "bfloat16", "float16")
+    )
+    options.add_data(
+        parser, "training images for calibration of int8 and for parity (parity: on noise)", required=False
+    )
+    options.add_device(parser)
+
+
+def _export(arguments: Namespace, log: Log) -> Outcome:
+    form = rx.exporting.parse_format(arguments.to)
+    # A runtime for the CPU is compared with the model on the CPU.
+    device = arguments.device if form.on_cuda else "cpu"
+    model = model_argument(arguments.model, device, arguments.weights, arguments.trust)
+    splits = None if arguments.data is None else splits_argument(model, arguments)
+    calibration = None if splits is None else splits.train
+    # The file has class names, so that it can be used without the data.
+    names = () if splits is None else rx.exporting.fitting_names(model, splits.class_names)
+    log(f"writing {arguments.model} as {form.name}, and comparing its outputs with the model's")
+    settings = options.given_arguments(arguments, "batch", "precision", "features")
+    exported = rx.export(model, arguments.out, form, **settings, calibration=calibration, class_names=names)
+    facts = exported.facts
+    rows = tuple(
+        (
+            each["claim"],
+            f"{each['value']:.3g} {each['unit']}".rstrip(),
+            "" if each["limit"] is None else f"{each['limit']:g}",
+        )
+        for each in facts["parity"]
+    )
+    size = facts["images"]["batch"]
+    shape = " x ".join(map(str, (size or "N", *facts["images"]["shape"])))
+    lines = (
+        f"takes {shape} at {facts['images']['precision']}; facts: {arguments.out}.json",
+        f"exported: {arguments.out}",
+    )
+    record = {"exported": str(arguments.out), **facts}
+    return Outcome(record, (aligned_table(("parity", "value", "limit"), rows), *lines))
+
+
+def _push_options(parser: Parser) -> None:
+    parser.add_argument("folder", help="a model saved by attnrx, with its card and evidence")
+    parser.add_argument("repository", metavar="OWNER/NAME", help="the repository; created if missing")
+    options.add_arguments(parser, "push_to_hub", "private", license="NAME", base_model="OWNER/NAME")
+
+
+def _push(arguments: Namespace, log: Log) -> Outcome:
+    log(f"uploading {arguments.folder} to {arguments.repository}")
+    about = options.given_arguments(arguments, "license", "base_model", "private")
+    address = rx.push_to_hub(arguments.folder, arguments.repository, **about)
+    name = f"hub:{arguments.repository}"
+    return Outcome({"model": name, "address": address}, (f"model: {name}", address))
+
+
+def _report_options(parser: Parser) -> None:
+    option(parser, "--candidate", "FOLDER", "its evidence and prescription are shown, unless given")
+    options.add_trust(parser)
+    option(parser, "--evidence", "FILE", "the file of `attnrx verify`")
+    option(parser, "--prescription", "FILE", "the file of `attnrx prescribe`")
+    option(parser, "--diagnosis", "FILE", "the file of `attnrx diagnose`")
+    option(parser, "--title", "TITLE", "the title of the page")
+    options.add_out(parser, "the page", kind="attnrx report")
+
+
+def _report(arguments: Namespace, log: Log) -> Outcome:
+    from attnrx.verbs.verify import stored_folder  # imports torch
+
+    name = arguments.candidate
+    candidate = None if name is None else rx.load(name, trust=arguments.trust)
+    folder = None if name is None else stored_folder(name)
+    evidence = _part(rx.Evidence, arguments.evidence, folder, "evidence.json")
+    # Evidence of another model would be wrong without any sign of it.
+    if evidence is not None and candidate is not None:
+        evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
+    about = {} if name is None else {"candidate": name}
+    content = rx.reports.ReportContent(
+        title=arguments.title or f"attnrx: {name or arguments.out}",
+        # Fields of the evidence have precedence, because they are about its numbers.
+        about=about if evidence is None else {**about, **evidence.about},
+        prescription=_part(rx.Prescription, arguments.prescription, folder, "prescription.json"),
+        diagnosis=_part(rx.Diagnosis, arguments.diagnosis),
+        evidence=evidence,
+    )
+    path = rx.write_report(arguments.out, content)
+    outcome = None if evidence is None else evidence.outcome
+    return Outcome({"report": str(path), "bytes": path.stat().st_size, "outcome": outcome}, (f"report: {path}",))
+
+
+def _part(kind: Any, given: str | None, folder: Path | None = None, name: str = "") -> Any:
+    """Loads the given file, or the one of this name in the candidate's folder; None if there is none."""
+    # A file that is named must exist; those of the candidate are optional.
+    if given is None and folder is not None and (folder / name).exists():
+        return kind.load(folder / name)
+    return None if given is None else kind.load(given)
+
+
+def _costs_options(parser: Parser) -> None:
+    parser.add_argument("model", help="a name such as svda:cifar10, whose weights are not needed, or a saved folder")
+    options.add_trust(parser)
+    option(parser, "--tokens", "POLICY", f"the costs with token pruning or merging: {options.POLICY}")
+
+
+def _costs(arguments: Namespace, log: Log) -> Outcome:
+    """Computes the costs in closed form; a model given by name is built without weights."""
+    # An invalid policy raises before the model is built, which may be slow.
+    policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
+    model = outline(arguments.model, arguments.trust)
+    family = rx.models.family_of(model)
+    costs = family.costs(model)
+    record: dict[str, Any] = {"model": arguments.model, **costs.to_record()}
+    if policy is None:
+        return Outcome(record, (_parts_table(costs), *_token_lines(costs)))
+    after = family.costs(model, tokens=policy)
+    changes, table = _cost_changes(costs, after)
+    # "compressed" comes last: it replaces the shorter record of the changes.
+    record |= {**changes, "policy": arguments.tokens, "compressed": after.to_record()}
+    return Outcome(record, (_parts_table(after), table, *_token_lines(after)))
+
+
+def _cost_changes(original: "rx.costs.ModelCosts", smaller: "rx.costs.ModelCosts") -> tuple[dict[str, Any], str]:
+    """Returns the costs of two models, with savings in percent of the first: the record, and the table."""
+    record: dict[str, Any] = {
+        name: {"params": each.params, "macs": each.macs}
+        for name, each in (("original", original), ("compressed", smaller))
+    }
+    rows = []
+    for name, unit in (("parameters", "params"), ("MACs", "macs")):
+        before, after = getattr(original, unit), getattr(smaller, unit)
+        record[f"{unit}_down_percent"] = saved = 100 * (before - after) / max(before, 1)
+        rows.append((name, f"{before:,}", f"{after:,}", f"{saved:.3f} %"))
+    return record, aligned_table(("", "original", "realized", "saved"), rows)
+
+
+def _parts_table(costs: "rx.costs.ModelCosts") -> str:
+    """Returns the table of the parts with nonzero costs, and their sum."""
+    parts = [(name.replace("_", " "), part) for name, part in costs.parts.items() if part.params or part.macs]
+    rows = [(name, f"{each.params:,}", f"{each.macs:,}") for name, each in (*parts, ("all", costs.total))]
+    return aligned_table(("part", "options.parameters", "MACs"), tuple(rows))
+
+
+def _token_lines(costs: "rx.costs.ModelCosts") -> tuple[str, ...]:
+    """Returns a line with the number of tokens per layer, if it is not constant."""
+    if len(set(costs.tokens)) < 2:
+        return ()
+    return (f"tokens, layer by layer: {' '.join(map(str, costs.tokens))}",)
+
+
+_CORE = {
+    "shrink": (_shrink_options, _shrink),
+    "elastic": (_elastic_options, _elastic),
+    "train": (_train_options, _train),
+    "diagnose": (_diagnose_options, _diagnose),
+    "prescribe": (_prescribe_options, _prescribe),
+    "realize": (_realize_options, _realize),
+    "verify": (_verify_options, _verify),
+    "export": (_export_options, _export),
+    "push": (_push_options, _push),
+    "report": (_report_options, _report),
+    "costs": (_costs_options, _costs),
+}
+
+
+@cache
+def command_names() -> tuple[str, ...]:
+    """Returns the names of all commands, those of other packages last."""
+    # Sorted, because the order of entry points depends on how the packages were installed. No other package replaces a
+    # command of attnrx.
+    return (*_CORE, *sorted(_plugins().keys() - _CORE))
+
+
+def find_command(name: str) -> Command:
+    """Returns a command of `command_names`; of another package only the module of this command is imported."""
+    if name in _CORE:
+        return Command(name, SUMMARIES[name], EXAMPLES[name], *_CORE[name])
+    module = importlib.import_module(_plugins()[name])
+    return Command(name, module.SUMMARY, module.EXAMPLE, module.add, module.run)
+
+
+def _plugins() -> Mapping[str, str]:
+    return {entry.name: entry.value for entry in entry_points(group="attnrx.commands")}
