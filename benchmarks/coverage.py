@@ -22,7 +22,7 @@ from attnrx.cli.inputs import splits_argument
 from attnrx.cli.options import add_data
 from attnrx.nouns.evidence import FAILS, HOLDS, OUTCOMES, UNDECIDED
 from attnrx.nouns.plan import PredictedQuantity, limits_of
-from attnrx.show.checks.promises import judged_promise
+from attnrx.show.checks.costs import judged_promise
 from attnrx.show.checks.statistics import estimate, mean_estimate, resampled_means
 from attnrx.vit.costs import Ratio
 from attnrx.vit.costs.latency import PROCESSES

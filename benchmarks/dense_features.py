@@ -19,7 +19,7 @@ from torch import nn
 
 from attnrx.cli.inputs import model_argument, splits_argument
 from attnrx.cli.options import add_data, add_model
-from attnrx.show.checks.fidelity import patch_features
+from attnrx.show.checks.outputs import patch_features
 from attnrx.vit.models import attach_tokens_, family_of, recording_tokens
 from attnrx.vit.tokens import gathered_rows, parse_policy
 

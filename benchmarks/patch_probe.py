@@ -21,7 +21,7 @@ from attnrx.data import require_labelled
 from attnrx.data.images import rank_within_class
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check, Comparison
-from attnrx.show.checks.fidelity import PatchTable, patch_features
+from attnrx.show.checks.outputs import PatchTable, patch_features
 from attnrx.show.checks.statistics import mean_change, mean_share
 from attnrx.support.errors import DataError, NotSupported
 from attnrx.support.shapes import Float, Int, Tensor

@@ -480,7 +480,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "verify a path": (lambda: verify(reference="runs/cifar10"), "'runs/cifar10' is not a folder"),
     "verify by a name": (lambda: verify(checks=["accuracy"]), "the check 'accuracy': give instances"),
     "verify by another prescription": (lambda: verify(prescription=other_prescription()), "was made for the model"),
-    "agreement": (lambda: rx.checks.Fidelity(least_agreement=101.0), "least_agreement=101.0: give a share"),
+    "agreement": (lambda: rx.checks.Fidelity(least_agreement=101.0), "least_agreement=101.0): give a share"),
     "half an epoch": (lambda: rx.TrainingConfig(epochs=1.5), "(epochs=1.5): give a positive whole number"),  # type: ignore[arg-type]
     "rule": (lambda: rx.rules.parse_rule("top_rank:2147483648"), "0 or more, at most 2147483647."),
     "search without a seed": (lambda: PlanSettings(seed=None), "seed=None"),  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ class Shrunk:
             onnx: Whether model.onnx is written.
             to: Another format to write, e.g. "int8" or "openvino(precision=bf16)" (see `export`).
             original: The model that `shrink` was given; with it model.onnx is timed beside the same file of the
-                original, for `reports.files_table`. `to` needs it.
+                original, for `reports.results_table`. `to` needs it.
             batch: For `to`, the images of a timed batch.
             threads: CPU threads of the timings (torch's default).
 

@@ -26,8 +26,8 @@ from attnrx.show.checks import (
     require_possible,
     standard_checks,
 )
-from attnrx.show.checks.accuracy import Metric as MetricCheck
 from attnrx.show.checks.check import chance_notes
+from attnrx.show.checks.outputs import Metric as MetricCheck
 from attnrx.show.checks.statistics import Estimate
 from attnrx.support.arguments import checked, instance, optional
 from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported

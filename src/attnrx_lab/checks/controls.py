@@ -14,7 +14,7 @@ from attnrx.change.realization.fits import KINDS, Fit, realize_and_fit
 from attnrx.nouns.evidence import Finding
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks.check import Check, Comparison
-from attnrx.show.checks.fidelity import discrepancy, squared_distances
+from attnrx.show.checks.outputs import discrepancy, squared_distances
 from attnrx.show.checks.statistics import estimate, resampled_means
 from attnrx.support.dataclass_records import of_fields
 from attnrx.support.errors import InvalidInput

@@ -9,11 +9,9 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from attnrx.change.predictions import Predictions
-from attnrx.show.checks.accuracy import Accuracy, Calibration
 from attnrx.show.checks.check import Check, Comparison, possible_checks, require_possible
-from attnrx.show.checks.costs import Costs, Latency
-from attnrx.show.checks.fidelity import Features, Fidelity, Retrieval
-from attnrx.show.checks.promises import Promises
+from attnrx.show.checks.costs import Costs, Latency, Promises
+from attnrx.show.checks.outputs import Accuracy, Calibration, Features, Fidelity, Retrieval
 from attnrx.support.errors import InvalidInput
 from attnrx.support.text_parsing import Language, TextReader
 

@@ -13,7 +13,7 @@ from attnrx.data import ImageSet, Splits
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Estimate, Finding, judged
 from attnrx.nouns.prescription import Prescription
-from attnrx.support.arguments import BATCH, COUNT, DEVICE, MODEL, NOT_NEGATIVE, SEED, instance, optional, require_fields
+from attnrx.support.arguments import COUNT, NOT_NEGATIVE, Kind, optional, require_fields
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import DataError, InvalidInput, NonFiniteOutputs
 from attnrx.support.shapes import Int, Tensor
@@ -50,16 +50,7 @@ class Comparison:
     def __post_init__(self):
         if len(self.data) == 0:
             raise DataError("there is no image to compare the models on; give at least one.")
-        require_fields(
-            self,
-            **dict.fromkeys(("candidate", "reference"), MODEL),
-            masked=optional(MODEL),
-            prescription=optional(instance("a Prescription, e.g. Prescription.load(FILE)", Prescription)),
-            diagnosis=optional(instance("a Diagnosis, e.g. Diagnosis.load(FILE)", Diagnosis)),
-            seed=SEED,
-            batch_size=BATCH,
-            device=DEVICE,
-        )
+        require_fields(self)
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -178,11 +169,14 @@ class Check(ABC):
     measures_speed: ClassVar[bool] = False
     """Whether the check times the models; of an exported file then the unchanged model's file is needed too."""
 
+    kinds: ClassVar[Mapping[str, Kind]] = {}
+    """The values of knobs that their types do not state."""
+
     def __post_init__(self):
         # Counts, and shares and limits. Not infinity: JSON has none, so evidence with it could not be read again.
         kinds = {int: COUNT, float: NOT_NEGATIVE, int | None: optional(COUNT), float | None: optional(NOT_NEGATIVE)}
-        knobs = knobs_of(type(self)).values()
-        require_fields(self, **{knob.name: kinds[knob.type] for knob in knobs if knob.type in kinds})
+        by_type = {knob.name: kinds[knob.type] for knob in knobs_of(type(self)).values() if knob.type in kinds}
+        require_fields(self, **{**by_type, **self.kinds})
 
     def require(self, comparison: Comparison) -> None:  # noqa: B027  (most checks need nothing else)
         """Raises InvalidInput if the comparison lacks an input of the check, e.g. a prescription or training images."""
@@ -238,8 +232,7 @@ class Check(ABC):
         *,
         measure: str = Logits.accuracy,
         quantity: str = "accuracy change",
-        seed: int | None = None,
-        details: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> Finding:
         """Returns the finding for a paired change of accuracy, in points; a claim unless `most_drop` is None.
 
@@ -250,8 +243,7 @@ class Check(ABC):
             n: The number of images.
             measure: What is counted as correct.
             quantity: The short name of the quantity.
-            seed: The seed of the draws behind the interval.
-            details: Further measurements.
+            **more: The seed and the details, as of `finding`.
 
         Returns:
             The finding.
@@ -261,8 +253,7 @@ class Check(ABC):
         claim, limit = f"change of {noun}{where}, candidate minus reference", None
         if most_drop is not None:
             claim, limit = f"the candidate loses at most {most_drop:g} points of {noun}{where}", -most_drop
-        points = change.scaled(100.0)
-        return self.finding(quantity, claim, points, "points", n=n, limit=limit, seed=seed, details=details)
+        return self.finding(quantity, claim, change.scaled(100.0), "points", n=n, limit=limit, **more)
 
     def describe(self) -> dict[str, Any]:
         """Returns the name and the knobs for the record: image sets as fingerprints, without models and functions."""

@@ -11,9 +11,8 @@ from typing import Any
 
 from attnrx.nouns.evidence import FAILS, HOLDS, REPORTED, UNDECIDED, Evidence
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.reports.headline import statements, summary_parts
 from attnrx.show.reports.numbers import interval, number, percent, plain, quantity, short
-from attnrx.show.reports.results import by_severity, sentence
+from attnrx.show.reports.results import by_severity, sentence, statements, summary_parts
 from attnrx.support.tables import Marked, markdown, markdown_code, markdown_table
 
 COUNTED = 100_000  # integers from here on are parameters or MACs, and get thousands separators

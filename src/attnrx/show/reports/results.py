@@ -1,22 +1,20 @@
-"""The result in one sentence, the findings, every measured quantity before and after, and costs."""
+"""The results in numbers: one sentence, quantities before and after, findings, costs, and the files of a folder."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from attnrx.nouns.evidence import Evidence, Finding
-from attnrx.show.reports.headline import (
-    TOP_1,
-    Record,
-    cost_records,
-    cost_totals,
-    finding_of,
-    nothing_removed,
-    speeds,
-    statements,
-    summary_parts,
-)
+from attnrx.show.checks.costs import KERNELS
 from attnrx.show.reports.numbers import MISSING, TIMES, fixed, known, number, quantity, typeset, with_unit
+from attnrx.support.errors import CheckpointError
+from attnrx.support.storage import read_json
+from attnrx.vit.costs import factors_text, speed_text
+from attnrx.vit.outputs import KINDS
 
+Record = Mapping[str, Any]
+TOP_1 = "top-1 accuracy"  # of findings that do not name their measure
 SCALES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 NAMES = {
     "query_key": "query and key",
@@ -25,6 +23,170 @@ NAMES = {
     "mlp": "MLP",
 }
 UNITS = ("params", "macs")
+
+
+class SummaryPart(NamedTuple):
+    """One measured amount with its conditions, its 95 % interval and its factors as text, empty where there is none."""
+
+    amount: str
+    conditions: str = ""
+    interval: str = ""
+    factors: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, self))
+
+
+class MeasuredSpeed:
+    """The speed relative to a baseline (above 1: faster), with its interval and the conditions of its measurement.
+
+    `record` is that of a `LatencyComparison`. `by_runtime` and `by_compression` are the factors of the speed, if the
+    unchanged model was timed in the same `runtime`. `reference_seconds` is the median time of the baseline, if it is
+    recorded; `where` are the threads of a CPU, or another device, for the sentence.
+    """
+
+    def __init__(self, record: Record):
+        faster, settings, torch = record["faster"], record.get("conditions") or {}, record.get("torch_version")
+        self.record, self.batch = record, record["batch"]
+        self.value, self.low, self.high = faster["value"], known(faster.get("low")), known(faster.get("high"))
+        self.baseline, self.runtime = record.get("baseline", "the original"), record.get("runtime", KERNELS)
+        self.reference_seconds = (record.get("reference") or {}).get("median")
+        self.by_runtime, self.by_compression = (
+            (record.get(name) or {}).get("value") for name in ("by_runtime", "by_compression")
+        )
+        threads, graphs = record.get("threads"), "CUDA graphs" if settings.get("graphs") else None
+        used = None if threads is None else f"{threads} thread{'s' * (threads != 1)}"
+        on_cuda = str(settings.get("device", "cpu")).startswith("cuda")
+        self.where = " as ".join(filter(None, (record.get("hardware"), graphs))) if on_cuda else used or ""
+        parts = [
+            f"batch {record['batch']}",
+            None if on_cuda else used,
+            settings.get("precision"),
+            record.get("runtime") or (torch and f"PyTorch {torch}"),
+            "compiled" if settings.get("compiled") else None,
+            graphs,
+            record.get("hardware"),
+        ]
+        self.conditions = ", ".join(part for part in parts if part)
+
+    @property
+    def text(self) -> str:
+        return speed_text(self.value)
+
+    @property
+    def interval(self) -> str:
+        return "" if self.low is None or self.high is None else f"[{self.low:.2f}, {self.high:.2f}]"
+
+    @property
+    def factors(self) -> str:
+        """The factors of the speed, "= 2.08x by attnrx's kernels x 1.06x by compression"; empty without them."""
+        if self.by_runtime is None or self.by_compression is None:
+            return ""
+        return f"= {factors_text(self.by_runtime, self.by_compression, self.runtime)}"
+
+
+def summary_of(evidence: Evidence) -> str:
+    """Returns one sentence: speed with its factors, change of accuracy, costs, divergence and the number of images; it
+    begins with what has to be known first, e.g. that nothing was removed.
+    """
+    sentence = ", ".join(str(part) for part in summary_parts(evidence))
+    return " ".join((*(f"{each}." for each in statements(evidence)), sentence))
+
+
+def nothing_removed(evidence: Evidence) -> bool:
+    """Whether the candidate is the unchanged model, in attnrx or as a file."""
+    return evidence.about.get("nothing_removed") is True
+
+
+def statements(evidence: Evidence) -> list[str]:
+    """Returns what has to be known before the numbers are read."""
+    warnings = list(evidence.warnings)
+    if not nothing_removed(evidence):
+        return warnings
+    measured = speeds(evidence)
+    if not measured:
+        return [*warnings, "NOTHING WAS REMOVED: this is the unchanged model"]
+    runtime = measured[0].runtime
+    alone = f"NOTHING WAS REMOVED: this is the unchanged model, and its speed is that of {runtime} alone"
+    return [*warnings, f"{alone}; an exported file such as model.onnx gains nothing" if runtime == KERNELS else alone]
+
+
+def summary_parts(evidence: Evidence) -> list[SummaryPart]:
+    """Returns the parts of the sentence, each if it was measured."""
+    parts = []
+    for speed in speeds(evidence)[:1]:  # one sentence has no room for those at other batch sizes
+        where = f" on {speed.where}" if speed.where else ""
+        setting = f"{'than' if speed.value >= 1 else 'of'} {speed.baseline} at batch {speed.batch}{where}"
+        parts.append(SummaryPart(speed.text, setting, speed.interval, speed.factors))
+    change = finding_of(evidence, "accuracy change")
+    if change is not None and known(change.value) is not None:
+        measure = str(change.details.get("measure", TOP_1))
+        amount = f"{_signed(change.value)} points of {'accuracy' if measure == TOP_1 else measure}"
+        interval = ""
+        if change.low is not None and change.high is not None:
+            interval = f"[{_signed(change.low)}, {_signed(change.high)}]"
+        parts.append(SummaryPart(amount, interval=interval))
+    metric, after = finding_of(evidence, "metric change"), finding_of(evidence, "metric", "candidate")
+    if metric is not None and after is not None and metric.low is not None and metric.high is not None:
+        name, interval = metric.details["measure"], f"[{metric.low:+.3f}, {metric.high:+.3f}]"
+        parts.append(SummaryPart(f"{name} {after.value:.3f}, a change of {metric.value:+.3f}", interval=interval))
+    for unit, name in (("macs", "MACs"), ("params", "parameters")):
+        before, after = cost_totals(evidence, unit) or (0, 0)
+        saved = 100 * (before - after) / before if before else 0.0
+        if abs(saved) >= 0.5:  # less would read 0 %
+            parts.append(SummaryPart(f"{abs(saved):.0f} % {'fewer' if saved > 0 else 'more'} {name}"))
+    divergence = finding_of(evidence, "divergence")
+    if divergence is not None and known(divergence.value) is not None:
+        outputs = str(evidence.about.get("outputs", "logits" if divergence.unit == "nats" else "embedding"))
+        name = evidence.about.get("divergence") or KINDS.get(outputs, KINDS["logits"]).columns[1]
+        decimals = ".3g" if "divergence" in evidence.about else ".3f"  # of a user's divergence no scale is known
+        parts.append(SummaryPart(f"{name} {divergence.value:{decimals}}"))
+    images = evidence.about.get("images")
+    if isinstance(images, int) and parts:
+        parts.append(SummaryPart(f"{images:,} images"))
+    return parts
+
+
+def _signed(value: float) -> str:
+    # A value that rounds to zero has no sign.
+    return f"{value:+.1f}" if round(value, 1) else "0.0"
+
+
+def finding_of(evidence: Evidence, quantity: str, model: str | None = None) -> Finding | None:
+    """Returns the first finding of a quantity, of one model if it is given."""
+    for finding in evidence.findings:
+        details = finding.details
+        # Findings about single corruptions are of the same quantities, but not about the data themselves.
+        single = not {"corruption", "severity"} <= details.keys()
+        if single and details.get("quantity") == quantity and model in (None, details.get("model")):
+            return finding
+    return None
+
+
+def speeds(evidence: Evidence) -> list[MeasuredSpeed]:
+    """Returns the measured speeds; the one that a plan promised is the first."""
+    promised = finding_of(evidence, "promised speed")
+    # The promise is about the hardware, batch and threads of the plan, so its measurement is the headline.
+    first = [] if promised is None or "measured" not in promised.details else [promised.details["measured"]]
+    others = [each.details for each in evidence.of("latency") if each.details.get("quantity") == "speed"]
+    return [MeasuredSpeed(record) for record in first + [record for record in others if "faster" in record]]
+
+
+def cost_records(evidence: Evidence) -> tuple[Record, Record] | None:
+    """Returns the costs of the original and of the candidate by part, or None."""
+    found = [finding_of(evidence, "counted costs", model) for model in ("reference", "candidate")]
+    before, after = (None if each is None else each.details.get("parts") for each in found)
+    return (before, after) if isinstance(before, Mapping) and isinstance(after, Mapping) else None
+
+
+def cost_totals(evidence: Evidence, unit: str) -> tuple[int, int] | None:
+    """Returns the "params" or the "macs" of the original and of the smaller model."""
+    records = cost_records(evidence)
+    if records is not None:
+        before, after = (sum(part[unit] for part in record.values()) for record in records)
+        return before, after
+    finding = finding_of(evidence, {"params": "parameters", "macs": "MACs"}[unit])
+    return None if finding is None else (finding.details["reference"], finding.details["candidate"])
 
 
 def verdict(found: Evidence | None, records: Mapping[str, Record]) -> dict[str, Any]:
@@ -36,10 +198,7 @@ def verdict(found: Evidence | None, records: Mapping[str, Record]) -> dict[str, 
     return {
         "state": evidence.outcome,
         "statements": statements(evidence),
-        "answer": [
-            tuple(map(typeset, (part.amount, part.conditions, part.interval, part.factors)))
-            for part in summary_parts(evidence)
-        ],
+        "answer": [tuple(map(typeset, part)) for part in summary_parts(evidence)],
         "sentence": sentence(found),
         "after": "unchanged" if nothing_removed(evidence) else "smaller",
         "rows": list(_rows(evidence)),
@@ -75,12 +234,9 @@ def _rows(evidence: Evidence) -> Iterator[tuple[str, ...]]:
     for speed in speeds(evidence)[:1]:
         # All from the speed of the sentence: the ratio of the two median times differs from the median of their ratios
         # where the load of the machine changes between rounds.
-        before = speed.reference_seconds
-        times = (
-            [MISSING] * 2
-            if before is None
-            else [f"{number(1000 * each)} ms" for each in (before, before / speed.value)]
-        )
+        before, times = speed.reference_seconds, [MISSING] * 2
+        if before is not None:
+            times = [f"{number(1000 * each)} ms" for each in (before, before / speed.value)]
         yield f"Latency at batch {speed.batch}", *times, f"{speed.text} {speed.interval}".strip()
     both = [finding_of(evidence, "accuracy", model) for model in ("reference", "candidate")]
     found = [each for each in both if each is not None and known(each.value) is not None]
@@ -131,12 +287,6 @@ def costs(evidence: Evidence) -> dict[str, Any] | None:
     return {"parts": parts, "latency": latency, "summary": "; ".join(kinds)}
 
 
-def _change(old: int, new: int) -> str:
-    if not old or old == new:
-        return MISSING
-    return with_unit(fixed(100 * (new - old) / old, 2, signed=True), "%")
-
-
 def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
     """Returns the rows of the table: every part that costs anything before or after, and the whole model."""
     zero = dict.fromkeys(UNITS, 0)
@@ -148,11 +298,71 @@ def _parts(before: Record, after: Record) -> list[dict[str, Any]]:
     )
     rows = []
     for name, old, new in (*shown, ("whole model", total_before, total_after)):
-        cells = [
-            text for unit in UNITS for text in (number(old[unit]), number(new[unit]), _change(old[unit], new[unit]))
-        ]
+        cells = []
+        for was, now in ((old[unit], new[unit]) for unit in UNITS):
+            changed = was and now != was
+            change = with_unit(fixed(100 * (now - was) / was, 2, signed=True), "%") if changed else MISSING
+            cells += [number(was), number(now), change]
         # Of the original's MACs, for the bar of the row; four digits, because it is part of the page.
         share = round(old["macs"] / max(total_before["macs"], 1), 4)
         title = NAMES.get(name, name.replace("_", " "))
         rows.append({"name": title, "cells": cells, "share": share, "total": old is total_before})
     return rows
+
+
+def written_files(folder: Path | str) -> list[dict[str, Any]]:
+    """Returns a record for every model file of a folder that `Shrunk.save` wrote.
+
+    `bytes` include the files that belong to it. `faster` is its speed relative to the file of the unchanged model in
+    the same runtime and precision, `accuracy` that of its evidence in %; None where they were not measured, as the
+    accuracy of model.onnx, whose logits are those of the model. `unchanged` states that nothing was removed.
+    """
+    folder = Path(folder)
+    rows = [_record(folder, "model.safetensors", ("model.safetensors",), folder / "evidence.json", {})]
+    for facts_path in sorted(folder.glob("model*.json")):
+        path = facts_path.with_suffix("")
+        if path.suffix and path.is_file():
+            facts = read_json(facts_path)
+            names = tuple(facts.get("files") or (path.name,))
+            evidence = folder / f"evidence-{path.stem.removeprefix('model-')}.json"
+            rows.append(_record(folder, path.name, names, evidence, facts))
+    return [{**row, "unchanged": rows[0]["unchanged"]} for row in rows if row["bytes"]]
+
+
+def files_table(folder: Path | str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], str]:
+    """Returns columns, rows and title of the table of the files of a folder, as texts."""
+    columns = ("file", "size", "speed against the unchanged model's file", "accuracy")
+    rows = []
+    for row in written_files(folder):
+        measured = "not measured" if row["faster"] is None else speed_text(row["faster"])
+        speed = "is the unchanged model's" if row["unchanged"] else measured
+        accuracy = "as the model" if row["accuracy"] is None else f"{row['accuracy']:.1f} %"
+        rows.append((row["file"], f"{row['bytes'] / 1e6:.1f} MB", speed, accuracy))
+    return columns, tuple(rows), "files"
+
+
+def _record(
+    folder: Path, name: str, names: tuple[str, ...], evidence_path: Path, facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    size = sum((folder / each).stat().st_size for each in names if (folder / each).is_file())
+    evidence = Evidence((), {})
+    if evidence_path.is_file():
+        with suppress(CheckpointError):  # a damaged file has no numbers
+            evidence = Evidence.load(evidence_path)
+    faster = batch = None
+    accuracy = finding_of(evidence, "accuracy", "candidate")
+    for speed in speeds(evidence)[:1]:
+        batch, faster = speed.batch, speed.by_compression
+        if faster is None and "unchanged" in speed.baseline:
+            faster = speed.value
+    if not evidence.findings and facts.get("speeds"):
+        speed = MeasuredSpeed(facts["speeds"][-1])
+        faster, batch = speed.value, speed.batch
+    return {
+        "file": name,
+        "bytes": size,
+        "faster": faster,
+        "batch": batch,
+        "accuracy": None if accuracy is None else accuracy.value,
+        "unchanged": nothing_removed(evidence),
+    }

@@ -29,10 +29,10 @@ _CIVIDIS = "00224e 1a386f 434e6c 61656f 7d7c78 9c9477 bcae6c decb57 fee838"
 class TokenSamples:
     """Sample images in the unit range, and the patches kept by a token policy.
 
-    `left` marks the patches kept after each stage of the `policy`; `tokens` is the number of tokens per layer, prefix
-    tokens included. The patches form `grid` (rows, columns), row by row. For a token reducer that
-    merges, `groups` holds the index of the patch whose token represents each patch after each stage. `labels` are the
-    classes of the images.
+    `left` marks the patches kept after each stage of the `policy`; `tokens` is the number of tokens after each, prefix
+    tokens included. The patches form `grid` (rows, columns), row by row. For a token reducer that merges, `groups`
+    holds the index of the patch whose token represents each patch after each stage. `labels` are the classes of the
+    images.
     """
 
     images: Float[Tensor, "images channels height width"]
@@ -133,16 +133,11 @@ def sample_tokens(
     left = patches_left_by(reduction, run, len(images))
     # Without a trail no stage pruned a token.
     counts = [indices.shape[1] for indices in run.trail] or [layout.patches] * len(policy.layers)
-    after = dict(zip(policy.layers, counts, strict=True))
-    remaining, tokens = layout.patches, []
-    for layer in range(1, len(family.attention(model)) + 1):
-        remaining = after.get(layer, remaining)
-        tokens.append(layout.prefix + remaining)
     return TokenSamples(
         images=_in_unit_range(images, model),
         left=left,
         policy=policy,
-        tokens=tuple(tokens),
+        tokens=tuple(layout.prefix + count for count in counts),
         grid=_grid(layout.patches, *family.input_shape(model)[1:]),
         labels=labels,
         groups=_groups(reduction, run),
@@ -219,9 +214,11 @@ def tokens(samples: TokenSamples | None) -> dict[str, Any] | None:
     if samples is None:
         return None
     policy, stages = samples.policy, []
-    for layer, keep, left in zip(policy.layers, policy.keep, samples.left.unbind(1), strict=True):
+    for layer, keep, left, count in zip(
+        policy.layers, policy.keep, samples.left.unbind(1), samples.tokens, strict=True
+    ):
         counts, share = left.sum(-1), float(left.double().mean())
-        stages.append((layer, keep, (int(counts.min()), int(counts.max())), share, samples.tokens[layer - 1]))
+        stages.append((layer, keep, (int(counts.min()), int(counts.max())), share, count))
     return {
         "reducer": str(policy.reducer),
         "stages": stages,
@@ -232,36 +229,26 @@ def tokens(samples: TokenSamples | None) -> dict[str, Any] | None:
 
 
 def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
-    label, shown = _label(samples, index), f"tokens-{index}"
+    label, shown, image = _label(samples, index), f"tokens-{index}", samples.images[index].double().cpu()
     all_patches = torch.ones(samples.grid, dtype=torch.bool)
     # The picture is stored once, with the image itself; every stage refers to it.
-    unreduced = patch_picture(label, shown, all_patches, as_uri(samples.images[index].double().cpu()))
-    note = f"{number(all_patches.numel())} patches"
-    stages = [{"title": "image", "picture": unreduced, "note": note}]
-    colours = None if samples.groups is None else _patch_colours(samples.images[index], samples.grid)
+    unreduced = patch_picture(label, shown, all_patches, as_uri(image))
+    stages = [{"title": "image", "picture": unreduced, "note": f"{number(all_patches.numel())} patches"}]
     for stage, layer in enumerate(samples.policy.layers):
-        left = samples.left[index, stage].view(samples.grid)
-        groups = None if samples.groups is None else samples.groups[index, stage].view(samples.grid)
-        fills = None if groups is None or colours is None else _group_fills(groups, colours)
+        left, groups, fills = samples.left[index, stage].view(samples.grid), None, {}
+        if samples.groups is not None:
+            groups = samples.groups[index, stage].view(samples.grid)
+            fills = _group_fills(groups, image)
         count = f"{number(int(left.sum()))} of {number(left.numel())} patches left"
-        title = f"{label} before layer {layer}: {count}"
-        data = {
-            "title": f"before layer {layer}",
-            "picture": patch_picture(title, shown, left, groups=groups, fills=fills),
-            "note": count,
-        }
-        stages.append(data)
+        picture = patch_picture(f"{label} before layer {layer}: {count}", shown, left, groups=groups, fills=fills)
+        stages.append({"title": f"before layer {layer}", "picture": picture, "note": count})
     return {"label": label, "stages": stages}
 
 
-def _patch_colours(image: Tensor, grid: tuple[int, int]) -> Float[Tensor, "3 patches"]:
-    """Returns the mean colour of every patch."""
-    means = torch.nn.functional.adaptive_avg_pool2d(image.double().cpu(), grid).flatten(1)
-    return means.expand(3, -1) if len(means) == 1 else means
-
-
-def _group_fills(groups: Int[Tensor, "rows columns"], colours: Float[Tensor, "3 patches"]) -> dict[int, str]:
+def _group_fills(groups: Int[Tensor, "rows columns"], image: Float[Tensor, "channels height width"]) -> dict[int, str]:
     """Returns the mean colour of every group of at least two patches."""
+    rows, columns = groups.shape
+    colours = torch.nn.functional.adaptive_avg_pool2d(image, (rows, columns)).flatten(1).expand(3, -1)  # by patch
     fills, group_of_patch = {}, groups.flatten()
     for group in group_of_patch.unique().tolist():
         members = group_of_patch == group

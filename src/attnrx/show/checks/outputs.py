@@ -1,5 +1,6 @@
-"""Outputs against outputs: discrepancy, agreement and divergence, features of patches, and neighbours of embeddings."""
+"""Answers against labels, and outputs against outputs, each with its paired change or its interval."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -8,17 +9,151 @@ from torch import nn
 
 from attnrx.change.exporting import Exported
 from attnrx.data import FixedImages
-from attnrx.nouns.evidence import Finding
+from attnrx.nouns.evidence import Estimate, Finding
 from attnrx.show.checks.check import Check, Comparison
-from attnrx.show.checks.statistics import mean_estimate, mean_share, studentized
+from attnrx.show.checks.statistics import (
+    biased_change,
+    calibration_error,
+    calibration_gaps,
+    calibration_interval,
+    mcnemar,
+    mean_estimate,
+    mean_share,
+    metric_change,
+    paired_change,
+    proportion,
+    resampled_means,
+    studentized,
+)
+from attnrx.support.arguments import Kind, each, number, optional, whole
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.models import evaluating, family_of
-from attnrx.vit.outputs import GROUP, Multilabel, nearest_neighbours
+from attnrx.vit.outputs import GROUP, Multilabel, current_judgement, name_of, nearest_neighbours
 
 PatchTable = Float[Tensor, "images patches features"]
-# The stabilizer epsilon of SVDA, Eq. 46.
-STABILIZER = 1e-12
+STABILIZER = 1e-12  # the epsilon of SVDA, Eq. 46
+PERCENT = number(0.0, 100.0, "a share of the images in %, 0 to 100", above=False)
+# All other images of a group are neighbours for any model.
+NEIGHBOURS = each(whole(1, GROUP - 2), f"numbers of neighbours from 1 to {GROUP - 2}", least=1)
+
+
+@dataclass(frozen=True)
+class Accuracy(Check):
+    """The paired change of top-1 accuracy, in points, with the accuracy of both models.
+
+    Embeddings have no classes: theirs is the accuracy of the label of the nearest neighbour (`attnrx.vit.outputs`),
+    and is called 1-nearest-neighbour accuracy in the findings. Of several labels per image all must be right: exact-
+    match accuracy.
+
+    The claim is that the candidate loses at most `most_drop` points. It holds if the whole interval of the change
+    satisfies the limit, fails if no part of it does, and is undecided otherwise: a small image set cannot show a small
+    loss. With None the change is only reported.
+    """
+
+    name: ClassVar[str] = "accuracy"
+    needs: ClassVar[tuple[str, ...]] = ("labels", "decisions")
+    most_drop: float | None = 1.0
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        predictions, seed = comparison.predictions, comparison.seed
+        before, after = predictions.correct("reference"), predictions.correct("candidate")
+        n, measure = len(before), predictions.kind.accuracy
+        findings = []
+        for role, correct in (("reference", int(before.sum())), ("candidate", int(after.sum()))):
+            # Not a bootstrap: at 0 or 100 % all resamples are equal, and the interval would have no width.
+            share = proportion(correct, n).scaled(100.0)
+            details = {"model": role, "correct": correct, "measure": measure, "interval": "Wilson"}
+            findings.append(self.finding("accuracy", f"{measure} of the {role}", share, "%", n=n, details=details))
+        # Only images on which the models differ decide about the change; the others cancel in a paired comparison.
+        lost, gained = int((before & ~after).sum()), int((~before & after).sum())
+        details = {"lost": lost, "gained": gained, "mcnemar_p": mcnemar(lost, gained), "measure": measure}
+        details["interval"] = "paired bootstrap over images"
+        change = paired_change(before, after, seed)
+        return (
+            *findings,
+            self.change_of_accuracy("", change, self.most_drop, n, measure=measure, seed=seed, details=details),
+        )
+
+
+@dataclass(frozen=True)
+class Calibration(Check):
+    """The expected calibration error (ECE) of both models and its paired change, in points.
+
+    Confidence is the largest softmax probability, in `bins` bins of equal width (Guo et al., 2017). The ECE estimate is
+    non-negative and therefore biased upwards on few images; most of the bias cancels in the change of similar models.
+    The intervals take the bias into account (`statistics.calibration_interval`, `statistics.biased_change`).
+    `most_rise` limits the change, in points; with None the change is only reported.
+    """
+
+    name: ClassVar[str] = "calibration"
+    needs: ClassVar[tuple[str, ...]] = ("labels", "logits")
+    bins: int = 15
+    most_rise: float | None = None
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        kind = comparison.require_logits(self.name)
+        predictions, seed = comparison.predictions, comparison.seed
+        n, roles = len(predictions), ("reference", "candidate")
+        gaps = []  # by model [images, bins]
+        for role in roles:
+            # Of every image, from which the error of any resample is a mean of columns and a sum.
+            confidence = kind.class_logits(predictions.outputs[role].double()).softmax(-1).amax(-1)
+            gaps.append(calibration_gaps(confidence, predictions.correct(role), self.bins))
+        # Both models share the resamples, so that the change is paired. [models, bins] and [models, draws, bins]
+        means = torch.stack([gap.mean(0) for gap in gaps])
+        draws = resampled_means(torch.cat(gaps, dim=1), seed).unflatten(1, (2, self.bins)).transpose(0, 1)
+        findings = [
+            self._error(f"expected calibration error of the {role}", calibration_interval(*each), n, seed)
+            for role, *each in zip(roles, means, draws, strict=True)
+        ]
+        values, samples = calibration_error(means), calibration_error(draws)
+        change = biased_change(float(values[1] - values[0]), samples[1] - samples[0])
+        claim = "change of calibration error, candidate minus reference"
+        return *findings, self._error(claim, change, n, seed, self.most_rise)
+
+    def _error(self, claim: str, error: Estimate, n: int, seed: int, limit: float | None = None) -> Finding:
+        quantity, points, details = claim.partition(",")[0], error.scaled(100.0), {"bins": self.bins}
+        return self.finding(quantity, claim, points, "points", n=n, limit=limit, side="<=", seed=seed, details=details)
+
+
+@dataclass(frozen=True)
+class Metric(Check):
+    """The mean over images of the `metric` that `verify` or `shrink` was given, e.g. an intersection over union.
+
+    The findings are the means of both models, and the mean of the change per image, all with intervals over images.
+    """
+
+    name: ClassVar[str] = "metric"
+    on_request: ClassVar[bool] = True
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        judgement, predictions, seed = current_judgement(), comparison.predictions, comparison.seed
+        if judgement.metric is None:
+            raise InvalidInput("the check metric needs the function: attnrx.verify(..., metric=...).")
+        values: dict[str, list[Tensor]] = {"reference": [], "candidate": []}
+        start = 0
+        for batch in comparison.data.batches(comparison.batch_size, device=torch.device("cpu")):
+            for role, parts in values.items():
+                rows = predictions.outputs[role][start : start + len(batch)]
+                parts.append(judgement.measured(comparison.reference, rows, (batch.images, batch.labels), "metric"))
+            start += len(batch)
+        before, after = (torch.cat(parts) for parts in values.values())
+        n, measure = len(before), name_of(judgement.metric)
+        findings = [
+            self.finding(
+                "metric",
+                f"{measure} of the {role}, mean over images",
+                mean_estimate(each, seed),
+                n=n,
+                seed=seed,
+                details={"model": role, "measure": measure},
+            )
+            for role, each in (("reference", before), ("candidate", after))
+        ]
+        change, words = metric_change(before, after, seed), f"change of {measure}, candidate minus reference"
+        details = {"measure": measure}
+        return *findings, self.finding("metric change", words, change, n=n, seed=seed, details=details)
 
 
 @dataclass(frozen=True)
@@ -35,13 +170,9 @@ class Fidelity(Check):
     """
 
     name: ClassVar[str] = "fidelity"
+    kinds: ClassVar[Mapping[str, Kind]] = {"least_agreement": optional(PERCENT)}
     most_discrepancy: float | None = None
     least_agreement: float | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.least_agreement is not None and not 0 <= self.least_agreement <= 100:
-            raise InvalidInput(f"least_agreement={self.least_agreement}: give a share of the images in %, 0 to 100.")
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Returns three findings per pair of models, of labels four and of a regression two.
@@ -170,13 +301,8 @@ class Retrieval(Check):
     name: ClassVar[str] = "retrieval"
     on_request: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("embeddings",)
+    kinds: ClassVar[Mapping[str, Kind]] = {"ks": NEIGHBOURS}
     ks: tuple[int, ...] = (1, 5, 10)
-
-    def __post_init__(self):
-        super().__post_init__()
-        # All other images of a group are neighbours for any model.
-        if not self.ks or not all(0 < k < GROUP - 1 for k in self.ks):
-            raise InvalidInput(f"{self.name}(ks={self.ks}): give numbers of neighbours from 1 to {GROUP - 2}.")
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         outputs, n, seed = comparison.predictions.outputs, len(comparison.predictions), comparison.seed
