@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 import attnrx as rx
-from attnrx.cli.inputs import splits_argument
-from attnrx.cli.options import add_data
+from attnrx.cli.options import add_data, splits_argument
 from attnrx.nouns.evidence import FAILS, HOLDS, OUTCOMES, UNDECIDED
 from attnrx.nouns.plan import PredictedQuantity, limits_of
 from attnrx.show.checks.costs import judged_promise

@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import add_data, add_model
+from attnrx.cli.options import add_data, add_model, model_argument, splits_argument
 from attnrx.show.checks.outputs import patch_features
 from attnrx.vit.models import attach_tokens_, family_of, recording_tokens
 from attnrx.vit.tokens import gathered_rows, parse_policy

@@ -21,8 +21,7 @@ from charts import Chart, Curve, CurvePoint
 from torch import nn
 
 import attnrx as rx
-from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import add_data, add_model
+from attnrx.cli.options import add_data, add_model, model_argument, splits_argument
 from attnrx.nouns.plan import Plan
 from attnrx.show.checks import Accuracy, Comparison, Fidelity
 from attnrx.support.storage import read_json, write_json, write_text

@@ -15,8 +15,7 @@ import torch
 from torch.nn.functional import interpolate, one_hot
 
 import attnrx as rx
-from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import add_data, add_model
+from attnrx.cli.options import add_data, add_model, model_argument, splits_argument
 from attnrx.data import require_labelled
 from attnrx.data.images import rank_within_class
 from attnrx.nouns.evidence import Finding

@@ -17,8 +17,7 @@ import torch
 from scipy.stats import spearmanr
 
 import attnrx as rx
-from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import add_data, add_model
+from attnrx.cli.options import add_data, add_model, model_argument, splits_argument
 from attnrx.decide.planning.allocation import Frontier
 from attnrx.decide.planning.cost_table import exact_cost_table
 from attnrx.decide.planning.plan_settings import PlanSettings

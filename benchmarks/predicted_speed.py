@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import attnrx as rx
-from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import add_data, add_model
+from attnrx.cli.options import add_data, add_model, model_argument, splits_argument
 from attnrx.decide.planning.plan_measurements import ROUND_FACTOR, PlanTimer
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.space import Choices, Space

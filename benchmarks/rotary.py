@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import attnrx as rx
-from attnrx.cli.inputs import splits_argument
-from attnrx.cli.options import add_data
+from attnrx.cli.options import add_data, splits_argument
 from attnrx.decide.rules.rotary import COHERENCE
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.vit.models import family_of

@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import attnrx as rx
-from attnrx.cli.inputs import splits_argument
-from attnrx.cli.options import add_data
+from attnrx.cli.options import add_data, splits_argument
 
 NAME = "vit_small_patch16_rope_ape_224"
 ARGUMENTS = {

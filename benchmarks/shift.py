@@ -16,8 +16,7 @@ from torch import nn
 import attnrx as rx
 from attnrx.change.realization import realize_and_fit
 from attnrx.change.realization.repair import Repair
-from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import add_data, add_model
+from attnrx.cli.options import add_data, add_model, model_argument, splits_argument
 from attnrx.data import ImageSet
 from attnrx.data.images import UNLABELLED
 

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from attnrx.change.realization import realize_tokens_
-from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import add_data, add_model
+from attnrx.cli.options import add_data, add_model, model_argument, splits_argument
 from attnrx.nouns.prescription import TokenPrescription
 from attnrx.show.checks.statistics import mean_estimate
 from attnrx.vit.models import family_of, reduction_of

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import add_data, add_model
+from attnrx.cli.options import add_data, add_model, model_argument, splits_argument
 from attnrx.data import ImageSet
 from attnrx.nouns.evidence import Estimate
 from attnrx.show.checks.statistics import mean_estimate

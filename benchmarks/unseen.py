@@ -18,8 +18,7 @@ from itertools import chain
 import torch
 
 import attnrx as rx
-from attnrx.cli.inputs import model_argument, splits_argument
-from attnrx.cli.options import add_data, add_model, option
+from attnrx.cli.options import add_data, add_model, model_argument, option, splits_argument
 from attnrx.data import FixedImages, ImageSet, three_parts
 from attnrx.data.fixed_images import content_hashes, read_once
 from attnrx.data.images import RowImages

@@ -11,7 +11,7 @@ import jaxtyping
 import pytest
 
 from attnrx.change.exporting import parse_format
-from attnrx.cli.inputs import parse_losses
+from attnrx.cli.options import parse_losses
 from attnrx.data import Columns
 from attnrx.data.loading import locate
 from attnrx.decide.planning import Target

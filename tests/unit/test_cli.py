@@ -12,7 +12,7 @@ import attnrx as rx
 from attnrx.change.realization.distillation import Distill, distill
 from attnrx.cli import commands
 from attnrx.cli.commands import command_names, failure, is_target
-from attnrx.cli.inputs import parse_losses
+from attnrx.cli.options import parse_losses
 from attnrx.nouns.evidence import Finding
 from attnrx.training.losses import Distillation, Task
 from attnrx_lab.perturbation import TargetRank

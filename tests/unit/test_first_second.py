@@ -13,7 +13,7 @@ import torch
 import attnrx as rx
 from attnrx.cli import main
 from attnrx.cli.commands import command_names, find_command
-from attnrx.cli.inputs import require_inputs
+from attnrx.cli.options import require_inputs
 from attnrx.decide.planning import plan_measurements
 from attnrx.support import optional
 from attnrx.support.errors import AttnrxError, NotSupported

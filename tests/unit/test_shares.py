@@ -4,7 +4,7 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from attnrx.cli.inputs import parse_losses
+from attnrx.cli.options import parse_losses
 from attnrx.decide.planning.plan_settings import Target
 from attnrx.decide.rules import parse_rule
 from attnrx.support.errors import InvalidInput

@@ -16,15 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import attnrx as rx
 from attnrx.cli import options
-from attnrx.cli.inputs import (
-    chosen_images,
-    load_splits,
-    model_argument,
-    names_model,
-    outline,
-    parse_losses,
-    splits_argument,
-)
 from attnrx.cli.options import Command, Outcome, Parser, option
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
@@ -94,8 +85,8 @@ def _shrink(arguments: Namespace, log: Log) -> Outcome:
     formats = (rx.exporting.parse_format("onnx"),) if onnx else ()
     preflight(folder=arguments.out, formats=formats, report=True)
     log(f"loading {arguments.model} and {arguments.data}")
-    model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    splits = splits_argument(model, arguments)
+    model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
+    splits = options.splits_argument(model, arguments)
     settings = options.given_arguments(arguments, *TARGETS, *SETTINGS, "effort", "to")
     shrunk = rx.shrink(model, splits, **settings, folder=arguments.out, log=log)
     log(shrunk.summary())
@@ -150,9 +141,9 @@ def _elastic(arguments: Namespace, log: Log) -> Outcome:
 
     preflight(folder=arguments.out, report=True)
     log(f"loading {arguments.model} and {arguments.data}")
-    model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
+    model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     settings = options.given_arguments(arguments, "faster", "macs", "params", *SETTINGS, "effort")
-    sizes = rx.elastic(model, splits_argument(model, arguments), arguments.out, **settings, log=log)
+    sizes = rx.elastic(model, options.splits_argument(model, arguments), arguments.out, **settings, log=log)
     return Outcome(sizes.to_record(), (*map(str, sizes.sizes), f"sizes: {sizes.folder}"))
 
 
@@ -216,7 +207,7 @@ def _chosen(arguments: Namespace) -> dict[str, Any]:
     shared = {knob: value for knob, value in teaching.items() if value is not None}
     # Otherwise the default losses are those of TrainingConfig, with label smoothing.
     if arguments.losses or shared or arguments.no_task:
-        chosen["losses"] = parse_losses(arguments.losses or (), shared, not arguments.no_task)
+        chosen["losses"] = options.parse_losses(arguments.losses or (), shared, not arguments.no_task)
     return chosen
 
 
@@ -241,10 +232,10 @@ def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Modu
     model = rx.load(arguments.model, seed, weights=arguments.weights, trust=arguments.trust)
     form = arguments.model.partition(":")[0]
     if form not in BUILT_FOR_DATA or Path(arguments.model).exists():
-        return model, splits_argument(model, arguments)
+        return model, options.splits_argument(model, arguments)
     family = rx.models.family_of(model)
     channels, size, _ = family.input_shape(model)
-    splits = load_splits(arguments, image_size=size)
+    splits = options.load_splits(arguments, image_size=size)
     for note in splits.notes:
         log(f"{splits.name}: {note}")
     classes = len(splits.class_names)
@@ -270,8 +261,8 @@ def _diagnose_options(parser: Parser) -> None:
 
 
 def _diagnose(arguments: Namespace, log: Log) -> Outcome:
-    model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    images = chosen_images(splits_argument(model, arguments), arguments)
+    model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
+    images = options.chosen_images(options.splits_argument(model, arguments), arguments)
     log(f"diagnosing {arguments.model} on {len(images):,} images")
     diagnosis = rx.diagnose(model, images, **options.given_arguments(arguments, "moments", "batch_size", "seed"))
     path = diagnosis.save(arguments.out)
@@ -355,8 +346,11 @@ def _prescribe(arguments: Namespace, log: Log) -> Outcome:
 
 
 def _diagnosis(arguments: Namespace) -> "rx.Diagnosis | nn.Module":
-    """Reads the diagnosis, or loads the model given instead."""
-    if names_model(arguments.diagnosis):
+    """Reads the diagnosis, or loads the model given instead: a folder, a size of an elastic model, or KIND:NAME."""
+    from attnrx.nouns.elastic import is_elastic  # imports torch
+
+    path, elastic = Path(arguments.diagnosis), arguments.diagnosis.rpartition("@")[0]  # FOLDER@macs=0.6
+    if path.is_dir() or (elastic and is_elastic(elastic)) or (":" in arguments.diagnosis and not path.exists()):
         return rx.load(arguments.diagnosis, weights=arguments.weights, trust=arguments.trust)
     if arguments.weights is not None:
         raise InvalidInput(f"--weights needs the name of a model, and {arguments.diagnosis} is none; omit it.")
@@ -403,7 +397,7 @@ def _realize(arguments: Namespace, log: Log) -> Outcome:
             "it, or take --by compress."
         )
     prescription = rx.Prescription.load(arguments.prescription)
-    model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
+    model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     # The settings are saved with the model, because its matched controls are realized with the same settings.
     how = {name: getattr(arguments, name) for name in ("by", "norms", *FITS, "calibration_images")}
     fits = fits_of({name: how[name] for name in FITS}, arguments.seed)
@@ -426,7 +420,7 @@ def _calibration(model: "nn.Module", arguments: Namespace) -> "rx.data.ImageSet 
     if arguments.data is None:
         requested = " and ".join(fits)
         raise InvalidInput(f"{requested}: fitted on images, and --data names none; add --data NAME.")
-    train = splits_argument(model, arguments, distinct=True).train
+    train = options.splits_argument(model, arguments, distinct=True).train
     return train.take(min(arguments.calibration_images, len(train)))
 
 
@@ -461,12 +455,12 @@ def _verify(arguments: Namespace, log: Log) -> Outcome:
         raise InvalidInput("--diagnosis belongs to the check controls: add it to --checks, or omit --diagnosis.")
     diagnosis = None if arguments.diagnosis is None else rx.Diagnosis.load(arguments.diagnosis)
     prescription = None if arguments.prescription is None else rx.Prescription.load(arguments.prescription)
-    candidate = model_argument(arguments.candidate, arguments.device, trust=arguments.trust)
-    reference = model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
-    splits = splits_argument(reference, arguments, distinct=True)
+    candidate = options.model_argument(arguments.candidate, arguments.device, trust=arguments.trust)
+    reference = options.model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
+    splits = options.splits_argument(reference, arguments, distinct=True)
     for note in splits.notes:
         log(f"{splits.name}: {note}")
-    images = chosen_images(splits, arguments)
+    images = options.chosen_images(splits, arguments)
     log(f"verifying {arguments.candidate} on {len(images):,} images")
     evidence = rx.verify(
         candidate,
@@ -512,8 +506,8 @@ def _export(arguments: Namespace, log: Log) -> Outcome:
     form = rx.exporting.parse_format(arguments.to)
     # A runtime for the CPU is compared with the model on the CPU.
     device = arguments.device if form.on_cuda else "cpu"
-    model = model_argument(arguments.model, device, arguments.weights, arguments.trust)
-    splits = None if arguments.data is None else splits_argument(model, arguments)
+    model = options.model_argument(arguments.model, device, arguments.weights, arguments.trust)
+    splits = None if arguments.data is None else options.splits_argument(model, arguments)
     calibration = None if splits is None else splits.train
     # The file has class names, so that it can be used without the data.
     names = () if splits is None else rx.exporting.fitting_names(model, splits.class_names)
@@ -605,7 +599,13 @@ def _costs(arguments: Namespace, log: Log) -> Outcome:
     """Computes the costs in closed form; a model given by name is built without weights."""
     # An invalid policy raises before the model is built, which may be slow.
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
-    model = outline(arguments.model, arguments.trust)
+    if options.is_fresh(arguments.model):
+        import torch
+
+        with torch.device("meta"):  # shapes without memory, weights and downloads
+            model = rx.models.build_model(arguments.model)
+    else:
+        model = rx.load(arguments.model, trust=arguments.trust)
     family = rx.models.family_of(model)
     costs = family.costs(model)
     record: dict[str, Any] = {"model": arguments.model, **costs.to_record()}

@@ -16,8 +16,7 @@ from types import FrameType
 
 import attnrx as rx
 from attnrx.cli.commands import command_names, find_command
-from attnrx.cli.inputs import require_inputs
-from attnrx.cli.options import Command, Outcome, Parser, UsageError, texts_of
+from attnrx.cli.options import Command, Outcome, Parser, UsageError, require_inputs, texts_of
 from attnrx.support.atomic_writes import require_replaceable
 from attnrx.support.errors import AttnrxError, CardWarning, DataError, InvalidInput, ScaleWarning, nearest
 from attnrx.support.progress import Log

@@ -4,8 +4,20 @@ from argparse import Namespace
 from dataclasses import replace
 
 import attnrx as rx
-from attnrx.cli.inputs import default_device, is_fresh, model_argument, placed
-from attnrx.cli.options import SEED, Number, Outcome, Parser, add_device, add_model, add_out, option
+from attnrx.cli.options import (
+    SEED,
+    Number,
+    Outcome,
+    Parser,
+    add_device,
+    add_model,
+    add_out,
+    default_device,
+    is_fresh,
+    model_argument,
+    option,
+    placed,
+)
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table

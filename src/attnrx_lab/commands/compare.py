@@ -3,8 +3,20 @@
 from argparse import Namespace
 
 import attnrx as rx
-from attnrx.cli.inputs import chosen_images, model_argument, splits_argument
-from attnrx.cli.options import COUNT, Outcome, Parser, add_data, add_model, add_out, add_running, add_split, option
+from attnrx.cli.options import (
+    COUNT,
+    Outcome,
+    Parser,
+    add_data,
+    add_model,
+    add_out,
+    add_running,
+    add_split,
+    chosen_images,
+    model_argument,
+    option,
+    splits_argument,
+)
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
 from attnrx_lab.commands.methods import add_methods
