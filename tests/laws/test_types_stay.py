@@ -14,7 +14,7 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.support.errors import NotSupported
-from attnrx.support.trees import tensors_of
+from attnrx.support.modules import tensors_of
 from attnrx.vit.models import family_of
 from support.comparisons import assert_same_tensors
 from support.pretrained import of_hf, of_timm, of_torchvision, shaken

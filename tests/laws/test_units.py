@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import attnrx as rx
 from attnrx.support.errors import NotSupported
-from attnrx.support.trees import rows_of
+from attnrx.support.modules import rows_of
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.models import family_of
 from support.pretrained import shaken

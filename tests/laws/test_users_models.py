@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import attnrx as rx
 from attnrx.support.errors import NotSupported
-from attnrx.support.trees import tensors_of
+from attnrx.support.modules import tensors_of
 from attnrx.vit.models import family_of
 from attnrx.vit.models.whole import needed_to_load
 from support.users_models import CASES, SIZE, made

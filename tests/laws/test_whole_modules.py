@@ -13,7 +13,7 @@ from torch import nn
 import attnrx as rx
 from attnrx.show.checks import Fidelity
 from attnrx.support.errors import FactoryWarning, NotSupported
-from attnrx.support.trees import tensors_of
+from attnrx.support.modules import tensors_of
 from attnrx.vit.models import family_of
 from attnrx.vit.models.whole import Whole
 from attnrx.vit.outputs import output_kind_of

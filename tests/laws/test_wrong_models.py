@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 
 import attnrx as rx
 from attnrx.support.errors import AttnrxError
-from attnrx.support.trees import rows_of, tensors_of
+from attnrx.support.modules import rows_of, tensors_of
 from support.pretrained import OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision, shaken
 from support.time_limits import time_limit
 

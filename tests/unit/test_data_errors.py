@@ -138,10 +138,10 @@ def test_a_large_label_without_class_names_is_refused_before_names_are_made(tmp_
 def test_a_pipe_among_the_images_is_refused_and_not_opened(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "pets", {"train": 10, "test": 2})
     os.mkfifo(root / "train" / "dog" / "pipe.png")
-    with pytest.raises(DataError, match=r"train/dog/pipe.png is a named pipe"):
+    with pytest.raises(DataError, match=r"train/dog/pipe.png is a pipe"):
         read_all(load_data(root))
     os.mkfifo(tmp_path / "pipe.parquet")
-    with pytest.raises(DataError, match=r"pipe.parquet is a named pipe"):
+    with pytest.raises(DataError, match=r"pipe.parquet is a pipe"):
         load_data(tmp_path / "pipe.parquet")
 
 

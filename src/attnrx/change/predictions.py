@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from attnrx.data import FixedImages, ImageSet, require_labelled
+from attnrx.support.modules import rows_of
 from attnrx.support.progress import track
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.support.trees import rows_of
 from attnrx.vit.attention import Observation
 from attnrx.vit.models import InputValidation, evaluating, family_of, observing
 from attnrx.vit.outputs import KINDS, OutputKind, output_kind_of

@@ -180,7 +180,13 @@ def _train_options(parser: Parser) -> None:
 
 def _train(arguments: Namespace, log: Log) -> Outcome:
     # The losses are parsed first, so that a typing error is reported before the dataset is loaded.
-    config = rx.TrainingConfig(**_chosen(arguments))
+    settings = options.given_arguments(arguments, *plain_fields(), "precision", "parallel")
+    teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
+    shared = {knob: value for knob, value in teaching.items() if value is not None}
+    # Otherwise the default losses are those of TrainingConfig, with label smoothing.
+    if arguments.losses or shared or arguments.no_task:
+        settings["losses"] = options.parse_losses(arguments.losses or (), shared, not arguments.no_task)
+    config = rx.TrainingConfig(**settings)
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
     model, splits = _model_and_data(arguments, config.seed, log)
     if arguments.batch_size is None and len(splits.train) < config.batch_size:
@@ -198,17 +204,6 @@ def _train(arguments: Namespace, log: Log) -> Outcome:
     rows = [(name, "-" if each is None else f"{100 * each:.2f} %") for name, each in zip(names, shares, strict=True)]
     record = {"model": str(trained.folder), **{key: trained.record[key] for key in ("accuracy", "steps", "seconds")}}
     return Outcome(record, (aligned_table(("", "accuracy"), rows), f"model and history: {trained.folder}"))
-
-
-def _chosen(arguments: Namespace) -> dict[str, Any]:
-    """Returns the given arguments of TrainingConfig; the others keep their defaults."""
-    chosen = options.given_arguments(arguments, *plain_fields(), "precision", "parallel")
-    teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
-    shared = {knob: value for knob, value in teaching.items() if value is not None}
-    # Otherwise the default losses are those of TrainingConfig, with label smoothing.
-    if arguments.losses or shared or arguments.no_task:
-        chosen["losses"] = options.parse_losses(arguments.losses or (), shared, not arguments.no_task)
-    return chosen
 
 
 def _reducing(
@@ -273,10 +268,6 @@ def _diagnose(arguments: Namespace, log: Log) -> Outcome:
         "notes": diagnosis.about.get("notes", []),
         "layers": rx.serialization.read_json(path)["layers"],
     }
-    return Outcome(record, (_table(diagnosis), f"diagnosis: {path}"))
-
-
-def _table(diagnosis: "rx.Diagnosis") -> str:
     # Which readings there are depends on the form of attention.
     names = [name for name in SHOWN if all(name in layer.readings for layer in diagnosis.layers)]
     rows = tuple(
@@ -288,7 +279,8 @@ def _table(diagnosis: "rx.Diagnosis") -> str:
         for index, layer in enumerate(diagnosis.layers)
         for row, head in enumerate(layer.spectrum.heads)
     )
-    return aligned_table(("", "rank", *(name.replace("_", " ") for name in names)), rows)
+    table = aligned_table(("", "rank", *(name.replace("_", " ") for name in names)), rows)
+    return Outcome(record, (table, f"diagnosis: {path}"))
 
 
 SUBJECT = (
@@ -402,26 +394,21 @@ def _realize(arguments: Namespace, log: Log) -> Outcome:
     how = {name: getattr(arguments, name) for name in ("by", "norms", *FITS, "calibration_images")}
     fits = fits_of({name: how[name] for name in FITS}, arguments.seed)
     how |= fits_record(*fits)
-    images = _calibration(model, arguments)
+    # Data that nothing is fitted on are not loaded.
+    images, fitted = None, [f"--{name}" for name in FITS if getattr(arguments, name)]
+    fitted += ["--norms refit"] * (arguments.norms == "refit")
+    if fitted:
+        if arguments.data is None:
+            requested = " and ".join(fitted)
+            raise InvalidInput(f"{requested}: fitted on images, and --data names none; add --data NAME.")
+        train = options.splits_argument(model, arguments, distinct=True).train
+        images = train.take(min(arguments.calibration_images, len(train)))
     slim = realize_and_fit(model, prescription, images, fits, arguments.by, arguments.norms)
     prescription = replace(prescription, about={**prescription.about, "realized": how})
     folder = rx.save(slim, arguments.out, prescription=prescription)
     changes, table = _cost_changes(*(rx.models.family_of(each).costs(each) for each in (model, slim)))
     record = {"model": str(folder), **how, **changes, "removed_share": prescription.removed_share}
     return Outcome(record, (table, f"model: {folder}"))
-
-
-def _calibration(model: "nn.Module", arguments: Namespace) -> "rx.data.ImageSet | None":
-    fits = [f"--{name}" for name in FITS if getattr(arguments, name)]
-    fits += ["--norms refit"] * (arguments.norms == "refit")
-    # Data that nothing is fitted on are not loaded.
-    if not fits:
-        return None
-    if arguments.data is None:
-        requested = " and ".join(fits)
-        raise InvalidInput(f"{requested}: fitted on images, and --data names none; add --data NAME.")
-    train = options.splits_argument(model, arguments, distinct=True).train
-    return train.take(min(arguments.calibration_images, len(train)))
 
 
 CHECKS = (

@@ -152,16 +152,12 @@ def outcome_of(words: Sequence[str], log: Log) -> Outcome:
 
 def require_environment() -> None:
     """Raises InvalidInput for process numbers of a launcher, flags and a cache folder that are not valid."""
-    numbers = {}
-    for name in PROCESS_VARIABLES:
-        text = os.environ.get(name)
-        if text is not None and not re.fullmatch(r"[0-9]{1,9}", text):
-            raise InvalidInput(f"{name}={text!r} is no number; launch with torchrun or accelerate, or unset it.")
-        numbers[name] = int(text or 0)
-    if numbers["RANK"] and numbers["RANK"] >= numbers["WORLD_SIZE"]:
+    given = {name: os.environ[name] for name in PROCESS_VARIABLES if name in os.environ}
+    are_numbers = all(re.fullmatch("[0-9]{1,9}", text) for text in given.values())
+    if not are_numbers or 0 < int(given.get("RANK", 0)) >= int(given.get("WORLD_SIZE", 0)):
         raise InvalidInput(
-            f"RANK={numbers['RANK']} with WORLD_SIZE={os.environ.get('WORLD_SIZE')}: a rank is below the number of "
-            "processes; launch with torchrun or accelerate, or unset both."
+            f"{' '.join(f'{name}={text!r}' for name, text in given.items())}: give numbers, RANK below WORLD_SIZE; "
+            "launch with torchrun or accelerate, or unset them."
         )
     for name, meaning in (("ATTNRX_MEASURE", "never measure"), ("ATTNRX_BUILD", "no C++ kernels")):
         text = os.environ.get(name, "1")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attnrx as rx
 from attnrx.support.errors import AttnrxError, InvalidInput, nearest
 from attnrx.support.progress import Log
+from attnrx.support.text_parsing import LONGEST_NUMBER, NUMBER, share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +63,13 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             option = action.option_strings[-1] if action.option_strings else action.dest
             for text in texts_of(getattr(namespace, action.dest, None)):
-                _require_text(option, text)
+                if not text.strip():
+                    raise InvalidInput(f"{option} is empty; give a value, or omit the option.")
+                # Python reads bytes of the command line that are not UTF-8 as surrogates, which are no text.
+                if re.search("[\0\ud800-\udfff]", text):
+                    raise InvalidInput(
+                        f"{option} {text!r} has characters that are not UTF-8 text, or a null character."
+                    )
         return namespace
 
 
@@ -99,14 +106,6 @@ def texts_of(value: object) -> list[str]:
     return [each for each in values if isinstance(each, str)]
 
 
-def _require_text(option: str, text: str) -> None:
-    if not text.strip():
-        raise InvalidInput(f"{option} is empty; give a value, or omit the option.")
-    # Python reads bytes of the command line that are not UTF-8 as surrogates, which are no text.
-    if re.search("[\0\ud800-\udfff]", text):
-        raise InvalidInput(f"{option} {text!r} has characters that are not UTF-8 text, or a null character.")
-
-
 @dataclass(frozen=True)
 class Number:
     """The type of a number, or of `several` with commas between them: reads the text, and accepts values of a kind.
@@ -134,13 +133,11 @@ class Number:
         return value
 
     def _number(self, text: str, hint: str) -> int | float:
-        # Up to 40 digits, because int() of thousands of digits takes quadratic time. Not by float() alone, which reads
-        # the digits of other scripts too, 1_000 and nan.
-        match = re.fullmatch(r"[-+]?(?:[0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:e[-+]?[0-9]{1,3})?(%?)", text)
-        if match is None or (self.read is int and not re.fullmatch(r"[-+]?[0-9]+", text)):
-            noun = "a whole number" if self.read is int else "a number"
+        # Not by int() and float() alone, which read the digits of other scripts too, 1_000 and nan.
+        form, noun = ("[-+]?[0-9]+", "a whole number") if self.read is int else (f"{NUMBER}%?", "a number")
+        if len(text) > LONGEST_NUMBER or not re.fullmatch(form, text):
             raise ArgumentTypeError(f"{text[:60]!r} is not {noun}{hint}")
-        return self.read(text) if not match[1] else float(text[:-1]) / 100
+        return int(text) if self.read is int else share(text)
 
 
 @dataclass(frozen=True)

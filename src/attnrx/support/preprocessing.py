@@ -5,7 +5,6 @@ computed in `attnrx.support.pictures`.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -92,15 +91,10 @@ class ImageGeometry:
         """Returns the fields as JSON values."""
         return fields_of(self)
 
-    @cached_property
-    def _record(self) -> dict[str, Any]:
-        # Once, because this dictionary takes longer than the decoding of a small picture.
-        return self.to_dict()
-
     def fit(self, picture: UInt8[Tensor, "channels height width"]) -> UInt8[Tensor, "channels rows columns"]:
         """Fits the pixels of a picture as evaluation does, without randomness."""
-        fitted = fit_pixels(picture.permute(1, 2, 0).numpy(), self._record)
-        return torch.from_numpy(fitted).permute(2, 0, 1)
+        # vars and not to_dict, which takes longer than the decoding of a small picture.
+        return torch.from_numpy(fit_pixels(picture.permute(1, 2, 0).numpy(), vars(self))).permute(2, 0, 1)
 
     def __str__(self) -> str:
         size, target = ("x".join(map(str, pair)) for pair in (self.size, self.resize_to))
@@ -177,7 +171,7 @@ class Preprocessing:
         if isinstance(picture, bytes):
             picture = open_picture(picture)
         pixels = pixels_of(picture, self.geometry.channels, self.geometry.alpha)
-        fitted = torch.from_numpy(fit_pixels(pixels, self.geometry.to_dict())).permute(2, 0, 1)
+        fitted = torch.from_numpy(fit_pixels(pixels, vars(self.geometry))).permute(2, 0, 1)
         # The type and the order of operations are those of torchvision's transforms.
         return self.normalization.apply(fitted.to(torch.get_default_dtype()).contiguous() / 255)
 

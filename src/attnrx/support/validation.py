@@ -203,14 +203,8 @@ def require_regular(path: Path | str, error: type[AttnrxError] = CheckpointError
     except (OSError, ValueError) as problem:  # ValueError: a null byte in the name
         raise error(f"{str(path)!r} cannot be read: {problem}.") from None
     if not stat.S_ISREG(mode):
-        kinds = {
-            "a folder": stat.S_ISDIR(mode),
-            "a named pipe": stat.S_ISFIFO(mode),
-            "a socket": stat.S_ISSOCK(mode),
-            "a device": stat.S_ISCHR(mode) or stat.S_ISBLK(mode),
-        }
-        kind = next((name for name, is_kind in kinds.items() if is_kind), "no regular file")
-        raise error(f"{path} is {kind}; give a regular file.")
+        found = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+        raise error(f"{path} is {found}; give a regular file.")
     return path
 
 

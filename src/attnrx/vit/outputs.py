@@ -14,8 +14,8 @@ from torch import nn
 
 from attnrx.support.arguments import described, user_code
 from attnrx.support.errors import InvalidInput, UnknownName, UserCodeError
+from attnrx.support.modules import from_rows, mapped
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.support.trees import from_rows, mapped
 from attnrx.vit.models import FAMILIES, STATED_OUTPUTS, evaluating, num_outputs
 from attnrx.vit.models.whole import Whole
 

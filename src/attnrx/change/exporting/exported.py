@@ -20,10 +20,10 @@ from attnrx.support import validation as fields
 from attnrx.support.atomic_writes import require_absent, require_replaceable
 from attnrx.support.dataclass_records import from_dict, of_fields
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
+from attnrx.support.modules import joined
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_kind, file_sha256, read_json, read_record
 from attnrx.support.text_parsing import Language, TextReader
-from attnrx.support.trees import joined
 from attnrx.support.validation import Invalid, below
 from attnrx.vit.models.family import STATED_OUTPUTS
 

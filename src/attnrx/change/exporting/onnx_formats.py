@@ -13,8 +13,8 @@ import torch
 
 from attnrx.change.exporting.format import INPUT, Format, Run, library, run_script, to_numpy
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import rows_of
 from attnrx.support.shapes import Tensor
-from attnrx.support.trees import rows_of
 
 BATCH, OPSETS = "batch", range(18, 24)
 # The statements of the script beside the file: the facts are its metadata.

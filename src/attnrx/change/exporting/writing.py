@@ -37,12 +37,11 @@ from attnrx.support.arguments import BATCH, IMAGES, TEXT, checked, each, either,
 from attnrx.support.atomic_writes import flush, temporary_folder
 from attnrx.support.dataclass_records import fields_of, to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
-from attnrx.support.modules import copy_module
+from attnrx.support.modules import copy_module, joined, tensors_of
 from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_sha256, write_json, write_text
-from attnrx.support.trees import joined, tensors_of
 from attnrx.vit.attention import Attention, AttentionCapture, Backend, Portable, using
 from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
 from attnrx.vit.costs.conditions import PRECISIONS as TIMED_PRECISIONS

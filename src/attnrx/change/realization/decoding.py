@@ -21,9 +21,8 @@ from attnrx.change.decompositions.elimination import compensated, unit_losses
 from attnrx.change.predictions import KeptOutputs
 from attnrx.change.realization.descent import HELD_OUT, descend_, improve_
 from attnrx.data import FixedImages, ImageSet
-from attnrx.support.modules import copy_module
+from attnrx.support.modules import copy_module, rows_of
 from attnrx.support.shapes import Float, Tensor
-from attnrx.support.trees import rows_of
 from attnrx.vit.models import ModuleCall, evaluating, family_of, observing_calls
 from attnrx.vit.models.units import Pair, input_weight, set_input_weight_
 from attnrx.vit.models.whole import Whole

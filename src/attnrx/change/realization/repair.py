@@ -16,10 +16,9 @@ from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.support.arguments import COUNT, NATURAL, RATE, SEED, checked, number, optional, require_fields
 from attnrx.support.errors import InvalidInput, NotSupported, ScaleWarning
-from attnrx.support.modules import copy_module
+from attnrx.support.modules import copy_module, rows_of
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
-from attnrx.support.trees import rows_of
 from attnrx.vit.models import (
     InputValidation,
     LowRankLinear,

@@ -27,7 +27,7 @@ from attnrx.show.checks.statistics import (
 )
 from attnrx.support.arguments import Kind, each, number, optional, whole
 from attnrx.support.errors import InvalidInput
-from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import evaluating, family_of
 from attnrx.vit.outputs import GROUP, Multilabel, current_judgement, name_of, nearest_neighbours
 
@@ -315,14 +315,10 @@ class Retrieval(Check):
                     f"{self.name}(ks={k}): {n} images have no more than {k} neighbours each, which every model keeps; "
                     f"give at least {k + 2} images, or fewer neighbours, as in {self.name}(ks=1)."
                 )
-            recall = neighbours_kept(*(nearest_neighbours(outputs[:counted], k) for outputs in (base, other)))
+            before, after = (nearest_neighbours(outputs[:counted], k) for outputs in (base, other))
+            # [images, k of base, k of other]: sets are compared, and the order within the k does not count.
+            recall = (before[:, :, None] == after[:, None, :]).any(-1).double().mean(1)
             claim = f"share of the {k} nearest neighbours of an image that the candidate keeps"
             share = mean_share(recall, seed).scaled(100.0)
             findings.append(self.finding(f"recall at {k}", claim, share, "%", n=counted, seed=seed))
         return tuple(findings)
-
-
-def neighbours_kept(base: Int[Tensor, "images k"], other: Int[Tensor, "images k"]) -> Float[Tensor, "images"]:
-    """Returns the share of the neighbours in `base` that are in `other`, per image."""
-    # [images, k of base, k of other]: sets are compared, and the order within the k does not count.
-    return (base[:, :, None] == other[:, None, :]).any(-1).double().mean(1)

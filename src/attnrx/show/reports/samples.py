@@ -15,8 +15,8 @@ from attnrx.data import ImageSet
 from attnrx.data.model_data import normalization_of
 from attnrx.show.reports.numbers import number
 from attnrx.support.errors import InvalidInput
+from attnrx.support.modules import tensors_of
 from attnrx.support.shapes import Bool, Float, ImageBatch, Int, Tensor, UInt8
-from attnrx.support.trees import tensors_of
 from attnrx.vit.models import TokenReduction, TokenRun, evaluating, family_of, reduction_of, token_run
 from attnrx.vit.tokens import TokenPolicy
 from attnrx.vit.tokens.merging import Merging

@@ -16,9 +16,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from attnrx.support.arguments import described_error
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
-from attnrx.support.modules import random_images, rounding_limit
+from attnrx.support.modules import random_images, rounding_limit, tensors_of
 from attnrx.support.shapes import Float, Tensor
-from attnrx.support.trees import tensors_of
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls
 

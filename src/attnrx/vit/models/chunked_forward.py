@@ -6,9 +6,8 @@ from typing import Any
 from torch import nn
 
 from attnrx.support.errors import InvalidInput
-from attnrx.support.modules import is_traced
+from attnrx.support.modules import is_traced, joined, mapped
 from attnrx.support.shapes import ImageBatch, Tensor
-from attnrx.support.trees import joined, mapped
 from attnrx.vit.attention import Attention, AttentionContext
 from attnrx.vit.models.substitute import is_capturing
 from attnrx.vit.models.token_reduction import reduction_of
@@ -23,7 +22,7 @@ with 8 MiB a ViT-S/14 with a decoder took 4 % longer at batch 8 (docs/results/de
 
 
 def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: ImageBatch, largest: int) -> Any:
-    """Returns `run(images)`, one tensor or several (`support.trees`), computed in chunks on a CPU where no gradients
+    """Returns `run(images)`, one tensor or several (`support.modules`), computed in chunks on a CPU where no gradients
     are recorded and no hook needs the whole batch. Every call of `run` is a forward pass of its own, in its context.
 
     `largest` is the number of elements per image of the largest activation. The model must treat the images of a batch

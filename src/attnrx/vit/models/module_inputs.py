@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import mapped
 from attnrx.support.shapes import Float, ImageBatch, Tensor
-from attnrx.support.trees import mapped
 
 # The attribute of a module with its ModuleInputs; copies of the module keep it.
 ATTRIBUTE = "attnrx_inputs"

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from attnrx.support.modules import containing, random_images
+from attnrx.support.modules import containing, random_images, tensors_of
 from attnrx.support.shapes import Tensor
-from attnrx.support.trees import tensors_of
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.models.mlp import Pair, halve_, keep_units_of_
 from attnrx.vit.models.module_inputs import called
