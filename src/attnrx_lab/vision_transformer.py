@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import nn
 
-from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.preprocessing import ImageGeometry
+from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import LayerCosts, ModelCosts, PartCosts, TokenCosts, layer_costs, linear_costs

@@ -24,8 +24,8 @@ from attnrx.cli import main
 from attnrx.cli.commands import command_names, find_command
 from attnrx.decide.planning import PlanSettings
 from attnrx.nouns.evidence import Evidence, Finding
-from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import AttnrxError
+from attnrx.support.records import to_dict
 from attnrx.support.storage import SEAL, file_sha256, read_json, sealed, write_json
 from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig, initialize_
 from support.edits import ABSENT, edited

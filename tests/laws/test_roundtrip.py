@@ -10,8 +10,8 @@ from attnrx.change.realization import realize
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.nouns.prescription import Prescription
-from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.records import from_dict, to_dict
 from attnrx.support.storage import sealed
 from attnrx.vit.models import family_of, load_model, model_fingerprint, save_model
 from attnrx.vit.spec import AttentionSpec

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.support.records import to_dict
 from attnrx_lab.costs import saved_shares
 from attnrx_lab.papers import load_recipe, recipe_names, reproduce
 from attnrx_lab.papers.irratt_tables import CLUTTER

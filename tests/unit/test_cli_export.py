@@ -9,8 +9,8 @@ import torch
 
 import attnrx as rx
 from attnrx.change.exporting import Onnx
-from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput
+from attnrx.support.records import to_dict
 from attnrx.vit.models import build_model, save_model
 from support import pretrained
 from support.command_line import call, record

@@ -11,8 +11,7 @@ from attnrx.nouns.evidence import Evidence, Finding, judged
 from attnrx.show.checks import Accuracy
 from attnrx.show.checks.statistics import paired_change
 from attnrx.show.reports import ReportContent
-from attnrx.show.reports.card import model_card
-from attnrx.show.reports.page import render
+from attnrx.show.reports.page import model_card, render
 from attnrx.support.errors import InvalidInput
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import AttnrxError, InvalidInput
+from attnrx.support.records import to_dict
 from attnrx.vit import tokens
 from attnrx.vit.tokens import REDUCERS, Reducer, TokenLayout, TokenPolicy, ToMe, known_reducers, parse_policy
 from attnrx.vit.tokens.policy import PolicyReader

@@ -3,8 +3,8 @@
 import pytest
 
 from attnrx.data import Augmentation
-from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput
+from attnrx.support.records import from_dict, to_dict
 from attnrx.training import TrainingConfig
 from attnrx.training.losses import Distillation, Task, known_losses
 from attnrx_lab.perturbation import TargetRank

@@ -229,10 +229,12 @@ def device(text: str) -> str:
     """The type of a device.
 
     Raises:
-        ArgumentTypeError: The text is not cpu, cuda or cuda:N.
+        ArgumentTypeError: torch finds no such device here.
     """
-    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", text):
-        raise ArgumentTypeError(f"{text!r} is not a device; give cpu, cuda or cuda:N")
+    from attnrx.support.arguments import DEVICE  # imports torch
+
+    if not DEVICE.accepts(text):
+        raise ArgumentTypeError(f"{text[:60]!r}: give {DEVICE.expected}")
     return text
 
 
@@ -317,30 +319,12 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def model_argument(source: str, device: str | None, weights: str | None = None, trust: bool = False) -> "nn.Module":
-    """Loads a model to the requested device, by default CUDA if available.
-
-    Raises:
-        InvalidInput: torch cannot use the device.
-    """
-    return placed(rx.load(source, weights=weights, trust=trust), device)
+    """Loads a model to the requested device, by default CUDA if available."""
+    return rx.load(source, weights=weights, trust=trust).to(device or default_device())
 
 
 def add_device(parser: Parser) -> None:
     option(parser, "--device", device, "cpu, cuda or cuda:N (cuda where there is one)")
-
-
-def placed(model: "nn.Module", device: str | None) -> "nn.Module":
-    """Moves a model to the requested device, by default CUDA if available.
-
-    Raises:
-        InvalidInput: torch cannot use the device here.
-    """
-    wanted = device or default_device()
-    try:
-        return model.to(wanted)
-    except (RuntimeError, AssertionError) as error:  # RuntimeError: unknown device; AssertionError: torch without CUDA
-        reason = str(error).partition("\n")[0]
-        raise InvalidInput(f"--device {wanted}: torch cannot use it here ({reason}). Take cpu.") from error
 
 
 def default_device() -> str:

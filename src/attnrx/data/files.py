@@ -8,8 +8,8 @@ from attnrx.data.images import round_robin
 from attnrx.data.loaded_images import StoredImages
 from attnrx.data.splits import SPLITS, Opened
 from attnrx.support.errors import DataError
+from attnrx.support.records import require_regular
 from attnrx.support.shapes import Int, Tensor
-from attnrx.support.validation import require_regular
 
 IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
 

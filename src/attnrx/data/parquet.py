@@ -19,8 +19,8 @@ from attnrx.support.arguments import described_error, require_fields
 from attnrx.support.errors import DataError, nearest
 from attnrx.support.hardware import cache_folder
 from attnrx.support.optional import required_module
+from attnrx.support.records import require_regular
 from attnrx.support.shapes import Int, Tensor
-from attnrx.support.validation import require_regular
 
 if TYPE_CHECKING:
     import datasets

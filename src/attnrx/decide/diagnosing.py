@@ -26,8 +26,8 @@ from attnrx.decide.rules.metrics import directions_in
 from attnrx.decide.rules.rotary import COHERENCE, coherence
 from attnrx.nouns.diagnosis import Computed, Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
 from attnrx.support.arguments import COUNT, checked, optional
-from attnrx.support.dataclass_records import to_dict
 from attnrx.support.optional import installed_versions
+from attnrx.support.records import to_dict
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.attention import Attention, Observation, Positions

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnrx.support import validation as fields
+from attnrx.support import records as fields
 from attnrx.support.display import Displayed
 from attnrx.support.errors import FingerprintMismatch, InvalidInput
 from attnrx.support.shapes import Float, Tensor

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.support.records import ANYTHING, Integer, Items, Number, Optional, Record, Text
 from attnrx.support.storage import read_record, write_json
-from attnrx.support.validation import ANYTHING, Integer, Items, Number, Optional, Record, Text
 from attnrx.vit.models import family_of, load_model, model_fingerprint
 
 KIND, SCHEMA = "attnrx elastic model", 1

@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnrx.support import validation as fields
+from attnrx.support import records as fields
 from attnrx.support.arguments import described
 from attnrx.support.display import Displayed, Sentence
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
+from attnrx.support.records import Invalid, below
 from attnrx.support.storage import read_record, write_json
 from attnrx.support.tables import aligned_table
-from attnrx.support.validation import Invalid, below
 
 KIND, SCHEMA = "attnrx evidence", 2
 HOLDS, FAILS, UNDECIDED, REPORTED = OUTCOMES = ("holds", "fails", "undecided", "reported")

@@ -9,7 +9,7 @@ from typing import Any
 from attnrx.nouns.prescription import Prescription
 from attnrx.nouns.prescription_schema import KIND as PRESCRIPTION
 from attnrx.nouns.prescription_schema import PLAN
-from attnrx.support import validation as fields
+from attnrx.support import records as fields
 from attnrx.support.atomic_writes import parts_by, replacing_folder
 from attnrx.support.display import Displayed
 from attnrx.support.storage import file_kind, read_record, write_json

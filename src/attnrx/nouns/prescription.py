@@ -11,6 +11,7 @@ import torch
 from attnrx.nouns.prescription_schema import ABOUT, KIND, RECORD, SCHEMA
 from attnrx.support.display import Displayed
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
+from attnrx.support.records import Invalid
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.support.storage import (
     building_from_tensors,
@@ -22,7 +23,6 @@ from attnrx.support.storage import (
     tensors_below,
     write_with_tensors,
 )
-from attnrx.support.validation import Invalid
 from attnrx.vit.maps import HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, TOKENS, UNIT_MAPS
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 

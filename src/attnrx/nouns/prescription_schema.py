@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from attnrx.support import validation as fields
-from attnrx.support.validation import Invalid, below
+from attnrx.support import records as fields
+from attnrx.support.records import Invalid, below
 from attnrx.vit.maps import (
     HEADS,
     HIDDEN,

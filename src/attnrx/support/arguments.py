@@ -229,9 +229,12 @@ ANY = Kind("", lambda value: True)
 def _is_device(value: Any) -> bool:
     if not isinstance(value, str | torch.device):
         return False
-    device = torch.device(value)
-    count = torch.cuda.device_count() if device.type == "cuda" else 1
-    return device.type in ("cpu", "cuda", "mps") and (device.index or 0) < count
+    try:
+        device = torch.device(value)
+    except RuntimeError:
+        return False
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    return (device.index or 0) < counts.get(device.type, 0)
 
 
 # The user's code ------------------------------------------------------------------------------------------------------

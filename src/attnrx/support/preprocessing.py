@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from attnrx.support.dataclass_records import fields_of
 from attnrx.support.errors import InvalidInput
 from attnrx.support.pictures import fit_pixels, open_picture, pixels_of
+from attnrx.support.records import fields_of
 from attnrx.support.shapes import Float, Tensor, UInt8
 
 Fit = Literal["pad", "fill", "photo"]

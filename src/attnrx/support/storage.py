@@ -20,8 +20,8 @@ from safetensors.torch import save as encode_tensors
 
 from attnrx.support.atomic_writes import write_atomically
 from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.records import DEEPEST_JSON, Field, nesting, require_regular, validated
 from attnrx.support.shapes import Tensor
-from attnrx.support.validation import DEEPEST_JSON, Field, nesting, require_regular, validated
 
 SEAL = "sha256_of_the_rest"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -11,9 +11,9 @@ from torch import nn
 
 from attnrx.data import Splits
 from attnrx.support.atomic_writes import temporary_folder
-from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import CheckpointError
 from attnrx.support.optional import installed_versions
+from attnrx.support.records import JSON_OBJECT, Integer, Items, Number, Record, Text, to_dict, validated
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import (
     check_schema,
@@ -24,7 +24,6 @@ from attnrx.support.storage import (
     write_json,
     write_tensors,
 )
-from attnrx.support.validation import JSON_OBJECT, Integer, Items, Number, Record, Text, validated
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import TeacherSource
 from attnrx.training.sharding import copy_whole_, gather_tensors, shard_like

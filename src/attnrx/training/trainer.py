@@ -18,9 +18,9 @@ from attnrx.data.model_data import splits_for
 from attnrx.support.arguments import checked
 from attnrx.support.errors import DataError, TrainingDiverged, TrainingInterrupted
 from attnrx.support.progress import Log, no_log, track
+from attnrx.support.records import Record, validated
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import check_schema, fingerprint, read_json, write_json, write_text
-from attnrx.support.validation import Record, validated
 from attnrx.training.checkpoints import (
     HISTORY,
     IDENTITY,

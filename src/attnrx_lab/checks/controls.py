@@ -16,8 +16,8 @@ from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.outputs import discrepancy, squared_distances
 from attnrx.show.checks.statistics import estimate, resampled_means
-from attnrx.support.dataclass_records import of_fields
 from attnrx.support.errors import InvalidInput
+from attnrx.support.records import of_fields
 from attnrx.support.shapes import Float, Tensor
 from attnrx_lab.rules.controls import control_prescriptions
 

@@ -16,7 +16,6 @@ from attnrx.cli.options import (
     is_fresh,
     model_argument,
     option,
-    placed,
 )
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
@@ -67,7 +66,7 @@ def run(arguments: Namespace, log: Log) -> Outcome:
             "--device cuda where there is one."
         )
     if is_fresh(arguments.model) and arguments.weights is None:  # random weights, so that nothing is downloaded
-        model = placed(rx.models.build_model(arguments.model, seed=0), arguments.device)
+        model = rx.models.build_model(arguments.model, seed=0).to(device)
     else:
         model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     device = str(next(model.parameters()).device)

@@ -15,9 +15,9 @@ from attnrx.change.exporting import ExportSubject, Format, bare_subject, write_e
 from attnrx.data import from_tensors
 from attnrx.data.model_data import normalization_of
 from attnrx.decide.diagnosing import diagnose
-from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log, no_log
+from attnrx.support.records import to_dict
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import write_json
 from attnrx.support.tables import markdown_table

@@ -14,9 +14,9 @@ from attnrx.data import ImageSet
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks import Check, Comparison
 from attnrx.support.atomic_writes import file_lock
-from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.progress import Log, no_log
+from attnrx.support.records import to_dict
 from attnrx.support.storage import check_schema, read_json, write_json
 
 SCHEMA = 1  # of settings.json and result.json

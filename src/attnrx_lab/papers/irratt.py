@@ -16,8 +16,8 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Accuracy, Fidelity
-from attnrx.support.dataclass_records import to_dict
 from attnrx.support.progress import Log
+from attnrx.support.records import to_dict
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Task
 from attnrx.verbs.load import load

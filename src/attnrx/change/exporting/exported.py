@@ -16,15 +16,14 @@ from attnrx.change.exporting.format import PRECISIONS, Format, Run, dtype_name, 
 from attnrx.change.exporting.onnx_formats import Int8, Onnx
 from attnrx.change.exporting.openvino_format import OpenVINO
 from attnrx.change.exporting.torch_formats import AOTInductor, ExecuTorch, Program
-from attnrx.support import validation as fields
+from attnrx.support import records as fields
 from attnrx.support.atomic_writes import require_absent, require_replaceable
-from attnrx.support.dataclass_records import from_dict, of_fields
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.support.modules import joined
+from attnrx.support.records import Invalid, below, from_dict, of_fields
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_kind, file_sha256, read_json, read_record
 from attnrx.support.text_parsing import Language, TextReader
-from attnrx.support.validation import Invalid, below
 from attnrx.vit.models.family import STATED_OUTPUTS
 
 KIND, SCHEMA = "attnrx exported model", 1

@@ -16,10 +16,10 @@ from attnrx.change.realization.repair import Repair, repair
 from attnrx.data import ImageData
 from attnrx.data.model_data import images_for
 from attnrx.nouns.prescription import Prescription
-from attnrx.support.dataclass_records import fields_of
 from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import copy_module
 from attnrx.support.progress import Log, begin, no_log
+from attnrx.support.records import fields_of
 from attnrx.vit.maps import FITS, REALIZED_NORMS
 from attnrx.vit.models import family_of, model_fingerprint
 from attnrx.vit.models.verbs import verb

@@ -14,8 +14,8 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Estimate, Finding, judged
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.arguments import COUNT, NOT_NEGATIVE, Kind, optional, require_fields
-from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import DataError, InvalidInput, NonFiniteOutputs
+from attnrx.support.records import to_dict
 from attnrx.support.shapes import Int, Tensor
 from attnrx.support.text_parsing import knobs_of
 from attnrx.vit.models import FAMILIES

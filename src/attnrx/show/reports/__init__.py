@@ -1,7 +1,6 @@
 """Reports: diagnosis, prescription and evidence as a self-contained HTML page, and as a model card."""
 
-from attnrx.show.reports.card import is_unedited, model_card
-from attnrx.show.reports.page import ReportContent, render, write_report
+from attnrx.show.reports.page import ReportContent, is_unedited, model_card, render, write_report
 from attnrx.show.reports.results import files_table, summary_of, written_files
 from attnrx.show.reports.samples import MapSamples, TokenSamples, first_images, sample_maps, sample_tokens
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.support.dataclass_records import fields_of, from_dict, of_fields, to_dict
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.modules import copy_module, random_images
+from attnrx.support.records import fields_of, from_dict, of_fields, to_dict
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.attention import Attention

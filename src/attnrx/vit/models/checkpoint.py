@@ -16,6 +16,17 @@ from torch import nn
 from attnrx.support.arguments import described
 from attnrx.support.atomic_writes import Parts, parts_by, replacing_folder, require_absent, restore
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.support.records import (
+    JSON_OBJECT,
+    MAX_HEADS,
+    Bounded,
+    Choice,
+    Integer,
+    Optional,
+    Record,
+    Text,
+    validated,
+)
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import (
     SEAL,
@@ -29,17 +40,6 @@ from attnrx.support.storage import (
     sealed,
     write_json,
     write_tensors,
-)
-from attnrx.support.validation import (
-    JSON_OBJECT,
-    MAX_HEADS,
-    Bounded,
-    Choice,
-    Integer,
-    Optional,
-    Record,
-    Text,
-    validated,
 )
 from attnrx.vit.maps import REALIZATIONS
 from attnrx.vit.models.family import STATED_OUTPUTS, Family, require_ordinary_weights

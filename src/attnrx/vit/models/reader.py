@@ -22,8 +22,8 @@ from attnrx.support.arguments import (
     optional,
     require_fields,
 )
-from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, UserCodeError
+from attnrx.support.records import from_dict, to_dict
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
 from attnrx.vit.models.adopted_family import AdoptedFamily, unsaved_buffers
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import containing, copy_module, outermost, random_images
+from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.models.adopted import Adopted, Origin
 from attnrx.vit.models.adopted_family import AdoptedFamily

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.records import to_dict
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.attention import Attention, AttentionCapture, capture_uniform
 from attnrx.vit.models.family import Family

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.arguments import described_error, user_code
-from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import random_images
+from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.arguments import described, described_error, user_code
-from attnrx.support.dataclass_records import fields_of, of_fields
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module, outermost, random_images, tensors_of
+from attnrx.support.records import fields_of, of_fields
 from attnrx.support.shapes import Bool, Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.costs import ModelCosts, PartCosts

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from attnrx.support.dataclass_records import from_dict
 from attnrx.support.errors import InvalidInput
 from attnrx.support.optional import import_plugins
+from attnrx.support.records import from_dict
 from attnrx.vit.tokens.merging import ToMe, Ward
 from attnrx.vit.tokens.policy import PolicyReader, TokenPolicy
 from attnrx.vit.tokens.reducer import (
