@@ -480,9 +480,7 @@ def _export_options(parser: Parser) -> None:
     options.add_model(parser)
     option(parser, "--to", "FORMAT", FORMATS, "onnx")
     options.add_out(parser, "the file; its facts are written to PATH.json", kind="attnrx exported model")
-    options.add_arguments(
-        parser, "export", "features", batch=options.batch, precision=("float32", "bfloat16", "float16")
-    )
+    options.add_arguments(parser, "export", "batch", "features", precision=("float32", "bfloat16", "float16"))
     options.add_data(
         parser, "training images for calibration of int8 and for parity (parity: on noise)", required=False
     )

@@ -120,24 +120,20 @@ class Number:
     unit: str = ""  # which may follow
 
     def __call__(self, text: str) -> Any:
-        hint = "; give numbers with commas between them" if self.several else ""
-        if self.several:
-            value = tuple(self._number(part, hint) for part in text.split(","))
-        else:
-            value = self._number(text.removesuffix(self.unit), hint)
         from attnrx.support import arguments  # imports torch
 
-        kind = self.kind(arguments)
-        if not kind.accepts(value):
-            raise ArgumentTypeError(f"{text[:60]!r}: give {kind.expected.removesuffix(', or None')}{hint}")
-        return value
-
-    def _number(self, text: str, hint: str) -> int | float:
+        kind, parts = self.kind(arguments), text.split(",") if self.several else [text.removesuffix(self.unit)]
         # Not by int() and float() alone, which read the digits of other scripts too, 1_000 and nan.
         form, noun = ("[-+]?[0-9]+", "a whole number") if self.read is int else (f"{NUMBER}%?", "a number")
-        if len(text) > LONGEST_NUMBER or not re.fullmatch(form, text):
-            raise ArgumentTypeError(f"{text[:60]!r} is not {noun}{hint}")
-        return int(text) if self.read is int else share(text)
+        value, problem = text, f" is not {noun}"
+        if all(len(part) <= LONGEST_NUMBER and re.fullmatch(form, part) for part in parts):
+            numbers = tuple(int(part) if self.read is int else share(part) for part in parts)
+            value, problem = numbers if self.several else numbers[0], ""
+        # A text may be of the kind too: the batch "dynamic" of an exported file.
+        if not kind.accepts(value) or (value is text and kind is arguments.ANY):
+            expected = (kind.expected or noun).removesuffix(", or None") + ", with commas between them" * self.several
+            raise ArgumentTypeError(f"{text[:60]!r}{problem}: give {expected}")
+        return value
 
 
 @dataclass(frozen=True)
@@ -236,20 +232,6 @@ def device(text: str) -> str:
     if not DEVICE.accepts(text):
         raise ArgumentTypeError(f"{text[:60]!r}: give {DEVICE.expected}")
     return text
-
-
-def batch(text: str) -> int | str:
-    """The type of the batch of an exported file: a number of images, or any.
-
-    Raises:
-        ArgumentTypeError: The text is neither a positive number nor dynamic.
-    """
-    if text == "dynamic":
-        return text
-    try:
-        return BATCH(text)
-    except ArgumentTypeError as error:
-        raise ArgumentTypeError(f"{error}; give a number of images, or dynamic for any") from None
 
 
 def option(

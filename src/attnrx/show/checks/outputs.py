@@ -140,17 +140,11 @@ class Metric(Check):
             start += len(batch)
         before, after = (torch.cat(parts) for parts in values.values())
         n, measure = len(before), name_of(judgement.metric)
-        findings = [
-            self.finding(
-                "metric",
-                f"{measure} of the {role}, mean over images",
-                mean_estimate(each, seed),
-                n=n,
-                seed=seed,
-                details={"model": role, "measure": measure},
-            )
-            for role, each in (("reference", before), ("candidate", after))
-        ]
+        findings = []
+        for role, of_model in (("reference", before), ("candidate", after)):
+            words, details = f"{measure} of the {role}, mean over images", {"model": role, "measure": measure}
+            mean = mean_estimate(of_model, seed)
+            findings.append(self.finding("metric", words, mean, n=n, seed=seed, details=details))
         change, words = metric_change(before, after, seed), f"change of {measure}, candidate minus reference"
         details = {"measure": measure}
         return *findings, self.finding("metric change", words, change, n=n, seed=seed, details=details)
