@@ -58,9 +58,7 @@ EXAMPLES = {
     "report": "attnrx report --candidate runs/cifar10-slim --diagnosis diagnosis.json --out report.html",
     "costs": "attnrx costs timm:deit_small_patch16_224 --tokens spot:0.7@4,7,10 --json",
 }
-SETTINGS = ("batch", "threads", "seed")  # of shrink and elastic
 
-TARGETS = ("faster", "macs", "params", "max_drop")
 # The quantities of the claims about a target that is measured; MACs and parameters are met by construction.
 MEASURED_TARGETS = {"latency": ("promised speed", "speed"), "max-drop": ("promised_change",)}
 
@@ -73,7 +71,7 @@ def _shrink_options(parser: Parser) -> None:
     options.add_out(
         parser, "the folder of the model, its evidence, report, card and model.onnx", "runs/shrunk", folder=True
     )
-    options.add_arguments(parser, "shrink", *SETTINGS, effort=options.EFFORTS, to="FORMAT")
+    options.add_arguments(parser, "shrink", "batch", "threads", "seed", effort=options.EFFORTS, to="FORMAT")
     option(parser, "--no-onnx", bool, "write no model.onnx")
     options.add_device(parser)
 
@@ -87,11 +85,11 @@ def _shrink(arguments: Namespace, log: Log) -> Outcome:
     log(f"loading {arguments.model} and {arguments.data}")
     model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = options.splits_argument(model, arguments)
-    settings = options.given_arguments(arguments, *TARGETS, *SETTINGS, "effort", "to")
+    settings = options.given_arguments(arguments, "shrink")
     shrunk = rx.shrink(model, splits, **settings, folder=arguments.out, log=log)
     log(shrunk.summary())
     log("writing the folder and model.onnx, and timing it" if onnx else "writing the folder")
-    timing = options.given_arguments(arguments, "batch", "threads")
+    timing = {name: settings[name] for name in ("batch", "threads") if name in settings}
     folder = shrunk.save(arguments.out, onnx, to=arguments.to, original=model, **timing)
     name = None if arguments.to is None else rx.exporting.parse_format(arguments.to).name
     exported = None if name is None else rx.Evidence.load(folder / f"evidence-{name}.json")
@@ -132,7 +130,7 @@ def _elastic_options(parser: Parser) -> None:
     budgets = parser.add_mutually_exclusive_group(required=True)
     options.add_arguments(budgets, "elastic", faster="TIMES", macs="SHARES", params="SHARES")
     options.add_out(parser, "the folder of the sizes; load PATH@macs=0.65 or PATH@faster=1.4", folder=True)
-    options.add_arguments(parser, "elastic", *SETTINGS, effort=options.EFFORTS)
+    options.add_arguments(parser, "elastic", "batch", "threads", "seed", effort=options.EFFORTS)
     options.add_device(parser)
 
 
@@ -142,26 +140,16 @@ def _elastic(arguments: Namespace, log: Log) -> Outcome:
     preflight(folder=arguments.out, report=True)
     log(f"loading {arguments.model} and {arguments.data}")
     model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    settings = options.given_arguments(arguments, "faster", "macs", "params", *SETTINGS, "effort")
+    settings = options.given_arguments(arguments, "elastic")
     sizes = rx.elastic(model, options.splits_argument(model, arguments), arguments.out, **settings, log=log)
     return Outcome(sizes.to_record(), (*map(str, sizes.sizes), f"sizes: {sizes.folder}"))
 
-
-PRECISIONS, PARALLEL = ("bf16", "fp32"), ("ddp", "fsdp")
 
 # Models of the SVDA paper: a scenario fits any data of its image size. All others have weights, or the shape of a
 # published model.
 BUILT_FOR_DATA = ("svda", "dense")
 
 LOSSES = "terms added to the task, e.g. target_rank:16:0.1 perturbation_robustness:layers=3/4 task:0 (no smoothing)"
-
-
-def plain_fields() -> tuple[str, ...]:
-    """Returns the fields of TrainingConfig that are one number or a flag."""
-    fields = {name: field.value for name, field in options.parameters("TrainingConfig").items()}
-    return tuple(
-        name for name, kind in fields.items() if kind is bool or (isinstance(kind, options.Number) and not kind.several)
-    )
 
 
 def _train_options(parser: Parser) -> None:
@@ -171,7 +159,10 @@ def _train_options(parser: Parser) -> None:
     tokens = f"train with token pruning or merging: {options.POLICY}; predictors are initialized from --seed"
     option(parser, "--tokens", "POLICY", tokens)
     knobs = parser.add_argument_group("training")
-    options.add_arguments(knobs, "TrainingConfig", *plain_fields(), precision=PRECISIONS, parallel=PARALLEL)
+    fields = {name: field.value for name, field in options.parameters("TrainingConfig").items()}
+    # Those that are one number or a flag.
+    plain = [name for name, kind in fields.items() if kind is bool or not getattr(kind, "several", True)]
+    options.add_arguments(knobs, "TrainingConfig", *plain, precision=("bf16", "fp32"), parallel=("ddp", "fsdp"))
     option(knobs, "--losses", "LOSS", LOSSES, nargs="+")
     option(knobs, "--no-task", bool, "train without the task loss: labels are not read")
     option(knobs, "--teacher", "MODEL", "the teacher of distillation losses: a folder or timm:NAME")
@@ -180,7 +171,7 @@ def _train_options(parser: Parser) -> None:
 
 def _train(arguments: Namespace, log: Log) -> Outcome:
     # The losses are parsed first, so that a typing error is reported before the dataset is loaded.
-    settings = options.given_arguments(arguments, *plain_fields(), "precision", "parallel")
+    settings = options.given_arguments(arguments, "TrainingConfig")
     teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
     shared = {knob: value for knob, value in teaching.items() if value is not None}
     # Otherwise the default losses are those of TrainingConfig, with label smoothing.
@@ -259,7 +250,8 @@ def _diagnose(arguments: Namespace, log: Log) -> Outcome:
     model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     images = options.chosen_images(options.splits_argument(model, arguments), arguments)
     log(f"diagnosing {arguments.model} on {len(images):,} images")
-    diagnosis = rx.diagnose(model, images, **options.given_arguments(arguments, "moments", "batch_size", "seed"))
+    settings = options.given_arguments(arguments, "diagnose")
+    diagnosis = rx.diagnose(model, images, batch_size=arguments.batch_size, seed=arguments.seed, **settings)
     path = diagnosis.save(arguments.out)
     record = {
         "diagnosis": str(path),
@@ -458,7 +450,8 @@ def _verify(arguments: Namespace, log: Log) -> Outcome:
         prescription=prescription,
         diagnosis=diagnosis,
         splits=splits,
-        **options.given_arguments(arguments, "seed", "batch_size"),
+        seed=arguments.seed,
+        batch_size=arguments.batch_size,
     )
     if arguments.out is not None:
         evidence.save(arguments.out)
@@ -497,7 +490,7 @@ def _export(arguments: Namespace, log: Log) -> Outcome:
     # The file has class names, so that it can be used without the data.
     names = () if splits is None else rx.exporting.fitting_names(model, splits.class_names)
     log(f"writing {arguments.model} as {form.name}, and comparing its outputs with the model's")
-    settings = options.given_arguments(arguments, "batch", "precision", "features")
+    settings = options.given_arguments(arguments, "export")
     exported = rx.export(model, arguments.out, form, **settings, calibration=calibration, class_names=names)
     facts = exported.facts
     rows = tuple(
@@ -526,7 +519,7 @@ def _push_options(parser: Parser) -> None:
 
 def _push(arguments: Namespace, log: Log) -> Outcome:
     log(f"uploading {arguments.folder} to {arguments.repository}")
-    about = options.given_arguments(arguments, "license", "base_model", "private")
+    about = options.given_arguments(arguments, "push_to_hub")
     address = rx.push_to_hub(arguments.folder, arguments.repository, **about)
     name = f"hub:{arguments.repository}"
     return Outcome({"model": name, "address": address}, (f"model: {name}", address))

@@ -16,10 +16,9 @@ from types import FrameType
 
 import attnrx as rx
 from attnrx.cli.commands import command_names, find_command
-from attnrx.cli.options import Command, Outcome, Parser, UsageError, require_inputs, texts_of
+from attnrx.cli.options import Command, Parser, UsageError, require_inputs, texts_of
 from attnrx.support.atomic_writes import require_replaceable
 from attnrx.support.errors import AttnrxError, CardWarning, DataError, InvalidInput, ScaleWarning, nearest
-from attnrx.support.progress import Log
 
 # 70 is EX_SOFTWARE of sysexits.h; from 128 on, 128 + the number of the signal.
 BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED, TERMINATED = 2, 3, 70, 130, 141, 143
@@ -128,17 +127,6 @@ def _run(words: list[str]) -> int:
     if words[0] == "--version":
         print(f"attnrx {rx.__version__}")
         return 0
-    outcome = outcome_of(words, log)
-    if _is_first_process() and "--json" in words:
-        # Not json.dumps, which writes NaN and infinity as words that JSON does not have.
-        print(rx.serialization.json_text(outcome.record), end="")
-    elif _is_first_process():
-        print(*outcome.shown, sep="\n")
-    return outcome.code
-
-
-def outcome_of(words: Sequence[str], log: Log) -> Outcome:
-    """Runs the command of the command line and returns its outcome; exceptions propagate."""
     require_environment()
     command, parser, arguments = parsed(words)
     # Before the command runs, so that no work is lost by a path that cannot be written.
@@ -147,7 +135,11 @@ def outcome_of(words: Sequence[str], log: Log) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("always", ScaleWarning)  # Python shows a repeated warning once only
         warnings.showwarning = show_warning
-        return command.run(arguments, log)
+        outcome = command.run(arguments, log)
+    if _is_first_process():
+        # Not json.dumps, which writes NaN and infinity as words that JSON does not have.
+        print(rx.serialization.json_text(outcome.record).rstrip() if "--json" in words else "\n".join(outcome.shown))
+    return outcome.code
 
 
 def require_environment() -> None:

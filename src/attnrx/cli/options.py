@@ -263,6 +263,8 @@ def add_arguments(group: argparse._ActionsContainer, function: str, *names: str,
     `names` have the types of the signature; `values` give others, or for a number its placeholder. Options that are not
     given are None, so that every default is stated once, in the function (`given_arguments`).
     """
+    options_of = group.get_default("options_of") or {}
+    group.set_defaults(options_of={**options_of, function: (*options_of.get(function, ()), *names, *values)})
     for name, value in {**dict.fromkeys(names), **values}.items():
         parameter = parameters(function)[name]
         if value is None:
@@ -275,9 +277,10 @@ def add_arguments(group: argparse._ActionsContainer, function: str, *names: str,
         option(group, f"--{name.replace('_', '-')}", value, help)
 
 
-def given_arguments(arguments: Namespace, *names: str) -> dict[str, Any]:
-    """Returns the arguments of these names that were given, and flags."""
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+def given_arguments(arguments: Namespace, function: str) -> dict[str, Any]:
+    """Returns the options of `add_arguments` for this function that were given, and flags."""
+    values = {name: getattr(arguments, name) for name in arguments.options_of[function]}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 # The syntax of token policies, for help texts.

@@ -25,7 +25,7 @@ def number(value: Number | None, digits: int = 3) -> str:
         return MISSING
     # Integers are counts and are shown exactly.
     if isinstance(value, bool) or (isinstance(value, int) and abs(value) < 10**15):
-        return _typeset(f"{int(value):,}")
+        return f"{int(value):,}".replace("-", MINUS)
     if abs(value) < NOTHING:
         return "0"
     # Before the exponent is taken: with three digits 999.9 is 1,000.
@@ -48,7 +48,7 @@ def fixed(value: Number, decimals: int, signed: bool = False) -> str:
     # Otherwise a small negative value would read -0.00.
     if round(value, decimals) == 0:
         return f"{0:.{decimals}f}"
-    return _typeset(f"{value:{'+' if signed else ''},.{decimals}f}")
+    return f"{value:{'+' if signed else ''},.{decimals}f}".replace("-", MINUS)
 
 
 def with_unit(text: str, unit: str) -> str:
@@ -114,7 +114,3 @@ def _decimals(low: Number | None, high: Number | None) -> int | None:
     # Two significant digits of the width; more of the value would be within its error.
     decimals = 1 - math.floor(math.log10(high - low))
     return decimals if 0 <= decimals <= 5 else None
-
-
-def _typeset(text: str) -> str:
-    return text.replace("-", MINUS)
