@@ -1,4 +1,4 @@
-"""The commands of attnrx: for each the function that adds its options, the one that runs it, and its line in COMMANDS.
+"""The commands of attnrx: `_NAME_options` adds the options of a command, `_NAME` runs it, and `_CORE` lists them.
 
 attnrx is accessed as `rx.NAME`, which is imported on first use, so that --help is fast. Other packages add commands by
 entry points of the group `attnrx.commands`, each naming a module with `SUMMARY`, `EXAMPLE`, `add` and `run`.
@@ -7,7 +7,7 @@ entry points of the group `attnrx.commands`, each naming a module with `SUMMARY`
 import importlib
 import json
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
@@ -624,7 +624,7 @@ def _token_lines(costs: "rx.costs.ModelCosts") -> tuple[str, ...]:
     return (f"tokens, layer by layer: {' '.join(map(str, costs.tokens))}",)
 
 
-_CORE = {
+_CORE: dict[str, tuple[Callable[[Parser], None], Callable[[Namespace, Log], Outcome]]] = {
     "shrink": (_shrink_options, _shrink),
     "elastic": (_elastic_options, _elastic),
     "train": (_train_options, _train),
