@@ -125,14 +125,17 @@ class Number:
         kind, parts = self.kind(arguments), text.split(",") if self.several else [text.removesuffix(self.unit)]
         # Not by int() and float() alone, which read the digits of other scripts too, 1_000 and nan.
         form, noun = ("[-+]?[0-9]+", "a whole number") if self.read is int else (f"{NUMBER}%?", "a number")
-        value, problem = text, f" is not {noun}"
-        if all(len(part) <= LONGEST_NUMBER and re.fullmatch(form, part) for part in parts):
+        unread = [part for part in parts if len(part) > LONGEST_NUMBER or not re.fullmatch(form, part)]
+        value, problem = text, f"{text[:60]!r}"
+        if unread:
+            problem = f"{unread[0][:60]!r} is not {noun}"
+        else:
             numbers = tuple(int(part) if self.read is int else share(part) for part in parts)
-            value, problem = numbers if self.several else numbers[0], ""
+            value = numbers if self.several else numbers[0]
         # A text may be of the kind too: the batch "dynamic" of an exported file.
         if not kind.accepts(value) or (value is text and kind is arguments.ANY):
             expected = (kind.expected or noun).removesuffix(", or None") + ", with commas between them" * self.several
-            raise ArgumentTypeError(f"{text[:60]!r}{problem}: give {expected}")
+            raise ArgumentTypeError(f"{problem}: give {expected}")
         return value
 
 
