@@ -27,8 +27,7 @@ from attnrx.support.storage import (
 from attnrx.support.validation import JSON_OBJECT, Integer, Items, Number, Record, Text, validated
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import TeacherSource
-from attnrx.training.sharding import copy_whole_, gather_tensors, shard_like
-from attnrx.training.step import Learner
+from attnrx.training.step import Learner, copy_whole_, gather_tensors, shard_like
 from attnrx.vit.models import described_tokens, family_of, model_fingerprint
 
 if TYPE_CHECKING:
@@ -164,8 +163,9 @@ def load_tensors_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         copy_whole_(tensor, tensors[name])
 
 
-# They change how a run is stored or distributed, and its result only by rounding.
-HARMLESS = {"config.checkpoint_every", "config.cuda_graph", "config.parallel"}  # may change when a run is resumed
+# May change when a run is resumed: they change how it is stored or distributed, and its result only by rounding.
+# `cuda_graph` is in the checkpoints of earlier versions.
+HARMLESS = {"config.checkpoint_every", "config.cuda_graph", "config.parallel"}
 
 
 def identity(

@@ -60,8 +60,6 @@ class TrainingConfig:
         strength_learning_rate: Factor on the strengths' learning rate; spreads them sooner.
         precision: Of the forward pass.
         compile: Train through torch.compile.
-        cuda_graph: Record a step as a CUDA graph and replay it, for small models, whose kernels take longer to launch
-            than to run. For the loss `Task` alone, in one process, without ema or tokens.
         parallel: For several processes (accelerate launch, torchrun): a replica per process, or sharded.
         ema: Decay of a running mean of the weights, which is then validated and saved instead of the last ones (off).
         seed: Weights, order, augmentation and noise.
@@ -87,7 +85,6 @@ class TrainingConfig:
     strength_learning_rate: float = 1.0
     precision: str = "bf16"
     compile: bool = False
-    cuda_graph: bool = False
     parallel: str = "ddp"
     ema: float | None = None
     seed: int = 42
@@ -104,7 +101,7 @@ class TrainingConfig:
             **dict.fromkeys(("gradient_clip", "strength_init"), optional(POSITIVE)),
             losses=each(instance("a loss", Loss), "losses, e.g. (attnrx.training.losses.Task(),)", least=1),
             augmentation=optional(instance("an Augmentation, e.g. attnrx.data.Augmentation()", Augmentation)),
-            **dict.fromkeys(("compile", "cuda_graph"), FLAG),
+            compile=FLAG,
             temperatures=each(POSITIVE, "two positive numbers, at the first step and at the last", 2, 2),
             precision=one_of(*PRECISIONS),
             ema=optional(RATE),
