@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnrx.vit.kernels import compilation
-from attnrx.vit.kernels.native_merging import Merged
+from attnrx.vit.kernels.native_attention import Merged
 from attnrx.vit.models.token_reduction import compressed_state
 from attnrx.vit.tokens import TokenState, parse_reducer
 from support.token_models import drawn

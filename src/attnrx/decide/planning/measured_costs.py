@@ -28,7 +28,7 @@ from attnrx.support.progress import Log, track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import read_tensors, write_tensors
 from attnrx.vit.costs import LatencyProtocol, interleave
-from attnrx.vit.costs.conditions import PRECISIONS
+from attnrx.vit.costs.measured import PRECISIONS
 from attnrx.vit.kernels.compilation import kernel_version
 from attnrx.vit.models import (
     ModuleCall,

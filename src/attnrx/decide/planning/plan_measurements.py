@@ -26,7 +26,7 @@ from attnrx.support.progress import begin
 from attnrx.support.shapes import Tensor
 from attnrx.support.subprocess_runner import run_in_subprocess
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, compare_latency
-from attnrx.vit.costs.latency import PROCESSES
+from attnrx.vit.costs.measured import PROCESSES
 from attnrx.vit.models import family_of
 
 # Plans that are adjusted to their latency are timed on a part of the batch, in ROUND_FACTOR times the rounds: at least

@@ -28,7 +28,7 @@ from attnrx.support.errors import InvalidInput, InvalidRule, MissingMoments, Not
 from attnrx.support.progress import Log, no_log
 from attnrx.support.text_parsing import NAME, NUMBER
 from attnrx.vit.costs import Conditions, LatencyProtocol
-from attnrx.vit.costs.latency import CLOCKS
+from attnrx.vit.costs.measured import CLOCKS
 from attnrx.vit.models import family_of
 from attnrx.vit.outputs import OutputKind
 from attnrx.vit.tokens import Ward, parse_reducer

@@ -13,7 +13,7 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import begin
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.costs import LatencyProtocol, ModelCosts, compare_latency, compare_memory, count_product_macs
-from attnrx.vit.costs.latency import PROCESSES, Ratio
+from attnrx.vit.costs.measured import PROCESSES, Ratio
 from attnrx.vit.models import counted_by_spec, evaluating, family_of
 
 KERNELS = "attnrx's kernels"  # the runtime of models that are no exported files

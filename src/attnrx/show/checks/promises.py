@@ -14,7 +14,7 @@ from attnrx.show.checks.statistics import mean_change, mean_estimate, mean_share
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.costs import Conditions, LatencyProtocol
-from attnrx.vit.costs.latency import PROCESSES
+from attnrx.vit.costs.measured import PROCESSES
 from attnrx.vit.models import family_of
 
 # With so many times the images of the plan their own interval suffices: with a lognormal divergence of sigma 1.5, twice

@@ -23,8 +23,7 @@ from attnrx.vit.attention.backends.capture import AttentionCapture, CapturedAtte
 from attnrx.vit.attention.forms import DenseForm
 from attnrx.vit.attention.head_linear import HeadLinear, OutputProjection
 from attnrx.vit.kernels.native_attention import JointFeatures
-from attnrx.vit.kernels.native_blocks import BlockTensors, KnownBlock, native_block
-from attnrx.vit.kernels.native_products import LEAST_ROWS, is_native
+from attnrx.vit.kernels.native_products import LEAST_ROWS, BlockTensors, KnownBlock, is_native, native_block
 from attnrx.vit.models.adopted import Adapter
 from attnrx.vit.models.mlp import FusedMLP, is_exact_gelu, linears_of
 from attnrx.vit.models.substitute import empty_module

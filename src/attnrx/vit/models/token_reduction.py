@@ -13,7 +13,7 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import CapturedAttention
-from attnrx.vit.kernels.native_merging import can_merge
+from attnrx.vit.kernels.native_attention import can_merge
 from attnrx.vit.maps import REALIZATIONS
 from attnrx.vit.tokens import (
     LayerStatistic,

@@ -20,7 +20,7 @@ from attnrx.support.shapes import Bool, Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.support.trees import tensors_of
 from attnrx.vit.costs import ModelCosts, PartCosts
-from attnrx.vit.costs.flop_counting import frozen
+from attnrx.vit.costs.model_costs import frozen
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.adopted_family import AdoptedFamily, num_params
 from attnrx.vit.models.adoption_proof import LIBRARIES, difference_of, require_copyable_code, require_unchanged

@@ -9,7 +9,7 @@ from torch import nn
 from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import is_traced
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.vit.kernels.native_merging import Merged, native_merge
+from attnrx.vit.kernels.native_attention import Merged, native_merge
 from attnrx.vit.tokens.reducer import (
     Reducer,
     Reduction,

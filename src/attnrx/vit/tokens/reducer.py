@@ -13,7 +13,7 @@ from torch import nn
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import is_traced, kept
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.vit.kernels.native_merging import Merged
+from attnrx.vit.kernels.native_attention import Merged
 
 PerPatch = Float[Tensor, "batch patches"]
 
