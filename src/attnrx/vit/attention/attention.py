@@ -13,16 +13,19 @@ from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.modules import is_traced
 from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
-from attnrx.vit.attention.backends.auto import Auto, Fused, Native
-from attnrx.vit.attention.backends.backend import (
+from attnrx.vit.attention.backends import (
+    AttentionCapture,
     AttentionContext,
+    Auto,
     Backend,
     Bucket,
     Eager,
+    Fused,
+    Native,
+    Observed,
     ScoreFactors,
     has_equal_heads,
 )
-from attnrx.vit.attention.backends.capture import AttentionCapture, Observed
 from attnrx.vit.attention.forms import Positions, RotaryForm, form_of, required_rotation, row_pairs
 from attnrx.vit.attention.head_linear import (
     HeadLinear,

@@ -12,7 +12,7 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import kept
 from attnrx.support.optional import import_plugins
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.vit.attention.backends.backend import Bucket, ScoreFactors
+from attnrx.vit.attention.backends import Bucket, ScoreFactors
 from attnrx.vit.attention.head_linear import HeadLinear, in_buckets
 from attnrx.vit.kernels.fixed_weights import has_fixed_weights
 from attnrx.vit.kernels.native_attention import RotationTable

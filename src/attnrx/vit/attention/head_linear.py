@@ -9,7 +9,7 @@ from torch import nn
 
 from attnrx.support.modules import is_recorded, kept
 from attnrx.support.shapes import Float, Tensor, TokenBatch
-from attnrx.vit.attention.backends.backend import Bucket
+from attnrx.vit.attention.backends import Bucket
 from attnrx.vit.kernels.fixed_weights import has_fixed_weights, of_weights
 from attnrx.vit.kernels.native_products import linear_map, native_maps, runs_natively
 

@@ -17,9 +17,16 @@ from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.attention.attention import LayerPlan
-from attnrx.vit.attention.backends.auto import Auto, Fused, Native
-from attnrx.vit.attention.backends.backend import Bucket, ScoreFactors
-from attnrx.vit.attention.backends.capture import AttentionCapture, CapturedAttention, NativeCapture
+from attnrx.vit.attention.backends import (
+    AttentionCapture,
+    Auto,
+    Bucket,
+    CapturedAttention,
+    Fused,
+    Native,
+    NativeCapture,
+    ScoreFactors,
+)
 from attnrx.vit.attention.forms import DenseForm
 from attnrx.vit.attention.head_linear import HeadLinear, OutputProjection
 from attnrx.vit.kernels.native_attention import JointFeatures
