@@ -1,10 +1,9 @@
 """The stored state of a run: its checkpoints, its settings and versions."""
 
-import platform
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +12,6 @@ from attnrx.data import Splits
 from attnrx.support.atomic_writes import temporary_folder
 from attnrx.support.dataclass_records import to_dict
 from attnrx.support.errors import CheckpointError
-from attnrx.support.optional import installed_versions
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import (
     check_schema,
@@ -29,10 +27,6 @@ from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import TeacherSource
 from attnrx.training.step import Learner, copy_whole_, gather_tensors, shard_like
 from attnrx.vit.models import described_tokens, family_of, model_fingerprint
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
 
 KIND, SCHEMA = "attnrx training state", 1
 # The settings are compared with those of the run, field by field (`require_same_run`).
@@ -119,10 +113,11 @@ def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
     load_tensors_(learner.model, parts["model"])
     load_optimizer_(learner.model, learner.optimizer, parts.get("optimizer", {}))
     if learner.mean is not None:
-        learner.mean.load_(parts["mean"])
+        for name, mean in learner.mean.tensors.items():
+            copy_whole_(mean, parts["mean"][name])
     # The others begin at 0, because the sums of all processes are added up at the end of the epoch.
     if learner.accelerator.is_main_process:
-        learner.meter.sums.copy_(parts["meter"]["sums"])
+        learner.sums.copy_(parts["meter"]["sums"])
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -224,14 +219,3 @@ def _flat(record: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}.{index}")
     else:
         yield prefix, record
-
-
-def training_provenance(accelerator: "Accelerator") -> dict[str, Any]:
-    """Returns the versions, the device and the number of processes and threads of a run."""
-    device = accelerator.device
-    return {
-        "versions": {"python": platform.python_version(), **installed_versions("attnrx", "torch", "accelerate")},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type,
-        "processes": accelerator.num_processes,
-        "threads": torch.get_num_threads(),
-    }

@@ -8,7 +8,7 @@ accelerators only; PyTorch's `fully_shard` in its processes runs anywhere.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -191,10 +191,6 @@ class WeightMean:
         # shards.
         torch._foreach_lerp_(means, live, 1 - decay)
 
-    def load_(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, mean in self.tensors.items():
-            copy_whole_(mean, tensors[name])
-
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Swaps the mean into the model inside the context."""
@@ -213,25 +209,6 @@ class WeightMean:
             saved = live.clone()
             live.copy_(mean)
             mean.copy_(saved)
-
-
-class Meter:
-    """Named sums in float64; checkpoints within an epoch include them."""
-
-    def __init__(self, names: Sequence[str], device: torch.device):
-        self.names = tuple(names)
-        self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
-
-    def add_(self, values: Sequence[Tensor | float]) -> None:
-        """Adds scalars, one per name."""
-        kind = {"dtype": self.sums.dtype, "device": self.sums.device}
-        # torch.full does not synchronize with the GPU; copying a number there would.
-        tensors = [each if isinstance(each, Tensor) else torch.full((), each, **kind) for each in values]
-        self.sums += torch.stack([each.to(**kind) for each in tensors])
-
-    def named(self, sums: Float[Tensor, "names"]) -> dict[str, float]:
-        """Returns sums, of this process or of all processes, by name."""
-        return dict(zip(self.names, sums.tolist(), strict=True))
 
 
 class Learner:
@@ -275,8 +252,9 @@ class Learner:
             self.wrapped = torch.compile(self.wrapped)
         self.optimizer = build_optimizer(model, config)
         self.mean = None if config.ema is None else WeightMean(model, config.ema)
-        names = [*(loss.name for loss in config.losses), "loss", "gradient_norm", "correct", "images", "steps"]
-        self.meter = Meter(names, device)
+        self.names = (*(loss.name for loss in config.losses), "loss", "gradient_norm", "correct", "images", "steps")
+        # Of the epoch so far, by `names`; checkpoints within an epoch include them.
+        self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self.schedule = Schedule(config, num_images // config.batch_size)
         # On the device, so that a step writes it without waiting for the GPU.
         self.first_bad = torch.tensor(NEVER, device=device)
@@ -340,8 +318,10 @@ class Learner:
             self.mean.update_(step)
         # Each of N processes adds 1/N of a step, so that a run can be resumed with another number of processes.
         share, norm = 1 / self.shard[1], full_tensor(norm)
-        values = [value.detach() * share for value in (*terms, total, norm)]
-        self.meter.add_([*values, num_correct, float(len(batch)), share])
+        # torch.full does not synchronize with the GPU; copying a number there would.
+        counts = [torch.full_like(self.sums[0], number) for number in (len(batch), share)]
+        values = [*(value.detach() * share for value in (*terms, total, norm)), num_correct, *counts]
+        self.sums += torch.stack([value.to(self.sums) for value in values])
         # Without a Python condition, which would wait for the GPU; `_Run._check` looks at the result now and then.
         finite = torch.isfinite(total.detach()) & torch.isfinite(norm)
         self.first_bad.copy_(torch.where(finite, self.first_bad, self.first_bad.clamp(max=step)))

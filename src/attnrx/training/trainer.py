@@ -4,6 +4,7 @@ resume.
 
 import copy
 import json
+import platform
 import signal
 import threading
 import time
@@ -22,7 +23,8 @@ from attnrx.data.model_data import normalization_of, num_classes, splits_for
 from attnrx.data.user_data import IndexedImages
 from attnrx.support.arguments import checked
 from attnrx.support.errors import DataError, InvalidInput, NotSupported, TrainingDiverged, TrainingInterrupted
-from attnrx.support.optional import required_module
+from attnrx.support.hardware import device_name
+from attnrx.support.optional import installed_versions, required_module
 from attnrx.support.progress import Log, no_log, track
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import check_schema, fingerprint, read_json, write_json, write_text
@@ -36,7 +38,6 @@ from attnrx.training.checkpoints import (
     load_tensors_,
     require_same_run,
     state_tensors,
-    training_provenance,
 )
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import load_teachers
@@ -425,9 +426,9 @@ class _Run:
         # Everything reported of an epoch is about the weights that would be saved.
         with learner.mean.in_place() if learner.mean else nullcontext():
             validation_accuracy, validation_loss = evaluate(learner, self.validation)
-        sums = learner.meter.named(learner.summed(learner.meter.sums))
+        sums = dict(zip(learner.names, learner.summed(learner.sums).tolist(), strict=True))
         # Before the checkpoint below, which then holds the empty sums of the next epoch.
-        learner.meter.sums.zero_()
+        learner.sums.zero_()
         record = {
             "epoch": self.step // self.steps_per_epoch,
             "step": self.step,
@@ -455,7 +456,7 @@ class _Run:
     def _save(self) -> Path:
         """Writes a checkpoint in the first process, while the others wait."""
         # In all processes, because sums are reduced and shards are gathered.
-        tensors = state_tensors(self.learner, self.learner.summed(self.learner.meter.sums))
+        tensors = state_tensors(self.learner, self.learner.summed(self.learner.sums))
         if self.accelerator.is_main_process:
             seconds = self.seconds + time.perf_counter() - self.began
             record = {"identity": self.requested, "seconds": seconds, "history": self.history}
@@ -489,7 +490,10 @@ class _Run:
             "seconds": seconds,
             "images_per_second": self.step * self.config.batch_size / seconds,
             "notes": list(self.splits.notes),
-            **training_provenance(self.accelerator),
+            "versions": {"python": platform.python_version(), **installed_versions("attnrx", "torch", "accelerate")},
+            "device": device_name(str(self.accelerator.device)),
+            "processes": self.accelerator.num_processes,
+            "threads": torch.get_num_threads(),
         }
         model = learner.target
         if model is not learner.model:

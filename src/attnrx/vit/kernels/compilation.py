@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkstemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -169,13 +169,13 @@ def _built_by(command: list[str]) -> ctypes.CDLL:
     for path in sorted(folder.glob(f"native-{key}-*.so")):
         with suppress(OSError, CheckpointError, AttributeError):  # AttributeError: a library without the function
             return _loaded(path)
-    # Built elsewhere, because its name in the cache contains the hash of its content.
-    with TemporaryDirectory() as temporary:
+    # In a folder of the cache, so that a rename puts it there, whole, under a name with the hash of its content; a link
+    # of that name is replaced, not followed.
+    with TemporaryDirectory(dir=folder) as temporary:
         library = Path(temporary) / "library.so"
         build(command, library)
-        content = library.read_bytes()
-    path = folder / f"native-{key}-{sha256(content).hexdigest()}.so"
-    _write_private(path, content)
+        library.chmod(0o600)
+        path = library.replace(folder / f"native-{key}-{sha256(library.read_bytes()).hexdigest()}.so")
     try:
         return _loaded(path)
     except (OSError, AttributeError) as error:
@@ -264,18 +264,6 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, f"attnrx_{name}")
         function.argtypes, function.restype = [types[each] for each in arguments], ctypes.c_int
     return library
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    """Replaces a file by one with owner-only permissions; a link is replaced, not followed."""
-    descriptor, temporary = mkstemp(prefix=".", suffix=".partial", dir=path.parent)  # mode 0600
-    try:
-        with os.fdopen(descriptor, "wb") as handle:
-            handle.write(content)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def define(
