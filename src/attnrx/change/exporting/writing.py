@@ -44,9 +44,9 @@ from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_sha256, write_json, write_text
 from attnrx.support.trees import joined, tensors_of
 from attnrx.vit.attention import Attention, AttentionCapture, Backend, Portable, using
+from attnrx.vit.attention.head_linear import fixed_weights
 from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
 from attnrx.vit.costs.measured import PRECISIONS as TIMED_PRECISIONS
-from attnrx.vit.kernels.fixed_weights import fixed_weights
 from attnrx.vit.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
 from attnrx.vit.models.adoption_proof import LIBRARIES
 from attnrx.vit.models.verbs import verb

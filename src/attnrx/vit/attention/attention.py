@@ -26,18 +26,17 @@ from attnrx.vit.attention.backends import (
     ScoreFactors,
     has_equal_heads,
 )
-from attnrx.vit.attention.forms import Positions, RotaryForm, form_of, required_rotation, row_pairs
+from attnrx.vit.attention.forms import Positions, RotaryForm, form_of, in_buckets, required_rotation, row_pairs
 from attnrx.vit.attention.head_linear import (
     HeadLinear,
     OutputProjection,
     PackedWeights,
     addresses_of,
-    in_buckets,
+    has_fixed_weights,
     joint_product,
     parameters_of,
 )
 from attnrx.vit.kernels.compilation import required_library
-from attnrx.vit.kernels.fixed_weights import has_fixed_weights
 from attnrx.vit.kernels.native_attention import JointFeatures
 from attnrx.vit.maps import HEADS
 from attnrx.vit.spec import AttentionSpec

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from attnrx.support.modules import is_recorded, kept
 from attnrx.support.shapes import Float, Tensor
+from attnrx.vit.attention.head_linear import has_fixed_weights
 from attnrx.vit.kernels.compilation import native_library
-from attnrx.vit.kernels.fixed_weights import has_fixed_weights
 from attnrx.vit.kernels.native_attention import JointFeatures, native_attention, native_joint_attention
 from attnrx.vit.spec import AttentionSpec
 
@@ -221,7 +221,12 @@ class Backend(ABC):
         """Returns the output of one bucket's heads, at the width of their values."""
 
     def mean(self, value: ValueBatch) -> Float[Tensor, "batch heads 1 v_head_dim"]:
-        """Returns the mean over the keys, the output of heads without directions; zero if there are no keys."""
+        """Returns the mean over the keys, by their sizes, the output of heads without directions; zero if there are no
+        keys.
+        """
+        sizes = self.token_sizes()
+        if sizes is not None:
+            return (sizes / sizes.sum(-1, keepdim=True)).to(value.dtype)[:, None, None] @ value
         # The mean over an empty axis is NaN; softmax over no keys times no values is zero.
         return value.mean(-2, keepdim=True) if value.shape[2] else value.new_zeros(*value.shape[:2], 1, value.shape[3])
 
@@ -254,12 +259,6 @@ class Eager(Backend):
         """Computes scores (SVDA, Eq. 2), attention (SVDA, Eq. 3) and the weighted sum of the values."""
         logits, mask = scores(factors), self.mask(value, None)
         return torch.softmax(logits if mask is None else logits + mask, dim=-1) @ value
-
-    def mean(self, value: ValueBatch) -> Float[Tensor, "batch heads 1 v_head_dim"]:
-        sizes = self.token_sizes()
-        if sizes is None:
-            return super().mean(value)
-        return (sizes / sizes.sum(-1, keepdim=True)).to(value.dtype)[:, None, None] @ value
 
 
 def has_equal_heads(spec: AttentionSpec) -> bool:

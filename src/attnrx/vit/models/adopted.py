@@ -13,7 +13,7 @@ from torch import nn
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention, AttentionContext, Positions
-from attnrx.vit.kernels.fixed_weights import of_weights
+from attnrx.vit.attention.head_linear import of_weights
 from attnrx.vit.models.chunked_forward import chunked_forward, is_watched, require_images
 from attnrx.vit.models.mlp import Pair
 from attnrx.vit.models.substitute import Substitute
