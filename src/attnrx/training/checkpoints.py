@@ -159,8 +159,9 @@ def load_tensors_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 # May change when a run is resumed: they change how it is stored or distributed, and its result only by rounding.
-# `cuda_graph` is in the checkpoints of earlier versions.
+# `cuda_graph` is in the runs of earlier versions, and so are `temperatures`, by default 1.
 HARMLESS = {"config.checkpoint_every", "config.cuda_graph", "config.parallel"}
+REMOVED = {"config.temperatures.tuple.0": 1.0, "config.temperatures.tuple.1": 1.0}
 
 
 def identity(
@@ -194,7 +195,8 @@ def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], fol
     changes the model in place, and is called again with it.
     """
     # Flattened, so that a difference is named by its path, e.g. config.losses.tuple.0.weight.
-    before, now = dict(_flat(saved)), dict(_flat(requested))
+    before = dict(_flat(saved))
+    now = {name: value for name, value in REMOVED.items() if name in before} | dict(_flat(requested))
     if now["weights"] == reached:
         now["weights"] = before.get("weights")
     differing = [

@@ -53,8 +53,6 @@ class TrainingConfig:
         losses: The terms of the objective.
         augmentation: None for the dataset's own; `Augmentation(padding=0, flip=False)` disables it.
         predictor_learning_rate: Factor on the learning rate of token predictors.
-        temperatures: The sampling temperature of learned token reducers at the first step and at the last; it changes
-            by the same factor every step.
         strength_init: Initial value of every strength (the model's own); larger values sharpen attention sooner.
         strength_decay: Weight decay of the strengths; pulls the weak ones to zero.
         strength_learning_rate: Factor on the strengths' learning rate; spreads them sooner.
@@ -79,7 +77,6 @@ class TrainingConfig:
     losses: tuple[Loss, ...] = (Task(label_smoothing=0.1),)
     augmentation: Augmentation | None = None
     predictor_learning_rate: float = 10.0
-    temperatures: tuple[float, float] = (1.0, 1.0)
     strength_init: float | None = None
     strength_decay: float = 0.0
     strength_learning_rate: float = 1.0
@@ -102,7 +99,6 @@ class TrainingConfig:
             losses=each(instance("a loss", Loss), "losses, e.g. (attnrx.training.losses.Task(),)", least=1),
             augmentation=optional(instance("an Augmentation, e.g. attnrx.data.Augmentation()", Augmentation)),
             compile=FLAG,
-            temperatures=each(POSITIVE, "two positive numbers, at the first step and at the last", 2, 2),
             precision=one_of(*PRECISIONS),
             ema=optional(RATE),
             parallel=one_of(*PARALLEL),

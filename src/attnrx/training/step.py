@@ -25,7 +25,7 @@ from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import LossContext, TeacherSource
-from attnrx.vit.models import family_of, recording_tokens, reduction_of
+from attnrx.vit.models import family_of, recording_tokens
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -282,10 +282,6 @@ class Learner:
         # Of dropout and sampled tokens: other numbers in every process, since each has other images.
         torch.manual_seed(derived_seed(config.seed, STEP, step, self.shard[0]))
         set_learning_rate(self.optimizer, self.schedule.rate(step))
-        if (reduction := reduction_of(self.model)) is not None:
-            first, last = config.temperatures
-            # steps - 1, so that the last step has the last temperature
-            reduction.temperature = first * (last / first) ** (step / max(1, self.schedule.steps - 1))
         if self.features is not None:
             self.features.clear()  # the blocks append to it in every forward pass
         with self.autocast():
