@@ -498,7 +498,7 @@ class AttentionCapture(Backend):
         return has_equal_heads(spec)
 
     def attend_fused_qkv(self, joint: JointFeatures) -> HeadOutputs:
-        if self.wanted or type(self) is not AttentionCapture or joint.features.device.type == "cpu":
+        if self.wanted or joint.features.device.type == "cpu":
             return super().attend_fused_qkv(joint)
         return fused_attention(joint, self.mask(joint.features, joint.bias))
 
