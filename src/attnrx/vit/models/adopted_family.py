@@ -33,9 +33,8 @@ from attnrx.vit.models.adoption_proof import (
     build_part,
     difference_in_structure,
     replaced_parts,
-    require_copyable_code,
     require_equal_logits,
-    require_plain_weights,
+    require_plain_code,
     require_unchanged,
 )
 from attnrx.vit.models.checkpoint import read_weight_file
@@ -232,9 +231,8 @@ class AdoptedFamily(Family):
         """
         if isinstance(model, Adopted):
             raise InvalidInput(f"{model.origin.architecture} was adopted already.")
-        require_plain_weights(model)
+        require_plain_code(model)
         self.require_supported(model)
-        require_copyable_code(model)
         require_ordinary_weights(model)
         require_finite_tensors(model.state_dict(), model_name(model))
         origin = self._stated(model, stated)

@@ -14,7 +14,7 @@ from attnrx.support.hub import NAME, download
 from attnrx.support.modules import copy_module
 from attnrx.support.optional import import_plugins
 from attnrx.vit.models.adopted_family import AdoptedFamily
-from attnrx.vit.models.adoption_proof import require_plain_weights
+from attnrx.vit.models.adoption_proof import require_plain_code
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
 from attnrx.vit.models.family import Family, NamedFamily, require_ordinary_weights
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
@@ -272,12 +272,12 @@ def _adopt(
 
     `named` is how a library creates the model, `stated` the fields of its `Origin` that the model does not state.
     """
-    require_plain_weights(model)
-    require_ordinary_weights(model)
     library = next((each for each in LIBRARIES.values() if takes_images and each.adopts(model)), None)
-    refusals = () if library is None else tuple(library.refusals(model))
     if library is None and takes_images:
         _require_no_supported_part(model)
+    require_plain_code(model)
+    require_ordinary_weights(model)
+    refusals = () if library is None else tuple(library.refusals(model))
     units = partial(whole.adopt, model, "", whole.units, named=named)
     attempts: list[Callable[[], Any]]
     # The error that is shown: that of what the model is, and not that of the attempt to read something in it.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attnrx.vit.models.adopted import Adopted
-from attnrx.vit.models.adoption_proof import require_copyable_code, require_plain_weights, require_unchanged
+from attnrx.vit.models.adoption_proof import require_plain_code, require_unchanged
 from attnrx.vit.models.families import OWN
 
 Arguments = ParamSpec("Arguments")
@@ -32,8 +32,7 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         with ordinary_modes(), restored_state(models):
             for model in models:
                 if isinstance(model, Adopted) or any(family.matches(model) for family in OWN):
-                    require_plain_weights(model)
-                    require_copyable_code(model)
+                    require_plain_code(model)
                     require_unchanged(model, model, model.origin.input_shape)  # type: ignore[union-attr, arg-type]
             return function(*args, **kwargs)
 

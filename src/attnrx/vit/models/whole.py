@@ -23,7 +23,7 @@ from attnrx.vit.costs import ModelCosts, PartCosts
 from attnrx.vit.costs.model_costs import frozen
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.adopted_family import AdoptedFamily, num_params
-from attnrx.vit.models.adoption_proof import LIBRARIES, difference_of, require_copyable_code, require_unchanged
+from attnrx.vit.models.adoption_proof import LIBRARIES, difference_of, require_unchanged
 from attnrx.vit.models.chunked_forward import chunked_forward
 from attnrx.vit.models.family import Family, LayerShapes
 from attnrx.vit.models.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
@@ -277,7 +277,6 @@ class WholeFamily(Family):
                 called several times or never.
             InvalidInput: The module has no weights.
         """
-        require_copyable_code(model)
         require_finite_tensors(model.state_dict(), model_name(model))
         module = copy_module(model if rewritten is None else rewritten)
         source = module.get_submodule(path)
