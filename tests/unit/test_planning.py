@@ -42,7 +42,7 @@ from attnrx.support.errors import (
 )
 from attnrx.support.storage import read_json
 from attnrx.vit.models import blocks_of, chunked_forward, family_of, load_model, recording_calls
-from attnrx.vit.outputs import KINDS, divergence, softened_divergence
+from attnrx.vit.outputs import KINDS
 from attnrx.vit.tokens import AttentionReceived, Reducer, ToMe, Ward
 from attnrx_lab.tokens import Random
 from attnrx_lab.vision_transformer import VisionTransformer
@@ -93,10 +93,11 @@ def test_damages_are_those_of_each_choice_alone(space: Space, images: ImageSet, 
 
 def test_the_softened_divergence_is_that_at_a_high_temperature() -> None:
     one, other = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found, shifted = softened_divergence(one, other), softened_divergence(one.log_softmax(-1), other.log_softmax(-1))
+    kind = KINDS["logits"]
+    found, shifted = kind.softened(one, other), kind.softened(one.log_softmax(-1), other.log_softmax(-1))
     assert_close(found, shifted)
     for hot in (1e3, 1e4):
-        assert_close(hot**2 * divergence(one / hot, other / hot), found, rtol=10 / hot, atol=0)
+        assert_close(hot**2 * kind.divergence(one / hot, other / hot), found, rtol=10 / hot, atol=0)
 
 
 def test_damages_grow_with_what_goes(space: Space, images: ImageSet) -> None:

@@ -25,9 +25,9 @@ from attnrx.support.arguments import (
     optional,
 )
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.models import Reader, accepting, family_of, load_model
+from attnrx.vit.models import STATED_OUTPUTS, Reader, accepting, family_of, load_model
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.outputs import STATEMENTS, state_outputs_
+from attnrx.vit.outputs import STATEMENTS
 
 # A model or its name; exactly one of the budgets, whose ranges depend on each other, is validated by `target_of`.
 BUDGET = optional(number(0.0, expected="a positive number"))
@@ -137,7 +137,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
         model = accepting(model, (family_of(model).input_shape(model)[0], height, width))
     if outputs is not None:
-        state_outputs_(model, outputs)
+        setattr(model, STATED_OUTPUTS, STATEMENTS[outputs])
     return model
 
 

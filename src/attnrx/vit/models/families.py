@@ -51,15 +51,19 @@ def register_family(family: NamedFamily) -> None:
     FAMILIES.append(family)
 
 
+def known_family(model: nn.Module) -> Family | None:
+    """Returns the family of a model; None where it belongs to no family, or has not been adopted yet."""
+    return next((family for family in FAMILIES if family.matches(model)), None)
+
+
 def family_of(model: nn.Module) -> Family:
     """Returns the family of a model.
 
     Raises:
         NotSupported: The model belongs to no family, or has not been adopted yet.
     """
-    for family in FAMILIES:
-        if family.matches(model):
-            return family
+    if (family := known_family(model)) is not None:
+        return family
     if any(library.adopts(model) for library in LIBRARIES.values()):
         raise NotSupported(
             f"this {type(model).__name__} still has the attention of its own library: adopt it first with "
@@ -81,7 +85,7 @@ def family_of(model: nn.Module) -> Family:
 def _require_no_supported_part(model: nn.Module) -> None:
     """Raises NotSupported for a wrapper of any kind around a model of attnrx, with the path of that model."""
     for path, part in model.named_modules():
-        if path and any(family.matches(part) for family in FAMILIES):
+        if path and known_family(part) is not None:
             raise NotSupported(
                 f"{model_name(model)} is not supported, but the {type(part).__name__} in it is: give "
                 f"model.get_submodule({path!r})."
@@ -117,9 +121,8 @@ def at_size_of(model: nn.Module, other: nn.Module) -> nn.Module:
         InvalidInput: Patches do not tile such images.
     """
     # One without a family is a file of a runtime, or any other module.
-    if not all(any(family.matches(each) for family in FAMILIES) for each in (model, other)):
-        return model
-    return accepting(model, family_of(other).input_shape(other))
+    family = known_family(other)
+    return model if family is None or known_family(model) is None else accepting(model, family.input_shape(other))
 
 
 def known_families() -> tuple[Family, ...]:
@@ -248,7 +251,7 @@ def _load_folder(folder: Path | str, factory: Factory | None, weights: Path | st
 
 
 def _adopt_if_foreign(model: nn.Module, factory: Factory | None, inputs: Any = None) -> nn.Module:
-    if any(family.matches(model) for family in FAMILIES):
+    if known_family(model) is not None:
         return model
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):  # its copies on devices are not ours
         raise NotSupported(
