@@ -806,17 +806,17 @@ def mlp_costs(
     """Returns the costs of the modules of an MLP with its `maps`, if given, in these ranks (None: one matrix), with
     `hidden` features between them; `gate` is the map of the gate of a gated MLP.
     """
-    # What the maps save is subtracted from what the modules have, so that further parts (a norm, a gate) stay counted.
-    saved, biases = 0, 0
-    for which, (linear, rank) in enumerate(zip(maps, ranks, strict=True)):
-        sides = [linear.in_features, linear.out_features]
-        if which == 0:
-            before, bias = sides[1], getattr(linear, "bias", None)
-            has_bias = bias is not None if rank_of(linear) is None else linear.second.bias is not None
-            biases = (before - hidden) * has_bias
-        sides[1 - which] = hidden
-        saved += matrix_entries(linear) - (math.prod(sides) if rank is None else rank * sum(sides))
+    changed = []
+    if maps:
+        first, second = maps
+        changed = [(first, ranks[0], first.in_features, hidden), (second, ranks[1], hidden, second.out_features)]
     if gate is not None:
-        gone = gate.out_features - hidden
-        saved, biases = saved + gone * gate.in_features, biases + gone * (gate.bias is not None)
-    return PartCosts(sum(map(num_params, mlp)) - saved - biases, tokens * (sum(map(matrix_entries, mlp)) - saved))
+        changed.append((gate, None, gate.in_features, hidden))
+    # What the maps have is replaced in the costs of the modules, so that further parts (a norm) stay counted.
+    params, entries = sum(map(num_params, mlp)), sum(map(matrix_entries, mlp))
+    for linear, rank, inputs, outputs in changed:
+        new, before = inputs * outputs if rank is None else rank * (inputs + outputs), matrix_entries(linear)
+        has_bias = num_params(linear) > before
+        params += new + outputs * has_bias - num_params(linear)
+        entries += new - before
+    return PartCosts(params, tokens * entries)
