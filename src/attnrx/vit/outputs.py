@@ -68,14 +68,11 @@ class OutputKind(ABC):
 
     def agreement(self, decisions: Decisions, others: Decisions) -> PerImage:
         """Returns the share of equal decisions per image."""
-        return (
-            (decisions == others).double().flatten(1).mean(1) if decisions.ndim > 1 else (decisions == others).double()
-        )
+        return (decisions == others).double().unsqueeze(-1).flatten(1).mean(1)
 
     def correct(self, decisions: Decisions, labels: Decisions) -> Bool[Tensor, "images"]:
         """Returns whether the label that follows from the decision is the true one; of several labels, all of them."""
-        hits = self.labels(decisions, labels) == labels
-        return hits.flatten(1).all(1) if hits.ndim > 1 else hits
+        return (self.labels(decisions, labels) == labels).unsqueeze(-1).flatten(1).all(1)
 
     @abstractmethod
     def drawn(self, outputs: Float[Tensor, "batch features"], generator: torch.Generator) -> Float[Tensor, ""]:
@@ -442,8 +439,8 @@ def most_images(model: nn.Module) -> int:
 
 
 def output_kind_of(model: nn.Module) -> OutputKind:
-    """Returns how the outputs of a model are compared: by the divergence of the call (`judging`), else as stated when
-    it was loaded, else as its family knows; those of a model that no family knows are logits.
+    """Returns the kind of a model's outputs: the stated one, else that of its family, or logits where it has none; its
+    divergence is the one of the call, if any (`judging`).
     """
     family = known_family(model)  # not `family_of`, which raises: checks also take modules of no family
     name = getattr(model, STATED_OUTPUTS, None) or ("logits" if family is None else family.output_kind(model))

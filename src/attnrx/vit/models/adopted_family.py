@@ -363,7 +363,7 @@ class AdoptedFamily(Family):
                     new_attention.inner_norms[name] = self.traits(source, module)["inner_norms"][name]
             adapter = self.adapter(source, module, new_attention)
             block.set_submodule(parts.attention, adapter.train(module.training))
-            for path in parts.gated.get(type(block.get_submodule(parts.mlp[0])).__name__, ())[1:2]:
+            for path in parts.maps_of(block.get_submodule(parts.mlp[0]))[1:-1]:
                 whole, _, half = path.rpartition(".")
                 if half == "second" and isinstance(block.get_submodule(whole), nn.Linear):
                     halve_(block, whole)
@@ -398,11 +398,8 @@ class AdoptedFamily(Family):
         parts = self.parts(model)
         for block in self.blocks(model):
             named = dict(block.named_modules())
-            mlp = named.get(parts.mlp[0])
-            if parts.compresses(mlp):
-                yield from changed_linears(block, tuple(name for name in parts.maps if name in named))
-            gated = parts.gated.get(type(mlp).__name__, ())
-            paths = (name if name in named else name.rpartition(".")[0] for name in gated)
+            maps = parts.maps_of(named.get(parts.mlp[0]))
+            paths = (name if name in named else name.rpartition(".")[0] for name in maps)  # of halves their map
             yield from changed_linears(block, tuple(dict.fromkeys(paths)))
 
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
@@ -452,12 +449,9 @@ class AdoptedFamily(Family):
         parts, pairs = self.parts(source), []
         for path in self.block_paths(source):
             mlp = source.get_submodule(f"{path}.{parts.mlp[0]}")
-            kind, maps = type(mlp).__name__, parts.maps
-            if isinstance(mlp, FusedMLP):
-                maps = tuple(f"{parts.mlp[0]}.{name}" for name in LINEAR_MAPS)
-            elif kind in parts.gated:
-                maps = parts.gated[kind]
-            elif not parts.compresses(mlp):
+            is_fused = isinstance(mlp, FusedMLP)
+            maps = tuple(f"{parts.mlp[0]}.{name}" for name in LINEAR_MAPS) if is_fused else parts.maps_of(mlp)
+            if not maps:
                 return ()
             first, *between, second = (f"{path}.{name}" for name in maps)
             pairs.append(Pair(first, second, tuple(between), path))
@@ -473,11 +467,6 @@ class AdoptedFamily(Family):
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Returns how the model was created, the spec of every layer's attention, and the ranks of its MLP."""
         origin = self._adopted(model).origin
-        unsaved = [
-            (f"{path}.{name}".lstrip("."), buffer)
-            for path, buffers in unsaved_buffers(model).items()
-            for name, buffer in buffers.items()
-        ]
         return {
             **{name: value for name, value in fields_of(origin).items() if name != "replaced" or value},
             "attention": [to_dict(attention.spec) for attention in self.attention(model)],
@@ -485,7 +474,9 @@ class AdoptedFamily(Family):
             "hidden_units": list(hidden_units(self.mlp(model))),
             # A library creates these buffers anew, in its default type, which `model.half()` may have changed.
             "buffer_dtypes": {
-                name: str(buffer.dtype).removeprefix("torch.") for name, buffer in unsaved if buffer.is_floating_point()
+                f"{path}.{name}".lstrip("."): str(buffer.dtype).removeprefix("torch.")
+                for path, name, buffer in unsaved_buffers(model)
+                if buffer.is_floating_point()
             },
         }
 
@@ -510,12 +501,12 @@ class AdoptedFamily(Family):
             InvalidInput: It has another depth.
         """
         origin = self.described_origin(description)
-        for path, buffers in unsaved_buffers(created, meta=True).items():
+        for path, name, buffer in unsaved_buffers(created):
             module = created.get_submodule(path)
             with torch.device("cpu"):
-                computed = self.recomputed(module)
+                computed = self.recomputed(module) if buffer.is_meta else None
             if computed is not None:
-                module._buffers.update({name: computed._buffers[name] for name in buffers})
+                module._buffers[name] = computed._buffers[name]
         adopted = self.model_type(created, origin)
         blocks, specs = self.blocks(adopted.source), description["attention"]
         if len(blocks) != len(specs):
@@ -734,20 +725,14 @@ class AdoptedFamily(Family):
         require_equal_logits(models, because, self.block_names(models[1]), parts.attention)
 
 
-def unsaved_buffers(model: nn.Module, meta: bool = False) -> dict[str, dict[str, Tensor]]:
-    """Returns the buffers that are not saved with the weights, by the path of their module and their name.
-
-    Args:
-        model: The model.
-        meta: Whether only those on the meta device are returned, which have no values yet.
-    """
-    found: dict[str, dict[str, Tensor]] = {}
-    for path, module in model.named_modules():
-        for name in sorted(module._non_persistent_buffers_set):
-            buffer = module._buffers[name]
-            if buffer is not None and (buffer.is_meta or not meta):
-                found.setdefault(path, {})[name] = buffer
-    return found
+def unsaved_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
+    """Returns the buffers that are not saved with the weights, with the path of their module and their name in it."""
+    return [
+        (path, name, buffer)
+        for path, module in model.named_modules()
+        for name in sorted(module._non_persistent_buffers_set)
+        if (buffer := module._buffers[name]) is not None
+    ]
 
 
 def _fuse_mlp_(block: nn.Module, parts: ModelParts) -> None:

@@ -202,7 +202,7 @@ def load_model(
         instance = family.instance(name, weights=weights, pretrained=pretrained)
         named = {"library": family.name, "architecture": name, "arguments": {}}
         stated = family.input_format(name) if weights is None and pretrained is not False else {}
-        return _adopt(instance, WholeFamily(LIBRARIES), True, named, **stated).eval()
+        return _adopt(instance, named=named, **stated).eval()
     own = _own_family(str(source)) if library and not pretrained else None
     if own is not None and own.takes_weights and weights is not None:
         return own.load(str(source), weights)
@@ -232,22 +232,16 @@ def _meant(name: str) -> str:
     for library, family in LIBRARIES.items():
         with suppress(NotSupported):  # the library is not installed
             known += [f"{library}:{name}"] if family.has(name) else []
-    if not known and NAME.fullmatch(name):
-        known = [f"hf:{name}", f"hub:{name}"]
-    if not known:
-        known = [*model_names(), *(f"{library}:NAME" for library in LIBRARIES)]
-        return f", and it names no model; {nearest(name, known)}"
-    return f"; did you mean {' or '.join(map(repr, known))}?"
+    if known or NAME.fullmatch(name):
+        return f"; did you mean {' or '.join(map(repr, known or [f'hf:{name}', f'hub:{name}']))}?"
+    names = [*model_names(), *(f"{library}:NAME" for library in LIBRARIES)]
+    return f", and it names no model; {nearest(name, names)}"
 
 
 def _load_folder(folder: Path | str, factory: Factory | None, weights: Path | str | None = None) -> nn.Module:
     # The shared instance has no factory, and must not get one: it would be used for every model loaded later.
-    created = (ModuleFamily(factory), WholeFamily(LIBRARIES, factory))
-    families = (
-        *(family for family in known_families() if not isinstance(family, ModuleFamily | WholeFamily)),
-        *created,
-    )
-    return load_weights(folder, families, weights)
+    others = (family for family in known_families() if not isinstance(family, ModuleFamily | WholeFamily))
+    return load_weights(folder, (*others, ModuleFamily(factory), WholeFamily(LIBRARIES, factory)), weights)
 
 
 def _adopt_if_foreign(model: nn.Module, factory: Factory | None, inputs: Any = None) -> nn.Module:
@@ -258,23 +252,23 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None, inputs: Any = N
             f"{model_name(model)} is not supported, but the {type(model.module).__name__} in it is: give "
             "model.get_submodule('module')."
         )
-    whole = WholeFamily(LIBRARIES, factory)
     if inputs is None:
-        return _adopt(model, whole, True)
+        return _adopt(model, factory)
     vars(model)[ATTRIBUTE] = ModuleInputs.of(inputs)  # copies keep it
     try:
-        return _adopt(model, whole, False)
+        return _adopt(model, factory)
     finally:
         del vars(model)[ATTRIBUTE]
 
 
 def _adopt(
-    model: nn.Module, whole: WholeFamily, takes_images: bool, named: dict[str, Any] | None = None, **stated: Any
+    model: nn.Module, factory: Factory | None = None, named: dict[str, Any] | None = None, **stated: Any
 ) -> nn.Module:
     """Adopts a model of a library, the largest Vision Transformer in a module, a structure that is found, or MLPs.
 
     `named` is how a library creates the model, `stated` the fields of its `Origin` that the model does not state.
     """
+    whole, takes_images = WholeFamily(LIBRARIES, factory), ATTRIBUTE not in vars(model)
     library = next((each for each in LIBRARIES.values() if takes_images and each.adopts(model)), None)
     if library is None and takes_images:
         _require_no_supported_part(model)

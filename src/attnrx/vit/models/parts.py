@@ -113,6 +113,11 @@ class ModelParts:
         """Returns whether only an activation is between the two maps of an MLP of this class."""
         return bool(self.maps) and (self.mlp_classes is None or type(mlp).__name__ in self.mlp_classes)
 
+    def maps_of(self, mlp: nn.Module | None) -> tuple[str, ...]:
+        """Returns the paths of the maps of an MLP of this class, those of gates between the two; () for other kinds."""
+        gated = self.gated.get(type(mlp).__name__, ())
+        return self.maps if not gated and self.compresses(mlp) else gated
+
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields the parts that a model lacks, and attention that is not read."""
         assert isinstance(self.blocks, str)

@@ -189,13 +189,12 @@ class ModuleFamily(AdoptedFamily):
                 "function that creates it, attnrx.load(folder, factory=...)."
             )
         model = created_by(factory, architecture, own)
-        unsaved = unsaved_buffers(model, meta=True)
+        unsaved = [(path, name) for path, name, buffer in unsaved_buffers(model) if buffer.is_meta]
         if unsaved:  # the module itself computes their values: it is created once more, on the CPU
             with torch.device("cpu"), torch.random.fork_rng(devices=[]):
                 computed = factory(**own)
-            for path, buffers in unsaved.items():
-                for name in buffers:
-                    model.get_submodule(path)._buffers[name] = computed.get_submodule(path)._buffers[name]
+            for path, name in unsaved:
+                model.get_submodule(path)._buffers[name] = computed.get_submodule(path)._buffers[name]
         return _with_blueprint(model, Blueprint(reader, factory, architecture))
 
     def library_model(self, model: nn.Module) -> nn.Module:
