@@ -55,9 +55,7 @@ class Spectrum(Displayed):
 
     @property
     def has_own_order(self) -> bool:
-        """Whether only the strengths rank the directions: another basis would change the norms of the rows, or the
-        directions that heads share.
-        """
+        """Whether only strengths rank directions: another basis would change norms, or directions that heads share."""
         return self.has_norms or self.shared
 
     @property

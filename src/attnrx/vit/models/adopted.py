@@ -260,9 +260,7 @@ class Adapter(nn.Module):
         return self.attention(tokens, entered if norm is None else norm(entered), positions)
 
     def positions(self, rotation: tuple[Tensor, Tensor] | None, *biases: Tensor | None) -> Positions | None:
-        """Returns the positions of a call: cosines and sines, [images, patches, heads, pairs], if any, and the sum of
-        all biases of pairs.
-        """
+        """Returns a call's positions: cosines and sines, [images, patches, heads, pairs], and the sum of all biases."""
         layer_bias = None if self.pair_bias is None else self.pair_bias()
         present = [bias for bias in (layer_bias, *biases) if bias is not None]
         if rotation is None and not present:

@@ -152,9 +152,7 @@ class AdoptedFamily(Family):
                 )
 
     def recomputed(self, module: nn.Module) -> nn.Module | None:
-        """Returns a module with the values of the buffers, not saved with the weights, of one on the meta device; None
-        where its library states no way to compute them.
-        """
+        """Returns a module with the values of a module's unsaved buffers; None where its library computes none."""
         return None
 
     def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
@@ -521,9 +519,7 @@ class AdoptedFamily(Family):
         return adopted
 
     def _shape_mlps_(self, adopted: Adopted, description: Mapping[str, Any]) -> None:
-        """Gives the MLPs of a model as its library creates it the described ranks and numbers of units, and the buffers
-        that are not saved their types.
-        """
+        """Gives the MLPs of a created model the described ranks and units, and the unsaved buffers their types."""
         for name, dtype in description.get("buffer_dtypes", {}).items():
             owner, _, buffer = name.rpartition(".")
             module = adopted.get_submodule(owner)

@@ -95,9 +95,7 @@ def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shap
 
 
 def _added_code(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-    """Yields the `forward` methods that were replaced on an instance and the hooks of users: the path of the part, the
-    dictionary that has it, and its key there.
-    """
+    """Yields users' hooks and replaced `forward` methods: path of the part, dictionary that has it, and its key."""
     for path, part in model.named_modules():
         if "forward" in vars(part):
             yield path, vars(part), "forward"
@@ -143,14 +141,8 @@ def require_equal_logits(models: tuple[Adopted, Adopted], because: str, blocks: 
 
     The message names the first block whose output differs; `blocks` are the paths of all, and `attention` is that of
     the attention in a block. `because` is the reason where the outputs of the attention differ too.
-
-    Raises:
-        InvalidInput: The model has no weights.
     """
     first, second = models
-    parameter = next(first.parameters())
-    if parameter.is_meta:
-        raise InvalidInput(f"{first.origin.architecture} has no weights; load them before adopting the model.")
     images = random_images(first, first.origin.input_shape)
     with evaluating(models):
         expected = _outputs(first, images, "it cannot be run on images of its input shape")
@@ -277,9 +269,7 @@ def _differing(model: nn.Module, rebuilt: nn.Module, path: str = "") -> Iterator
 
 
 def _own(module: nn.Module) -> dict[str, str]:
-    """Returns what a module is without its children: its class and its text, "", the shapes of its tensors that are
-    saved, and which parts it has.
-    """
+    """Returns a module without its children: its class and text, "", the shapes of saved tensors, and its parts."""
     tensors: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     saved = {name: each for name, each in tensors.items() if name not in module._non_persistent_buffers_set}
     is_leaf = not module._modules  # which may describe itself in a way of its own

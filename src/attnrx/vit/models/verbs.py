@@ -53,9 +53,7 @@ def ordinary_modes() -> Iterator[None]:
 
 @contextmanager
 def restored_state(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Restores the mode of every part of the models, `requires_grad` and `grad` of their parameters, and the global
-    random states of torch, numpy and `random`.
-    """
+    """Restores modes of parts, `requires_grad` and `grad`, and the random states of torch, numpy and `random`."""
     modes = [(part, part.training) for model in models for part in model.modules()]
     gradients = [(weight, weight.requires_grad, weight.grad) for model in models for weight in model.parameters()]
     python_state, numpy_state = random.getstate(), np.random.get_state()
