@@ -419,12 +419,9 @@ class AdoptedFamily(Family):
     def has_plain_units(self, model: nn.Module) -> bool:
         adopted = self._adopted(model)
         for block, pair in zip(self.blocks(adopted.source), adopted.pairs, strict=False):
-            # By id, because tensors are compared elementwise.
-            linears = map(adopted.source.get_submodule, (pair.first, pair.second, *pair.between))
-            maps = {id(parameter) for linear in linears for parameter in linear.parameters()}
-            names = self.parts(adopted.source).mlp
-            inside = (tensor for name in names for tensor in block.get_submodule(name).parameters())
-            if any(id(parameter) not in maps for parameter in inside):  # a norm over all units
+            mlp = map(block.get_submodule, self.parts(adopted.source).mlp)
+            maps = map(adopted.source.get_submodule, (pair.first, pair.second, *pair.between))
+            if sum(map(num_params, mlp)) > sum(map(num_params, maps)):  # e.g. a norm over all units
                 return False
         return bool(adopted.pairs)
 

@@ -1,6 +1,5 @@
 """Where the parts of a Vision Transformer are: the one description that every family of another library states."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -175,9 +174,9 @@ def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
     except AttnrxError:
         raise
     except Exception as error:  # a missing attribute, a part of another class, a weight of another shape ...
-        named = re.match(r"'(\w+)' object has no attribute", str(error))
-        parts = [name for name, part in model.named_modules() if named and type(part).__name__ == named[1]]
-        where = f" of {parts[0]}" if len(parts) == 1 and parts[0] else ""
+        part = getattr(error, "obj", None)  # which has no such attribute
+        path = next((path for path, each in model.named_modules() if each is part), "")
+        where = f" of {path}" if path else ""
         raise NotSupported(
             f"{model_name(model)} is not supported: reading {what}{where} raised {type(error).__name__}: "
             f"{described_error(error)}. A part was replaced or removed after the model was created, or has weights of "
