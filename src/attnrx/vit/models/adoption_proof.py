@@ -3,6 +3,7 @@ creates the same parts but those that a user replaced.
 """
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
@@ -239,10 +240,7 @@ def build_part(described: Mapping[str, Any]) -> nn.Module:
     """
     try:
         if described["layer"] == "Sequential":
-            built = nn.Sequential()
-            for name, part in described["parts"].items():
-                built.add_module(name, build_part(part))
-            return built
+            return nn.Sequential(OrderedDict((name, build_part(part)) for name, part in described["parts"].items()))
         return LAYERS[described["layer"]](**described["arguments"])
     except Exception as error:  # torch raises errors of many types for wrong arguments
         raise InvalidInput(
