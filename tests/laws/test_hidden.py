@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import attnrx as rx
-from attnrx.change.decompositions import compensated, unit_losses
-from attnrx.change.decompositions.elimination import BLOCK, DAMPING
+from attnrx.change.decompositions import BLOCK, DAMPING, compensated, unit_losses
 from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.rules.outputs import HIDDEN_METRICS
 from attnrx.vit.models import family_of

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from attnrx.change.decompositions.allocation import require_directions, require_total
+from attnrx.change.decompositions import require_directions, require_total
 from attnrx.change.predictions import observe_images
 from attnrx.data import ImageData
 from attnrx.data.model_data import images_for

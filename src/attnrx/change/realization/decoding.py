@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.decompositions.elimination import compensated, unit_losses
+from attnrx.change.decompositions import compensated, unit_losses
 from attnrx.change.predictions import KeptOutputs
 from attnrx.change.realization.descent import HELD_OUT, descend_, improve_
 from attnrx.data import FixedImages, ImageSet

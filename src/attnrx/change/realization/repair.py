@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.decompositions.elimination import RIDGE
+from attnrx.change.decompositions import RIDGE
 from attnrx.change.realization.descent import HELD_OUT, Fitted, descend_, improve_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
