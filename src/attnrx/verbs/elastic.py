@@ -22,11 +22,17 @@ from attnrx.support.errors import InvalidInput, TargetMet
 from attnrx.support.progress import Log, no_log, phases
 from attnrx.support.storage import file_kind
 from attnrx.support.subprocess_runner import shared_subprocess
-from attnrx.verbs.load import load
-from attnrx.verbs.preflight import preflight
+from attnrx.verbs.load import load, preflight
 from attnrx.verbs.save import save
-from attnrx.verbs.shrink import BELOW_ONE, COMMON_KINDS, ShrinkRun, load_original, phase_shares, timing_conditions
-from attnrx.verbs.shrunk import require_result_folder
+from attnrx.verbs.shrink import (
+    BELOW_ONE,
+    COMMON_KINDS,
+    ShrinkRun,
+    load_original,
+    phase_shares,
+    require_result_folder,
+    timing_conditions,
+)
 from attnrx.vit.costs import compare_latencies
 from attnrx.vit.models import family_of, model_fingerprint
 from attnrx.vit.models.verbs import verb
@@ -126,7 +132,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             stored = _stored_sizes(folder, run, targets)
             missing = {name: target for name, target in targets.items() if name not in stored}
             for name in missing:
-                require_result_folder(folder / name, original, onnx=False)
+                require_result_folder(folder / name, original, files={})
             unneeded = _make_sizes(run, folder, missing, log)
             if len(unneeded) == len(targets):
                 raise list(unneeded.values())[-1]

@@ -1,4 +1,4 @@
-"""The formats of exported files by name, exported files as modules, and which files of a folder are of exports."""
+"""Exported files as modules, and which files of a folder are of exports."""
 
 import hashlib
 import os
@@ -12,44 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.change.exporting.format import PRECISIONS, Format, Run, dtype_name, raising, script_path
-from attnrx.change.exporting.onnx_formats import Int8, Onnx
-from attnrx.change.exporting.openvino_format import OpenVINO
-from attnrx.change.exporting.torch_formats import AOTInductor, ExecuTorch, Program
+from attnrx.change.exporting.formats import PRECISIONS, Format, Run, dtype_name, raising, script_path
+from attnrx.change.exporting.runtime_formats import FORMATS
 from attnrx.support import validation as fields
 from attnrx.support.atomic_writes import require_absent, require_replaceable
 from attnrx.support.dataclass_records import from_dict, of_fields
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_kind, file_sha256, read_json, read_record
-from attnrx.support.text_parsing import Language, TextReader
 from attnrx.support.trees import joined
 from attnrx.support.validation import Invalid, below
 from attnrx.vit.models.family import STATED_OUTPUTS
 
 KIND, SCHEMA = "attnrx exported model", 1
 SEAL = "# Written by attnrx; edited since, if this is not the hash of the lines above: {}\n"
-FORMATS: Mapping[str, type[Format]] = {
-    form.name: form for form in (Onnx, Program, AOTInductor, OpenVINO, ExecuTorch, Int8)
-}
-
-
-class _FormatReader(TextReader):
-    language = Language("format", "Formats", "onnx, onnx(opset=18) or int8(images=128)", "(),=")
-
-
-def parse_format(text: str) -> Format:
-    """Parses a format with its knobs, e.g. `onnx`, `onnx(opset=18)` or `int8(images=128,tolerance=0.05)`.
-
-    Raises:
-        UnknownName: There is no such format or knob.
-        InvalidInput: The text has another form.
-    """
-    reader = _FormatReader(text)
-    name, kind = reader.read_name(FORMATS, "format")
-    form = reader.build(name, kind, reader.read_knobs(name, kind))
-    reader.expect("end", "the end")
-    return form
 
 
 def _device(text: str) -> None:

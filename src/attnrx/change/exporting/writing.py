@@ -21,7 +21,6 @@ from attnrx.change.exporting.exported import (
     Exported,
     Images,
     facts_path,
-    parse_format,
     present_facts,
     present_script,
     remove_export,
@@ -29,7 +28,8 @@ from attnrx.change.exporting.exported import (
     require_replaceable_files,
     sealed_script,
 )
-from attnrx.change.exporting.format import PRECISIONS, ROUNDING, Format, dtype_name, raising, script_path
+from attnrx.change.exporting.formats import PRECISIONS, ROUNDING, Format, dtype_name, raising, script_path
+from attnrx.change.exporting.runtime_formats import parse_format
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import dataset_classes, images_for, num_classes, preprocessing_of
 from attnrx.nouns.evidence import FAILS, Finding, judged

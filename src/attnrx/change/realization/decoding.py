@@ -19,7 +19,7 @@ from torch import nn
 
 from attnrx.change.decompositions import compensated, unit_losses
 from attnrx.change.predictions import KeptOutputs
-from attnrx.change.realization.descent import HELD_OUT, descend_, improve_
+from attnrx.change.realization.distillation import HELD_OUT, descend_, improve_
 from attnrx.data import FixedImages, ImageSet
 from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, Tensor

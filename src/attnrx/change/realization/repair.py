@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attnrx.change.decompositions import RIDGE
-from attnrx.change.realization.descent import HELD_OUT, Fitted, descend_, improve_
+from attnrx.change.realization.distillation import HELD_OUT, Fitted, descend_, improve_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.support.arguments import COUNT, NATURAL, RATE, SEED, checked, number, optional, require_fields

@@ -25,7 +25,7 @@ def add(parser: options.Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.verbs.preflight import preflight  # imports torch
+    from attnrx.verbs.load import preflight  # imports torch
 
     preflight(folder=arguments.out, report=True)
     log(f"loading {arguments.model} and {arguments.data}")

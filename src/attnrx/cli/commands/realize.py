@@ -50,7 +50,7 @@ def add(parser: Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.change.realization.fits import fits_of, fits_record, realize_and_fit  # imports torch
+    from attnrx.change.realization.realizing import fits_of, fits_record, realize_and_fit  # imports torch
 
     # Before the model is realized, which takes long with --repair.
     rx.models.require_model_folder(arguments.out)

@@ -34,7 +34,7 @@ def add(parser: options.Parser) -> None:
 
 
 def run(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.verbs.preflight import preflight  # imports torch
+    from attnrx.verbs.load import preflight  # imports torch
 
     onnx = not arguments.no_onnx
     formats = (rx.exporting.parse_format("onnx"),) if onnx else ()
