@@ -27,7 +27,7 @@ def _require_name(text: str) -> None:
         raise InvalidInput("it must be the name of a folder of letters, digits and . _ + -")
 
 
-EARLIER = ("cuts", "reduces_tokens")  # fields of earlier versions
+EARLIER = "reduces_tokens"  # a field of earlier versions
 SIZE = Record(
     {
         "name": Text(parse=_require_name),
@@ -36,7 +36,7 @@ SIZE = Record(
         "latency": Optional(Number(0.0, 100.0)),
         "divergence": Optional(Number(0.0)),
     },
-    {"fingerprint": Optional(Text()), **dict.fromkeys(EARLIER, ANYTHING)},
+    {"fingerprint": Optional(Text()), EARLIER: ANYTHING},
 )
 RECORD = Record(
     {
@@ -85,7 +85,7 @@ class Elastic:
     def read(cls, folder: Path | str) -> "Elastic":
         """Reads the index of the folder; raises CheckpointError if there is none or it is damaged."""
         record = read_record(Path(folder) / INDEX, KIND, SCHEMA, RECORD)
-        sizes = ({name: size[name] for name in size.keys() - {*EARLIER}} for size in record["sizes"])
+        sizes = ({name: size[name] for name in size.keys() - {EARLIER}} for size in record["sizes"])
         return cls(Path(folder), tuple(Size(**size) for size in sizes), record["about"])
 
     def write(self) -> Path:

@@ -16,22 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.exporting import (
-    Format,
-    compare_with_original,
-    dtype_name,
-    export,
-    fitting_names,
-    parse_format,
-    precision_for,
-    present_exports,
-    present_script,
-    remove_export,
-    require_export_path,
-    require_replaceable_files,
-)
+from attnrx.change import exporting
+from attnrx.change.exporting import Format, parse_format
 from attnrx.change.exporting.exported import KIND as EXPORTED
-from attnrx.change.exporting.exported import facts_path
+from attnrx.change.exporting.exported import files_of_export, present_exports, present_script
 from attnrx.change.predictions import KeptOutputs
 from attnrx.change.realization import realize_and_fit
 from attnrx.change.realization.decoding import fit_decoder, map_share, smaller_decoder
@@ -268,13 +256,14 @@ class Shrunk:
         """
         is_onnx, images = path.stem == "model", self.images
         calibration = None if is_onnx or images is None else images.planned.take(min(form.wanted, len(images.planned)))
-        names, precision = fitting_names(self.model, self.class_names), precision_for(self.model, form)
-        file = export(self.model, path, to=form, precision=precision, calibration=calibration, class_names=names)
+        settings = {"precision": exporting.precision_for(self.model, form), "calibration": calibration}
+        names = exporting.fitting_names(self.model, self.class_names)
+        file = exporting.export(self.model, path, to=form, class_names=names, **settings)
         if is_onnx:
             if original is not None and self.prescription is not None:
                 timed = int(self.evidence.about.get("batch", 32))
                 rounds = rounds_of(timed, original)
-                compare_with_original(file, original, threads=threads, batches=(timed,), rounds=rounds)
+                exporting.compare_with_original(file, original, threads=threads, batches=(timed,), rounds=rounds)
             return
         assert original is not None and images is not None  # `save` needs the original, and `shrink` returns images
         conditions = Conditions(file.images.device, file.images.precision, threads)
@@ -286,7 +275,7 @@ class Shrunk:
             checks = with_accuracy(tested, original, Fidelity(), latency)
             evidence = verify(file, original, tested, checks, about, batch_size=32)
         except AttnrxError:
-            remove_export(path)  # no file without evidence
+            exporting.remove_export(path)  # no file without evidence
             raise
         evidence.save(evidence_of(path))
 
@@ -336,8 +325,8 @@ def require_result_folder(folder: Path, model: nn.Module, files: Mapping[Path, F
     require_model_folder(folder)
     require_absent([folder / "report.html"], lambda path: file_kind(path) == REPORT)
     for path, form in files.items():
-        require_replaceable_files(path, form.files(path))
-        require_export_path(path, form, with_script=form.example(path) is not None and num_classes(model) > 0)
+        exporting.require_replaceable_files(path, form.files(path))
+        exporting.require_export_path(path, form, with_script=form.example(path) is not None and num_classes(model) > 0)
         if path.stem != "model":
             require_absent([evidence_of(path)], lambda path: file_kind(path) == EVIDENCE)
 
@@ -355,9 +344,9 @@ def result_parts(fingerprint: str) -> ReplacedFiles:
         for path, facts in present_exports(folder).items():
             model = facts.get("model")
             stored = model.get("fingerprint") if isinstance(model, Mapping) else None
-            name, script = RESULT.fullmatch(path.stem), present_script(path)
+            name = RESULT.fullmatch(path.stem)
             if (name and fingerprint != stored) or path.name in written:
-                names |= {facts_path(path).name, *facts["files"], *([] if script is None else [script.name])}
+                names |= {each.name for each in files_of_export(path, facts)}
                 has_evidence = name and name[1] and file_kind(evidence_of(path)) == EVIDENCE
                 names |= {evidence_of(path).name} if has_evidence else set()
         # Facts and scripts without a file are those of an export that was interrupted.
@@ -512,10 +501,11 @@ def timing_conditions(
     a CUDA device recorded graphs, if the model can be recorded.
     """
     # Of models in float64 neither is timed at its own.
-    precision = precision_for(model, form or parse_format("program")) or dtype_name(next(model.parameters()).dtype)
+    weight = next(model.parameters())
+    precision = exporting.precision_for(model, form or parse_format("program")) or exporting.dtype_name(weight.dtype)
     # On one thread latency can be measured by CPU time (`PlanTimer.settings`).
     threads = 1 if threads is None and torch.get_num_threads() == 1 else threads
-    conditions = Conditions(str(next(model.parameters()).device), precision, threads)
+    conditions = Conditions(str(weight.device), precision, threads)
     if not conditions.on_cuda or form is not None:
         return conditions
     # Eager passes of fewer than some hundred images take the time in which the processor launches their kernels, which

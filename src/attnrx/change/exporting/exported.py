@@ -56,8 +56,7 @@ FACTS = fields.Record(
                 "precision": fields.Choice(tuple(PRECISIONS)),
                 "batch": fields.Optional(fields.Integer(1, 2**31 - 1)),
                 "device": fields.Text(parse=_device),
-            },
-            {"patch": fields.Optional(fields.Items(fields.Integer(1, 2**16), 2, 2))},  # of earlier versions
+            }
         ),
         "files": fields.Record(open=True, then=_require_file_names),
         "normalization": fields.Record(
@@ -230,8 +229,7 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
             f"{path} is {form.name}: such a file can run any code of its author, with your rights, once it is opened. "
             "If you trust its origin, pass trust=True (--trust on the command line); onnx and openvino need no trust."
         )
-    images = {name: value for name, value in facts["images"].items() if name != "patch"}
-    return Exported(path, form, of_fields(Images, images), facts).eval()
+    return Exported(path, form, of_fields(Images, facts["images"]), facts).eval()
 
 
 def sealed_script(script: str) -> str:
@@ -283,14 +281,15 @@ def present_exports(folder: Path) -> dict[Path, dict[str, Any]]:
     return {path: facts for path in paths if (facts := present_facts(path)) is not None}
 
 
+def files_of_export(path: Path, facts: Mapping[str, Any]) -> list[Path]:
+    """Returns the file of the facts of an export, its files, and its script unless that was edited."""
+    script = present_script(path)
+    return [facts_path(path), *map(path.with_name, facts["files"]), *([] if script is None else [script])]
+
+
 def remove_export(path: Path) -> None:
     """Deletes an export: its facts, its files and its script, unless they were changed."""
-    facts, script = present_facts(path), present_script(path)
-    if facts is None:
-        return
+    facts = present_facts(path)
     # The facts first: files without facts are not taken for an export.
-    facts_path(path).unlink()
-    for name in facts["files"]:
-        path.with_name(name).unlink(missing_ok=True)
-    if script is not None:
-        script.unlink()
+    for each in [] if facts is None else files_of_export(path, facts):
+        each.unlink(missing_ok=True)

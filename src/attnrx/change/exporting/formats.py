@@ -280,11 +280,7 @@ class ExecuTorch(Format):
             pool._unsafe_reset_threadpool(threads)
         program = library("executorch.runtime", self.extra).Runtime.get().load_program(path)
         method = program.load_method("forward")
-
-        def run(images: Tensor) -> tuple[Tensor, ...]:
-            return tuple(method.execute([images.detach().contiguous()]))
-
-        return run
+        return lambda images: tuple(method.execute([images.detach().contiguous()]))
 
 
 def _plain_attention(

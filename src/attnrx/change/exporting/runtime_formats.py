@@ -26,12 +26,13 @@ from attnrx.change.exporting.formats import (
     run_script,
     to_numpy,
 )
-from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.arguments import COUNT, number, one_of, require_fields, whole
+from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Tensor
 from attnrx.support.text_parsing import Language, TextReader
 from attnrx.support.trees import rows_of
 
-BATCH, OPSETS = "batch", range(18, 24)
+BATCH = "batch"
 # The statements of the script beside the file: the facts are its metadata.
 ONNX_OPENING = """session = onnxruntime.InferenceSession(str(here.with_name("{file}")))
 about = {{name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}}
@@ -59,8 +60,7 @@ class Onnx(Format):
     opset: int = 23
 
     def __post_init__(self):
-        if self.opset not in OPSETS:
-            raise InvalidInput(f"{self.name}(opset={self.opset}): give {OPSETS.start} to {OPSETS.stop - 1}.")
+        require_fields(self, opset=whole(18, 23))
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         """Translates the program, folds constants and removes repeated and unused nodes."""
@@ -235,11 +235,7 @@ class Int8(Onnx):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.images < 1 or not self.most_difference > 0 or not self.tolerance > 0:
-            raise InvalidInput(
-                f"int8(images={self.images}, tolerance={self.tolerance}, most_difference={self.most_difference}): give "
-                "an image or more, and numbers above 0."
-            )
+        require_fields(self, images=COUNT, tolerance=number(0.0), most_difference=number(0.0))
 
     def runtime_at(self, precision: str) -> str:
         """Returns the name of the runtime; the linear maps have 8 bits, whatever the file's precision is."""
@@ -463,9 +459,7 @@ class OpenVINO(Format):
     tolerance: float = 0.1
 
     def __post_init__(self):
-        if self.precision not in ("f32", "bf16", "int8"):
-            raise InvalidInput(f"openvino(precision={self.precision}): choose from f32, bf16, int8.")
-        self._int8()  # raises for invalid knobs
+        require_fields(self, precision=one_of("f32", "bf16", "int8"), images=COUNT, tolerance=number(0.0))
 
     def files(self, path: Path) -> tuple[Path, ...]:
         return path, path.with_suffix(".bin")

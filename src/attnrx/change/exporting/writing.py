@@ -229,13 +229,8 @@ def export(
     subject = ExportSubject.of(model, form, batch, precision, images)
     class_names = class_names or fitting_names(model, dataset_classes(calibration))
     if class_names:
-        classes = num_classes(model)
-        if not classes:
-            raise InvalidInput(
-                f"{len(class_names)} class_names for a model without a classifier, which returns embeddings: omit them."
-            )
-        if len(class_names) != classes:
-            raise InvalidInput(f"{len(class_names)} class_names for a model with {classes} outputs: give one for each.")
+        if len(class_names) != (classes := num_classes(model)):
+            raise InvalidInput(f"{len(class_names)} class_names for a model with {classes} classes: give one for each.")
         subject = replace(subject, facts={**subject.facts, "class_names": list(class_names)})
     if features:
         facts = {**subject.facts, "class_names": [], "output": "features"}

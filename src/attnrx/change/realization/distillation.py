@@ -73,8 +73,11 @@ def descend_(
     flags = [parameter.requires_grad for parameter in parameters]
     # A step of Adam has the size of its learning rate, whatever the scale of the gradient; so that of a tensor is
     # relative to its entries.
-    groups = [{"params": [row.requires_grad_()], "lr": learning_rate * _size(row)} for row in parameters]
-    optimizer = torch.optim.Adam(groups)
+    sizes = [float(row.detach().double().square().mean().sqrt().clamp_min(1e-12)) for row in parameters]
+    pairs = zip(parameters, sizes, strict=True)
+    optimizer = torch.optim.Adam(
+        [{"params": [row.requires_grad_()], "lr": learning_rate * size} for row, size in pairs]
+    )
     # From 1 to 0 by half a cosine.
     cosine = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: (1 + math.cos(math.pi * (step / max(steps, 1)))) / 2
@@ -91,10 +94,6 @@ def descend_(
         for parameter, flag in zip(parameters, flags, strict=True):
             parameter.grad = None
             parameter.requires_grad_(flag)
-
-
-def _size(row: Tensor) -> float:
-    return float(row.detach().double().square().mean().sqrt().clamp_min(1e-12))
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
 from attnrx.support.optional import import_plugins
 from attnrx.support.progress import Log, begin, no_log
-from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention import Attention
 from attnrx.vit.attention.forms import row_pairs
 from attnrx.vit.attention.head_linear import HeadLinear
@@ -447,7 +447,7 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = 
     ranks, biases = tuple(scores.ranks[head] for head in order), set(spec.biases)
     large, pairs, kept_norms = spec, None, spec.norms
     if scores.basis is not None and scores.basis.shared:
-        kept, blocks = _kept_by_any(scores, order), scores.basis.blocks
+        kept, blocks = scores.keep[order].any(0), scores.basis.blocks
         if blocks is not None:
             blocks = tuple(int(part.sum()) for part in kept.split(blocks))  # a block may lose all of its directions
         large, kept_norms = spec.with_shared_directions(int(kept.sum()), blocks), "none"
@@ -505,11 +505,6 @@ def _kept_pairs(spec: AttentionSpec, scores: ScoreDecision, order: Sequence[int]
     return tuple(tuple(frequencies[: len(frequencies) // 2]) for frequencies in pairs)
 
 
-def _kept_by_any(scores: ScoreDecision, order: Sequence[int]) -> Bool[Tensor, "directions"]:
-    """Returns the shared directions that any of these heads keeps."""
-    return scores.keep[order].any(0) if order else torch.zeros_like(scores.keep[0])
-
-
 def _in_order(sizes: Sequence[int], order: Sequence[int]) -> Int[Tensor, "indices"]:
     """Returns the indices of the rows of some heads, of which every head has `sizes[head]`, in this order."""
     rows = torch.arange(sum(sizes)).split(list(sizes))
@@ -549,7 +544,7 @@ def _combine_directions_(
     """Writes the kept directions of a basis into a layer of matching shape; either side is scaled by the root of the
     strength.
     """
-    kept = _kept_by_any(scores, order)
+    kept = scores.keep[order].any(0)
     for name, table in (("query", basis.left), ("key", basis.right)):
         rows = _combined(getattr(source.scores, name), source.spec, table, shared=basis.shared)
         _write_rows_(getattr(target.scores, name), rows[0, kept] if basis.shared else _scaled(rows, scores, order))
