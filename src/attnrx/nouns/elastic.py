@@ -127,14 +127,14 @@ class Elastic:
         """
         path = self.folder / size.name
         model = load_model(path, **given)
-        fingerprint, costs = model_fingerprint(model), family_of(model).costs(model)
-        pairs: list[tuple[str, Any, Any]] = [("fingerprint", fingerprint, size.fingerprint)]
-        if size.name == ORIGINAL:
-            pairs.append(("fingerprint", fingerprint, self.about.get("fingerprint")))
-        # The token policy is no weight, but changes the MACs; an index of an earlier version lacks the original's.
-        if "macs" in self.about:
-            pairs.append(("MACs", costs.macs, round(size.macs * self.about["macs"])))
-        for name, found, expected in pairs:
+        # An index of an earlier version lacks the fingerprints of sizes, or the MACs of the original.
+        fingerprint = size.fingerprint or (self.about.get("fingerprint") if size.name == ORIGINAL else None)
+        # The token policy is no weight, but changes the MACs.
+        macs = None if "macs" not in self.about else round(size.macs * self.about["macs"])
+        for name, found, expected in (
+            ("fingerprint", model_fingerprint(model), fingerprint),
+            ("MACs", family_of(model).costs(model).macs, macs),
+        ):
             if expected is not None and found != expected:
                 raise CheckpointError(
                     f"{path} is not the model that {INDEX} describes ({name} {found}, not {expected}): it was replaced "

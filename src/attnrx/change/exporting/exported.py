@@ -216,12 +216,11 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
     except AttnrxError as error:
         raise CheckpointError(f"{facts_path(path)}: format: {error}") from error
     # Before a runtime, most of them in C++, parses the file.
-    changed = _changed_file(path, facts)
+    changed = _changed_file(path, facts) if path.name in facts["files"] else path
     if changed is not None:
-        raise CheckpointError(f"{changed} is not the file that was exported (its sha256 differs); export it again.")
-    if path.name not in facts["files"]:
         raise CheckpointError(
-            f"{path} was renamed: its files are {', '.join(sorted(facts['files']))}; name them so again."
+            f"{changed} is not the file that was exported (its name or its sha256 differs): the files are "
+            f"{', '.join(sorted(facts['files']))}; name them so again, or export again."
         )
     # The hashes prove nothing here: whoever writes the file writes them too.
     if form.runs_code and not trust:
@@ -252,12 +251,8 @@ def present_script(path: Path) -> Path | None:
 def require_export_path(path: Path, form: Format, with_script: bool) -> None:
     """Raises InvalidInput if an export would overwrite facts, further files or a script that attnrx did not write."""
     require_replaceable(path)
-    facts_file, script = facts_path(path), script_path(path)
-    if os.path.lexists(facts_file) and file_kind(facts_file) != KIND:
-        raise InvalidInput(
-            f"the facts go into {facts_file}, which exists and was not written by an export: move it away, or choose "
-            "another name."
-        )
+    require_absent([facts_path(path)], lambda file: file_kind(file) == KIND)
+    script = script_path(path)
     if with_script and os.path.lexists(script) and present_script(path) is None:
         raise InvalidInput(
             f"the script that runs {path.name} goes into {script}, which exists and was edited or not written by an "

@@ -3,7 +3,6 @@ programs of torch.export, AOTInductor packages, and ExecuTorch files.
 """
 
 import inspect
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -229,17 +228,9 @@ class AOTInductor(Program):
     runtime: ClassVar[str] = "AOTInductor"
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Compiles the program, with its weights, into a package of AOTInductor.
+        """Compiles the program with its weights; torch's own error names the compilers that it tried."""
+        from torch._inductor import aoti_compile_and_package
 
-        Raises:
-            NotSupported: There is no C++ compiler.
-        """
-        from torch._inductor import aoti_compile_and_package, config
-
-        # The candidates of torch's compiler; None among them represents a compiler that conda would download.
-        compilers = [name for name in config.cpp.cxx if name]
-        if not any(shutil.which(name) for name in compilers):
-            raise NotSupported(f"aotinductor compiles C++, and there is no compiler ({', '.join(compilers)}): get g++.")
         aoti_compile_and_package(program, package_path=str(path))
 
     def open(self, path: Path, device: str, threads: int) -> Run:

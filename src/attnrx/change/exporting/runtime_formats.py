@@ -347,10 +347,8 @@ def _signal_stack_kept() -> Iterator[None]:
     last then restores memory of the other, which is gone: the next signal ends the process, e.g. when a child process
     ends after a loader with workers was used.
     """
-    stack, exchange = (
-        _SignalStack(),
-        getattr(ctypes.CDLL(None), "sigaltstack", None) if sys.platform == "linux" else None,
-    )
+    exchange = getattr(ctypes.CDLL(None), "sigaltstack", None) if sys.platform == "linux" else None
+    stack = _SignalStack()
     if exchange is not None:
         exchange(None, ctypes.byref(stack))
     try:

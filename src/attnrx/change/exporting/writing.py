@@ -485,16 +485,13 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
         NotSupported: The file does not run, or its logits differ.
     """
     exported = Exported(path, form, subject.images, {})
+
+    def outputs_of(model: nn.Module) -> Sequence[Tensor]:  # [images, numbers] each
+        tensors = (tensors_of(model(batch)).values() for batch in batches)
+        return joined([[tensor.double().reshape(len(tensor), -1).cpu() for tensor in each] for each in tensors])
+
     with raising(f"the file written as {form.name} does not run", "No file was saved."), torch.no_grad():
-        expected, actual = (
-            joined(
-                [
-                    [tensor.double().reshape(len(tensor), -1).cpu() for tensor in tensors_of(model(batch)).values()]
-                    for batch in batches
-                ]
-            )
-            for model in (subject.model, exported)
-        )
+        expected, actual = outputs_of(subject.model), outputs_of(exported)
     # NaN of the file is the largest difference, and amax would not find it. [outputs, images]
     differences = torch.stack(
         [(one - other).abs().amax(-1).nan_to_num(nan=inf) for one, other in zip(expected, actual, strict=True)]

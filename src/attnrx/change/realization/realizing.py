@@ -198,13 +198,9 @@ def _realize_linear_maps_(family: Family, model: nn.Module, index: int, layer: L
         # decode @ encode @ (y - center) + center, with the constants collected in one bias.
         first, constant = encode @ weight, center + decode @ (encode @ (bias - center))
         if by == "mask":
-            if linear.bias is None:
-                raise InvalidInput(
-                    "a map without a bias cannot hold the mean of its reduced outputs; use by='compress'."
-                )
             # Rounded once: a mask in the precision of the model differs from the two factors by rounding.
             linear.weight.copy_(decode @ first)
-            linear.bias.copy_(constant)
+            _required_bias(linear).copy_(constant)
             continue
         factors = LowRankLinear(linear.in_features, linear.out_features, sum(output.ranks))
         factors = factors.to(linear.weight.device, linear.weight.dtype).train(linear.training)
@@ -223,11 +219,9 @@ def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: Hidde
     weight, bias = (part.to(second.weight.device, second.weight.dtype) for part in (hidden.weight, hidden.bias))
     # Units that are removed are still computed, and multiplied by zero columns: their activations do not matter.
     if by == "mask":
-        if second.bias is None:
-            raise InvalidInput("a second map without a bias cannot hold the mean of removed units; use by='compress'.")
         second.weight.zero_()
         second.weight[:, keep] = weight
-        second.bias.copy_(bias)
+        _required_bias(second).copy_(bias)
         return
     # The first map loses rows; the second one is replaced by the refitted weight, which has the kept columns only.
     num_kept = int(keep.sum())
@@ -244,6 +238,13 @@ def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: Hidde
         small[0].bias.copy_(first.bias[keep])
     small[1].weight.copy_(weight)
     small[1].bias.copy_(bias)
+
+
+def _required_bias(linear: nn.Module) -> Tensor:
+    """Returns the bias of a map, which in a mask holds the mean of what is removed before it or from its outputs."""
+    if not isinstance(linear.bias, Tensor):
+        raise InvalidInput("a map without a bias cannot hold the mean of what a mask removes; use by='compress'.")
+    return linear.bias
 
 
 def prescribed_tokens(model: nn.Module) -> TokenPrescription:
@@ -620,11 +621,7 @@ def _mask_values_(attention: Attention, values: OutputDecision) -> None:
     """Writes the reduced values into the first features of every head, and zeros into the rest; keeps every shape."""
     value, output, bias = _reduced_values(attention, values)
     spec = attention.spec
-    if attention.output.bias is None:
-        raise InvalidInput(
-            "the output projection of this layer has no bias that could absorb that of the values, so a mask cannot "
-            "keep every shape; realize the prescription by='compress'."
-        )
+    _required_bias(attention.output)
     # The first features of every head: reduced directions are combinations of all of them, and belong to none.
     starts = torch.tensor([0, *spec.value_dims]).cumsum(0).tolist()
     indices = torch.cat([start + torch.arange(rank) for start, rank in zip(starts, values.ranks, strict=False)])

@@ -161,12 +161,10 @@ def _require_alike(reference: nn.Module, candidate: nn.Module, images: int) -> N
             f"the candidate has {depths[1]} MLPs of two linear maps, the reference {depths[0]}; repair a model "
             "that was made from the reference."
         )
-    if not depths[0]:
-        raise NotSupported("the MLPs of this model are not pairs of linear maps, which repair fits.")
-    if not family_of(reference).reads_attention(reference):
+    if not depths[0] or not family_of(reference).reads_attention(reference):
         raise NotSupported(
-            "the attention of this model has no reader, so there is no block to repair; the second maps of MLPs are "
-            "those of the least-squares refit."
+            "repair fits blocks whose attention has a reader, with MLPs of two linear maps, and this model has none; "
+            "the second maps of MLPs are those of the least-squares refit."
         )
     if images < 2 * HELD_OUT:
         raise InvalidInput(f"repair was given {images} images; give at least {2 * HELD_OUT}, better 512 or more.")
