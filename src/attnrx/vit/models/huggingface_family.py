@@ -20,16 +20,15 @@ from attnrx.support.shapes import ImageBatch, Tensor, TokenBatch
 from attnrx.support.storage import read_json
 from attnrx.vit.attention import Attention
 from attnrx.vit.models.adopted import HALVES, Adapter, Adopted, Origin, PairBias, image_shape
-from attnrx.vit.models.adopted_family import AdoptedFamily
+from attnrx.vit.models.adopted_family import AdoptedFamily, creating
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.huggingface_readers import (
     READERS,
     VISION_PARTS,
-    OrderedImages,
     PatchInputs,
-    images_of,
     reader_of,
-    unread_settings,
+    unread_setting,
+    word_of,
 )
 from attnrx.vit.models.module_inputs import ModuleInputs
 from attnrx.vit.models.parts import ModelParts, Refusal, unread_attention
@@ -295,8 +294,7 @@ class HuggingFaceFamily(AdoptedFamily):
             raise CheckpointError(f"hf:{name} has no readable configuration: {error}") from error
         # Weights are drawn on the CPU, so that they do not depend on the default device.
         device = "meta" if torch.get_default_device().type == "meta" else "cpu"
-        with torch.random.fork_rng(devices=[]), torch.device(device):
-            torch.manual_seed(0)
+        with creating("transformers", name, arguments, pretrained=False), torch.device(device):
             kind = _class_of(config)
             return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
 
@@ -304,18 +302,16 @@ class HuggingFaceFamily(AdoptedFamily):
         """Yields unsupported classes of models or attention, and unsupported features."""
         name = type(model).__name__
         if name not in READERS or not self.adopts(model):
-            yield Refusal(
-                f"the class {type(model).__name__} has no reader",
-                f"Of transformers, attnrx adopts {', '.join(READERS)}.",
-            )
+            adopted = ", ".join(READERS)
+            yield Refusal(f"the class {name} has no reader", f"Of transformers, attnrx adopts {adopted}.")
             return
-        reader, unread = reader_of(model), tuple(unread_settings(model.config))
-        yield from unread
+        reader, unread = reader_of(model), unread_setting(model.config)
         if unread:  # such a model may lack the parts that the reader names
+            yield Refusal(unread)
             return
         for block in self.blocks(model):
             attention: Any = getattr(block, reader.layout.attention)
-            if type(attention).__name__ != f"{reader.word}Attention":
+            if type(attention).__name__ != f"{word_of(block)}Attention":
                 yield Refusal(f"the attention {type(attention).__name__} has no reader")
             else:
                 yield from unread_attention(attention, reader.layout.projections)
@@ -396,7 +392,7 @@ class HuggingFaceFamily(AdoptedFamily):
         source = adopted.source
         source.save_pretrained = _refuse_save  # type: ignore[assignment]
         for name, module in list(source.named_modules()):
-            if type(module).__name__ == f"{reader_of(source).word}RelativePositionBias":
+            if type(module).__name__.endswith("RelativePositionBias"):
                 # transformers interpolates the table in every call, also to the size that it has.
                 bias = PairBias(module, partial(module, module.window_size))
                 source.set_submodule(name, bias.train(module.training))
@@ -455,7 +451,7 @@ def interpolates(source: nn.Module) -> bool:
     """Returns whether a model of transformers resizes its position embeddings: always, or where a call asks for it."""
     reader = reader_of(source)
     return reader.takes_any_size or (
-        reader.input in (images_of, OrderedImages.of_config)
+        reader.inputs(source).dimensions == 3  # no videos
         and all(
             INTERPOLATE in inspect.signature(type(part).forward).parameters for part in (source, reader.body_of(source))
         )
