@@ -28,7 +28,8 @@ def both(text: str, state: TokenState, count: int) -> Both:
     found = reducer.native_merge(state, count)
     assert found is not None
     reduction = reducer.reduce(replace(state, tracked=True), count, torch.nn.Module())
-    return found, (*compressed_state(state, reduction)[:3], reduction.destinations)
+    after = compressed_state(state, reduction)
+    return found, (after.tokens, after.sizes, after.patch_indices, reduction.destinations)
 
 
 @pytest.mark.parametrize("sized", [False, True])

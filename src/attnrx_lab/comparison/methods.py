@@ -78,7 +78,7 @@ def least_share(model: nn.Module, template: Template) -> float:
 
     def is_too_small(share: float) -> bool:
         try:
-            parse_policy(template.at(share)[TOKENS]).require(layout, depth)
+            parse_policy(template.at(share)[TOKENS]).on(layout, depth)
         except InvalidInput:
             return True
         return False

@@ -97,13 +97,8 @@ class LastLayer:
     def forward_pass(self, shortens: bool) -> Iterator[None]:
         """Runs one forward pass in its context with the shortcut or without it, and removes its state at the end."""
         adapter: Any = self.block.get_submodule(self.attention)
-        # Restored afterwards, because a hook of a user may run the model inside a forward pass.
-        call, before = adapter.call, (adapter.call.shortens, adapter.call.entered)
-        call.shortens, call.entered = shortens, None
-        try:
+        with adapter.call.setting(shortens=shortens, entered=None):
             yield
-        finally:
-            call.shortens, call.entered = before
 
     @property
     def watched(self) -> bool:
