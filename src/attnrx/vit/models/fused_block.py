@@ -296,15 +296,14 @@ def _is_vector(tensor: Any, width: int) -> bool:
 
 @dataclass(frozen=True)
 class BlockParts:
-    """The names of the parts of a pre-norm block: the attention (an `Adapter`), the norms before attention and MLP, the
-    MLP, and the modules that scale both branches. `others` change nothing in evaluation mode.
+    """The names of the parts of a pre-norm block besides `mlp`: the attention (an `Adapter`), the norms before
+    attention and MLP, and the modules that scale both branches. `others` change nothing in evaluation mode.
     """
 
     attention: str
     norms: tuple[str, str]
     scales: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
-    mlp: str = "mlp"
 
 
 DINOV2 = BlockParts("attention", ("norm1", "norm2"), ("layer_scale1", "layer_scale2"), ("drop_path",))
@@ -331,8 +330,26 @@ class FusedBlock(nn.Module):
         # Models pass options of their own, e.g. is_causal=False; a mask is not for the kernel.
         others = (*args, *options.values())
         is_plain = all(each is None or each is False or each is tokens for each in others)
-        fused = fused_parts(self, tokens, self.names) if is_plain and may_be_fused(tokens) else None
+        fused = self._fused(tokens) if is_plain and may_be_fused(tokens) else None
         return super().forward(*args, **options) if fused is None else fused
+
+    def _fused(self, tokens: TokenBatch) -> TokenBatch | None:
+        """Returns the output by `fused_block`; None where the parts have to be called one by one."""
+        # In the dictionary: `nn.Module.__getattr__` takes longer than all comparisons here.
+        parts, names = children(self), self.names
+        adapter, scales = parts[names.attention], [parts[name] for name in names.scales]
+        if not (isinstance(adapter, Adapter) and is_idle(adapter) and all(_is_scale(type(scale)) for scale in scales)):
+            return None
+        first, second = [next(iter(scale._parameters.values()), None) for scale in scales] or (None, None)
+        others = (*scales, *[parts[name] for name in names.others])
+        norms = parts[names.norms[0]], parts[names.norms[1]]
+        modules = BlockModules(norms, children(adapter)["attention"], parts["mlp"], (first, second), others)
+        # In the last block `tokens` may be the first ones of all.
+        entered = tokens if adapter.call.entered is None else adapter.call.entered[0]
+        fused = fused_block(entered, modules, tokens.shape[1])
+        if fused is not None:
+            adapter.call.entered = None
+        return fused
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _empty_block, (type(self).__bases__[1],), self.__getstate__()
@@ -364,24 +381,3 @@ def _is_scale(kind: type) -> bool:
     """Whether modules of a class multiply by their one parameter, or change nothing."""
     is_of_library = _name(kind).startswith(("timm.layers.", "transformers.models.dinov2"))
     return kind is nn.Identity or (is_of_library and kind.__name__.endswith("LayerScale"))
-
-
-def fused_parts(block: nn.Module, tokens: TokenBatch, names: BlockParts) -> TokenBatch | None:
-    """Returns the output of a block by `fused_block`; None where its parts have to be called one by one."""
-    # In the dictionary: `nn.Module.__getattr__` takes longer than all comparisons here.
-    parts = children(block)
-    adapter, scales = parts[names.attention], [parts[name] for name in names.scales]
-    if not isinstance(adapter, Adapter) or not is_idle(adapter):
-        return None
-    if not all(_is_scale(type(scale)) for scale in scales):
-        return None
-    first, second = [next(iter(scale._parameters.values()), None) for scale in scales] or (None, None)
-    others = (*scales, *[parts[name] for name in names.others])
-    norms = parts[names.norms[0]], parts[names.norms[1]]
-    modules = BlockModules(norms, children(adapter)["attention"], parts[names.mlp], (first, second), others)
-    # In the last block `tokens` may be the first ones of all.
-    entered = tokens if adapter.call.entered is None else adapter.call.entered[0]
-    fused = fused_block(entered, modules, tokens.shape[1])
-    if fused is not None:
-        adapter.call.entered = None
-    return fused

@@ -31,7 +31,10 @@ class Pair:
 
 
 class LowRankLinear(nn.Module):
-    """y = second(first(x)): smaller and faster than one matrix below the break-even rank, in out / (in + out)."""
+    """y = second(first(x)): smaller and faster than one matrix below the break-even rank, in out / (in + out).
+
+    `rank` is the number of features between the two factors.
+    """
 
     def __init__(self, inputs: int, outputs: int, rank: int, bias: bool = True):
         super().__init__()
@@ -40,19 +43,7 @@ class LowRankLinear(nn.Module):
         # One bias, after both factors: a bias between them would be one more term of the second.
         self.first = NativeLinear(inputs, rank, bias=False)
         self.second = NativeLinear(rank, outputs, bias=bias)
-
-    @property
-    def rank(self) -> int:
-        """Features between the two factors."""
-        return self.first.out_features
-
-    @property
-    def in_features(self) -> int:
-        return self.first.in_features
-
-    @property
-    def out_features(self) -> int:
-        return self.second.out_features
+        self.in_features, self.rank, self.out_features = inputs, rank, outputs
 
     def forward(self, features: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
         return self.second(self.first(features))

@@ -88,7 +88,7 @@ class TimmModel(Adopted):
     def forward_features(self, images: ImageBatch) -> Float[Tensor, "batch tokens features"]:
         """Returns the features of all tokens after the last norm, as timm does: [batch, prefix + patches, width].
 
-        Pruned and merged patches are restored (`attnrx.models.TokenRestoration`).
+        Pruned and merged patches are restored (`vit/models/token_reduction.py`).
         """
         return self.all_tokens(images)
 
@@ -315,9 +315,10 @@ class TimmFamily(AdoptedFamily):
         # describes them.
         sides: list[Any]
         for sides in (weights, biases) if groups > 1 else ():
-            sides[1:3] = [
-                None if rows is None else _repeated(rows, attention.num_kv_heads, groups) for rows in sides[1:3]
-            ]
+            for side, rows in enumerate(sides[1:3], 1):
+                if rows is not None:
+                    heads = rows.unflatten(0, (attention.num_kv_heads, -1))
+                    sides[side] = heads.repeat_interleave(groups, dim=0).flatten(0, 1)
         return weights, biases
 
     def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:
@@ -398,11 +399,6 @@ def _shape(model: Any) -> tuple[int, int, int]:
 
 def _layout(attention: nn.Module) -> str:
     return HALVES if getattr(attention, "rotate_half", False) else INTERLEAVED
-
-
-def _repeated(rows: Tensor, heads: int, groups: int) -> Tensor:
-    """Repeats the rows of every head once for each head of its group."""
-    return rows.unflatten(0, (heads, -1)).repeat_interleave(groups, dim=0).flatten(0, 1)
 
 
 def _unread(attention: nn.Module) -> Iterator[Refusal]:
