@@ -403,8 +403,7 @@ class HuggingFaceFamily(AdoptedFamily):
                 block.register_forward_pre_hook(_without_mask, with_kwargs=True)
 
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:
-        adapter = super().adapter(source, module, attention)
-        assert isinstance(adapter, HuggingFaceAttention)
+        adapter: Any = super().adapter(source, module, attention)
         adapter.takes_mask = isinstance(reader_of(source).inputs(source), PatchInputs)
         return adapter
 
@@ -459,8 +458,9 @@ def interpolates(source: nn.Module) -> bool:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """Returns a configuration as JSON values."""
-    settings = json.loads(config.to_json_string(use_diff=False))
+    """Returns a configuration, or the settings of an image processor, as JSON values."""
+    options = {"use_diff": False} if hasattr(config, "model_type") else {}
+    settings = json.loads(config.to_json_string(**options))
     settings.pop("_name_or_path", None)  # the source path is no part of the model
     return settings
 
@@ -507,17 +507,12 @@ def _processor(source: Path | str, takes_any_size: bool, **options: Any) -> dict
     # Saved without an image processor, with one of another kind, or with one that needs a library that is not there.
     except (OSError, ValueError, ImportError, KeyError, TypeError):
         return {}
-    values: dict[str, Any] = {name: getattr(processor, name, None) for name in PROCESSOR_SETTINGS}
-    settings: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    for name in {"size", "crop_size"} & settings.keys():  # objects with all names of sizes, of which most are None
-        settings[name] = {key: side for key, side in dict(settings[name]).items() if side is not None}
-    if "resample" in settings:
-        settings["resample"] = int(settings["resample"])
+    stated = _settings(processor)
+    settings = {name: stated[name] for name in PROCESSOR_SETTINGS if stated.get(name) is not None}
     # One pair of numbers for rescaling and normalization: pixels are divided by 255, so these are on that scale.
-    rescales = getattr(processor, "do_rescale", True)
-    scale = 255 * float(getattr(processor, "rescale_factor", 1 / 255)) if rescales else 255.0
-    normalizes = getattr(processor, "do_normalize", True) and getattr(processor, "image_mean", None) is not None
-    statistics: Any = (processor.image_mean, processor.image_std) if normalizes else ((0.0,) * 3, (1.0,) * 3)
+    scale = 255 * float(stated.get("rescale_factor") or 1 / 255) if stated.get("do_rescale", True) else 255.0
+    normalizes = stated.get("do_normalize", True) and stated.get("image_mean") is not None
+    statistics: Any = (stated["image_mean"], stated["image_std"]) if normalizes else ((0.0,) * 3, (1.0,) * 3)
     mean, std = (tuple(value / scale for value in values) for values in statistics)
     facts: dict[str, Any] = {"mean": mean, "std": std, "preprocessing": settings}
     # What enters the model: the crop where the processor crops, else the resized image.

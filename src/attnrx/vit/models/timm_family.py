@@ -332,8 +332,7 @@ class TimmFamily(AdoptedFamily):
         }
 
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:
-        adapter = super().adapter(source, module, attention)
-        assert isinstance(adapter, TimmAttention)
+        adapter: Any = super().adapter(source, module, attention)
         adapter.layout = _layout(module)
         return adapter
 

@@ -47,16 +47,12 @@ def attach_tokens_(
     if policy.counts(layout.patches)[-1] == layout.patches:
         return reduction.train(model.training)  # no token is ever pruned: the model stays bit-identical
     # Hooks, not subclasses: the policy is attached to the blocks of any library, and their own forward methods run on
-    # the tokens that are left. Each hook is put before the existing ones, so on the input of a block `enter` replaces
-    # restored tokens by the present ones first, then they are added to a statistic, then the stage decides.
-    blocks = blocks_of(model, family)
-    for stage, layer in enumerate(policy.layers):  # layers count from 1
-        _first_(blocks[layer - 1], partial(reduction.decide, stage))
-    if policy.reducer.every_layer == "tokens":
-        for block in blocks[1 : policy.layers[-1]]:  # the input of a block is the output of the one before
-            _first_(block, reduction.add_layer)
-    for index, block in enumerate(blocks):
-        _first_(block, reduction.enter)
+    # the tokens that are left.
+    stages = {layer - 1: stage for stage, layer in enumerate(policy.layers)}  # layers count from 1
+    for index, block in enumerate(blocks_of(model, family)):
+        # The input of a block is the output of the one before.
+        adds = policy.reducer.every_layer == "tokens" and 0 < index < policy.layers[-1]
+        _first_(block, partial(reduction.enter, stages.get(index), adds))
         _first_(block, partial(reduction.leave, index), returned=True)
     # Methods of the library that are called on the inner model return all patches; the forward pass of attnrx switches
     # the restoration off (`Adopted.forward_pass`).

@@ -296,11 +296,17 @@ class TokenReduction(nn.Module):
         run = TokenRun(blocks, bool(blocks or self.call.tracked) and not self.samples_patches)
         self.call.run, run.image_keys = run, self.policy.reducer.image_keys(images)
 
-    def enter(self, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
-        """Returns the present tokens for a block that is called with restored ones; else None."""
+    def enter(self, stage: int | None, adds: bool, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
+        """Returns the tokens for a block, after the stage before it, if any; None for those that it is called with.
+
+        With `adds` they are the output of a layer that the reducer observes.
+        """
         run = self._run
         present, run.present = run.present, None  # once: the next block may follow an output that is not restored
-        return present
+        tokens = tokens if present is None else present
+        if adds:
+            self.add_layer(tokens)
+        return present if stage is None else self.decide(stage, tokens)
 
     def leave(self, block: int, tokens: TokenBatch) -> Float[Tensor, "batch all_tokens width"] | None:
         """Returns the tokens of all patches after a block, if it is one of `restored_blocks`; else None."""
@@ -328,7 +334,7 @@ class TokenReduction(nn.Module):
         its original index; a removed head attends uniformly, as in the masked model. The capture is stored only where
         the next stage `decides` by it.
         """
-        run, every_layer, sizes = self._run, self.policy.reducer.every_layer, self.sizes()
+        run, sizes = self._run, self.sizes()
         if heads != tuple(range(self.shape.heads)):
             captured = replace(
                 captured,
@@ -338,7 +344,7 @@ class TokenReduction(nn.Module):
             )
         if decides:  # full maps are large: only those that the next stage uses are stored, others go into sums
             run.captured = captured
-        observed = getattr(captured, every_layer) if every_layer in ("attention", "class_attention") else None
+        observed = getattr(captured, self.policy.reducer.every_layer, None)  # None for "tokens"
         if observed is not None:
             self.add_layer(observed)
 

@@ -100,7 +100,11 @@ class Merging(Reducer):
             features = self.features(tables, None if state.unsized and is_first else sizes)
             tables = self.first_tables(tables, features) if is_first else tables
             compared = {name: last_rows(table, patches) for name, table in features.items()}
-            merging = self._round(state, compared, sizes, prefix, patches - count)
+            first, second = self.split(state, compared, patches - count)
+            rows = [{name: _rows_of(table, side) for name, table in compared.items()} for side in (first, second)]
+            similarity, nearest = self.closeness(*rows).max(-1)
+            sources = first_best(similarity, patches - count)
+            merging = Round(sizes, _indices_in(first, sources, prefix), second, nearest.gather(1, sources), prefix)
             tables = {name: merging.of(table) for name, table in tables.items()}
             stay, is_first = merging.stay, False
             sizes, kept = merging.sizes, stay if kept is None else kept.gather(1, stay)
@@ -110,15 +114,6 @@ class Merging(Reducer):
         tokens, kept = self.finished(tables), every_row if kept is None else kept
         whole = (tokens, sizes) if prefix else None
         return Reduction(kept, tokens[:, prefix:], sizes=sizes[:, prefix:], destinations=destinations, whole=whole)
-
-    def _round(
-        self, state: TokenState, features: Tables, sizes: Float[Tensor, "batch rows"], prefix: int, most: int
-    ) -> "Round":
-        first, second = self.split(state, features, most)
-        rows = [{name: _rows_of(table, side) for name, table in features.items()} for side in (first, second)]
-        similarity, nearest = self.closeness(*rows).max(-1)
-        sources = first_best(similarity, most)
-        return Round(sizes, _indices_in(first, sources, prefix), second, nearest.gather(1, sources), prefix)
 
 
 class Round:
