@@ -70,7 +70,16 @@ def fused_block(
         modules: The modules of the block.
         outputs: How many tokens are computed, the first ones; default: all.
     """
-    if not may_be_fused(tokens) or not _takes(tokens):
+    # The global hooks are those of a counter of operations, for example, which counts by module.
+    if (
+        not may_be_fused(tokens)
+        or type(tokens) is not Tensor
+        or tokens.ndim != 3
+        or (tokens.shape[1] < LEAST_ROWS and tokens.device.type == "cpu")
+        or (not tokens.is_meta and torch.is_autocast_enabled(tokens.device.type))
+        or torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+    ):
         return None
     attention = modules.attention
     if type(attention) is not Attention or type(modules.mlp) is not FusedMLP:
@@ -248,17 +257,6 @@ def children(module: nn.Module) -> dict[str, Any]:
 
 def weight_and_bias(module: nn.Module) -> tuple[Any, Any]:
     return module._parameters.get("weight"), module._parameters.get("bias")
-
-
-def _takes(tokens: TokenBatch) -> bool:
-    return (
-        type(tokens) is Tensor
-        and tokens.ndim == 3
-        and (tokens.shape[1] >= LEAST_ROWS or tokens.device.type != "cpu")
-        and (tokens.is_meta or not torch.is_autocast_enabled(tokens.device.type))
-        # Those of a counter of operations, for example, which counts by module.
-        and not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
-    )
 
 
 def is_idle(part: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from attnrx.vit.models.huggingface_readers import (
     VISION_PARTS,
     PatchInputs,
     reader_of,
-    unread_setting,
     word_of,
 )
 from attnrx.vit.models.module_inputs import ModuleInputs
@@ -204,9 +203,8 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def output_kind(self, model: nn.Module) -> str:
         source: Any = self._adopted(model).source
-        return (
-            PROBLEMS.get(source.config.problem_type, "logits") if reader_of(source).answer == "logits" else "embedding"
-        )
+        kind = PROBLEMS.get(source.config.problem_type, "logits")
+        return kind if reader_of(source).answer == "logits" else "embedding"
 
     def load(self, name: Path | str, **changes: Any) -> Adopted:
         """Reads a model from a local folder, or from the hub by its id, and adopts it in evaluation mode.
@@ -305,9 +303,15 @@ class HuggingFaceFamily(AdoptedFamily):
             adopted = ", ".join(READERS)
             yield Refusal(f"the class {name} has no reader", f"Of transformers, attnrx adopts {adopted}.")
             return
-        reader, unread = reader_of(model), unread_setting(model.config)
-        if unread:  # such a model may lack the parts that the reader names
-            yield Refusal(unread)
+        reader, config = reader_of(model), cast(Any, model.config)
+        is_hybrid = config.model_type == "dpt" and (config.is_hybrid or config.backbone_config is not None)
+        reasons = {
+            "output_attentions=True in its configuration (attnrx returns no weights)": config.output_attentions,
+            "a mask_ratio, of random patches (load it with mask_ratio=0.0)": getattr(config, "mask_ratio", 0),
+            "a DPT whose backbone is a model of its own": is_hybrid,
+        }
+        if any(reasons.values()):  # such a model may lack the parts that the reader names
+            yield from (Refusal(reason) for reason, is_set in reasons.items() if is_set)
             return
         for block in self.blocks(model):
             attention: Any = getattr(block, reader.layout.attention)
@@ -353,12 +357,10 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
         """Returns the class and the configuration of a model of any class of transformers."""
-        config: Any = getattr(model, "config", None)
-        if not hasattr(config, "to_json_string") or getattr(_transformers(""), type(model).__name__, None) is not type(
-            model
-        ):
+        name, config = type(model).__name__, getattr(model, "config", None)
+        if not hasattr(config, "to_json_string") or getattr(_transformers(""), name, None) is not type(model):
             return None
-        return {"architecture": type(model).__name__, "arguments": _settings(config)}
+        return {"architecture": name, "arguments": _settings(config)}
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         """Creates any class of transformers from its configuration."""

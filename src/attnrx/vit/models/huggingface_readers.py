@@ -80,10 +80,8 @@ class PatchInputs(ModuleInputs):
 
 
 def _pair(size: int | Iterable[int]) -> tuple[int, int]:
-    if isinstance(size, int):
-        return size, size
-    first, second = size
-    return int(first), int(second)
+    height, width = (size, size) if isinstance(size, int) else size
+    return int(height), int(width)
 
 
 def inputs_of_config(config: Any) -> ModuleInputs:
@@ -166,7 +164,10 @@ class ModelReader:
         tokens = body.get_submodule("embeddings").named_parameters(recurse=False)
         prefix_tokens = sum(token.shape[1] if token.ndim == 3 else 1 for name, token in tokens if name in PREFIX)
         last_block = list(source.get_submodule(blocks).children())[-1:]
-        word = word_of(*last_block) if last_block else ""
+        word, pooling = word_of(*last_block) if last_block else "", self.pooling
+        if not getattr(source.config, "use_mean_pooling", True):
+            # BEiT and Data2Vec then take the first token, a class token; VideoMAE, which has none, a patch.
+            pooling = "class" if pooling == "mean" else "the first patch"
         return replace(
             layout, blocks=blocks, patches=patches, norm=norm,
             mlp_classes=(f"{word}MLP", f"{word}Intermediate"),
@@ -174,15 +175,8 @@ class ModelReader:
             heads=(*HEADS, *OTHER_HEADS, norm, head, pooler),
             num_heads=body.config.num_attention_heads,
             norm_before=next((name for block in last_block for name in NORMS_BEFORE if hasattr(block, name)), None),
-            prefix_tokens=prefix_tokens, has_class_token=prefix_tokens > 0, pooling=self.pooling_of(source.config),
+            prefix_tokens=prefix_tokens, has_class_token=prefix_tokens > 0, pooling=pooling,
         )  # fmt: skip
-
-    def pooling_of(self, config: Any) -> str:
-        """Returns the pooling; some classes choose by their configuration between the class token and the mean."""
-        if not hasattr(config, "use_mean_pooling"):
-            return self.pooling
-        # Without the mean, BEiT and Data2Vec take the first token, a class token; VideoMAE, which has none, a patch.
-        return self.pooling if config.use_mean_pooling else "class" if self.pooling == "mean" else "the first patch"
 
 
 def word_of(block: nn.Module) -> str:
@@ -249,13 +243,3 @@ VISION_PARTS: Mapping[str, str] = {
 def reader_of(source: nn.Module) -> ModelReader:
     """Returns the reader of a model whose class is in `READERS`."""
     return READERS[type(source).__name__]
-
-
-def unread_setting(config: Any) -> str:
-    """Returns the setting with which a class of READERS has parts that are not read; "" without one."""
-    if config.output_attentions:
-        return "a configuration with output_attentions=True (attnrx attention returns no attention weights)"
-    if getattr(config, "mask_ratio", 0):
-        return f"mask_ratio={config.mask_ratio} removes random patches (load it with mask_ratio=0.0)"
-    is_other = config.model_type == "dpt" and (config.is_hybrid or config.backbone_config is not None)
-    return "a DPT whose backbone is a model of its own" if is_other else ""

@@ -206,11 +206,6 @@ class TokenReduction(nn.Module):
         self.temperature = 1.0
         self.restored_blocks: Container[int] = ()
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The number of patches after each stage, for images of the size of the model."""
-        return self.policy.counts(self.shape.layout.patches)
-
     @contextmanager
     def forward_pass(self, restored_blocks: Container[int] | None = None) -> Iterator[None]:
         """Removes the statistics of the forward pass in the context at its end, also after an exception.
@@ -409,11 +404,10 @@ class TokenReduction(nn.Module):
             run.stages.append(RestorableStage(state.layer, state.patches, remaining, destinations, prunes, positions))
         remaining = reduced.patch_indices
         # The trail of a mask is that of the smaller model: only the patches that remain.
-        if self.by == "mask":
-            number = reduction.kept.shape[1] + (0 if reduction.extra is None else reduction.extra.shape[1])
+        if positions is not None:
             # A stable sort keeps the order of the remaining patches.
             present_mask = (reduced.sizes[:, state.prefix :] > 0).to(torch.int8)
-            remaining = remaining.gather(1, stable_order(present_mask)[:, :number])
+            remaining = remaining.gather(1, stable_order(present_mask)[:, : positions.shape[1]])
         run.trail.append(remaining)
         return reduced.tokens
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import is_traced
-from attnrx.support.shapes import Bool, Float, Int, Tensor
+from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.kernels.native_attention import Merged, native_merge
 from attnrx.vit.tokens.reducer import (
     Reducer,
@@ -87,7 +87,10 @@ class Merging(Reducer):
         # `destinations` the row of every patch. Masked patches are removed first: they are in neither set of a round.
         tables, sizes, kept, prefix = self.tables(state), state.sizes[:, state.prefix :], None, 0
         if not state.unmasked:
-            kept = indices_of(state.present_mask > 0, state.num_present)
+            # Different keys, because OpenVINO does not sort stably; integers, because ONNX cannot sort booleans.
+            order = torch.arange(sizes.shape[1], device=sizes.device, dtype=torch.int32)
+            keys = torch.where(state.present_mask > 0, order, order + sizes.shape[1])
+            kept = stable_order(keys, descending=False)[:, : state.num_present]
             tables = {name: gathered_rows(table, kept) for name, table in tables.items()}
             sizes = sizes.gather(1, kept)
         elif merges_by_product(sizes):
@@ -196,14 +199,6 @@ def _indices_in(side: Side, positions: Indices, prefix: int) -> Indices:
         return side.gather(1, positions) + prefix
     rows, start = side.step * positions, side.start + prefix
     return rows + start if start else rows
-
-
-def indices_of(present_mask: Bool[Tensor, "batch patches"], num_present: int) -> Int[Tensor, "batch present"]:
-    """Returns the indices of the remaining patches, in order; after them those of others, in images of fewer."""
-    # Different keys, because OpenVINO does not sort stably; integers, because ONNX cannot sort booleans.
-    positions = torch.arange(present_mask.shape[1], device=present_mask.device, dtype=torch.int32)
-    keys = torch.where(present_mask, positions, positions + present_mask.shape[1])
-    return stable_order(keys, descending=False)[:, :num_present]
 
 
 @dataclass(frozen=True)
