@@ -27,7 +27,6 @@ from attnrx.vit.models.huggingface_readers import (
     VISION_PARTS,
     PatchInputs,
     reader_of,
-    word_of,
 )
 from attnrx.vit.models.module_inputs import ModuleInputs
 from attnrx.vit.models.parts import ModelParts, Refusal, unread_attention
@@ -315,7 +314,7 @@ class HuggingFaceFamily(AdoptedFamily):
             return
         for block in self.blocks(model):
             attention: Any = getattr(block, reader.layout.attention)
-            if type(attention).__name__ != f"{word_of(block)}Attention":
+            if type(attention).__module__ != type(model).__module__:
                 yield Refusal(f"the attention {type(attention).__name__} has no reader")
             else:
                 yield from unread_attention(attention, reader.layout.projections)

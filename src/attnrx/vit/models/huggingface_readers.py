@@ -164,7 +164,10 @@ class ModelReader:
         tokens = body.get_submodule("embeddings").named_parameters(recurse=False)
         prefix_tokens = sum(token.shape[1] if token.ndim == 3 else 1 for name, token in tokens if name in PREFIX)
         last_block = list(source.get_submodule(blocks).children())[-1:]
-        word, pooling = word_of(*last_block) if last_block else "", self.pooling
+        # The word that begins the names of the classes of a block and its MLP, e.g. ViT; a block may be of a subclass.
+        kinds = [kind for block in last_block for kind in type(block).__mro__ if "transformers." in kind.__module__]
+        word = kinds[0].__name__.removesuffix("Layer").removesuffix("Encoder") if kinds else ""
+        pooling = self.pooling
         if not getattr(source.config, "use_mean_pooling", True):
             # BEiT and Data2Vec then take the first token, a class token; VideoMAE, which has none, a patch.
             pooling = "class" if pooling == "mean" else "the first patch"
@@ -177,11 +180,6 @@ class ModelReader:
             norm_before=next((name for block in last_block for name in NORMS_BEFORE if hasattr(block, name)), None),
             prefix_tokens=prefix_tokens, has_class_token=prefix_tokens > 0, pooling=pooling,
         )  # fmt: skip
-
-
-def word_of(block: nn.Module) -> str:
-    """Returns the word that begins the names of the classes of a block, its attention and its MLP, e.g. "ViT"."""
-    return type(block).__name__.removesuffix("Layer").removesuffix("Encoder")
 
 
 DINO = replace(LAYOUT, blocks="encoder.layer")

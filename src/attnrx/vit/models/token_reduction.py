@@ -500,8 +500,7 @@ def compressed_state(state: TokenState, reduction: Reduction) -> TokenState:
     statistic = state.statistic
     if statistic is not None:
         first = torch.arange(prefix, device=kept.device).expand(kept.shape[0], -1)
-        statistic = statistic.at(torch.cat([first, prefix + kept], dim=1))
-        statistic = statistic if extra is None else statistic.with_new(extra.shape[1])
+        statistic = statistic.at(torch.cat([first, prefix + kept], dim=1), 0 if extra is None else extra.shape[1])
     if reduction.whole is not None:
         tokens, sizes = reduction.whole
     else:
