@@ -10,11 +10,11 @@ that do not fit stream.
 
 from attnrx.data.division import Parts, distinct_splits, three_parts, without_images_of
 from attnrx.data.fixed_images import MAX_IMAGES, FixedImages
-from attnrx.data.images import Augmentation, Batch, ImageSet
+from attnrx.data.formats import Columns
+from attnrx.data.images import Augmentation, Batch, ImageSet, require_labelled, require_labels
 from attnrx.data.loaded_images import LoadedImages, from_tensors
 from attnrx.data.loading import DATASETS, DatasetCard, load_data, register_dataset
-from attnrx.data.parquet import Columns
-from attnrx.data.splits import Splits, fit_labels, imagenet_indices, require_labelled, require_labels
+from attnrx.data.splits import Splits, fit_labels, imagenet_indices
 from attnrx.data.user_data import ImageData, image_set, training_set
 from attnrx.support.preprocessing import Normalization
 

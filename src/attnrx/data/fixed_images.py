@@ -6,6 +6,7 @@ So every source is read in one pass into an `ImageStore`, and everything afterwa
 """
 
 import hashlib
+import io
 import random
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from attnrx.data.images import UNLABELLED, Batch, Pass, RowImages, digest
+from attnrx.data.images import Batch, Pass, RowImages, digest, require_labelled
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.hardware import cache_folder
@@ -58,7 +59,7 @@ def seeded_draws(seed: int, generators: Iterable[torch.Generator] = ()) -> Itera
 def content_hashes(images: ImageBatch) -> Int[Tensor, "batch"]:
     """Returns a hash of the values of every image: equal for images that are equal bit by bit."""
     # 8 bytes: among 50,000 images two different ones share a hash with a probability of 1e-10.
-    rows = images.contiguous().view(torch.uint8).flatten(1).numpy() if images.numel() else [b""] * len(images)
+    rows = images.contiguous().view(torch.uint8).flatten(1).numpy()
     digests = [hashlib.blake2b(row, digest_size=8).digest() for row in rows]
     return torch.tensor([int.from_bytes(each, "little", signed=True) for each in digests], dtype=torch.int64)
 
@@ -130,35 +131,13 @@ class FixedImages(Displayed, RowImages):
 
     def limited_to(self, num_classes: int) -> "FixedImages":
         """Returns the set itself; raises DataError for an image without a label below `num_classes`."""
-        require_classes(self.store.numbers[self.rows], num_classes, self.name)
+        require_labelled(self.store.numbers[self.rows], num_classes, self.name)
         return self
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
-        require_no_augmentation(order, self.name)
         for positions, _ in order.steps(len(self)):
             rows, store = self.rows[positions], self.store
             yield Batch(store.images(rows), store.numbers[rows], store.sources[rows]).to(order.device)
-
-
-def require_no_augmentation(order: Pass, name: str) -> None:
-    """Raises InvalidInput for a pass with augmentation over images with transforms of their own."""
-    if order.augmentation is not None:
-        raise InvalidInput(
-            f"{name} is augmented by its own transforms; attnrx augments only the datasets that it loads itself."
-        )
-
-
-def require_classes(labels: Int[Tensor, "images"], num_classes: int, name: str) -> None:
-    """Raises DataError for a label that is no class of a model: missing, negative, or not below `num_classes`."""
-    wrong = labels[(labels < 0) | (labels >= num_classes)]
-    if not len(wrong):
-        return
-    label = int(wrong[0])
-    found = "an image without a label" if label == UNLABELLED else f"an image with the label {label}"
-    raise DataError(
-        f"{name} has {found}, and the model has the classes 0 to {num_classes - 1}; give every image one of them; "
-        f"where no loss reads labels, the images can be given without any."
-    )
 
 
 def read_once(
@@ -219,7 +198,7 @@ def _sets_of(
     used = sum(writer.count for writer, _ in groups)
     if used < count:
         notes.append(f"{name}: {count - used:,} of {count:,} images were yielded more than once and are used once")
-    if any(writer.file is not None for writer, _ in groups):
+    if any(writer.is_on_disk for writer, _ in groups):
         size = f"{sum(writer.bytes for writer, _ in groups) / 2**30:.1f} GiB"
         notes.append(f"{name}: the images take {size} and are in a temporary file in {cache_folder()}")
     if len(groups) > 1:
@@ -261,9 +240,16 @@ class _Writer:
         self.levels: Float[Tensor, "channels 256"] | None = None
         if normalization is not None and len(normalization.mean) == first.shape[1]:
             self.levels = torch.full((first.shape[1], LEVELS), torch.nan, dtype=first.dtype)
-        self.blocks: list[Tensor] = []
-        self.file: Any = None
-        self.bytes, self.count = 0, 0
+        self.file: Any = io.BytesIO()
+        self.count = 0
+
+    @property
+    def is_on_disk(self) -> bool:
+        return not isinstance(self.file, io.BytesIO)
+
+    @property
+    def bytes(self) -> int:
+        return self.file.tell()
 
     def add(self, images: ImageBatch) -> None:
         if images.dtype != self.dtype:
@@ -271,7 +257,7 @@ class _Writer:
         codes = self._codes(images)
         if self.levels is not None and codes is None:
             self._use_floats()
-        self._append(images.clone() if codes is None else codes)
+        self._append(images if codes is None else codes)
 
     def _codes(self, images: ImageBatch) -> UInt8[Tensor, "batch channels height width"] | None:
         """Returns the codes; None for images that have other values."""
@@ -291,43 +277,37 @@ class _Writer:
 
     def _use_floats(self) -> None:
         """Decodes the images so far: a later one has other values."""
-        values, levels = self.finished()
-        assert levels is not None
-        self.levels, self.file, self.bytes, self.count = None, None, 0, 0
-        for part in values.split(64):
-            self._append(_decoded(part, levels))
+        blocks: Iterable[Tensor] = ()
+        if self.count:
+            values, levels = self.finished()
+            assert levels is not None
+            blocks = (_decoded(part, levels) for part in values.split(64))
+        self.levels, self.file, self.count = None, io.BytesIO(), 0
+        for block in blocks:
+            self._append(block)
 
     def _append(self, block: Tensor) -> None:
-        block = block.contiguous()
+        content = block.contiguous().view(torch.uint8).numpy().data
         self.count += len(block)
-        self.bytes += block.nbytes
-        if self.file is None and self.bytes <= MEMORY:
-            self.blocks.append(block)
-            return
         try:
-            if self.file is None:
+            if not self.is_on_disk and self.bytes + content.nbytes > MEMORY:
                 cache_folder().mkdir(parents=True, exist_ok=True)
-                self.file = tempfile.NamedTemporaryFile(dir=cache_folder(), prefix="images-")
-            for each in (*self.blocks, block):
-                self.file.write(each.view(torch.uint8).numpy().data)
+                held, self.file = self.file, tempfile.NamedTemporaryFile(dir=cache_folder(), prefix="images-")
+                self.file.write(held.getbuffer())
+            self.file.write(content)
         except OSError as error:
             raise DataError(
                 f"cannot write the images to a file in {cache_folder()}: {error.strerror or error}. Give fewer images, "
                 "or name a folder with more space in ATTNRX_CACHE."
             ) from error
-        self.blocks = []
 
     def finished(self) -> tuple[Tensor, Tensor | None]:
         """Returns the images and the levels of their codes."""
+        if self.is_on_disk:
+            self.file.flush()
+            stored = torch.from_file(self.file.name, shared=False, size=self.bytes, dtype=torch.uint8)
+            self.file.close()  # which deletes the file; its content lives as long as it is mapped
+        else:
+            stored = torch.frombuffer(self.file.getbuffer(), dtype=torch.uint8)
         dtype = self.dtype if self.levels is None else torch.uint8
-        if self.file is None:
-            values, first = torch.empty((self.count, *self.shape), dtype=dtype), 0
-            while self.blocks:  # one block after the other is copied and released
-                block = self.blocks.pop(0)
-                values[first : first + len(block)] = block
-                first += len(block)
-            return values, self.levels
-        self.file.flush()
-        stored = torch.from_file(self.file.name, shared=False, size=self.bytes, dtype=torch.uint8)
-        self.file.close()  # which deletes the file; its content lives as long as it is mapped
         return stored.view(dtype).view(self.count, *self.shape), self.levels

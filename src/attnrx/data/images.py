@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,17 +62,12 @@ def generator(*parts: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state[0]))
 
 
-@dataclass(frozen=True)
-class Draws:
+class Draws(NamedTuple):
     """The random numbers of one batch: drawn on the CPU, so that every device and every process sees the same."""
 
     shift: Int[Tensor, "batch 2"]
     mirror: Bool[Tensor, "batch"]
     window: Float[Tensor, "batch attempts 4"]
-
-    def part(self, images: slice | list[int]) -> "Draws":
-        """Returns the random numbers of some images of the batch."""
-        return Draws(self.shift[images], self.mirror[images], self.window[images])
 
 
 @dataclass(frozen=True)
@@ -191,8 +186,8 @@ class Pass:
             draws = None
             if self.augmentation is not None and self.seed is not None:
                 # Drawn for the whole batch, then cut.
-                random = generator(self.seed, AUGMENTATION, number)
-                draws = self.augmentation.draw(len(batch), random).part(share)
+                drawn = self.augmentation.draw(len(batch), generator(self.seed, AUGMENTATION, number))
+                draws = Draws(*(numbers[share] for numbers in drawn))
             yield batch[share], draws
 
 
@@ -200,11 +195,12 @@ class ImageSet(ABC):
     """One split. It is never consumed: every call of `batches` begins a new pass.
 
     `notes` are what evidence has to state about the reading of the images, and `problem` is why their labels cannot be
-    compared with a model's answers, though they have some.
+    compared with a model's answers, though they have some. A set that `can_augment` has no transforms of its own.
     """
 
     notes: tuple[str, ...] = ()
     problem: str | None = None
+    can_augment = False
 
     @property
     def has_labels(self) -> bool:
@@ -263,6 +259,11 @@ class ImageSet(ABC):
             InvalidInput: The arguments do not fit together, or this set cannot be augmented.
             DataError: The pass has no step, or an image cannot be read.
         """
+        if augmentation is not None and not self.can_augment:
+            raise InvalidInput(
+                "the images are augmented by their own transforms; attnrx augments only the datasets that it loads "
+                "itself."
+            )
         return self._pass(Pass(batch_size, seed, augmentation, torch.device(device), shard, start))
 
 
@@ -308,6 +309,27 @@ def require_count(count: int, held: int) -> None:
     """Raises DataError for a number of images that a split cannot give."""
     if not 1 <= count <= held:
         raise DataError(f"{count} images were requested of a split that holds {held}; ask for 1 to {held}.")
+
+
+def require_labelled(labels: Int[Tensor, "images *labels"], num_classes: int | None = None, name: str = "data") -> None:
+    """Raises DataError for an image without a label, or with one that is no class of a model of `num_classes`."""
+    # Below zero are UNLABELLED, and the numbers that other libraries have for it, such as -100.
+    wrong = labels < 0 if num_classes is None else (labels < 0) | (labels >= num_classes)
+    missing = int(wrong[..., None].flatten(1).any(1).sum())
+    if missing:
+        label = int(labels[wrong][0])
+        found = "an image without a label" if label == UNLABELLED else f"an image with the label {label}"
+        known = "" if num_classes is None else f", and the model has the classes 0 to {num_classes - 1}"
+        raise DataError(
+            f"{name} has {found}{known} ({missing} of {len(labels)} images are like that): give every image one, or "
+            "all without labels where none are needed."
+        )
+
+
+def require_labels(images: ImageSet) -> None:
+    """Raises DataError for images without labels, or with those of other classes, with their `label_problem`."""
+    if images.label_problem is not None:
+        raise DataError(images.label_problem)
 
 
 def rank_within_class(labels: Int[Tensor, "images"], order: Int[Tensor, "images"]) -> Int[Tensor, "images"]:

@@ -5,9 +5,10 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import repeat
 
 import torch
 
@@ -49,6 +50,8 @@ class StoredImages(Displayed):
         Raises:
             DataError: The image cannot be decoded; the message contains `where(position)`.
         """
+        if self.pixels is not None:
+            return self.pixels[position]
         try:
             with open_picture(self.content(position)) as picture:
                 return torch.from_numpy(pixels_of(picture, channels, alpha)).permute(2, 0, 1)
@@ -75,17 +78,18 @@ class StoredImages(Displayed):
 class LoadedImages(Displayed, RowImages):
     """Some rows of stored images, fitted to a geometry, and cropped and mirrored in batches on the device.
 
-    `geometry` is None for pixels that are given as they are. `photos`: whether training crops parts of the pictures,
-    which are then never held decoded. `numbers` are the head's class of every class of the dataset, -1 for no label;
-    without them the labels are those of the dataset. `problem` is the reason why they fit no head.
+    `photos`: whether training crops parts of the pictures, which are then never held decoded. `numbers` are the head's
+    class of every class of the dataset, -1 for no label; without them the labels are those of the dataset. `problem` is
+    the reason why they fit no head.
     """
 
     store: StoredImages
-    geometry: ImageGeometry | None
+    geometry: ImageGeometry
     normalization: Normalization
     photos: bool = False
     numbers: Int[Tensor, "classes"] | None = None
     problem: str | None = None
+    can_augment = True
 
     @property
     def has_labels(self) -> bool:
@@ -108,56 +112,47 @@ class LoadedImages(Displayed, RowImages):
     @property
     def is_held(self) -> bool:
         """Whether decoded pixels are held in memory."""
-        if self.geometry is None:
-            return True
         return not self.photos and len(self.store) * math.prod(self.geometry.shape) <= IN_MEMORY
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
         windows = order.augmentation if order.augmentation is not None and order.augmentation.area is not None else None
-        if windows is not None and self.geometry is None:
-            raise InvalidInput(
-                f"Augmentation(area={windows.area}) crops whole pictures, but {self.name} is given as pixels; use "
-                "padding instead."
-            )
-        if self.geometry is None or (self.is_held and windows is None):
+        if self.is_held and windows is None:
             pixels = self._pixels.to(order.device)
             for positions, draws in order.steps(len(self)):
                 images = pixels[without_waiting(positions, order.device)]
                 yield self._batch(images, self.rows[positions], draws, order)
             return
         steps = ((self.rows[positions], draws) for positions, draws in order.steps(len(self)))
-        for rows, draws, images in self._decoded(steps, self.geometry, windows):
+        for rows, draws, images in self._decoded(steps, windows):
             yield self._batch(without_waiting(images, order.device), rows, draws, order)
 
     @cached_property
     def _pixels(self) -> UInt8[Tensor, "images channels height width"]:
         """The pixels of all images."""
-        if self.geometry is None:
-            assert self.store.pixels is not None
+        if self.store.pixels is not None and self.store.pixels.shape[1:] == self.geometry.shape:
             return self.store.pixels[self.rows]
         pixels = torch.empty(len(self), *self.geometry.shape, dtype=torch.uint8)
         chunks = ((rows, None) for rows in self.rows.split(CHUNK))
-        for block, (_, _, images) in zip(pixels.split(CHUNK), self._decoded(chunks, self.geometry, None), strict=True):
+        for block, (_, _, images) in zip(pixels.split(CHUNK), self._decoded(chunks, None), strict=True):
             block.copy_(images)
         return pixels
 
     def _decoded(
-        self, steps: Iterable[tuple[Tensor, Draws | None]], geometry: ImageGeometry, windows: Augmentation | None
+        self, steps: Iterable[tuple[Tensor, Draws | None]], windows: Augmentation | None
     ) -> Iterator[tuple[Int[Tensor, "batch"], Draws | None, UInt8[Tensor, "batch channels height width"]]]:
         """Yields the pixels of every step, decoded by several threads ahead of their use."""
         # In order, so that the first corrupt image is the same one in every run.
-        waiting: deque[tuple[Tensor, Draws | None, list[Future]]] = deque()
+        waiting: deque[tuple[Tensor, Draws | None, Iterator[Tensor]]] = deque()
         pool = ThreadPoolExecutor(_threads())
 
         def collected() -> tuple[Tensor, Draws | None, Tensor]:
-            rows, draws, tasks = waiting.popleft()
-            return rows, draws, torch.stack([task.result() for task in tasks])
+            rows, draws, pictures = waiting.popleft()
+            return rows, draws, torch.stack([*pictures])
 
         try:
             for rows, draws in steps:
-                drawn = [None] * len(rows) if draws is None or windows is None else draws.window
-                tasks = zip(rows.tolist(), drawn, strict=True)
-                waiting.append((rows, draws, [pool.submit(self._picture, geometry, windows, *task) for task in tasks]))
+                crops = repeat(None) if draws is None else draws.window
+                waiting.append((rows, draws, pool.map(partial(self._picture, windows), rows.tolist(), crops)))
                 if len(waiting) > AHEAD:
                     yield collected()
             while waiting:
@@ -167,15 +162,17 @@ class LoadedImages(Displayed, RowImages):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _picture(
-        self, geometry: ImageGeometry, windows: Augmentation | None, row: int, window: Tensor | None
+        self, windows: Augmentation | None, row: int, window: Tensor | None
     ) -> UInt8[Tensor, "channels height width"]:
         """Returns the pixels of a picture: fitted as in evaluation or, with the numbers of a window, cropped."""
         if windows is None or window is None:
-            return self.store.fitted(geometry, row)
-        pixels = self.store.picture(row, geometry.channels, geometry.alpha)
+            return self.store.fitted(self.geometry, row)
+        pixels = self.store.picture(row, self.geometry.channels, self.geometry.alpha)
         _, height, width = pixels.shape
         transforms = required_module("torchvision.transforms.v2.functional", "data", "resizing images")
-        return transforms.resized_crop(pixels, *windows.box(height, width, window), list(geometry.size), antialias=True)
+        return transforms.resized_crop(
+            pixels, *windows.box(height, width, window), list(self.geometry.size), antialias=True
+        )
 
     def _batch(
         self,
@@ -222,4 +219,5 @@ def from_tensors(
         )
     rows = torch.arange(len(labels))
     store = StoredImages(labels, rows, lambda row: pixels[row].numpy().tobytes(), lambda row: f"{name}, {row}", pixels)
-    return LoadedImages(name, store, rows, None, normalization)
+    geometry = ImageGeometry.of_size((pixels.shape[2], pixels.shape[3]), pixels.shape[1], "fill")  # as they are
+    return LoadedImages(name, store, rows, geometry, normalization)

@@ -1,20 +1,20 @@
-"""Train, validation and test from the stored splits that a dataset has, and their labels against the classes of a head:
-the same numbers, a map between them, or a reason to refuse.
+"""Train, validation and test images, and their labels against the classes of a head: the same numbers, a map between
+them, or a reason to refuse.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
-from attnrx.data.images import Augmentation, ImageSet, hold_out
-from attnrx.data.loaded_images import LoadedImages, StoredImages
+from attnrx.data.images import Augmentation, ImageSet
+from attnrx.data.loaded_images import LoadedImages
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError, UnknownName
 from attnrx.support.preprocessing import ImageGeometry, Normalization
-from attnrx.support.shapes import Int, Tensor
 
 NAMES = ("train", "validation", "test")
 SPLITS = {  # the names of splits in datasets, in lower case
@@ -30,8 +30,6 @@ SPLITS = {  # the names of splits in datasets, in lower case
 IMAGENET_1K = 1000
 # How ImageNet's classes, and their folders, are named, e.g. n01440764.
 WORDNET_ID = re.compile(r"n\d{8}")
-MAX_CLASSES = 100_000  # ImageNet-21k has 21,841
-TEST_SHARE = 0.2  # of a dataset that has neither test nor validation images
 VALIDATION_IS_TEST = "no test split: the validation images are used as the test"
 
 
@@ -73,10 +71,8 @@ class Splits(Displayed):
         if augmentation is not None and augmentation.padding:
             augmentation = replace(augmentation, padding=padding_for(geometry))
 
-        def fitted(images: LoadedImages) -> LoadedImages:
-            return images if images.geometry is None else replace(images, geometry=geometry)  # None: given as pixels
-
         shape = {"channels": geometry.channels, "image_size": geometry.side}
+        fitted = partial(replace, geometry=geometry)
         return self.changed(fitted, geometry=geometry, augmentation=augmentation, **shape)
 
 
@@ -101,132 +97,6 @@ class MissingImages(ImageSet):
     @property
     def fingerprint(self) -> str:
         self._refuse()
-
-
-@dataclass(frozen=True)
-class Opened:
-    """An opened dataset: stored images by split, class names, and notes about decisions made on opening.
-
-    Without class names the images have no labels; those that are stored are zeros, and `remedy` is how labels can be
-    given. `keys` name the training images, by which some are held out; without keys their rows do.
-    """
-
-    splits: Mapping[str, StoredImages]
-    class_names: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    keys: Sequence[str] = ()
-    remedy: str = ""
-
-
-def numbered_classes(highest: int, source: str) -> tuple[str, ...]:
-    """Returns the numbers 0 to `highest` as class names, for data without names; raises DataError if it is too high."""
-    if highest >= MAX_CLASSES:
-        raise DataError(
-            f"{source} has the label {highest} and no class names, so labels count classes from 0; at most "
-            f"{MAX_CLASSES:,} classes are supported. Number the classes anew, or give them names."
-        )
-    return tuple(str(label) for label in range(highest + 1))
-
-
-def by_canonical_name(opened: Opened, source: str) -> Opened:
-    """Renames the splits to train, validation and test, drops others with a note, and checks their labels.
-
-    Raises:
-        DataError: Two splits have one meaning, none is of a known name, or labels are outside the classes.
-    """
-    splits: dict[str, StoredImages] = {}
-    notes = list(opened.notes)
-    for stored, records in opened.splits.items():
-        name = SPLITS.get(stored.lower())
-        if name is None:
-            notes.append(f"the split {stored!r} is neither train, validation nor test and is not used")
-        elif name in splits:
-            raise DataError(f"{source} has two {name} splits, one of them called {stored!r}; rename or remove one.")
-        else:
-            splits[name] = records
-    if not splits:
-        raise DataError(
-            f"{source} has no train, validation or test split (it has {', '.join(map(repr, opened.splits))}); "
-            "rename one."
-        )
-    check_labels({name: records.labels for name, records in splits.items()}, opened.class_names, source)
-    return replace(opened, splits=splits, notes=tuple(notes))
-
-
-def assign(
-    labels: Mapping[str, Int[Tensor, "_"]], source: str, share: float, seed: int, keys: Sequence[str] = ()
-) -> tuple[dict[str, tuple[str, Int[Tensor, "_"]]], tuple[str, ...]]:
-    """Assigns every image to train, validation or test: returns the stored split and the rows of each, and notes.
-
-    Without a test split the validation images are the test; a split that is still missing is held out of train, the
-    same share of each class: validation by `share` and `seed`, a missing test always by one seed, so that it never
-    moves. Images are held out by a hash of their `keys`, else of their rows. Without a train split nothing is held out.
-
-    Raises:
-        DataError: No class of train has two images, so that none can be held out.
-    """
-    parts = {name: (name, torch.arange(len(numbers))) for name, numbers in labels.items()}
-    notes = []
-    if "test" not in parts and "validation" in parts:
-        # Where there are train images, another validation split can be held out of them.
-        parts["test"] = parts.pop("validation") if "train" in parts else parts["validation"]
-        notes.append(VALIDATION_IS_TEST)
-    # The test is taken first, so that it does not depend on the share and the seed of the validation split.
-    for split, wanted, by in (("test", TEST_SHARE, 0), ("validation", share, seed)):
-        if split in parts or "train" not in parts:
-            continue
-        rows = parts["train"][1]
-        named: list[str | int] = [keys[row] if keys else row for row in map(int, rows.tolist())]
-        marked = hold_out(labels["train"][rows], named, wanted, by)
-        if not marked.any():
-            raise DataError(
-                f"{source} has no {split} split, and no class of train has two images to hold one out; add images."
-            )
-        parts[split], parts["train"] = ("train", rows[marked]), ("train", rows[~marked])
-        notes.append(f"no {split} split: {int(marked.sum())} training images are held out, {wanted:.0%} of each class")
-    return parts, tuple(notes)
-
-
-def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str, ...], source: str) -> None:
-    """Raises DataError for an empty split, and for a label outside the classes or of a class that train has not."""
-    for split, numbers in labels.items():
-        if not len(numbers):
-            raise DataError(f"the {split} split of {source} is empty; give it images or remove it.")
-        if not class_names:  # no labels
-            continue
-        outside = ((numbers < 0) | (numbers >= len(class_names))).nonzero().flatten()
-        if len(outside):
-            row = int(outside[0])
-            raise DataError(
-                f"label {int(numbers[row])} of image {row} in the {split} split of {source} is outside the "
-                f"{len(class_names)} classes (0 to {len(class_names) - 1}); {len(outside)} images are like that. "
-                "Correct the labels, or leave the split out if its labels are hidden."
-            )
-    for split, numbers in labels.items():
-        # Without a train split there is nothing to compare with.
-        strange = set(numbers.unique().tolist()) - set(labels.get("train", numbers).unique().tolist())
-        if strange:
-            raise DataError(
-                f"label mismatch between the splits of {source}: class {class_names[min(strange)]!r} occurs in {split} "
-                "but never in train; check that both count the same classes."
-            )
-
-
-def require_labels(images: ImageSet) -> None:
-    """Raises DataError for images without labels, or with those of other classes, with their `label_problem`."""
-    if images.label_problem is not None:
-        raise DataError(images.label_problem)
-
-
-def require_labelled(labels: Int[Tensor, "images *labels"]) -> None:
-    """Raises DataError if some of a set's images have no label: every answer would be wrong for them."""
-    # Below zero are UNLABELLED, and the numbers that other libraries have for it, such as -100.
-    missing = int((labels < 0).flatten(1).any(1).sum() if labels.ndim > 1 else (labels < 0).sum())
-    if missing:
-        raise DataError(
-            f"{missing} of {len(labels)} images have no label: give every image one, or all without labels where none "
-            "are needed."
-        )
 
 
 def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None = None) -> Splits:
@@ -293,16 +163,12 @@ def _numbers(splits: Splits, classes: int, label_map: Mapping[str, int]) -> tupl
     unknown = sorted(label_map.keys() - set(splits.class_names))
     if unknown:
         raise UnknownName(f"class of {splits.name} in the label map", unknown[0], splits.class_names)
-    missing = [name for name in splits.class_names if name not in label_map]
-    if missing:
-        raise DataError(
-            f"the label map has no number for {len(missing)} of {len(splits.class_names)} classes of {splits.name}, "
-            f"the first is {missing[0]!r}; give one for every class."
-        )
-    for name, number in label_map.items():
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < classes:
+    numbers = {name: label_map.get(name) for name in splits.class_names}
+    for name, number in numbers.items():
+        if type(number) is not int or not 0 <= number < classes:
             raise DataError(
-                f"the label map gives {name!r} the number {number!r}; the model has the classes 0..{classes - 1}."
+                f"the label map gives {name!r} the number {number!r}; give every class of {splits.name} one of the "
+                f"model's classes, 0 to {classes - 1}."
             )
     return tuple(label_map[name] for name in splits.class_names)
 
