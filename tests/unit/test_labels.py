@@ -10,7 +10,8 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.cli import main
-from attnrx.data import Columns, ImageSet, Normalization, Splits, fit_labels, from_tensors, imagenet_indices
+from attnrx.data import Columns, ImageSet, Normalization, Splits, fit_labels, from_tensors
+from attnrx.data.splits import imagenet_indices
 from attnrx.show.checks import Accuracy, Fidelity
 from attnrx.support.errors import DataError, UnknownName
 from attnrx.vit.models import build_model

@@ -9,7 +9,7 @@ import hashlib
 import io
 import random
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -148,7 +148,6 @@ def read_once(
     total: int | None = None,
     limit: int = MAX_IMAGES,
     distinct: bool = False,
-    problem: str | None = None,
 ) -> FixedImages:
     """Reads batches once into a store: in memory up to MEMORY bytes, else in a file that is deleted with the store.
 
@@ -160,58 +159,45 @@ def read_once(
         DataError: There is no image, or the file cannot be written.
         InvalidInput: The images have several numbers of channels or dtypes.
     """
-    groups: dict[tuple[int, ...], tuple[_Writer, list[Any]]] = {}  # by the shape of the images
-    known = set[int]()
+    writers: dict[tuple[int, ...], _Writer] = {}  # by the shape of the images
+    kinds, known = set[tuple[int, torch.dtype]](), set[int]()
     count, is_cut = 0, False
     for batch in track(batches, f"reading the images of {name}", total):
-        is_cut = count + len(batch) > limit
-        if count >= limit:
-            break
         rows = torch.arange(min(len(batch), limit - count))
+        is_cut = len(rows) < len(batch)
         hashes = content_hashes(batch.images[rows])
         count += len(rows)
         if distinct:
             new = [row for row, each in enumerate(hashes.tolist()) if not (each in known or known.add(each))]
             rows = torch.tensor(new, dtype=torch.long)
-        shape = tuple(batch.images.shape[1:])
-        if groups and shape[0] != next(iter(groups))[0]:
-            raise InvalidInput(f"the data have images of the shapes {next(iter(groups))} and {shape}; give one kind.")
-        if shape not in groups:
-            groups[shape] = _Writer(batch.images, normalization), []
-        writer, parts = groups[shape]
+        kinds.add((batch.images.shape[1], batch.images.dtype))
+        if len(kinds) > 1:
+            found = " and ".join(f"{channels} channels of {dtype}" for channels, dtype in kinds)
+            raise InvalidInput(f"the data have images of {found}; give one kind.")
         if len(rows):
-            writer.add(batch.images[rows])
-            parts.append((batch.labels[rows], batch.index[rows], hashes[rows]))
+            shape = tuple(batch.images.shape[1:])
+            if shape not in writers:
+                writers[shape] = _Writer(batch.images, normalization)
+            writers[shape].add(Batch(batch.images[rows], batch.labels[rows], batch.index[rows]), hashes[rows])
         if is_cut:
             break
-    found = sorted((group for group in groups.values() if group[1]), key=lambda group: -group[0].count)
-    if not found:
+    if not writers:
         raise DataError(f"{name} yielded no image; give at least one.")
-    notes = [f"{name}: only the first {count:,} images are used: the limit is {limit:,}"] if is_cut else []
-    return _sets_of(found, name, count, notes, problem)
-
-
-def _sets_of(
-    groups: Sequence[tuple["_Writer", list[Any]]], name: str, count: int, notes: list[str], problem: str | None
-) -> FixedImages:
-    """Returns the first of several groups of images, of one size each, with the others in `others`."""
-    used = sum(writer.count for writer, _ in groups)
+    first, *others = sorted(writers.values(), key=lambda writer: -writer.count)
+    used, notes = sum(writer.count for writer in writers.values()), []
+    if is_cut:
+        notes.append(f"{name}: only the first {count:,} images are used: the limit is {limit:,}")
     if used < count:
         notes.append(f"{name}: {count - used:,} of {count:,} images were yielded more than once and are used once")
-    if any(writer.is_on_disk for writer, _ in groups):
-        size = f"{sum(writer.bytes for writer, _ in groups) / 2**30:.1f} GiB"
+    if any(writer.is_on_disk for writer in writers.values()):
+        size = f"{sum(writer.file.tell() for writer in writers.values()) / 2**30:.1f} GiB"
         notes.append(f"{name}: the images take {size} and are in a temporary file in {cache_folder()}")
-    if len(groups) > 1:
-        first = groups[0][0]
+    if others:
         notes.append(
-            f"{name}: images of {len(groups)} sizes: the {first.count:,} of {first.shape[1]} x {first.shape[2]} are "
+            f"{name}: images of {len(writers)} sizes: the {first.count:,} of {first.shape[1]} x {first.shape[2]} are "
             f"used to plan and to compare, the other {used - first.count:,} to compare the outputs at their sizes"
         )
-    sets = []
-    for writer, parts in groups:
-        labels, sources, hashes = (torch.cat(each) for each in zip(*parts, strict=True))
-        store = ImageStore(*writer.finished(), labels, sources, hashes)
-        sets.append(FixedImages(name, store, torch.arange(len(labels)), tuple(notes), problem))
+    sets = [FixedImages(name, each.store(), torch.arange(each.count), tuple(notes)) for each in (first, *others)]
     return replace(sets[0], others=tuple(sets[1:]))
 
 
@@ -227,7 +213,7 @@ def _flat(codes: Tensor) -> Tensor:
 
 
 class _Writer:
-    """Collects images in memory, and beyond MEMORY bytes in a temporary file.
+    """Collects images of one shape in memory, and beyond MEMORY bytes in a temporary file.
 
     Images that were 8-bit pixels are stored as codes without loss, with the value of every level by channel, as it
     occurs: resizing and cropping of pictures, and a normalization by channel, leave at most 256 values in a channel.
@@ -242,22 +228,22 @@ class _Writer:
             self.levels = torch.full((first.shape[1], LEVELS), torch.nan, dtype=first.dtype)
         self.file: Any = io.BytesIO()
         self.count = 0
+        self.parts: list[tuple[Tensor, Tensor, Tensor]] = []  # labels, rows in the source, hashes
 
     @property
     def is_on_disk(self) -> bool:
         return not isinstance(self.file, io.BytesIO)
 
-    @property
-    def bytes(self) -> int:
-        return self.file.tell()
-
-    def add(self, images: ImageBatch) -> None:
-        if images.dtype != self.dtype:
-            raise InvalidInput(f"the data have images of the types {self.dtype} and {images.dtype}; give one dtype.")
-        codes = self._codes(images)
-        if self.levels is not None and codes is None:
-            self._use_floats()
-        self._append(images if codes is None else codes)
+    def add(self, batch: Batch, hashes: Int[Tensor, "batch"]) -> None:
+        codes = self._codes(batch.images)
+        if self.levels is not None and codes is None:  # the first images that have other values
+            earlier, levels = self._values().split(64) if self.count else (), self.levels
+            self.levels, self.file = None, io.BytesIO()
+            for part in earlier:
+                self._append(_decoded(part, levels))
+        self._append(batch.images if codes is None else codes)
+        self.parts.append((batch.labels, batch.index, hashes))
+        self.count += len(batch)
 
     def _codes(self, images: ImageBatch) -> UInt8[Tensor, "batch channels height width"] | None:
         """Returns the codes; None for images that have other values."""
@@ -275,22 +261,10 @@ class _Writer:
         self.levels = values
         return codes
 
-    def _use_floats(self) -> None:
-        """Decodes the images so far: a later one has other values."""
-        blocks: Iterable[Tensor] = ()
-        if self.count:
-            values, levels = self.finished()
-            assert levels is not None
-            blocks = (_decoded(part, levels) for part in values.split(64))
-        self.levels, self.file, self.count = None, io.BytesIO(), 0
-        for block in blocks:
-            self._append(block)
-
     def _append(self, block: Tensor) -> None:
         content = block.contiguous().view(torch.uint8).numpy().data
-        self.count += len(block)
         try:
-            if not self.is_on_disk and self.bytes + content.nbytes > MEMORY:
+            if not self.is_on_disk and self.file.tell() + content.nbytes > MEMORY:
                 cache_folder().mkdir(parents=True, exist_ok=True)
                 held, self.file = self.file, tempfile.NamedTemporaryFile(dir=cache_folder(), prefix="images-")
                 self.file.write(held.getbuffer())
@@ -301,13 +275,16 @@ class _Writer:
                 "or name a folder with more space in ATTNRX_CACHE."
             ) from error
 
-    def finished(self) -> tuple[Tensor, Tensor | None]:
-        """Returns the images and the levels of their codes."""
+    def _values(self) -> Tensor:
+        """Returns the images, or their codes."""
         if self.is_on_disk:
             self.file.flush()
-            stored = torch.from_file(self.file.name, shared=False, size=self.bytes, dtype=torch.uint8)
+            stored = torch.from_file(self.file.name, shared=False, size=self.file.tell(), dtype=torch.uint8)
             self.file.close()  # which deletes the file; its content lives as long as it is mapped
         else:
             stored = torch.frombuffer(self.file.getbuffer(), dtype=torch.uint8)
-        dtype = self.dtype if self.levels is None else torch.uint8
-        return stored.view(dtype).view(self.count, *self.shape), self.levels
+        return stored.view(self.dtype if self.levels is None else torch.uint8).view(self.count, *self.shape)
+
+    def store(self) -> ImageStore:
+        """Returns the images, with the levels of their codes."""
+        return ImageStore(self._values(), self.levels, *map(torch.cat, zip(*self.parts, strict=True)))

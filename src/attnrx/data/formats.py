@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attnrx.data.images import IMAGE_KEYS, LABEL_KEYS, round_robin
-from attnrx.data.loaded_images import StoredImages
+from attnrx.data.images import IMAGE_KEYS, LABEL_KEYS, StoredImages, round_robin
 from attnrx.data.splits import SPLITS
 from attnrx.support.arguments import described_error, require_fields
 from attnrx.support.errors import DataError, nearest

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from attnrx.data.formats import Columns, Opened, open_folder, open_hub, open_parquet, parquet_columns
-from attnrx.data.images import UNLABELLED, Augmentation, ImageSet, evenly_spaced, hold_out
-from attnrx.data.loaded_images import LoadedImages, StoredImages
-from attnrx.data.splits import NAMES, SPLITS, VALIDATION_IS_TEST, MissingImages, Splits, padding_for
+from attnrx.data.images import UNLABELLED, Augmentation, ImageSet, LoadedImages, StoredImages, evenly_spaced, hold_out
+from attnrx.data.splits import SPLITS, VALIDATION_IS_TEST, Splits, padding_for, with_missing
 from attnrx.support.arguments import PATH, RATE, SIDE, Kind, checked, each, either, optional
 from attnrx.support.errors import DataError, InvalidInput, nearest
 from attnrx.support.optional import import_plugins, required_module
@@ -271,24 +270,16 @@ def load_data(
         problem = f"{requested} has no labels, and this needs them: {opened.remedy}."
     sets: dict[str, ImageSet] = {
         split: LoadedImages(
-            f"{location.name}/{split}",
-            opened.splits[stored],
-            rows,
-            geometry,
-            normalization,
-            photos=photos,
-            numbers=numbers,
-            problem=problem,
+            f"{location.name}/{split}", opened.splits[stored], rows, geometry, normalization, photos, numbers, problem
         )
         for split, (stored, rows) in parts.items()
     }
-    missing = {split: MissingImages(requested, split, sets) for split in NAMES}
     flip, shift = (True, True) if card is None else (card.flip, card.shift)
     # The window is usual for ImageNet.
     window = Augmentation(padding=0, area=(0.08, 1.0)) if photos else None
     return Splits(
         name=location.name,
-        **{**missing, **sets},
+        **with_missing(sets, requested),
         class_names=opened.class_names,
         channels=geometry.channels,
         image_size=geometry.side,

@@ -13,7 +13,7 @@ PIL pictures is preprocessed as the model's library does it (`Family.preprocessi
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -146,11 +146,10 @@ def _generators_of(data: Any) -> list[torch.Generator]:
 
 
 def _source_of(data: Any, reading: "_ItemReader", training: bool = False) -> "IndexedImages | _IterableData":
-    if isinstance(data, Tensor):
-        return _of_tensors((data,), reading)
     # A pair of tensors is (images, labels); a list of tensors is a list of batches.
-    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(tensor, Tensor) for tensor in data):
-        return _of_tensors(data, reading)
+    tensors: tuple[Any, ...] = data if isinstance(data, tuple) and len(data) == 2 else (data,)
+    if all(isinstance(tensor, Tensor) for tensor in tensors):
+        return _of_tensors(tensors, reading)
     if isinstance(data, DataLoader):
         return _of_loader(data, reading, training)
     argument = reading.argument
@@ -494,16 +493,12 @@ def _one_draw(argument: str, count: int) -> str:
 
 def _as_labels(found: Any, rows: Sequence[int]) -> Int[Tensor, "images"] | None:
     try:
-        if isinstance(found, Tensor | np.ndarray):
-            labels = torch.as_tensor(found[torch.as_tensor(rows)])
-        else:
-            labels = torch.as_tensor([found[row] for row in rows])
-    except (TypeError, ValueError, RuntimeError, IndexError):  # names of classes, or nested lists
+        labels = np.asarray(found.cpu() if isinstance(found, Tensor) else found)[np.asarray(rows)]
+    except (TypeError, ValueError, IndexError):  # nested lists, or fewer labels than rows
         return None
     # Negative numbers stand for missing labels, which are no class.
-    usable = labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex() and len(labels)
-    labels = labels.long().cpu()
-    return labels if usable and int(labels.min()) >= 0 else None
+    usable = labels.ndim == 1 and labels.dtype.kind in "iub" and labels.min(initial=0) >= 0
+    return torch.from_numpy(labels.astype(np.int64)) if usable else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -555,20 +550,18 @@ class _IterableData:
         is_batch, parts = self.reading.is_batch(self.reading.fields(first)[0]), chain([first], parts)
         chunks = iter(lambda: list(islice(parts, BATCH)), [])
         singles = (batch for items in chunks for _, batch in self.reading.by_size(items))
-        count = 0
+        position = 0
         for batch in map(self.reading.batch, parts) if is_batch else singles:
-            yield replace(batch, index=torch.arange(count, count + len(batch)))
-            count += len(batch)
+            yield replace(batch, index=torch.arange(position, position + len(batch)))
+            position += len(batch)
 
     def _items(self) -> Iterator[Any]:
         with user_code(f"the first item of {self.reading.argument}", DataError):
             items = iter(self.source)
-        number = 0
-        while True:
+        end = object()
+        for number in count():
             with user_code(f"item {number} of {self.reading.argument}", DataError):
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
+                item = next(items, end)
+            if item is end:
+                return
             yield item
-            number += 1
