@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -121,9 +121,6 @@ class FixedImages(Displayed, RowImages):
     def fingerprint(self) -> str:
         """The name, the number of images, and a hash of all labels and contents, which is independent of the name."""
         return self.name + digest("", self.store.numbers[self.rows], [self.hashes.numpy().tobytes()])
-
-    def take(self, count: int) -> "FixedImages":
-        return cast(FixedImages, super().take(count))
 
     def at(self, positions: Int[Tensor, "chosen"] | slice) -> "FixedImages":
         """Returns the images at these positions."""

@@ -146,7 +146,7 @@ class Columns:
         """
         image = self.image_column or next((key for key in IMAGE_KEYS if key in names), "image")
         label = self.label_column or next((key for key in LABEL_KEYS if key in names), None)
-        for kind, wanted in (("image", image), ("label", label), ("test", self.test_column)):
+        for kind, wanted in (("image", image), ("label", label)):
             if wanted is not None and wanted not in names:
                 raise DataError(
                     f"{source} has no {kind} column {wanted!r} (it has {', '.join(names)}): {nearest(wanted, names)} "
@@ -291,12 +291,16 @@ def _opened(splits: Mapping[str, "datasets.Dataset"], columns: Columns, source: 
         images = _encoded_images(table, columns, source)
         for split, rows in _rows_by_split(table, name, columns, source).items():
             stored[split] = _stored_rows(images, labels[name], rows, f"of split {split} of {source}")
-    if columns.test_column is not None and "test" not in {SPLITS.get(split.lower()) for split in stored}:
+    if columns.test_column is not None and not any(map(_is_test, stored)):
         raise DataError(
             f"{source} has no test split (it has {', '.join(stored)}), whose rows the column {columns.test_column!r} "
             "could choose; omit --test-column, in Python Columns(test_column=...)."
         )
     return Opened(stored, class_names, notes, remedy=remedy)
+
+
+def _is_test(split: str) -> bool:
+    return SPLITS.get(split.lower()) == "test"
 
 
 def _wrong_column(kind: str, column: "pa.ChunkedArray", source: str, needed: str) -> DataError:
@@ -326,15 +330,14 @@ def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) 
     # A table without rows has no value to group by, but is a split too, so that it can be refused by its name.
     names = dict.fromkeys(split_of_row) or (name or "train",)
     found = {str(split): np.flatnonzero(values == split) for split in names}
-    if columns.test_column is not None:
-        selection = table.column(columns.test_column)
-        if str(selection.type) != "bool":
-            raise _wrong_column("test", selection, source, "true and false")
-        is_selected = np.asarray(selection.to_pylist(), dtype=bool)
-        found = {
-            split: rows[is_selected[rows]] if SPLITS.get(split.lower()) == "test" else rows
-            for split, rows in found.items()
-        }
+    for split in [split for split in found if columns.test_column is not None and _is_test(split)]:
+        if columns.test_column not in table.column_names or str(table.column(columns.test_column).type) != "bool":
+            raise DataError(
+                f"{source} has no column {columns.test_column!r} of true and false (it has "
+                f"{', '.join(table.column_names)}) to choose the test images."
+            )
+        is_selected = np.asarray(table.column(columns.test_column).to_pylist(), dtype=bool)
+        found[split] = found[split][is_selected[found[split]]]
     return {split: torch.from_numpy(rows) for split, rows in found.items()}
 
 

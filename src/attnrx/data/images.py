@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -287,7 +287,7 @@ class RowImages(ImageSet):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def take(self, count: int) -> ImageSet:
+    def take(self, count: int) -> Self:
         """Returns `count` rows: going round the classes where the store has labels, else evenly spread.
 
         Datasets are often sorted by class, so the first rows would be one class.
@@ -414,18 +414,6 @@ class StoredImages(Displayed):
             where, reason = self.where(position), str(error) or type(error).__name__
             raise DataError(f"cannot decode the image {where}: {reason}. Repair or remove it.") from error
 
-    def fitted(self, geometry: ImageGeometry, position: int) -> UInt8[Tensor, "channels height width"]:
-        """Decodes one image and fits it as evaluation does, without randomness.
-
-        Raises:
-            DataError: The image cannot be decoded, or is too large to be resized.
-        """
-        picture = self.picture(position, geometry.channels, geometry.alpha)
-        try:
-            return geometry.fit(picture)
-        except ValueError as error:
-            raise DataError(f"cannot resize the image {self.where(position)}: {error}.") from error
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LoadedImages(Displayed, RowImages):
@@ -518,9 +506,12 @@ class LoadedImages(Displayed, RowImages):
         self, windows: Augmentation | None, row: int, window: Tensor | None
     ) -> UInt8[Tensor, "channels height width"]:
         """Returns the pixels of a picture: fitted as in evaluation or, with the numbers of a window, cropped."""
-        if windows is None or window is None:
-            return self.store.fitted(self.geometry, row)
         pixels = self.store.picture(row, self.geometry.channels, self.geometry.alpha)
+        if windows is None or window is None:
+            try:
+                return self.geometry.fit(pixels)
+            except ValueError as error:  # it would have too many pixels
+                raise DataError(f"cannot resize the image {self.store.where(row)}: {error}.") from error
         _, height, width = pixels.shape
         transforms = required_module("torchvision.transforms.v2.functional", "data", "resizing images")
         return transforms.resized_crop(

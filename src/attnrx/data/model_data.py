@@ -28,7 +28,6 @@ class ModelBatches:
 
     data: Any
     inputs: Callable[[Any], Any]
-    packing: ModuleInputs | None = None
 
     @classmethod
     def of(cls, data: Any, inputs: Callable[[Any], Any] | None) -> Any:
@@ -66,10 +65,10 @@ class ModelBatches:
         """
         if inputs is None:
             raise InvalidInput("inputs=... for a model of images: load the model with inputs=..., or omit it.")
-        return replace(self, packing=inputs)
+        return replace(self, inputs=lambda batch: inputs.packed(self.inputs(batch)))
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """Yields what the forward takes for every batch, packed once the inputs are known, with the labels."""
+        """Yields what `inputs` makes of every batch, with the labels."""
         for batch in self.data:
             labels = None
             if isinstance(batch, tuple | list):
@@ -78,7 +77,7 @@ class ModelBatches:
                 labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
             with user_code("inputs(batch)", DataError):
                 arguments = self.inputs(batch)
-            yield arguments if self.packing is None else self.packing.packed(arguments), labels
+            yield arguments, labels
 
     def __len__(self) -> int:
         return len(self.data)

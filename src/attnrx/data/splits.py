@@ -103,7 +103,7 @@ class MissingImages(ImageSet):
         self._refuse()
 
 
-def with_missing(sets: Mapping[str, ImageSet], source: str) -> dict[str, ImageSet]:
+def with_missing(sets: Mapping[str, ImageSet], source: str) -> dict[str, Any]:
     """Returns all splits, with one that raises an error where it is used in place of each that is missing."""
     return {name: sets[name] if name in sets else MissingImages(source, name, sets) for name in NAMES}
 
