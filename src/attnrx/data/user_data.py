@@ -66,8 +66,8 @@ Preprocess = Callable[[Any], Float[Tensor, "channels height width"]]
 
 # Images per batch of data without batches of their own.
 BATCH = 32
-# Rows whose labels are read to choose a few rows of all classes, and the most that a sampler is asked for.
-CANDIDATES = 1_000_000
+CANDIDATES = 1_000_000  # rows that a sampler is asked for
+MAX_LISTED = 2**24  # rows of a dataset whose labels are read to choose a few rows of all classes
 MAX_ROWS = 2**31  # of a dataset to train on
 # Images that are read twice, to find data that differ between readings.
 READ_TWICE = 6
@@ -460,7 +460,7 @@ class IndexedImages(ImageSet):
 
     def _labels(self) -> Int[Tensor, "rows"] | None:
         """Returns the labels of the rows, if there are few and the dataset lists them, as torchvision's datasets do."""
-        if len(self) > CANDIDATES:  # need not fit into memory
+        if len(self) > MAX_LISTED:  # need not fit into memory
             return None
         # They only balance the classes in `take`; the labels of a batch are those of its items. The names: most
         # datasets of torchvision have `targets`, SVHN has `labels`, Food101 `_labels`.
@@ -520,22 +520,20 @@ class _IterableData:
     def read(self, limit: int, normalization: Normalization | None) -> FixedImages:
         """Reads the images once, at most `limit`, each image once."""
         batches = self._batches()
-        first = next(batches, None)
-        if first is None:
-            raise DataError(f"{self.reading.argument} yielded no image; give at least one.")
+        first = [*islice(batches, 1)]
         # A length counts batches or items, so it only shows that there is an end.
         is_endless = _length(self.source, self.reading.argument) is None
         images = read_once(
-            chain([first], batches),
+            chain(first, batches),
             self.name,
             normalization=normalization,
             limit=min(limit, MAX_UNCOUNTED) if is_endless else limit,
             # Workers that read the same items, or a sampler, may yield an image twice; a list has what its user put in.
             distinct=not self.is_list,
         )
-        if not self.is_list and len(first) <= MAX_READ_TWICE:
-            again = next(self._batches(), None)
-            hashes = [None if batch is None else content_hashes(batch.images).tolist() for batch in (first, again)]
+        if not self.is_list and len(first[0]) <= MAX_READ_TWICE:
+            again = [*islice(self._batches(), 1)]
+            hashes = [[content_hashes(batch.images).tolist() for batch in each] for each in (first, again)]
             if hashes[0] != hashes[1]:
                 return replace(images, notes=(_one_draw(self.reading.argument, len(images)), *images.notes))
         return images
