@@ -25,7 +25,8 @@ from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.trees import rows_of
 from attnrx.vit.models import ModuleCall, evaluating, family_of, observing_calls
-from attnrx.vit.models.units import Pair, input_weight, set_input_weight_
+from attnrx.vit.models.mlp import Pair
+from attnrx.vit.models.separate_units import input_weight
 from attnrx.vit.models.whole import Whole
 from attnrx.vit.outputs import Map, output_kind_of
 
@@ -165,7 +166,7 @@ def _remove_(model: Whole, pair: Pair, batches: list[_Batch]) -> None:
     """Removes units between two maps, compensated by those that are left on the given images."""
     second = model.module.get_submodule(pair.second)
     is_convolution = isinstance(second, nn.Conv2d | nn.ConvTranspose2d)
-    weight, shape = input_weight(second)
+    weight = input_weight(second).flatten(1).T
     moment = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64)
 
     def add(call: ModuleCall) -> None:
@@ -184,7 +185,8 @@ def _remove_(model: Whole, pair: Pair, batches: list[_Batch]) -> None:
     new = compensated(moment, weight, keep, RIDGE)
     family: Any = family_of(model)  # that of whole modules
     family.keep_units_around_(model, pair, keep)
-    set_input_weight_(second, new, shape)
+    kept = input_weight(second)
+    kept.copy_(new.T.reshape(kept.shape))
 
 
 def _fit_(model: Whole, batches: list[_Batch], steps: int, seed: int) -> tuple[float, float]:

@@ -20,8 +20,6 @@ from attnrx.support.trees import mapped
 
 # The attribute of a module with its ModuleInputs; copies of the module keep it.
 ATTRIBUTE = "attnrx_inputs"
-# Integers up to here are exact in a type.
-EXACT = {torch.float64: 2**53, torch.float32: 2**24, torch.float16: 2**11, torch.bfloat16: 2**8}
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,8 @@ class ModuleInputs:
                     f"inputs: {_named(field.path)} is {found}, in the first batch an item of it had the shape "
                     f"{list(field.shape)}; give every item the same shape."
                 )
-            if field.dtype and tensor.numel() and int(tensor.long().abs().max()) > EXACT[dtype]:
+            # Integers are exact up to the inverse of the rounding.
+            if field.dtype and tensor.numel() and int(tensor.long().abs().max()) > 2 / torch.finfo(dtype).eps:
                 raise InvalidInput(f"inputs: {_named(field.path)} has integers that {dtype} cannot hold exactly.")
             rows.append(tensor.to(dtype).reshape(len(tensor), -1))
         if tensors:

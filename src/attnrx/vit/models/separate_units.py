@@ -16,13 +16,15 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import containing, random_images
-from attnrx.support.shapes import Tensor
+from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.support.trees import tensors_of
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.models.mlp import Pair, halve_, keep_units_of_
 from attnrx.vit.models.module_inputs import called
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls, replacing_forward
+from attnrx.vit.models.parts import require_parts
 
 # Pairs of fewer MACs than this share of the largest one's are left out: heads of pooled features, biases of positions.
 LEAST_SHARE = 0.01
@@ -59,6 +61,48 @@ def _is_per_unit(part: nn.Module, units: int) -> bool:
     if isinstance(part, _BatchNorm):
         return part.num_features == units and type(part).__name__ != "SyncBatchNorm"
     return type(part) is nn.Conv2d and part.groups == part.in_channels == part.out_channels == units
+
+
+class Cut(NamedTuple):
+    """Two maps, by their paths, of which so many `units` between them are left; `between` are parts with weights per
+    unit, as in `Pair`.
+    """
+
+    first: str
+    second: str
+    between: tuple[str, ...]
+    units: int
+
+    def shape_(self, module: nn.Module) -> None:
+        """Gives a module that was created anew the shapes of the smaller one.
+
+        Raises:
+            InvalidInput: It has no such parts, or fewer units.
+        """
+        require_parts(module, (self.first, self.second, *self.between), "the module")
+        units = _sides(module.get_submodule(self.first))[1]
+        if not 0 < self.units <= units:
+            found = f"{units} units in {self.first!r:.80}"
+            raise InvalidInput(f"the module was created with {found}, of which {self.units} should be left.")
+        self.keep_(module, torch.arange(units, device="cpu") < self.units)
+
+    def keep_(self, module: nn.Module, keep: Bool[Tensor, "units"]) -> None:
+        """Removes the units that are not kept, in place."""
+        for path, side in ((self.first, "out"), (self.second, "in")):
+            part: Any = module.get_submodule(path)
+            index = keep.nonzero()[:, 0].to(part.weight.device)
+            dim = int((side == "in") != isinstance(part, nn.ConvTranspose2d))
+            part.weight = nn.Parameter(part.weight.detach().index_select(dim, index), part.weight.requires_grad)
+            if side == "out" and part.bias is not None:
+                part.bias = nn.Parameter(part.bias.detach()[index], part.bias.requires_grad)
+            setattr(part, f"{side}_{'channels' if isinstance(part, CONVOLUTIONS) else 'features'}", len(index))
+        for path in self.between:
+            keep_units_of_(module.get_submodule(path), keep)
+
+
+def input_weight(part: Any) -> Float[Tensor, "units *outputs"]:
+    """Returns the weight of a map by its inputs, [units, outputs, *kernel]: a view, which may be written to."""
+    return part.weight.detach() if isinstance(part, nn.ConvTranspose2d) else part.weight.detach().movedim(1, 0)
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

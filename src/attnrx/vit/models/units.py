@@ -7,7 +7,7 @@ be removed from any of them.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.arguments import described_error, user_code
 from attnrx.support.dataclass_records import from_dict, to_dict
-from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.errors import NotSupported
 from attnrx.support.modules import random_images
-from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
+from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.costs.model_costs import frozen
@@ -26,7 +26,7 @@ from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.models.adopted import Adopted, Origin
 from attnrx.vit.models.adopted_family import AdoptedFamily, mlp_costs, num_params
 from attnrx.vit.models.family import LayerShapes, num_outputs
-from attnrx.vit.models.mlp import Pair, halve_, hidden_units, keep_units_of_
+from attnrx.vit.models.mlp import Pair, halve_, hidden_units
 from attnrx.vit.models.module_inputs import called, inputs_of
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls
 from attnrx.vit.models.parts import ModelParts, model_name, require_parts
@@ -214,14 +214,10 @@ class UnitsFamily(AdoptedFamily):
         return adopted
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        raise NotSupported(self._unread(model, "tokens cannot be pruned or merged, and attention maps are not shown"))
-
-    def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
-        raise NotSupported(self._unread(model, "the features of patches are not known"))
-
-    def _unread(self, model: nn.Module, what: str) -> str:
-        name = self._units(model).origin.architecture
-        return f"the attention of {name} has no reader, so {what}: prescribe hidden=..., e.g. hidden=total_rank:0.5."
+        raise NotSupported(
+            f"the attention of {self._units(model).origin.architecture} has no reader, so tokens cannot be pruned or "
+            "merged, and attention maps are not shown: prescribe hidden=..., e.g. hidden=total_rank:0.5."
+        )
 
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
         found = self._units(model)
@@ -290,66 +286,3 @@ def _position_sides(parts: Sequence[nn.Module], convolution: nn.Conv2d | None) -
         for prefix in range(6)
     }
     return [patch * math.isqrt(count) for count in sorted(counts) if count > 3 and math.isqrt(count) ** 2 == count]
-
-
-class Cut(NamedTuple):
-    """Two maps, by their paths, of which so many `units` between them are left; `between` are parts with weights per
-    unit, as in `Pair`.
-    """
-
-    first: str
-    second: str
-    between: tuple[str, ...]
-    units: int
-
-    def shape_(self, module: nn.Module) -> None:
-        """Gives a module that was created anew the shapes of the smaller one.
-
-        Raises:
-            InvalidInput: It has no such parts, or fewer units.
-        """
-        require_parts(module, (self.first, self.second, *self.between), "the module")
-        first: Any = module.get_submodule(self.first)
-        units = first.weight.shape[_dims(first)[1]]
-        if not 0 < self.units <= units:
-            found = f"{units} units in {self.first!r:.80}"
-            raise InvalidInput(f"the module was created with {found}, of which {self.units} should be left.")
-        keep_units_around_(module, self, torch.arange(units, device="cpu") < self.units)
-
-
-def keep_units_around_(module: nn.Module, cut: Cut, keep: Bool[Tensor, "units"]) -> None:
-    """Removes the units that are not kept between two maps of a module, in place."""
-    first, second = module.get_submodule(cut.first), module.get_submodule(cut.second)
-    _take_(first, _dims(first)[1], keep, ("bias",))
-    _take_(second, _dims(second)[0], keep, ())
-    for path in cut.between:
-        keep_units_of_(module.get_submodule(path), keep)
-
-
-def input_weight(part: Any) -> tuple[Tensor, Sequence[int]]:
-    """Returns the weight of a map as [outputs * kernel, units], and the shape [units, ...] of its transpose."""
-    weight = part.weight.detach().movedim(_dims(part)[0], 0)
-    return weight.flatten(1).T, weight.shape
-
-
-def set_input_weight_(part: Any, weight: Tensor, shape: Sequence[int]) -> None:
-    """Sets the weight of a map from [outputs * kernel, units], as `input_weight` returns it."""
-    with torch.no_grad():
-        part.weight.copy_(weight.T.reshape(-1, *shape[1:]).movedim(0, _dims(part)[0]))
-
-
-def _dims(part: nn.Module) -> tuple[int, int]:
-    """Returns the dimensions of the inputs and of the outputs in the weight of a map."""
-    return (0, 1) if isinstance(part, nn.ConvTranspose2d) else (1, 0)
-
-
-def _take_(part: Any, dim: int, keep: Bool[Tensor, "units"], others: Sequence[str]) -> None:
-    index = keep.nonzero()[:, 0].to(part.weight.device)
-    is_input = dim == _dims(part)[0]
-    part.weight = nn.Parameter(part.weight.detach().index_select(dim, index), part.weight.requires_grad)
-    for name in others:
-        tensor = getattr(part, name)
-        if tensor is not None:
-            setattr(part, name, nn.Parameter(tensor.detach()[index], tensor.requires_grad))
-    kind = "channels" if isinstance(part, nn.Conv2d | nn.ConvTranspose2d) else "features"
-    setattr(part, f"{'in' if is_input else 'out'}_{kind}", len(index))

@@ -26,13 +26,15 @@ from attnrx.vit.models.adopted_family import AdoptedFamily, num_params
 from attnrx.vit.models.adoption_proof import LIBRARIES, difference_of, require_unchanged
 from attnrx.vit.models.chunked_forward import chunked_forward
 from attnrx.vit.models.family import Family, LayerShapes
+from attnrx.vit.models.mlp import Pair
 from attnrx.vit.models.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
 from attnrx.vit.models.parts import model_name, reading_parts, require_parts
 from attnrx.vit.models.reader import Factory, StructureFamily, class_name, created_by, imported_class
+from attnrx.vit.models.separate_units import Cut, separate_pairs
 from attnrx.vit.models.substitute import Substitute, remove_capturing_
 from attnrx.vit.models.token_hooks import TokenHook
-from attnrx.vit.models.units import Cut, Pair, UnitsFamily, keep_units_around_, separate_pairs
+from attnrx.vit.models.units import UnitsFamily
 from attnrx.vit.tokens import TokenLayout
 
 IMAGE_METHODS = ("get_image_features", "encode_image")  # of models of images and texts
@@ -51,9 +53,9 @@ class Surroundings:
     library creates the module, if it does: its `library`, and `architecture` and `arguments` (`AdoptedFamily.create`).
     `by_class` is whether the class without arguments creates it. `call` is what images alone are given to: "forward",
     or one of IMAGE_METHODS where that needs other inputs too. `cuts` are the pairs of maps around the Vision
-    Transformer of which units were removed, with the units that are left (`units.Cut`). `calls` is the number of images
-    that the Vision Transformer gets for one input. `inputs` are the fields of `ModuleInputs` where the module takes
-    other inputs than images.
+    Transformer of which units were removed, with the units that are left (`Cut`). `calls` is the number of images that
+    the Vision Transformer gets for one input. `inputs` are the fields of `ModuleInputs` where the module takes other
+    inputs than images.
     """
 
     name: str
@@ -114,12 +116,7 @@ class _Shape:
     """The user's module without weights, from which one with fresh weights is made; shared by all copies of a model."""
 
     def __init__(self, module: nn.Module):
-        # The values of buffers stay: those that are not saved are computed by the code of the module.
-        memo = {
-            id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-            for parameter in module.parameters()
-        }
-        self.module = copy.deepcopy(module, memo)
+        self.module = _with_weights(module, lambda weight: torch.empty_like(weight, device="meta"))
         remove_capturing_(self.module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Shape":
@@ -127,15 +124,19 @@ class _Shape:
 
     def fresh(self) -> nn.Module:
         """Returns the module with small random weights from seed 0, or with none on the meta device."""
-        is_meta = torch.get_default_device().type == "meta"
-        generator = torch.Generator("cpu").manual_seed(0)
-        memo = {}
-        for parameter in self.module.parameters():
-            value = torch.empty_like(parameter, device="meta" if is_meta else "cpu")
-            memo[id(parameter)] = nn.Parameter(
-                value if is_meta else value.normal_(0, 0.02, generator=generator), parameter.requires_grad
-            )
-        return copy.deepcopy(self.module, memo).eval()
+        device, generator = torch.get_default_device(), torch.Generator("cpu").manual_seed(0)
+        if device.type == "meta":
+            return copy.deepcopy(self.module).eval()
+        drawn = partial(torch.nn.init.normal_, std=0.02, generator=generator)
+        return _with_weights(self.module, lambda weight: drawn(torch.empty_like(weight, device="cpu"))).eval()
+
+
+def _with_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Returns a copy of a module with other weights, made of each; the values of its buffers stay, since those that are
+    not saved are computed by the code of the module.
+    """
+    weights = {id(each): nn.Parameter(make(each), each.requires_grad) for each in module.parameters()}
+    return copy.deepcopy(module, weights)
 
 
 class Whole(Substitute, _OfImages):
@@ -342,7 +343,7 @@ class WholeFamily(Family):
         """Removes the units that are not kept of one of `Whole.pairs_around`, in place, without a compensation."""
         whole, _, family = self._of(model)
         cut = Cut(pair.first, pair.second, pair.between, int(keep.sum()))
-        keep_units_around_(whole.module, cut, keep)
+        cut.keep_(whole.module, keep)
         whole.around = replace(whole.around, cuts=(*whole.around.cuts, cut), macs=_outer_macs(whole, family))
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
