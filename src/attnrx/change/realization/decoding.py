@@ -196,8 +196,7 @@ def _fit_(model: Whole, batches: list[_Batch], steps: int, seed: int) -> tuple[f
     kind = output_kind_of(model)
     held_out = batches[::HELD_OUT]
     fitted = [batch for index, batch in enumerate(batches) if index % HELD_OUT] or batches
-    inside = {id(weight) for weight in model.trunk.source.parameters()}
-    weights = nn.ParameterList([each for each in model.module.parameters() if id(each) not in inside])
+    weights = nn.ParameterList(model.weights_around())
     before = _divergence(model, held_out)
     if not held_out or not len(weights):
         return before, before

@@ -175,22 +175,19 @@ class ModuleInputs:
         positional = [_listed(tree[key]) for key in sorted(key for key in tree if isinstance(key, int))]
         return positional, {key: _listed(value) for key, value in tree.items() if isinstance(key, str)}
 
-    def random(self, like: Tensor, count: int, shape: tuple[int, ...]) -> Tensor:
-        """Returns `count` random inputs of this shape, the same in every call.
-
-        They are normal numbers, and integers between those of the example.
+    def random(self, like: Tensor, count: int) -> Tensor:
+        """Returns `count` random packed inputs, the same in every call: normal numbers, and integers between those of
+        the example.
         """
         generator = torch.Generator().manual_seed(0)
-        if self.is_plain:
-            return torch.randn((count, *shape), generator=generator, dtype=torch.float64).to(like)
         rows = []
         for field in self.fields:
+            size = (count, field.size)
             if field.dtype:
                 low = field.low if field.dtype != "bool" else field.high
-                drawn = torch.randint(low, field.high + 1, (count, field.size), generator=generator).double()
+                rows.append(torch.randint(low, field.high + 1, size, generator=generator).double())
             else:
-                drawn = torch.randn((count, field.size), generator=generator, dtype=torch.float64)
-            rows.append(drawn)
+                rows.append(torch.randn(size, generator=generator, dtype=torch.float64))
         return torch.cat(rows, 1).unflatten(1, self.shape).to(like)
 
 

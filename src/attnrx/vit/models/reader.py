@@ -10,6 +10,7 @@ import copy
 import json
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -283,19 +284,6 @@ class PairedBlock(nn.Module):
         return self.mlp(tokens) + tokens
 
 
-class PairedBlocks(nn.Module):
-    """Blocks one after the other, and a norm: what vit-pytorch's Transformer computes."""
-
-    def __init__(self, blocks: Sequence[nn.Module], norm: nn.Module):
-        super().__init__()
-        self.layers, self.norm = nn.ModuleList(blocks), norm
-
-    def forward(self, tokens: TokenBatch) -> TokenBatch:
-        for block in self.layers:
-            tokens = block(tokens)
-        return self.norm(tokens)
-
-
 class TokensFirst(nn.Sequential):
     """A block of [batch, tokens, width], its only part, that is called with [tokens, batch, width]."""
 
@@ -505,7 +493,9 @@ def _rewritten_pairs_(holder: nn.Sequential, blocks: Sequence[str], attention: s
         if wrapper is part and hasattr(part, "norm"):
             part.norm = nn.Identity()
         made.append(PairedBlock(part, norm, pair[1]).train(wrapper.training))
-    replaced = PairedBlocks(made, norms[0] if norms else nn.Identity()).train(owner.training)
+    # What vit-pytorch's Transformer computes: the blocks one after the other, and a norm.
+    parts = OrderedDict(layers=nn.Sequential(*made), norm=norms[0] if norms else nn.Identity())
+    replaced = nn.Sequential(parts).train(owner.training)
     holder.set_submodule(f"0.{path}".rstrip("."), replaced)
     return tuple(f"{path}.layers.{index}".lstrip(".") for index in range(len(made))), "attention"
 

@@ -312,19 +312,23 @@ def _cuttable(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[P
     cut = partial(_cut, model, images=images, recorded=dict(calls), expected=expected)
     accepted: set[Pair] = set()
     left = list(pairs)
-    while left:
-        # Every map in one pair only: others with it are tried where this one fails.
-        together, taken = [], {path for pair in accepted for path in (pair.first, pair.second)}
-        left = [pair for pair in left if not taken & {pair.first, pair.second}]
-        for pair in left:
-            if not taken & {pair.first, pair.second}:
-                together.append(pair)
-                taken |= {pair.first, pair.second}
+    # Every map in one pair only: others with it are tried where this one fails.
+    while together := _disjoint(left, {path for pair in accepted for path in (pair.first, pair.second)}):
         good = cut(together)
         # One pair that raises an error, or is read by another part too, hides the others: each is then tried alone.
         accepted |= set(good if good is not None else (pair for pair in together if cut([pair])))
         left = [pair for pair in left if pair not in together]
     return [pair for pair in pairs if pair in accepted]
+
+
+def _disjoint(pairs: Sequence[Pair], taken: set[str]) -> list[Pair]:
+    """Returns the first pairs that have no map in common, nor one of those that are taken."""
+    chosen = []
+    for pair in pairs:
+        if not taken & {pair.first, pair.second}:
+            chosen.append(pair)
+            taken = taken | {pair.first, pair.second}
+    return chosen
 
 
 def _cut(

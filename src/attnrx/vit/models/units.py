@@ -189,9 +189,6 @@ class UnitsFamily(AdoptedFamily):
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
         return tuple(f"source.{pair.block}".rstrip(".") for pair in self._units(model).pairs)
 
-    def has_plain_units(self, model: nn.Module) -> bool:
-        return True
-
     def describe(self, model: nn.Module) -> dict[str, Any]:
         found = self._units(model)
         pairs = [to_dict(pair) for pair in found.pairs]

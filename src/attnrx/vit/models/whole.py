@@ -196,6 +196,11 @@ class Whole(Substitute, _OfImages):
         """Runs one forward pass in its context; patches are restored after the blocks whose patches are read."""
         return self.trunk.forward_pass(self.around.read_blocks)
 
+    def weights_around(self) -> list[nn.Parameter]:
+        """Returns the weights of all parts around the Vision Transformer."""
+        inside = set(map(id, self.trunk.source.parameters()))
+        return [weight for weight in self.module.parameters() if id(weight) not in inside]
+
     def pairs_around(self) -> tuple[Pair, ...]:
         """Returns the pairs of maps around the Vision Transformer between which every unit, e.g. a channel of a
         decoder, is computed from itself alone; paths are those in `module`.
@@ -235,6 +240,7 @@ class WholeFamily(Family):
     def __init__(self, libraries: Mapping[str, AdoptedFamily], factory: Factory | None = None):
         self.libraries: dict[str, AdoptedFamily] = {family.name: family for family in libraries.values()}
         self.units, self.structure = UnitsFamily(), StructureFamily()
+        self.families = {family.name: family for family in (*self.libraries.values(), self.units, self.structure)}
         self.factory = factory
 
     def trunks_of(self, model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
@@ -359,7 +365,7 @@ class WholeFamily(Family):
             InvalidInput: What was created has another Vision Transformer.
         """
         around = of_fields(Surroundings, description["around"])
-        family = self._family(around.family)
+        family = self.families[around.family]
         if self.factory is None and around.creation is not None:
             create: Factory | None = partial(self._by_library, around.creation)
         else:
@@ -380,10 +386,6 @@ class WholeFamily(Family):
             Cut(*cut).shape_(module)
         return Whole(module, family.shaped(source, description), shape, around)
 
-    def _family(self, name: str) -> AdoptedFamily:
-        own = {family.name: family for family in (self.units, self.structure)}
-        return own[name] if name in own else self.libraries[name]
-
     def library_model(self, model: nn.Module) -> nn.Module:
         whole, _, _ = self._of(model)
         fresh = whole.shape.fresh()
@@ -393,8 +395,7 @@ class WholeFamily(Family):
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
         whole, trunk, family = self._of(model)
         costs = family.costs_with(trunk, shapes).repeated(whole.around.calls)
-        inside = {id(parameter) for parameter in trunk.source.parameters()}
-        outside = sum(parameter.numel() for parameter in whole.module.parameters() if id(parameter) not in inside)
+        outside = sum(weight.numel() for weight in whole.weights_around())
         classifier = PartCosts(costs.classifier.params + outside, costs.classifier.macs + whole.around.macs)
         return replace(costs, classifier=classifier)
 
@@ -453,7 +454,7 @@ class WholeFamily(Family):
 
     def _of(self, model: nn.Module) -> tuple[Whole, Adopted, AdoptedFamily]:
         whole: Whole = self._own(model)
-        return whole, whole.trunk, self._family(whole.around.family)
+        return whole, whole.trunk, self.families[whole.around.family]
 
 
 def needed_to_load(model: nn.Module) -> str:
@@ -518,18 +519,16 @@ def _images_of_proof(model: nn.Module, whole: Whole, family: AdoptedFamily) -> T
     """Returns two random images for the proof: small ones where the module interpolates its position embeddings, since
     a pass of a DINOv2 at its stated 518 x 518 pixels takes seven times that of 16 x 16 patches.
     """
-    if whole.attnrx_inputs is not None:
-        return random_images(whole, whole.input_shape)
     patches = whole.trunk.source.get_submodule(family.parts(whole.trunk.source).patches)
-    stride = patches.stride if isinstance(patches, nn.Conv2d) else ()
-    own = whole.trunk.origin.input_shape[1:]
+    stride = patches.stride if isinstance(patches, nn.Conv2d) and whole.attnrx_inputs is None else ()
+    channels, *own = whole.trunk.origin.input_shape
     size = [min(PROOF_PATCHES * step, side) for step, side in zip(stride, own, strict=False)]
-    if len(size) == 2 and tuple(size) != own:
-        small = random_images(whole, (whole.trunk.origin.input_shape[0], *size))
+    if size not in ([], own):
+        small = random_images(whole, (channels, *size))
         with evaluating((model,)), suppress(Exception):  # the code of a module raises errors of any type
             _answer(model, whole.around.call, small)
             return small
-    return random_images(whole, whole.trunk.origin.input_shape)
+    return random_images(whole, whole.input_shape)
 
 
 def _proved(model: nn.Module, whole: Whole, family: AdoptedFamily, images: Tensor) -> dict[str, Tensor]:
