@@ -24,11 +24,11 @@ from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.costs.model_costs import frozen
 from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.models.adopted import Adopted, Origin
-from attnrx.vit.models.adopted_family import AdoptedFamily, mlp_costs, num_params
+from attnrx.vit.models.adopted_family import AdoptedFamily, matrix_entries, mlp_costs, num_params
 from attnrx.vit.models.family import LayerShapes, num_outputs
 from attnrx.vit.models.mlp import Pair, halve_, hidden_units
 from attnrx.vit.models.module_inputs import called, inputs_of
-from attnrx.vit.models.observation_hooks import evaluating, recording_calls
+from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.parts import ModelParts, model_name, require_parts
 from attnrx.vit.models.separate_units import separate_pairs
 from attnrx.vit.spec import AttentionSpec
@@ -149,25 +149,16 @@ class UnitsFamily(AdoptedFamily):
     def _measure_(self, adopted: Adopted, shape: tuple[int, int, int]) -> None:
         """Measures the places that every MLP runs at, and the MACs of all else, in a forward pass."""
         found, maps = self._units(adopted), self.mlp(adopted)
-        source, named = found.source, dict(found.source.named_modules())
-        between: dict[str, Any] = {path: named[path] for pair in found.pairs for path in pair.between}
-        counted = {path: part for path, part in between.items() if isinstance(part, nn.Conv2d | nn.Linear)}
-        parts = [*(first for first, _ in maps), *counted.values()]
-        with (
-            evaluating((source,)), frozen(source), FlopCounterMode(display=False) as counter,
-            recording_calls(parts, lambda call: (call.module, call.tokens.shape, call.output.numel())) as calls,
-        ):  # fmt: skip
-            called(source, random_images(source, shape, 1))
-        positions = {part: inputs[:-1].numel() for part, inputs, _ in calls}
-        outputs = {part: count for part, _, count in calls}
-        # Of one unit: its places times the entries of its kernel.
-        macs = {path: outputs[part] // len(part.weight) * part.weight[0].numel() for path, part in counted.items()}
+        macs = macs_by_part(found.source, random_images(found.source, shape, 1))
         vars(found)["pairs"] = tuple(
-            replace(pair, positions=positions[first], unit_macs=sum(macs.get(path, 0) for path in pair.between))
+            replace(
+                pair,
+                positions=macs[pair.first] // matrix_entries(first),
+                unit_macs=sum(macs.get(path, 0) for path in pair.between) // first.out_features,  # type: ignore[operator]
+            )
             for pair, (first, _) in zip(found.pairs, maps, strict=True)
         )
-        inside = sum(layer.mlp.macs for layer in self.costs(found).layers)
-        vars(found)["outer_macs"] = counter.get_total_flops() // 2 - inside  # torch counts two operations for one MAC
+        vars(found)["outer_macs"] = macs[""] - sum(layer.mlp.macs for layer in self.costs(found).layers)
 
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
         with torch.device("cpu"):
@@ -242,6 +233,15 @@ class UnitsFamily(AdoptedFamily):
 
     def _units(self, model: nn.Module) -> UnitsModel:
         return self._adopted(model)  # type: ignore[return-value]
+
+
+def macs_by_part(model: nn.Module, images: Tensor) -> dict[str, int]:
+    """Returns the multiply-accumulates of a forward pass by the paths of the parts, "" for the model itself."""
+    with evaluating((model,)), frozen(model), FlopCounterMode(display=False) as counter:
+        called(model, images)
+    # The names of the parts begin with that of the class. Two operations are one MAC.
+    counts, root = counter.get_flop_counts(), f"{type(model).__name__}."
+    return {f"{name}.".removeprefix(root)[:-1]: sum(each.values()) // 2 for name, each in counts.items()}
 
 
 def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:

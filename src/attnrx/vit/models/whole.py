@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.arguments import described, described_error, user_code
 from attnrx.support.dataclass_records import fields_of, of_fields
@@ -20,7 +19,6 @@ from attnrx.support.shapes import Bool, Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.support.trees import tensors_of
 from attnrx.vit.costs import ModelCosts, PartCosts
-from attnrx.vit.costs.model_costs import frozen
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.adopted_family import AdoptedFamily, num_params
 from attnrx.vit.models.adoption_proof import LIBRARIES, difference_of, require_unchanged
@@ -34,7 +32,7 @@ from attnrx.vit.models.reader import Factory, StructureFamily, class_name, creat
 from attnrx.vit.models.separate_units import Cut, separate_pairs
 from attnrx.vit.models.substitute import Substitute, remove_capturing_
 from attnrx.vit.models.token_hooks import TokenHook
-from attnrx.vit.models.units import UnitsFamily
+from attnrx.vit.models.units import UnitsFamily, macs_by_part
 from attnrx.vit.tokens import TokenLayout
 
 IMAGE_METHODS = ("get_image_features", "encode_image")  # of models of images and texts
@@ -616,17 +614,14 @@ def _outer_macs(whole: Whole, family: AdoptedFamily) -> int:
     """Returns the MACs per image outside of the Vision Transformer, or of the parts of it that are read, counted in a
     forward pass.
     """
-    model, path = _OfImages(whole.module, whole.around), f"_OfImages.module.{whole.around.path}".rstrip(".")
-    source = whole.trunk.source
-    with evaluating((model,)), frozen(model), FlopCounterMode(display=False) as counter:
-        model(random_images(whole, whole.input_shape)[:1])
-    counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
+    source, path = whole.trunk.source, f"module.{whole.around.path}".rstrip(".")
+    macs = macs_by_part(_OfImages(whole.module, whole.around), random_images(whole, whole.input_shape)[:1])
     if isinstance(family, StructureFamily):
         inside = [f"{path}.{part}" for part in (*family.block_paths(source), family.parts(source).patches)]
     else:  # its parts too: the module may call a method of it, and not the whole
-        inside = [name for name in counts if f"{name}.".startswith(f"{path}.")]
+        inside = [name for name in macs if f"{name}.".startswith(f"{path}.")]
     parts = [name for name in inside if not any(name.startswith(f"{other}.") for other in inside)]
-    return (counts["Global"] - sum(counts.get(name, 0) for name in parts)) // 2  # two operations are one MAC
+    return macs[""] - sum(macs.get(name, 0) for name in parts)
 
 
 def _read_blocks(whole: Whole, family: AdoptedFamily, images: Tensor) -> tuple[int, ...]:
