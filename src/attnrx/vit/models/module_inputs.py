@@ -176,8 +176,8 @@ class ModuleInputs:
         return positional, {key: _listed(value) for key, value in tree.items() if isinstance(key, str)}
 
     def random(self, like: Tensor, count: int) -> Tensor:
-        """Returns `count` random packed inputs, the same in every call: normal numbers, and integers between those of
-        the example.
+        """Returns random inputs of the shape [count, *shape], in the type of a tensor of any shape, the same in every
+        call: normal numbers, and integers between those of the example.
         """
         generator = torch.Generator().manual_seed(0)
         rows = []

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import containing, random_images
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.support.trees import tensors_of
@@ -77,13 +76,10 @@ class Cut(NamedTuple):
         """Gives a module that was created anew the shapes of the smaller one.
 
         Raises:
-            InvalidInput: It has no such parts, or fewer units.
+            InvalidInput: It has no such parts.
         """
         require_parts(module, (self.first, self.second, *self.between), "the module")
         units = _sides(module.get_submodule(self.first))[1]
-        if not 0 < self.units <= units:
-            found = f"{units} units in {self.first!r:.80}"
-            raise InvalidInput(f"the module was created with {found}, of which {self.units} should be left.")
         self.keep_(module, torch.arange(units, device="cpu") < self.units)
 
     def keep_(self, module: nn.Module, keep: Bool[Tensor, "units"]) -> None:
@@ -147,9 +143,8 @@ def _candidates(model: nn.Module, trace: _Trace, around: str | None) -> Iterator
     named, gates, is_around = dict(model.named_modules()), set[str](), around is not None
     order = [path for path in trace.order if not (is_around and path.startswith(f"{around}."))]
     for start, first in enumerate(order):
-        if first not in trace.maps or first in gates:
-            continue
-        if isinstance(named[first], nn.ConvTranspose2d) and not is_around:
+        is_other = isinstance(named[first], nn.ConvTranspose2d) and not is_around
+        if first not in trace.maps or first in gates or is_other:
             continue
         units, between, gate = _sides(named[first])[1], [], ""
         positions = _positions(named[first], trace.maps[first][1])

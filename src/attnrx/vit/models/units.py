@@ -18,7 +18,7 @@ from attnrx.support.arguments import described_error, user_code
 from attnrx.support.dataclass_records import from_dict, to_dict
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import random_images
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.costs.model_costs import frozen
@@ -131,18 +131,16 @@ class UnitsFamily(AdoptedFamily):
         for pair in found.pairs:
             for path in (pair.first, pair.second, *pair.between):
                 part: Any = found.source.get_submodule(path)
-                if path in pair.between and not isinstance(part, nn.Linear):
-                    continue
                 if isinstance(part, nn.Linear):
                     native_(part)
-                    continue
-                weight = nn.Parameter(part.weight.detach().flatten(1), part.weight.requires_grad)
-                with torch.device("meta"):
-                    linear = NativeLinear(weight.shape[1], weight.shape[0], part.bias is not None)
-                linear.weight, linear.bias = weight, part.bias
-                geometry = {"stride": part.stride, "padding": part.padding, "dilation": part.dilation}
-                convolution = Convolution(linear, part.kernel_size, **geometry)
-                found.source.set_submodule(path, convolution.train(part.training))
+                elif path not in pair.between:
+                    weight = nn.Parameter(part.weight.detach().flatten(1), part.weight.requires_grad)
+                    with torch.device("meta"):
+                        linear = NativeLinear(weight.shape[1], weight.shape[0], part.bias is not None)
+                    linear.weight, linear.bias = weight, part.bias
+                    geometry = {"stride": part.stride, "padding": part.padding, "dilation": part.dilation}
+                    convolution = Convolution(linear, part.kernel_size, **geometry)
+                    found.source.set_submodule(path, convolution.train(part.training))
         if not next(found.source.parameters()).is_meta and not found.pairs[0].positions:
             self._measure_(found, found.origin.input_shape)
 
@@ -235,7 +233,7 @@ class UnitsFamily(AdoptedFamily):
         return self._adopted(model)  # type: ignore[return-value]
 
 
-def macs_by_part(model: nn.Module, images: Tensor) -> dict[str, int]:
+def macs_by_part(model: nn.Module, images: ImageBatch) -> dict[str, int]:
     """Returns the multiply-accumulates of a forward pass by the paths of the parts, "" for the model itself."""
     with evaluating((model,)), frozen(model), FlopCounterMode(display=False) as counter:
         called(model, images)

@@ -270,9 +270,9 @@ class WholeFamily(Family):
     ) -> Whole:
         """Returns a deep copy of a module whose Vision Transformer, at `path`, has attnrx attention in every layer.
 
-        The copy returns what the module returns, which is checked on random images. `path` is that in `rewritten`, by
-        default the module itself. `named` is how a library creates it, where that is known; the module itself is
-        compared with what is created so.
+        The copy returns what the module returns, which is checked on random images. `rewritten` is a copy that becomes
+        the result, and may have other paths, by default one of the module itself. `named` is how a library creates the
+        module, where that is known; the module itself is compared with what is created so.
 
         Raises:
             NotSupported: The outputs differ, are no tensors with one entry per image, or the Vision Transformer is
@@ -280,7 +280,7 @@ class WholeFamily(Family):
             InvalidInput: The module has no weights.
         """
         require_finite_tensors(model.state_dict(), model_name(model))
-        module = copy_module(model if rewritten is None else rewritten)
+        module = copy_module(model) if rewritten is None else rewritten
         source = module.get_submodule(path)
         with reading_parts(source, "its parts"):
             family.require_supported(source)
