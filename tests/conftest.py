@@ -108,11 +108,11 @@ def timed_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     for module in (
         "attnrx.show.checks.costs",
         "attnrx.show.checks.promises",
-        "attnrx.decide.planning.plan_measurements",
+        "attnrx.decide.planning.measured_costs",
     ):
         monkeypatch.setattr(f"{module}.PROCESSES", 1)
     monkeypatch.setattr(
-        "attnrx.decide.planning.plan_measurements.run_in_subprocess", lambda function, *given, **_: function(*given)
+        "attnrx.decide.planning.measured_costs.run_in_subprocess", lambda function, *given, **_: function(*given)
     )
 
 

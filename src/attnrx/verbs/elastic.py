@@ -12,7 +12,7 @@ from torch import nn
 from attnrx.data import Columns, ImageData, Splits
 from attnrx.data.model_data import ModelBatches
 from attnrx.decide.planning import PlanSettings, Target
-from attnrx.decide.planning.plan_measurements import final_protocol
+from attnrx.decide.planning.measured_costs import final_protocol
 from attnrx.decide.planning.plan_settings import target_of
 from attnrx.nouns.elastic import INDEX, KIND, ORIGINAL, Elastic, Size
 from attnrx.nouns.evidence import Evidence

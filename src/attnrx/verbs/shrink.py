@@ -41,8 +41,9 @@ from attnrx.data.fixed_images import ONE_DRAW
 from attnrx.data.model_data import ModelBatches, adapt_preprocessing, num_classes, splits_for
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import Plan, PlanSettings, Target, plan_sharing
-from attnrx.decide.planning.plan_measurements import PlanMeasurements, file_speeds, final_protocol, rounds_of
+from attnrx.decide.planning.measured_costs import file_speeds, final_protocol, rounds_of
 from attnrx.decide.planning.plan_settings import DROP, EFFORTS, target_of
+from attnrx.decide.planning.planner import Planner
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import KIND as EVIDENCE
 from attnrx.nouns.evidence import Evidence
@@ -535,7 +536,7 @@ class ShrinkRun:
     about: Mapping[str, Any]
     planned_model: nn.Module  # the original, or a copy of it with a smaller decoder
     outputs: KeptOutputs  # of the original
-    measured: dict[str, PlanMeasurements] = field(default_factory=dict)  # for plans, by cost
+    measured: dict[str, Planner] = field(default_factory=dict)  # for plans, by cost
 
     @classmethod
     def start(

@@ -6,18 +6,21 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from hashlib import sha256
+from math import ceil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from attnrx.change.exporting import Format, Runtime
+from attnrx.change.exporting import ExportSubject, Format, Runtime, precision_for, write_exported
 from attnrx.change.realization import realize
-from attnrx.decide.planning.cost_table import CostTable, never_slower
+from attnrx.data import ImageSet
+from attnrx.decide.planning.cost_table import CostTable, corrected, never_slower
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.support.errors import AttnrxError, NotSupported
@@ -27,8 +30,9 @@ from attnrx.support.optional import installed_versions
 from attnrx.support.progress import Log, track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import read_tensors, write_tensors
-from attnrx.vit.costs import LatencyProtocol, interleave
-from attnrx.vit.costs.measured import PRECISIONS
+from attnrx.support.subprocess_runner import run_in_subprocess
+from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, compare_latency, interleave
+from attnrx.vit.costs.measured import PRECISIONS, PROCESSES
 from attnrx.vit.kernels.compilation import kernel_version
 from attnrx.vit.models import (
     ModuleCall,
@@ -416,3 +420,150 @@ def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.
     flat = times.reshape(-1, len(grid) + 1)
     lines = [np.where(counts < grid[-1], np.interp(counts, [0, *grid], [0.0, *row[:-1]]), row[-1]) for row in flat]
     return np.stack(lines).reshape(*times.shape[:-1], len(counts))
+
+
+# Plans that are adjusted to their latency are timed on a part of the batch, in ROUND_FACTOR times the rounds: at least
+# MIN_IMAGES images (of large models FEWEST), and as many as take MIN_MACS multiply-accumulates, because below that
+# calls of operations dominate; of files, which do not run in chunks, as many as take FILE_MACS.
+MIN_IMAGES, FEWEST, MIN_MACS, FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
+# The rounds of a final measurement, as many times more as a batch is smaller than MIN_IMAGES; fewer for a pass of
+# LONG multiply-accumulates, about a second, which varies less, and for one of LONGER.
+ROUNDS, LONG_ROUNDS, LONGER, LONGER_ROUNDS = 32, 6, 10 * LONG, 3
+
+
+def rounds_of(batch: int, model: nn.Module) -> int:
+    """Returns the rounds of a final latency measurement, more for few images, and fewer for a large model."""
+    macs = batch * family_of(model).costs(model).macs
+    if macs >= LONG:
+        return LONGER_ROUNDS if macs >= LONGER else LONG_ROUNDS
+    return ROUNDS * max(MIN_IMAGES // batch, 1)
+
+
+def final_protocol(conditions: Conditions, batch: int, model: nn.Module) -> LatencyProtocol:
+    """Returns the protocol of results: whole batches, wall clock, several processes."""
+    return LatencyProtocol(conditions, rounds_of(batch, model), warmup=2, processes=PROCESSES)
+
+
+class PlanTimer:
+    """Times whole plans, as models in attnrx or, with a format, as files that are calibrated on `images`."""
+
+    def __init__(self, space: Space, requested: PlanSettings, images: ImageSet):
+        self.space, self.requested, self.images, self.log = space, requested, images, requested.log
+
+    @cached_property
+    def settings(self) -> PlanSettings:
+        """The settings while planning: the requested ones, unless plans are adjusted on a CPU."""
+        requested = self.requested
+        if not requested.adjusts or requested.conditions.on_cuda:
+            return requested
+        # A large batch runs in chunks of a few images, which give the same ratios, to a hundredth, in less time. On
+        # one thread the CPU time is the latency, without the load of other processes.
+        least = MIN_MACS if requested.form is None else FILE_MACS
+        enough = ceil(least / family_of(self.space.model).costs(self.space.model).macs)
+        fewest = FEWEST if enough <= FEWEST else MIN_IMAGES
+        batch, is_serial = min(requested.batch, max(fewest, enough)), requested.conditions.threads == 1
+        clock = "cpu" if is_serial and requested.protocol.resolved_clock == "wall" else requested.clock
+        more = max(fewest // batch, 1)
+        rounds, whole_rounds = requested.rounds * more, requested.whole_rounds * more
+        return replace(requested, batch=batch, clock=clock, rounds=rounds, whole_rounds=whole_rounds)
+
+    @cached_property
+    def library_model(self) -> nn.Module:
+        """The reference of latency: the model with the attention of its own library."""
+        return family_of(self.space.model).library_model(self.space.model)
+
+    def cost_table(self) -> CostTable:
+        """Returns the latency of blocks by rank and number of tokens, from the cache or measured."""
+
+        def measure() -> CostTable:
+            space, settings = self.space, self.settings
+            arguments = space, settings.protocol, settings.noise(space.model), settings.timed_levels, settings.form
+            # In a process of their own, as whole models: after the blocks were timed in it, these were slower. The
+            # runtime of a format is used in this process, because it allocates its memory itself.
+            forked = settings.in_subprocess and settings.form is None
+            blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
+            return corrected(blocks, space, partial(self.latency_shares, rounds=settings.whole_rounds))
+
+        return cached_cost_table(self.space, self.settings, measure)
+
+    def of_model(self, model: nn.Module) -> dict[str, Any]:
+        """Returns the speed of a model relative to the library's, with its interval and the conditions."""
+        settings = self.settings
+        if settings.batch < self.requested.batch <= MIN_IMAGES:
+            # A part of so few images is another case: decoders and chunks gave 1.53x at 4 images, and 1.58x at 8.
+            settings = replace(settings, batch=self.requested.batch)
+        # Shorter rounds cost less, so there are more of them: their median is more precise.
+        rounds = settings.whole_rounds * (ROUND_FACTOR if settings is not self.requested else 1)
+        protocol = replace(settings.protocol, rounds=rounds)
+        if settings.adjusts and settings.batch * family_of(self.space.model).costs(self.space.model).macs >= LONG:
+            protocol = replace(protocol, rounds=max(rounds // 3, 2), warmup=1)
+        sides = model, self.library_model, settings.noise(self.space.model), protocol
+        speed = run_in_subprocess(compare_latency, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
+        return {
+            "faster": speed.faster.value,
+            "low": speed.faster.low,
+            "high": speed.faster.high,
+            "batch": self.requested.batch,
+            "timed_batch": settings.batch,
+            "threads": speed.threads,
+            "hardware": speed.hardware,
+            "precision": settings.conditions.precision,
+            "graphs": settings.conditions.graphs,
+            "clock": self.requested.protocol.resolved_clock,
+            "rounds": speed.rounds,
+            "in_subprocess": settings.in_subprocess,
+            "torch": speed.torch_version,
+        }
+
+    def of_file(self, model: nn.Module) -> float:
+        """Returns how much faster the file of a model is than that of the unchanged one."""
+        # Not than the library's model, whose time in one process varies by a fifth with the memory that is retained.
+        models, settings = {"unchanged": self.space.model, "file": model}, self.settings
+        return file_speeds(models, settings, self.images, ROUND_FACTOR * settings.whole_rounds)["file"]
+
+    def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
+        """Returns the latency of models, or of their files, as shares of that of the library's model, in turns."""
+        settings = self.settings
+        if settings.form is not None:
+            speeds = file_speeds(models, settings, self.images, rounds, self.library_model)
+            return {name: 1 / speed for name, speed in speeds.items()}
+        sides = models, self.library_model, settings.noise(self.space.model), replace(settings.protocol, rounds=rounds)
+        timed = run_in_subprocess(compare_latencies, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
+        return {name: 1 / comparison.faster.value for name, comparison in timed.items()}
+
+
+def file_speeds(
+    models: Mapping[str, nn.Module],
+    settings: PlanSettings,
+    images: ImageSet,
+    rounds: int,
+    reference: nn.Module | None = None,
+    are_compared: bool = False,
+) -> dict[str, float]:
+    """Returns how much faster the files of models are, in the format of the settings and calibrated on `images`: than
+    a reference, without one those of all but the first than that of the first; all are timed in turns.
+
+    The outputs of the files are compared with those of the models, as of a result, if `are_compared`.
+
+    Raises:
+        NotSupported: A model cannot be written in the format, or the outputs of a file differ.
+    """
+    form = settings.form
+    assert form is not None
+    settings.log(f"timing files of {settings.to}: {', '.join(models)}")
+    calibration = images.take(min(form.wanted, len(images)))
+    # In this process, because the runtime of a file allocates its memory itself, and reads the file while it is timed.
+    with TemporaryDirectory() as folder:
+        files = {
+            name: write_exported(
+                ExportSubject.of(model, form, precision=precision_for(model, form), calibration=calibration),
+                Path(folder) / f"{index}{form.suffix}",
+                form,
+                are_compared,
+            )
+            for index, (name, model) in enumerate(models.items())
+        }
+        first, noise = next(iter(models)), settings.noise(next(iter(models.values())))
+        against = files.pop(first) if reference is None else reference
+        speeds = compare_latencies(files, against, noise, replace(settings.protocol, rounds=rounds))
+    return {name: speed.faster.value for name, speed in speeds.items()}
