@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import attnrx as rx
 from attnrx.change.decompositions import BLOCK, DAMPING, compensated, unit_losses
 from attnrx.decide.planning.cost_table import prescribed_costs
-from attnrx.decide.rules.outputs import HIDDEN_METRICS
+from attnrx.decide.rules.prescribing import HIDDEN_METRICS
 from attnrx.vit.models import family_of
 from support import cases
 from support.comparisons import assert_text_and_files_give_the_same_model, pixels

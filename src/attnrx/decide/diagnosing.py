@@ -20,7 +20,7 @@ from attnrx.decide.diagnostics import (
     singular_directions,
     suited_diagnostics,
 )
-from attnrx.decide.diagnostics.diagnostic import Accumulator, CentredMoment
+from attnrx.decide.diagnostics.diagnostic import CentredMoment
 from attnrx.decide.diagnostics.spectral_shape import effective_rank
 from attnrx.decide.rules.metrics import directions_in
 from attnrx.decide.rules.rotary import COHERENCE, coherence
@@ -95,26 +95,18 @@ def diagnose(
     panel, mlp = Panel(chosen, spectra), _MlpWatch(model, observe_mlp)
     with observing_mlp(model, family, mlp.observe), _receiving_positions(attention) as positions:
 
-        def measured_coherence(index: int, observation: Observation) -> dict[str, Tensor]:
-            return {COHERENCE: coherence(observation.attention, positions[index], attention[index].spec.heads)}
-
-        rotations = {
-            index: Accumulator([{}], partial(measured_coherence, index))
-            for index, layer in enumerate(attention)
-            if layer.spec.traits.rotates
-        }
-
         def observe(index: int, observation: Observation) -> None:
-            panel.observe(index, observation)
-            if index in rotations:
-                rotations[index].observe(0, observation)
+            rotation = {}
+            if index in positions:
+                heads = attention[index].spec.heads
+                rotation = {COHERENCE: coherence(observation.attention, positions[index], heads)}
+            panel.observe(index, observation, **rotation)
 
         notes = [*shown.notes, *observe_images(model, shown, observe, "diagnose", "diagnosing", batch_size)]
     readings = panel.readings()  # first: it raises for readings that are not finite
     layers = []
     for index, (layer, spectrum, measured) in enumerate(zip(attention, spectra, readings, strict=True)):
-        rotation = rotations[index].readings()[0] if index in rotations else {}
-        diagnosed = LayerDiagnosis(spectrum, measured | rotation | layer.value_factors(), *mlp.diagnosed(index))
+        diagnosed = LayerDiagnosis(spectrum, measured | layer.value_factors(), *mlp.diagnosed(index))
         layers.append(_with_mix(diagnosed) if observe_mlp else diagnosed)
     name = shown.fingerprint.rsplit(":", 2)[0]  # of name:images:hash
     about = {

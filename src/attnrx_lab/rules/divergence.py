@@ -11,8 +11,8 @@ from attnrx.change.decompositions import require_directions, require_total
 from attnrx.change.predictions import observe_images
 from attnrx.data import ImageData
 from attnrx.data.model_data import images_for
-from attnrx.decide.rules.by_strength import TotalRank
 from attnrx.decide.rules.metrics import OWN, rewritten
+from attnrx.decide.rules.rule import TotalRank
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import Basis
 from attnrx.support.arguments import checked

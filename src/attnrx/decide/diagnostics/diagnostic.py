@@ -1,6 +1,7 @@
-"""Diagnostics: options that start an accumulator, which observes layers and returns readings; and panels of them."""
+"""Diagnostics: readings of the spectra, of intermediate results and of the outputs of heads; and panels of them, which
+observe layers.
+"""
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -10,63 +11,6 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention import Observation
 from attnrx.vit.spectrum import Spectrum
-
-
-class Accumulator:
-    """The readings of one diagnostic for every layer: those of the spectra, and averages over images of what `measure`
-    returns; its size does not depend on the number of images.
-    """
-
-    def __init__(
-        self, of_spectra: Sequence[Mapping[str, Tensor]], measure: Callable[[Observation], Mapping[str, Tensor]]
-    ):
-        self.of_spectra, self.measure = of_spectra, measure
-        self.images = [0] * len(of_spectra)
-        self.sums: list[dict[str, Tensor]] = [{} for _ in of_spectra]  # float64, on the device of what is measured
-
-    def observe(self, layer: int, observation: Observation) -> None:
-        """Adds the intermediate results of one layer for one batch."""
-        images = observation.query.shape[0]
-        self.images[layer] += images
-        sums = self.sums[layer]
-        for name, mean in self.measure(observation).items():
-            # Sums, because the mean of the means of batches of unequal sizes is not the mean over the images.
-            total = mean.to(torch.float64) * images
-            sums[name] = sums[name] + total if name in sums else total
-
-    def readings(self) -> list[dict[str, Tensor]]:
-        """Returns the named readings of every layer, the first axis of each being the head, in float64 on the CPU."""
-        return [
-            # Only here on the CPU: a copy in every batch would wait for the GPU.
-            {**of_spectrum, **{name: (total / images).cpu() for name, total in sums.items()}}
-            for of_spectrum, sums, images in zip(self.of_spectra, self.sums, self.images, strict=True)
-        ]
-
-
-class Diagnostic:
-    """One family of readings; every diagnostic is a final frozen dataclass whose fields are its options.
-
-    Diagnostics receive spectra and observations, never a model. Two laws hold for all: permuting the heads permutes the
-    readings, and observing images in any batches equals observing them at once. Readings that are no averages over
-    images have an `accumulator` of their own.
-    """
-
-    accumulator: ClassVar[type[Accumulator]] = Accumulator
-
-    def __post_init__(self):
-        require_fields(self)
-
-    def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
-        """Returns the readings that do not depend on images, by default none."""
-        return {}
-
-    def measure(self, observation: Observation) -> dict[str, Tensor]:
-        """Returns the readings of one layer for one batch, each the mean over its images; by default none."""
-        return {}
-
-    def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
-        """Returns an accumulator for the layers with these spectra."""
-        return self.accumulator([self.of_spectrum(spectrum) for spectrum in spectra], self.measure)
 
 
 class CentredMoment:
@@ -100,8 +44,37 @@ class CentredMoment:
         self.rows += count
 
 
+class Diagnostic:
+    """One family of readings; every diagnostic is a final frozen dataclass whose fields are its options.
+
+    Diagnostics receive spectra and observations, never a model. Two laws hold for all: permuting the heads permutes the
+    readings, and observing images in any batches equals observing them at once. The first axis of every reading is the
+    head.
+    """
+
+    reads_outputs: ClassVar[bool] = False
+    """Whether it has readings `of_outputs`."""
+
+    def __post_init__(self):
+        require_fields(self)
+
+    def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
+        """Returns the readings that do not depend on images, by default none."""
+        return {}
+
+    def measure(self, observation: Observation) -> dict[str, Tensor]:
+        """Returns the readings of one layer for one batch, each the mean over its images; by default none."""
+        return {}
+
+    def of_outputs(self, moment: CentredMoment, readout: Float[Tensor, "heads v_head_dim width"]) -> dict[str, Tensor]:
+        """Returns the readings of the outputs of one layer for all images, by default none: of their `moment`, in which
+        all heads are side by side, and the output projection.
+        """
+        return {}
+
+
 class Panel:
-    """The accumulators of all diagnostics, for layers with these spectra."""
+    """The readings of all diagnostics for layers with these spectra; its size does not depend on the images."""
 
     def __init__(self, diagnostics: tuple[Diagnostic, ...], spectra: tuple[Spectrum, ...]):
         kinds = [type(diagnostic) for diagnostic in diagnostics]
@@ -109,7 +82,12 @@ class Panel:
         if not diagnostics or twice:
             problem = f"{', '.join(twice)} given twice" if twice else "no diagnostic given"
             raise InvalidInput(f"a diagnosis with {problem}: choose at least one, and each kind once.")
-        self._accumulators = [each.start(spectra) for each in diagnostics]
+        self.diagnostics, self.spectra = diagnostics, spectra
+        self._images = [0] * len(spectra)
+        self._sums: list[dict[str, Tensor]] = [{} for _ in spectra]  # float64, on the device of what is measured
+        self._reads_outputs = any(each.reads_outputs for each in diagnostics)
+        self._outputs = [CentredMoment() for _ in spectra]
+        self._readouts: dict[int, Tensor] = {}
         for layer, spectrum in enumerate(spectra):
             if not spectrum.heads:  # it computes nothing to observe, and its readings are empty
                 # The observation of one image of one token.
@@ -117,41 +95,50 @@ class Panel:
                 factors = rows, rows, rows[0, 0], spectrum.scale
                 self.observe(layer, Observation(*factors, maps, maps, maps, maps, maps[0]))
 
-    def observe(self, layer: int, observation: Observation) -> None:
-        """Adds the intermediate results of one layer for one batch.
+    def observe(self, layer: int, observation: Observation, **others: Tensor) -> None:
+        """Adds the intermediate results of one layer for one batch, and the means of other readings over its images.
 
         Raises:
             InvalidInput: The layer computed NaN or infinity.
         """
-        _require_finite(layer, observation)
-        for accumulator in self._accumulators:
-            accumulator.observe(layer, observation)
+        # One sum that is not finite if any value of the layer's attention is not, at a tenth of the cost of isfinite.
+        total = observation.output.sum(dtype=torch.promote_types(observation.output.dtype, torch.float32))
+        if not bool(torch.isfinite(total)):
+            raise InvalidInput(
+                f"layer {layer} computed NaN or infinity, though the weights are finite: the images hold NaN, or "
+                "the numbers left the range of their precision. Check the data, or diagnose the model in float32."
+            )
+        images, sums = observation.query.shape[0], self._sums[layer]
+        self._images[layer] += images
+        for means in (*(each.measure(observation) for each in self.diagnostics), others):
+            for name, mean in means.items():
+                # Sums, because the mean of the means of batches of unequal sizes is not the mean over the images.
+                total = mean.to(torch.float64) * images
+                sums[name] = sums[name] + total if name in sums else total
+        if self._reads_outputs:
+            # [batch, heads, tokens, dims] to one row per token with all heads side by side.
+            self._outputs[layer].add(observation.output.transpose(1, 2).flatten(2).flatten(0, 1))
+            self._readouts[layer] = observation.readout
 
     def readings(self) -> list[dict[str, Tensor]]:
-        """Returns the readings of all diagnostics, one dictionary per layer.
+        """Returns the readings of every layer by name, averages in float64 and on the CPU.
 
         Raises:
             InvalidInput: A reading overflowed.
         """
-        by_accumulator = [accumulator.readings() for accumulator in self._accumulators]
-        merged = [
-            {name: value for part in layer for name, value in part.items()}
-            for layer in zip(*by_accumulator, strict=True)
-        ]
-        for layer, name, value in ((layer, *item) for layer, named in enumerate(merged) for item in named.items()):
-            if not bool(torch.isfinite(value).all()):
-                raise InvalidInput(
-                    f"the reading {name} of layer {layer} overflowed, though the layer's outputs are finite: its "
-                    "squares left the range of the model's precision. Diagnose the model in float64, model.double()."
-                )
-        return merged
-
-
-def _require_finite(layer: int, observation: Observation) -> None:
-    # One sum that is not finite if any value of the layer's attention is not, at a tenth of the cost of isfinite.
-    total = observation.output.sum(dtype=torch.promote_types(observation.output.dtype, torch.float32))
-    if not bool(torch.isfinite(total)):
-        raise InvalidInput(
-            f"layer {layer} computed NaN or infinity, though the weights are finite: the images hold NaN, or "
-            "the numbers left the range of their precision. Check the data, or diagnose the model in float32."
-        )
+        readings: list[dict[str, Tensor]] = [{} for _ in self.spectra]
+        for layer, (spectrum, found) in enumerate(zip(self.spectra, readings, strict=True)):
+            for each in self.diagnostics:
+                found |= each.of_spectrum(spectrum)
+                if each.reads_outputs:
+                    found |= each.of_outputs(self._outputs[layer], self._readouts[layer])
+            # Only here on the CPU: a copy in every batch would wait for the GPU.
+            found |= {name: (total / self._images[layer]).cpu() for name, total in self._sums[layer].items()}
+            for name, value in found.items():
+                if not bool(torch.isfinite(value).all()):
+                    raise InvalidInput(
+                        f"the reading {name} of layer {layer} overflowed, though the layer's outputs are finite: its "
+                        "squares left the range of the model's precision. Diagnose the model in float64, "
+                        "model.double()."
+                    )
+        return readings

@@ -7,13 +7,13 @@ constant to a row of scores, which softmax ignores.
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from attnrx.change.decompositions import activation_aware, output_pca, plain_svd, unit_losses
-from attnrx.decide.diagnostics.diagnostic import Accumulator, CentredMoment, Diagnostic
+from attnrx.decide.diagnostics.diagnostic import CentredMoment, Diagnostic
 from attnrx.nouns.diagnosis import HiddenDiagnosis, MapDirections
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention import Observation
@@ -72,33 +72,6 @@ def widened(rows: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
-class OutputMoments(Accumulator):
-    """Collects the second moment of the concatenated head outputs of each layer, and its output projection."""
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.outputs = [CentredMoment() for _ in self.of_spectra]
-        self.readouts: dict[int, Tensor] = {}
-
-    def observe(self, layer: int, observation: Observation) -> None:
-        super().observe(layer, observation)
-        # [batch, heads, tokens, dims] to one row per token with all heads side by side.
-        self.outputs[layer].add(observation.output.transpose(1, 2).flatten(2).flatten(0, 1))
-        self.readouts[layer] = observation.readout
-
-
-class _Moments(OutputMoments):
-    def readings(self) -> list[dict[str, Tensor]]:
-        per_layer = super().readings()
-        for layer, (readings, outputs) in enumerate(zip(per_layer, self.outputs, strict=True)):
-            readout = self.readouts[layer].double().cpu()
-            heads, v_head_dim = readout.shape[:2]
-            readings["output_mean"] = outputs.mean.cpu().double().reshape(heads, v_head_dim)
-            readings["output_covariance"] = outputs.covariance().reshape(heads, v_head_dim, heads * v_head_dim)
-            readings["readout_gram"] = readout @ readout.mT
-        return per_layer
-
-
 @dataclass(frozen=True)
 class Moments(Diagnostic):
     """Returns, besides the query_gram and key_covariance of `Geometry`, the moments of the other metrics.
@@ -110,12 +83,21 @@ class Moments(Diagnostic):
     [heads, v_head_dim, v_head_dim] the output projection.
     """
 
-    accumulator: ClassVar[type[Accumulator]] = _Moments
+    reads_outputs: ClassVar[bool] = True
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
         return {
             "key_gram": query_grams(observation.key).mean(0),
             "key_softmax": softmax_covariance(observation.key, observation.attention),
+        }
+
+    def of_outputs(self, moment: CentredMoment, readout: Float[Tensor, "heads v_head_dim width"]) -> dict[str, Tensor]:
+        readout = readout.double().cpu()
+        heads, v_head_dim = readout.shape[:2]
+        return {
+            "output_mean": moment.mean.cpu().double().reshape(heads, v_head_dim),
+            "output_covariance": moment.covariance().reshape(heads, v_head_dim, heads * v_head_dim),
+            "readout_gram": readout @ readout.mT,
         }
 
 
