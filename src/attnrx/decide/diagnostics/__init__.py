@@ -1,7 +1,7 @@
 """Diagnostics: readings of the spectra and intermediate results of attention layers."""
 
 from attnrx.decide.diagnostics.diagnostic import Diagnostic, Panel
-from attnrx.decide.diagnostics.moments import Geometry, MapWatch, Moments, hidden_diagnosis, singular_directions
+from attnrx.decide.diagnostics.moments import Geometry, Moments
 from attnrx.decide.diagnostics.spectral_shape import SpectralShape
 from attnrx.support.optional import import_plugins
 from attnrx.vit.spectrum import Spectrum
@@ -16,13 +16,10 @@ __all__ = [
     "DIAGNOSTICS",
     "Diagnostic",
     "Geometry",
-    "MapWatch",
     "Moments",
     "Panel",
     "SpectralShape",
-    "hidden_diagnosis",
     "register_diagnostic",
-    "singular_directions",
     "suited_diagnostics",
 ]
 

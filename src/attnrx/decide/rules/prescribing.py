@@ -14,9 +14,8 @@ from attnrx.change.decompositions import (
     pays,
     read_out,
 )
-from attnrx.decide.rules.metrics import OWN, directions_in, rewritten
+from attnrx.decide.rules.metrics import OWN, RotaryDirections, directions_in, rewritten, whole_pairs
 from attnrx.decide.rules.parsing import RulesLike, parse_rules
-from attnrx.decide.rules.rotary import RotaryDirections, whole_pairs
 from attnrx.decide.rules.rule import Rule, in_metric, inner_rules, keep_only, metric_of
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import (
