@@ -85,7 +85,7 @@ def test_damages_are_those_of_each_choice_alone(space: Space, images: ImageSet, 
         count = round(float(np.exp(place)))
         alone = answers.measure(made(own, nothing.with_choice("tokens", layer, count)))
         mean = alone.softened.mean().item()
-        assert found.of_pruning(layer, count, own.patches) == pytest.approx(mean, rel=1e-6, abs=1e-8)
+        assert found.of_pruned(layer, count) == pytest.approx(mean, rel=1e-6, abs=1e-8)
 
 
 def test_the_softened_divergence_is_that_at_a_high_temperature() -> None:
@@ -102,12 +102,13 @@ def test_damages_grow_with_what_goes(space: Space, images: ImageSet) -> None:
     for axis in RANKS:
         assert (np.diff(sensitivities.ranks[axis], axis=1) >= 0).all()
     for layer in (1, 2):
-        grown = [sensitivities.of_pruning(layer, count, 16) for count in range(1, 9)]
+        grown = [sensitivities.of_pruned(layer, count) for count in range(1, 9)]
         assert grown == sorted(grown)
-        both = sensitivities.of_pruning(layer, 4, 16) + sensitivities.of_pruning(layer, 2, 12)
-        assert both == pytest.approx(sensitivities.of_pruning(layer, 6, 16))  # what leaves later does what it adds
+    twice = sensitivities.total(replace(Choices.nothing(3), num_pruned=(0, 4, 2)))
+    added = sensitivities.of_pruned(2, 6) - sensitivities.of_pruned(2, 4)  # what leaves later does what it adds
+    assert twice == pytest.approx(sensitivities.of_pruned(1, 4) + added)
     both = Choices((2, 0, 0), (0, 3, 0), (0, 0, 0), (0, 0, 4))
-    alone = sensitivities.ranks["qk"][0, 2] + sensitivities.ranks["vo"][1, 3] + sensitivities.of_pruning(2, 4, 16)
+    alone = sensitivities.ranks["qk"][0, 2] + sensitivities.ranks["vo"][1, 3] + sensitivities.of_pruned(2, 4)
     assert sensitivities.total(both) == pytest.approx(alone)
 
 

@@ -1,7 +1,7 @@
 """Diagnosis of a model: passes over images in which diagnostics observe every layer."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from attnrx.decide.rules.metrics import COHERENCE, coherence, directions_in
 from attnrx.nouns.diagnosis import Computed, Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis, MapDirections
 from attnrx.support.arguments import COUNT, checked, optional
 from attnrx.support.dataclass_records import to_dict
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.optional import installed_versions
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import require_finite_tensors
@@ -133,13 +134,12 @@ def _with_mix(layer: LayerDiagnosis) -> LayerDiagnosis:
     """Adds effective_rank_mix [heads], of the scores in the metric of plans, to a layer whose directions can be
     rewritten.
     """
-    spectrum = layer.spectrum
-    is_measured = {"query_gram", "key_covariance", "key_softmax"} <= layer.readings.keys()
-    if not is_measured or spectrum.has_norms or not spectrum.heads or spectrum.shared or "qk" in spectrum.fixed:
-        return layer
-    # A removed head has no rows, and must have no strength in any metric.
-    rank = effective_rank(directions_in("mix", layer).strength * spectrum.used.any(-1, keepdim=True))
-    return replace(layer, readings={**layer.readings, "effective_rank_mix": rank})
+    if layer.spectrum.heads:
+        with suppress(NotSupported, InvalidInput):  # the directions must not be combined, or moments are not measured
+            # A removed head has no rows, and must have no strength in any metric.
+            strength = directions_in("mix", layer).strength * layer.spectrum.used.any(-1, keepdim=True)
+            return replace(layer, readings={**layer.readings, "effective_rank_mix": effective_rank(strength)})
+    return layer
 
 
 class _MlpWatch:

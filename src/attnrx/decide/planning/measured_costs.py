@@ -27,7 +27,7 @@ from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.hardware import cache_folder, device_name, may_measure
 from attnrx.support.modules import copy_module
 from attnrx.support.optional import installed_versions
-from attnrx.support.progress import Log, track
+from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import read_tensors, write_tensors
 from attnrx.support.subprocess_runner import run_in_subprocess
@@ -114,7 +114,17 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
                 settings.log(f"cost table of an earlier plan: {path}")
                 return table
         settings.log(f"the stored cost table is damaged or implausible, and measured again: {path}")
-    table = _plausible(measure, settings.log)
+    problem: str | None = None
+    for _ in range(ATTEMPTS):
+        table = measure()
+        if (problem := table.problem()) is None:
+            break
+        settings.log(f"cost table: {problem}; measuring again")
+    else:
+        raise NotSupported(
+            f"the latency of this model's blocks cannot be measured here: of {ATTEMPTS} cost tables none is possible "
+            f"({problem}). Other processes take this machine's time: end them, or give a target in macs or params."
+        )
     unchanged = table.total(Choices.nothing(space.depth))
     if table.spread > STEADY or unchanged > SLOWEST:
         settings.log(
@@ -127,20 +137,6 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
         # By numpy: torch would store the floats in float32, and a plan from the cache would differ.
         write_tensors(path, {name: torch.from_numpy(np.asarray(number)) for name, number in numbers.items()})
     return table
-
-
-def _plausible(measure: Callable[[], CostTable], log: Log) -> CostTable:
-    problems = []
-    for _ in range(ATTEMPTS):
-        table = measure()
-        if (problem := table.problem()) is None:
-            return table
-        problems.append(problem)
-        log(f"cost table: {problem}; measuring again")
-    raise NotSupported(
-        f"the latency of this model's blocks cannot be measured here: of {ATTEMPTS} cost tables none is possible "
-        f"({problems[-1]}). Other processes take this machine's time: end them, or give a target in macs or params."
-    )
 
 
 def measured_cost_table(
@@ -274,8 +270,10 @@ class _Timer:
         self.call = calls[-1]
         width, count = space.shape.width, max(len(call.tokens) for call in calls)
         generator = torch.Generator().manual_seed(0)
+        to = self.conditions.device, PRECISIONS[self.conditions.precision]
         # Noise in place of tokens: the operations of a block do not depend on values.
-        self.rows = {n: torch.randn(count, n, width, generator=generator) for n in grid}
+        self.rows = {n: torch.randn(count, n, width, generator=generator).to(*to) for n in grid}
+        self.all_tokens = self.rows[grid[-1]]
         # A batch may be run in chunks; `whole` divides by the number of runs of a block.
         self.parts = -(-len(images) // count)
         self.spreads: list[float] = []
@@ -284,9 +282,8 @@ class _Timer:
         # is without it.
         self.calls = dict.fromkeys(grid, 0.0)
         if form is not None:
-            rows, nothing = self._rows_on_device(), self._prepared(space.model, range(0))
-            runs = {str(n): partial(nothing, rows[n]) for n in grid}
-            seconds = self._turns({**runs, REFERENCE: partial(self.original, rows[grid[-1]])})
+            nothing = self._prepared(space.model, range(0))
+            seconds = self._turns({str(n): partial(nothing, tokens) for n, tokens in self.rows.items()})
             self.calls = {n: seconds[str(n)] for n in grid}
 
     def _prepared(
@@ -304,7 +301,7 @@ class _Timer:
             reduction.policy = replace(policy, keep=(1.0,))
         blocks = blocks_of(model, self.family)[layers.start : layers.stop]
         called = _Called(blocks, self.call, getattr(model, "last", None) if shortened else None, reduction)
-        return self.runtime.prepare(called, self._on_device(rows))
+        return self.runtime.prepare(called, rows)
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
         """Returns the times of a block at several numbers of tokens after a stage; the last entry is that of all tokens
@@ -334,10 +331,8 @@ class _Timer:
         if not self.prunes_tokens or self.conditions.on_cuda or macs >= most or counts[-1] <= 2 * every:
             return np.ones(len(counts))
         after = self._prepared(self.space.model, self.layers, after_stage=True)
-        all_tokens = self._on_device(self.rows[self.grid[-1]])
         fine = [*range(max(self.grid[0] // every, 1) * every, counts[-1], every), counts[-1]]
-        runs: dict[str, Callable[[], Any]] = {str(n): partial(after, all_tokens[:, :n].contiguous()) for n in fine}
-        seconds = self._turns({**runs, REFERENCE: partial(self.original, all_tokens)})
+        seconds = self._turns({str(n): partial(after, self.all_tokens[:, :n].contiguous()) for n in fine})
         times = np.array([seconds[str(n)] for n in fine]) - np.interp(fine, self.grid, [*self.calls.values()])
         # More tokens never take less time.
         times = (np.maximum.accumulate(times) + np.minimum.accumulate(times[::-1])[::-1]) / 2
@@ -350,23 +345,15 @@ class _Timer:
         """Returns the times of all these layers together, the last of which may be `shortened`."""
         before = self._prepared(model, layers, shortened)
         after = self._prepared(model, layers, shortened, True) if self.prunes_tokens else before
-        rows = self._rows_on_device()
-        runs: dict[str, Callable[[], Any]] = {str(n): partial(after, tokens) for n, tokens in rows.items()}
-        all_tokens = rows[self.grid[-1]]
-        # In turns with the original block: the load of other processes is common to a round, and cancels in the ratio.
-        seconds = self._turns({**runs, ALL: partial(before, all_tokens), REFERENCE: partial(self.original, all_tokens)})
+        runs = {str(n): partial(after, tokens) for n, tokens in self.rows.items()}
+        seconds = self._turns({**runs, ALL: partial(before, self.all_tokens)})
         calls = [*self.calls.values(), self.calls[self.grid[-1]]]
         return np.array([seconds[name] for name in (*runs, ALL)]) - calls
 
-    def _rows_on_device(self) -> dict[int, Tensor]:
-        return {n: self._on_device(tokens) for n, tokens in self.rows.items()}
-
-    def _on_device(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.to(self.conditions.device, PRECISIONS[self.conditions.precision])
-
     def _turns(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        """Returns the median over rounds of every time, in original blocks: those of REFERENCE in the same round."""
-        protocol = self.protocol
+        """Returns the median over rounds of every time, in units of the original block in the same round."""
+        # In turns with it: the load of other processes is common to a round, and cancels in the ratio.
+        runs, protocol = {**runs, REFERENCE: partial(self.original, self.all_tokens)}, self.protocol
         with self.conditions.held():
             # One block is not repeated: in a model it follows others, which leave little of it in the caches. Several
             # blocks of a format, which follow each other, are.
@@ -390,8 +377,7 @@ class _Timer:
             block.forward = lambda tokens, *_, **__: tokens
         models = {"own": space.model, "empty": empty}
         runs = {name: partial(self.runtime.prepare(model, images), images) for name, model in models.items()}
-        rows = self._on_device(self.rows[self.grid[-1]])
-        seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)})
+        seconds = self._turns(runs)
         # The unit is one call of the original block, on `images` images; a batch in chunks calls it `parts` times.
         total, outside = seconds["own"] / self.parts, seconds["empty"] / self.parts
         # Inside a model the input of a block is in the cache, so the block times are scaled to the whole model.

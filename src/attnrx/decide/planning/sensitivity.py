@@ -182,33 +182,26 @@ class Sensitivities:
     ranks: Mapping[str, np.ndarray]
     log_counts: np.ndarray
     tokens: np.ndarray
-    patches: int
     # The dynamic program and the greedy moves need the same totals many times.
     _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
 
-    def of_pruning(self, layer: int, count: int, present: int) -> float:
-        """Returns the sensitivity of pruning `count` of the `present` patches before a layer."""
+    def of_pruned(self, layer: int, count: int) -> float:
+        """Returns the sensitivity of pruning `count` patches before a layer, and none before others."""
         if not count:
             return 0.0
-        gone = self.patches - present
-        return self._of_gone(layer, gone + count) - self._of_gone(layer, gone)
-
-    def _of_gone(self, layer: int, gone: int) -> float:
-        if not gone:
-            return 0.0
-        key = (layer, gone)
+        key = (layer, count)
         if key not in self._known:
-            self._known[key] = math.exp(_on_line(math.log(gone), self.log_counts, self.tokens[layer]))
+            self._known[key] = math.exp(_on_line(math.log(count), self.log_counts, self.tokens[layer]))
         return self._known[key]
 
     def total(self, choices: Choices) -> float:
         """Returns the sum over all choices."""
-        sensitivity, present = 0.0, self.patches
-        for layer, count in enumerate(choices.num_pruned):
+        sensitivity = 0.0
+        for layer, (count, gone) in enumerate(zip(choices.num_pruned, choices.left, strict=True)):
             for axis in RANKS:
                 sensitivity += float(self.ranks[axis][layer, choices.of(axis)[layer]])
-            sensitivity += self.of_pruning(layer, count, present)
-            present -= count
+            if count:
+                sensitivity += self.of_pruned(layer, gone) - self.of_pruned(layer, gone - count)
         return sensitivity
 
 
@@ -228,7 +221,7 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     }
     # The inputs of all blocks are recorded once per batch. A model with one changed block runs from that block on: half
     # of its layers on average.
-    # Without the axis the tables of tokens are empty: no plan prunes, so `of_pruning` never reads them.
+    # Without the axis the tables of tokens are empty: no plan prunes, so `of_pruned` never reads them.
     shares = settings.pruned_shares if TOKENS in space.axes else ()
     counts = sorted(
         {min(max(space.step, round(share * space.patches)), space.patches - 1) for share in shares}  # one patch stays
@@ -240,21 +233,18 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
     with evaluating([space.model, *probes.values()]):
         outputs = answers.outputs.split([len(batch) for batch in answers.batches])
-        parts, works = zip(answers.batches, outputs, strict=True), (*probes, *range(len(counts)))
-        for step in track(range(len(answers.batches) * len(works)), "sensitivities"):
-            batch, index = divmod(step, len(works))
-            if not index:
-                probe_batch.take(*next(parts))
-            work = works[index]
-            if isinstance(work, int):
+        works = (None, *probes, *range(len(counts)))  # None: a new batch
+        parts = [(part, work) for part in zip(answers.batches, outputs, strict=True) for work in works]
+        for part, work in track(parts, "sensitivities"):
+            if work is None:
+                probe_batch.take(*part)
+            elif isinstance(work, int):
                 num_pruned[:, work] += probe_batch.with_num_pruned(counts[work])
             else:
                 measured[work] += probe_batch.with_block_of(probes[work])
-            if index == len(works) - 1:
-                settings.log(f"sensitivities: {batch + 1} of {len(answers.batches)} batches")
     ranks = {axis: _curves(space, axis, measured, len(answers), layers) for axis in RANKS}
     logs = over_layers(np.log(np.maximum(num_pruned / len(answers), LEAST)), layers)
-    return Sensitivities(ranks, np.log(np.array(counts or [1], dtype=float)), logs, space.patches)
+    return Sensitivities(ranks, np.log(np.array(counts or [1], dtype=float)), logs)
 
 
 def over_layers(logs: np.ndarray, layers: Sequence[int]) -> np.ndarray:
