@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from attnrx.decide.diagnostics import Diagnostic
-from attnrx.decide.diagnostics.diagnostic import CentredMoment
-from attnrx.decide.diagnostics.moments import widened
+from attnrx.decide.diagnostics.diagnostic import CentredMoment, widened
 from attnrx.decide.diagnostics.spectral_shape import largest_of, magnitude_of
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.attention import Observation

@@ -203,8 +203,7 @@ def test_prices_are_pinned_to_whole_models(space: Space) -> None:
     )
     truth = _saving(slower, factors)
     nothing, some = Choices.nothing(3), Choices((0,) * 3, (0,) * 3, (0,) * 3, (0, 4, 4))
-    middle = {axis: even.available(axis) for axis in RANKS}
-    halves = {axis: replace(nothing, **{axis: (levels[len(levels) // 2],) * 3}) for axis, levels in middle.items()}
+    halves = {axis: even.uniform(axis, even.available(axis)[len(even.available(axis)) // 2]) for axis in RANKS}
     chosen = {
         "own": nothing,
         **halves,

@@ -1,7 +1,6 @@
 """Diagnostics: readings of the spectra and intermediate results of attention layers."""
 
-from attnrx.decide.diagnostics.diagnostic import Diagnostic, Panel
-from attnrx.decide.diagnostics.moments import Geometry, Moments
+from attnrx.decide.diagnostics.diagnostic import Diagnostic, Geometry, Moments, Panel
 from attnrx.decide.diagnostics.spectral_shape import SpectralShape
 from attnrx.support.optional import import_plugins
 from attnrx.vit.spectrum import Spectrum

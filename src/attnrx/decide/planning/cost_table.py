@@ -179,8 +179,8 @@ def corrected(
     # Blocks that are timed one by one miss effects of a whole model, such as weights that leave the cache. Few numbers
     # are fitted to a few whole models, in an order in which each is determined by itself: scale, axes, tokens.
     unchanged = Choices.nothing(space.depth)
-    middle = {axis: levels[len(levels) // 2] for axis in RANKS if (levels := space.available(axis))}
-    ranks = {axis: replace(unchanged, **{axis: (level,) * space.depth}) for axis, level in middle.items()}
+    available = {axis: levels for axis in RANKS if (levels := space.available(axis))}
+    ranks = {axis: space.uniform(axis, levels[len(levels) // 2]) for axis, levels in available.items()}
     some = {str(stages): _some_at(space, stages) for stages in STAGES} if TOKENS in space.axes else {}
     pair = [ranks[axis] for axis in ("qk", "vo") if axis in ranks]
     joint = {JOINT: replace(pair[0], vo=pair[1].vo)} if len(pair) == 2 else {}

@@ -265,12 +265,16 @@ class _Timer:
         # Without the last layer, which may be shorter.
         count = 1 if form is None else max(min(BLOCKS_OF_FORMAT, space.depth - 1 - first), 1)
         self.layers = range(first, first + count)
-        # The arguments of a block, e.g. rotary tables, and the images per call come from a real forward pass.
-        calls = _recorded_calls(space, protocol, images)
+        # The arguments of a block, e.g. rotary tables, and the images per call, which may be a part of the batch, come
+        # from a real forward pass; without compilation, whose graphs hooks would break.
+        to = self.conditions.device, PRECISIONS[self.conditions.precision]
+        model, plain = copy_module(space.model).eval().to(*to), replace(self.conditions, compiled=False, graphs=False)
+        blocks = blocks_of(model, self.family)[:1]
+        with recording_calls(blocks, lambda call: call, by_image=True) as calls, plain.held():
+            model(plain.prepare_images(images))
         self.call = calls[-1]
         width, count = space.shape.width, max(len(call.tokens) for call in calls)
         generator = torch.Generator().manual_seed(0)
-        to = self.conditions.device, PRECISIONS[self.conditions.precision]
         # Noise in place of tokens: the operations of a block do not depend on values.
         self.rows = {n: torch.randn(count, n, width, generator=generator).to(*to) for n in grid}
         self.all_tokens = self.rows[grid[-1]]
@@ -387,16 +391,6 @@ class _Timer:
         sizes = layout.prefix, layout.patches
         costs = total, outside, attention * scale, mlp * scale, stages
         return CostTable("latency", *costs, *sizes, spread=float(np.median(self.spreads)))
-
-
-def _recorded_calls(space: Space, protocol: LatencyProtocol, images: Tensor) -> list[ModuleCall]:
-    """Returns the calls of the first block in one pass of a batch, which may be divided into chunks."""
-    # Without compilation, whose graphs hooks would break; the arguments are the same.
-    family, conditions = family_of(space.model), replace(protocol.conditions, compiled=False, graphs=False)
-    model = copy_module(space.model).eval().to(conditions.device, PRECISIONS[conditions.precision])
-    with recording_calls(blocks_of(model, family)[:1], lambda call: call, by_image=True) as calls, conditions.held():
-        model(conditions.prepare_images(images))
-    return calls
 
 
 def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:

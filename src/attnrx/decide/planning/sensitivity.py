@@ -214,7 +214,7 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     layers.
     """
     probes = {
-        (axis, level): realize(space.model, space.uniform(axis, level))
+        (axis, level): realize(space.model, space.prescription(space.uniform(axis, level)))
         for axis in RANKS
         for level in space.measured(axis, settings.probed_levels)
         if space.piece(axis, level) is not None
