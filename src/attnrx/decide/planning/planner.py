@@ -288,7 +288,13 @@ class Planner:
         )
 
     def best(self, target: Target) -> Trial:
-        """Returns the best plan of a target: for latency by repeated measurement, for a drop the cheapest one."""
+        """Returns the best plan of a target: for latency by repeated measurement, for a drop the cheapest one.
+
+        Raises:
+            TargetMet: The unchanged model meets the target.
+            NotSupported: No plan is cheap enough or keeps the drop within the limit, or the measured latencies are too
+                far from the predicted ones for a promise.
+        """
         self.trials = ()
         if target.quantity != DROP:
             require_reachable(self.space, self.cost_table, target.limit)
