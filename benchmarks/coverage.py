@@ -24,7 +24,7 @@ from attnrx.nouns.plan import PredictedQuantity, limits_of
 from attnrx.show.checks.costs import judged_promise
 from attnrx.show.checks.statistics import estimate, mean_estimate, resampled_means
 from attnrx.vit.costs import Ratio
-from attnrx.vit.costs.latency import PROCESSES
+from attnrx.vit.costs.measured import PROCESSES
 from attnrx.vit.outputs import KINDS
 
 LOGITS = KINDS["logits"]

@@ -34,11 +34,11 @@ def restorations(model: nn.Module, images: torch.Tensor) -> dict[str, torch.Tens
     # "attnrx" are the features of the package, which must be those of "depth" below.
     with recording_tokens(model) as runs:
         features, source = {"attnrx": patch_features(model, images)}, model.source
-    restoration = runs[-1].restoration
+    run, prefix = runs[-1], source.num_prefix_tokens
     for name, share in SHARES.items():
-        patches = restoration.present[:, restoration.prefix :]
+        patches = run.present[:, prefix:]
         # From the last stage to the first: the patches after a stage are those before the next one.
-        for stage in reversed(restoration.stages):
+        for stage in reversed(run.stages):
             part = share(stage.layer, len(source.blocks))
             patches = gathered_rows(patches - part * stage.remaining, stage.sources) + part * stage.before
         features[name] = source.norm(patches).double()

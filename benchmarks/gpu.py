@@ -41,7 +41,7 @@ from attnrx.support.storage import read_json, write_json, write_text
 from attnrx.support.tables import markdown_table
 from attnrx.vit.attention import Attention, Backend, Eager, Fused
 from attnrx.vit.costs import Conditions, Ratio, interleave
-from attnrx.vit.costs.conditions import PRECISIONS, RecordedCalls
+from attnrx.vit.costs.measured import PRECISIONS, RecordedCalls
 from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec
 

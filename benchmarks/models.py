@@ -29,7 +29,8 @@ from torch import nn
 from attnrx.support.errors import AttnrxError
 from attnrx.vit.models import LIBRARIES
 from attnrx.vit.models.adopted_family import AdoptedFamily
-from attnrx.vit.models.units import UnitsFamily, separate_pairs
+from attnrx.vit.models.separate_units import separate_pairs
+from attnrx.vit.models.units import UnitsFamily
 from attnrx.vit.models.whole import WholeFamily
 
 WHOLE = WholeFamily(LIBRARIES)

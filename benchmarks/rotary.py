@@ -20,7 +20,7 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.cli.options import add_data, splits_argument
-from attnrx.decide.rules.rotary import COHERENCE
+from attnrx.decide.rules.metrics import COHERENCE
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.vit.models import family_of
 from attnrx.vit.models.timm_family import TimmFamily
@@ -39,7 +39,7 @@ def twin_of(file: Path) -> nn.Module:
 
 def without_slow_pairs(diagnosis: Diagnosis) -> Diagnosis:
     """Returns the diagnosis as if every pair rotated fast, so that pairs are kept or removed whole."""
-    # Pairs below the least coherence are never stored without rotation (`attnrx.decide.rules.rotary`).
+    # Pairs below the least coherence are never stored without rotation (`attnrx.decide.rules.metrics`).
     layers = (
         replace(layer, readings={**layer.readings, COHERENCE: torch.zeros_like(layer.reading(COHERENCE))})
         for layer in diagnosis.layers

@@ -29,7 +29,7 @@ import torch
 import attnrx as rx
 from attnrx.support.storage import read_json, write_json
 from attnrx.support.tables import markdown_table
-from attnrx.vit.costs.latency import Ratio, interleave
+from attnrx.vit.costs.measured import Ratio, interleave
 from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.tokens import parse_policy
 

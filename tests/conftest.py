@@ -105,10 +105,10 @@ def timed_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     """Latencies are measured in this process: another one imports torch, which takes seconds. Slow tests start them."""
     if "slow" in request.keywords:
         return
-    for module in ("attnrx.show.checks.costs", "attnrx.decide.planning.plan_measurements"):
+    for module in ("attnrx.show.checks.costs", "attnrx.decide.planning.measured_costs"):
         monkeypatch.setattr(f"{module}.PROCESSES", 1)
     monkeypatch.setattr(
-        "attnrx.decide.planning.plan_measurements.run_in_subprocess", lambda function, *given, **_: function(*given)
+        "attnrx.decide.planning.measured_costs.run_in_subprocess", lambda function, *given, **_: function(*given)
     )
 
 

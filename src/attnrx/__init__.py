@@ -42,7 +42,7 @@ HOMES = {
     "repair": "attnrx.change.realization.repair",
     "save": "attnrx.verbs.save",
     "shrink": "attnrx.verbs.shrink",
-    "Shrunk": "attnrx.verbs.shrunk",
+    "Shrunk": "attnrx.verbs.shrink",
     "train": "attnrx.training",
     "use_backend": "attnrx.vit.models",
     "verify": "attnrx.verbs.verify",
@@ -125,8 +125,7 @@ if TYPE_CHECKING:
     from attnrx.verbs.load import load
     from attnrx.verbs.prescribe import prescribe
     from attnrx.verbs.save import push_to_hub, save
-    from attnrx.verbs.shrink import shrink
-    from attnrx.verbs.shrunk import Shrunk
+    from attnrx.verbs.shrink import Shrunk, shrink
     from attnrx.verbs.verify import verify
     from attnrx.vit import costs, models, tokens  # noqa: F401
     from attnrx.vit.models import Reader, use_backend

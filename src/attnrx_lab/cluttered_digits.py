@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from attnrx.data import DatasetCard, Normalization, register_dataset
+from attnrx.data.formats import Opened
 from attnrx.data.images import hold_out
 from attnrx.data.loading import DIGIT_SIDE, digit_images, stored_greys
-from attnrx.data.splits import Opened
 from attnrx.support.errors import UnknownName
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Bool, Int, Tensor, UInt8

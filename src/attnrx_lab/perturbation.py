@@ -196,7 +196,9 @@ def first_layer(reduction: TokenReduction) -> int:
     """Returns the layer (counted from 1) before which the first patch is pruned."""
     patches = reduction.shape.layout.patches
     return next(
-        layer for layer, count in zip(reduction.policy.layers, reduction.counts, strict=True) if count < patches
+        layer
+        for layer, count in zip(reduction.policy.layers, reduction.policy.counts(patches), strict=True)
+        if count < patches
     )
 
 

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from attnrx.decide.diagnostics import Diagnostic
-from attnrx.decide.diagnostics.diagnostic import Accumulator
-from attnrx.decide.diagnostics.moments import OutputMoments, widened
+from attnrx.decide.diagnostics.diagnostic import CentredMoment, widened
 from attnrx.decide.diagnostics.spectral_shape import largest_of, magnitude_of
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.attention import Observation
@@ -21,15 +20,6 @@ from attnrx.vit.spectrum import Spectrum
 
 # A direction below a tenth of the strongest one's strength has less than a hundredth of its energy.
 INACTIVE_BELOW = 0.1
-
-
-class _Similarities(OutputMoments):
-    def readings(self) -> list[dict[str, Tensor]]:
-        per_layer = super().readings()
-        for layer, (readings, moment) in enumerate(zip(per_layer, self.outputs, strict=True)):
-            similarity = output_similarity(moment.value, self.readouts[layer].double())
-            readings["output_similarity"] = similarity.cpu()
-        return per_layer
 
 
 @dataclass(frozen=True)
@@ -41,10 +31,13 @@ class Redundancy(Diagnostic):
     itself: its row is zero.
     """
 
-    accumulator: ClassVar[type[Accumulator]] = _Similarities
+    reads_outputs: ClassVar[bool] = True
 
     def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
         return {"spectral_redundancy": spectral_redundancy(spectrum.strength, spectrum.used)}
+
+    def of_outputs(self, moment: CentredMoment, readout: Float[Tensor, "heads v_head_dim width"]) -> dict[str, Tensor]:
+        return {"output_similarity": output_similarity(moment.value, readout.double()).cpu()}
 
 
 def spectral_redundancy(

@@ -7,10 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.attention.backends.backend import Bucket, ScoreFactors
+from attnrx.vit.attention.backends import Bucket, ScoreFactors
 from attnrx.vit.attention.forms import Keys, Queries, ScoreForm, register_form
-from attnrx.vit.attention.head_linear import padding_index
-from attnrx.vit.kernels.fixed_weights import of_weights
+from attnrx.vit.attention.head_linear import of_weights, padding_index
 from attnrx.vit.spec import AttentionSpec
 
 

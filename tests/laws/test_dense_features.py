@@ -172,9 +172,9 @@ def test_the_residual_of_a_patch_is_its_source_plus_its_difference(kind: str) ->
     images = inputs(model)
     with recording_tokens(model) as runs:
         outputs = model.forward_intermediates(images, output_fmt="NLC", intermediates_only=True)
-    restoration = runs[-1].restoration
-    assert restoration is not None and restoration.present is not None
-    stage, block = restoration.stages[0], restoration.present[:, 1:]
+    run = runs[-1]
+    assert run.stages and run.present is not None
+    stage, block = run.stages[0], run.present[:, 1:]
     assert torch.equal(stage.before, outputs[2])
     for image in range(len(images)):
         for patch, source in enumerate(stage.sources[image].tolist()):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import attnrx as rx
-from attnrx.change.realization.descent import HELD_OUT
-from attnrx.change.realization.distillation import Distill, distill
+from attnrx.change.realization.distillation import HELD_OUT, Distill, distill
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import family_of
 from attnrx.vit.outputs import output_kind_of

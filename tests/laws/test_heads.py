@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import attnrx as rx
 from attnrx.change.decompositions import elimination_losses
 from attnrx.decide.planning.cost_table import prescribed_costs
-from attnrx.decide.rules.outputs import HEAD_METRICS
+from attnrx.decide.rules.prescribing import HEAD_METRICS
 from attnrx.support.errors import InvalidRule, NoOpPrescription, UnknownName
 from attnrx.vit.models import family_of
 from attnrx_lab.rules import control_prescriptions

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import attnrx as rx
-from attnrx.change.decompositions import compensated, unit_losses
-from attnrx.change.decompositions.elimination import BLOCK, DAMPING
+from attnrx.change.decompositions import BLOCK, DAMPING, compensated, unit_losses
 from attnrx.decide.planning.cost_table import prescribed_costs
-from attnrx.decide.rules.outputs import HIDDEN_METRICS
+from attnrx.decide.rules.prescribing import HIDDEN_METRICS
 from attnrx.vit.models import family_of
 from support import cases
 from support.comparisons import assert_text_and_files_give_the_same_model, pixels

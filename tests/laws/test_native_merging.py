@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnrx.vit.kernels import compilation
-from attnrx.vit.kernels.native_merging import Merged
+from attnrx.vit.kernels.native_attention import Merged
 from attnrx.vit.models.token_reduction import compressed_state
 from attnrx.vit.tokens import TokenState, parse_reducer
 from support.token_models import drawn
@@ -28,7 +28,8 @@ def both(text: str, state: TokenState, count: int) -> Both:
     found = reducer.native_merge(state, count)
     assert found is not None
     reduction = reducer.reduce(replace(state, tracked=True), count, torch.nn.Module())
-    return found, (*compressed_state(state, reduction)[:3], reduction.destinations)
+    after = compressed_state(state, reduction)
+    return found, (after.tokens, after.sizes, after.patch_indices, reduction.destinations)
 
 
 @pytest.mark.parametrize("sized", [False, True])

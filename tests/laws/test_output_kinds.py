@@ -17,7 +17,7 @@ from attnrx.change.realization.realizing import nearest_candidate
 from attnrx.change.realization.repair import token_importance
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning.planner import expected_of
-from attnrx.decide.planning.reference_outputs import Answers
+from attnrx.decide.planning.sensitivity import Answers
 from attnrx.nouns.evidence import Evidence
 from attnrx.show.checks import Accuracy, Calibration, Fidelity, Promises, Retrieval
 from attnrx.support.errors import DataError, InvalidInput

@@ -150,7 +150,7 @@ def test_a_smaller_model_of_another_size_is_the_smaller_model_of_that_size(tmp_p
         same(then, expected, images)
         reduction = reduction_of(then)
         assert reduction is not None
-        assert reduction.counts == (28, 19)  # 0.7 and 0.49 of 40 patches
+        assert reduction.policy.counts(reduction.shape.layout.patches) == (28, 19)  # 0.7 and 0.49 of 40 patches
         assert family_of(then).costs(then) == family_of(second).costs(second)
         same(rx.load(saved_and_loaded(first, tmp_path / "first"), image_size=(64, 40)), expected, images)
         with pytest.raises(InvalidInput, match=r"takes \[batch, 3, 32, 32\]"):

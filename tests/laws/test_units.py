@@ -191,7 +191,7 @@ def test_what_needs_the_attention_is_refused_by_name(subject: tuple[str, nn.Modu
     if len(diagnosis.layers) > 1:
         with pytest.raises(NotSupported, match="has no reader, so tokens"):
             rx.realize(model, rx.prescribe(diagnosis, "tokens=ward:0.7@2"))
-    with pytest.raises(NotSupported, match="has no reader, so the features of patches"):
+    with pytest.raises(NotSupported, match="has no method that returns the features"):
         family_of(model).patch_features(model, images[:2])
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import kl_div
 import attnrx as rx
 from attnrx.change.realization.repair import token_importance
 from attnrx.data.model_data import images_for
-from attnrx.decide.planning.reference_outputs import Answers
+from attnrx.decide.planning.sensitivity import Answers
 from attnrx.show.checks import Fidelity
 from attnrx.show.reports import ReportContent, render, sample_maps, summary_of
 from attnrx.support.errors import InvalidInput, UserCodeError

@@ -86,7 +86,7 @@ def readings(spectrum: Spectrum, layer: int) -> dict[str, torch.Tensor]:
     strength, used = spectrum.strength, spectrum.used
     heads = torch.arange(strength.shape[0], dtype=torch.float64)
     return {
-        "energy": spectrum.energy,
+        "energy": spectral_shape.energy(strength, used),
         "effective_rank": spectral_shape.effective_rank(strength, used),
         "entropy": spectral_shape.entropy(strength, used),
         "selectivity": 0.003 + 0.11 * layer + 0.07 * heads.sin().abs(),

@@ -13,7 +13,7 @@ from scipy import stats
 
 from attnrx.show.checks import statistics as own
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.costs.latency import PROCESSES
+from attnrx.vit.costs.measured import PROCESSES
 from attnrx_lab.comparison.comparing import holm, sign_flip_test
 from attnrx_lab.papers.table import crossed_interval, t_interval
 

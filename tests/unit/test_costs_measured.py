@@ -17,10 +17,9 @@ from attnrx.vit.costs import (
     compare_latency,
     compare_memory,
     interleave,
-    latency,
+    measured,
 )
-from attnrx.vit.costs.latency import REFERENCE, UNCHANGED
-from attnrx.vit.costs.memory import peak_bytes
+from attnrx.vit.costs.measured import REFERENCE, UNCHANGED, peak_bytes
 from support.cases import CONFIGS, images, model
 
 QUICK = LatencyProtocol(rounds=4, warmup=1)
@@ -85,7 +84,7 @@ def test_a_speed_is_the_product_of_the_runtime_and_the_compression(monkeypatch: 
     def timed(runs: Mapping[str, object], **_: object) -> dict[str, torch.Tensor]:
         return {name: torch.full((4,), seconds[name], dtype=torch.float64) for name in runs}
 
-    monkeypatch.setattr(latency, "interleave", timed)
+    monkeypatch.setattr(measured, "interleave", timed)
     found = compare_latency(Slow(0), Slow(0), torch.zeros(2, 1, 4, 4), QUICK, unchanged=Slow(0))
     assert found.unchanged is not None and found.by_runtime is not None and found.by_compression is not None
     assert (found.by_runtime.value, found.by_compression.value) == pytest.approx((2.5, 3.0))

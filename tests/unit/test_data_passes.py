@@ -89,8 +89,6 @@ def test_what_cannot_be_meant_is_refused(images: LoadedImages) -> None:
         next(images.batches(64, seed=0))
     with pytest.raises(DataError, match="has 6 steps"):
         next(images.batches(8, seed=0, start=7))
-    with pytest.raises(InvalidInput, match="is given as pixels"):
-        next(images.batches(8, seed=0, augmentation=Augmentation(area=(0.5, 1.0))))
     with pytest.raises(DataError, match="ask for 1 to 53"):
         images.take(54)
 

@@ -10,8 +10,7 @@ from torch.nn import functional
 from torchvision.transforms.v2 import functional as reference
 
 from attnrx.data import Augmentation, Normalization
-from attnrx.data.images import generator
-from attnrx.data.loaded_images import StoredImages
+from attnrx.data.images import StoredImages, generator
 from attnrx.data.loading import guess_geometry
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.preprocessing import ImageGeometry

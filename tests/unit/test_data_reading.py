@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from attnrx.data import DATASETS, Columns, load_data, require_labels
+from attnrx.data.formats import Opened
 from attnrx.data.images import evenly_spaced
 from attnrx.data.loading import locate
-from attnrx.data.splits import Opened
 from attnrx.support.errors import DataError
 from support.pictures import CLASSES, assert_labels_belong, everything, grey, rows, sizes, write_folder, write_parquet
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnrx.data import Batch, ImageSet, LoadedImages, Splits, load_data, loaded_images
+from attnrx.data import Batch, ImageSet, LoadedImages, Splits, images, load_data
 from support.pictures import rows, write_folder, write_parquet
 
 
@@ -76,7 +76,7 @@ def test_a_set_too_large_for_memory_streams_the_same_images(tmp_path: Path, monk
     path = write_parquet(tmp_path / "small.parquet", rows(40) + rows(6, "test"))
     in_memory = load_data(path)
     held = passes(in_memory.train, in_memory), list(in_memory.test.take(4).batches(3))
-    monkeypatch.setattr(loaded_images, "IN_MEMORY", 1000)
+    monkeypatch.setattr(images, "IN_MEMORY", 1000)
     monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path / "other"))
     streamed = load_data(path)
     assert isinstance(streamed.train, LoadedImages) and not streamed.train.is_held

@@ -42,7 +42,7 @@ def no_ghostscript(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_no_address_starts_a_program(address: str, tmp_path: Path) -> None:
     marker = tmp_path / "started"
-    with pytest.raises(DataError, match="is remote"):
+    with pytest.raises(DataError, match="there is nothing at"):
         load_data(address.replace("MARKER", str(marker)))
     assert not marker.exists()
 

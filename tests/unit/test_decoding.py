@@ -15,7 +15,7 @@ from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.data import FixedImages
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning import PlanSettings, Target, plan_sharing
-from attnrx.decide.planning.reference_outputs import Answers
+from attnrx.decide.planning.sensitivity import Answers
 from attnrx.verbs.shrink import ShrinkRun
 from attnrx.vit.models import family_of
 

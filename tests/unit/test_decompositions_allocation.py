@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 
-from attnrx.change.decompositions.allocation import water_fill
-from attnrx.change.decompositions.balanced import balance
+from attnrx.change.decompositions import balance, water_fill
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Tensor
 from attnrx_lab.rules.divergence import allocate_by_loss

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnrx.change.decompositions.balanced import Balanced, balance, factor_directions, svd_directions
+from attnrx.change.decompositions import Balanced, balance, factor_directions, svd_directions
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Tensor
 

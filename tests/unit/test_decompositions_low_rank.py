@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnrx.change.decompositions.low_rank import (
+from attnrx.change.decompositions import (
     activation_aware,
     break_even_rank,
     output_pca,

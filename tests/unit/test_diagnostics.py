@@ -5,8 +5,7 @@ from dataclasses import replace
 import torch
 
 from attnrx.decide.diagnostics import Panel, suited_diagnostics
-from attnrx.decide.diagnostics.diagnostic import CentredMoment
-from attnrx.decide.diagnostics.moments import selectivity
+from attnrx.decide.diagnostics.diagnostic import CentredMoment, selectivity
 from attnrx.decide.diagnostics.spectral_shape import effective_rank, energy, entropy
 from attnrx.vit.attention import Observation
 from attnrx.vit.spectrum import Spectrum

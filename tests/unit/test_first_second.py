@@ -14,7 +14,7 @@ import attnrx as rx
 from attnrx.cli import main
 from attnrx.cli.commands import command_names, find_command
 from attnrx.cli.options import require_inputs
-from attnrx.decide.planning import plan_measurements
+from attnrx.decide.planning import planner
 from attnrx.support import optional
 from attnrx.support.errors import AttnrxError, NotSupported
 from support import cases
@@ -78,7 +78,7 @@ def test_a_target_below_every_plan_is_refused_by_the_cost_table_alone(monkeypatc
     def measure(*_: Any, **__: Any) -> Any:
         raise AssertionError("sensitivities were measured")
 
-    monkeypatch.setattr(plan_measurements, "measure_sensitivities", measure)
+    monkeypatch.setattr(planner, "measure_sensitivities", measure)
     with pytest.raises(NotSupported, match=r"macs=0.001 is out of reach.*keep at least 0\.\d+ of the macs"):
         rx.plan(model, diagnosis, "macs=0.001x", images, cases.pixels(config, 24, 4))
     assert torch.is_grad_enabled()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.change.realization import fits
+from attnrx.change.realization import realizing
 from attnrx.change.realization.distillation import Distill
-from attnrx.change.realization.fits import KINDS, fits_record, realize_and_fit
+from attnrx.change.realization.realizing import KINDS, fits_record, realize_and_fit
 from attnrx.change.realization.repair import Repair
 from attnrx.support.errors import InvalidInput
 from attnrx.verbs.shrink import FITS_BY_EFFORT
@@ -59,7 +59,7 @@ def test_every_fit_is_repeated_with_its_recorded_settings(monkeypatch: pytest.Mo
         return SimpleNamespace(model=found, before=[0.0], after=[0.0], learning_rate=None, notes=[])
 
     for name in KINDS:
-        monkeypatch.setattr(fits, name, fit)
+        monkeypatch.setattr(realizing, name, fit)
     again(original(), prescribed(), {**HOW, **fits_record(*SETTINGS)}, pixels(CONFIG, 24))
     assert tuple(used) == SETTINGS
 

@@ -10,7 +10,8 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.cli import main
-from attnrx.data import Columns, ImageSet, Normalization, Splits, fit_labels, from_tensors, imagenet_indices
+from attnrx.data import Columns, ImageSet, Normalization, Splits, fit_labels, from_tensors
+from attnrx.data.splits import imagenet_indices
 from attnrx.show.checks import Accuracy, Fidelity
 from attnrx.support.errors import DataError, UnknownName
 from attnrx.vit.models import build_model
@@ -73,8 +74,8 @@ def test_a_label_map_gives_every_class_its_number(vit: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("label_map", "message"),
     [
-        ({"cat": 1}, "no number for 1 of 2 classes of pets, the first is 'dog'"),
-        ({"cat": 1, "dog": 3}, "gives 'dog' the number 3; the model has the classes 0..2"),
+        ({"cat": 1}, "gives 'dog' the number None; give every class of pets"),
+        ({"cat": 1, "dog": 3}, "gives 'dog' the number 3; give every class of pets one of the model's classes, 0 to 2"),
         ({"cat": 1, "dog": -1}, "the number -1"),
         ({"cat": True, "dog": 0}, "the number True"),
         ({"cat": 1, "dog": 0, "owl": 2}, "unknown class of pets in the label map 'owl'"),

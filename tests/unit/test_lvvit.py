@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.storage import write_tensors
 from attnrx.training import train
-from attnrx.vit.models import attach_tokens_, build_model, family_of
+from attnrx.vit.models import attach_tokens_, build_model, family_of, recording_tokens
 from attnrx.vit.tokens import TokenPolicy
 from attnrx_lab.lvvit import SIZES, LVViT, LVViTConfig, LVViTFamily, published_names
 from attnrx_lab.tokens import Random
@@ -167,10 +167,10 @@ def test_patches_that_have_left_do_not_answer() -> None:
     shape = LVVITS["lvvit"]
     model = own(shape)
     assert isinstance(model, LVViT) and model.patch_classifier is not None
-    reduction = attach_tokens_(model, family_of(model), TokenPolicy(Random(seed=1), (2,), (0.5,)), by="mask")
+    attach_tokens_(model, family_of(model), TokenPolicy(Random(seed=1), (2,), (0.5,)), by="mask")
     hidden: list[torch.Tensor] = []
     model.norm.register_forward_pre_hook(lambda module, given: hidden.append(given[0]))
-    with torch.no_grad(), reduction.recording() as runs:
+    with torch.no_grad(), recording_tokens(model) as runs:
         logits = model(images(shape))
         tokens = model.norm.forward(hidden[0])
         answers = model.patch_classifier(tokens[:, 1:])

@@ -19,7 +19,7 @@ from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.verbs.load import load
 from attnrx.verbs.save import push_to_hub
 from attnrx.vit.attention import Attention
-from attnrx.vit.kernels.fixed_weights import fixed_weights
+from attnrx.vit.attention.head_linear import fixed_weights
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.checkpoint import save_weights
 from attnrx.vit.models.huggingface_readers import READERS, reader_of

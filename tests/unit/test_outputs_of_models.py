@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 import attnrx as rx
 from attnrx.data.model_data import images_for, splits_for
-from attnrx.decide.planning.reference_outputs import Answers
+from attnrx.decide.planning.sensitivity import Answers
 from attnrx.show.checks import Accuracy, Calibration, Fidelity, Promises, Retrieval
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.vit.outputs import GROUP, KINDS, output_kind_of

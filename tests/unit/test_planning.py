@@ -19,12 +19,9 @@ from attnrx.data import ImageSet
 from attnrx.decide.planning import PlanSettings, PredictedQuantity, Target, plan
 from attnrx.decide.planning.allocation import Frontier
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
-from attnrx.decide.planning.plan_measurements import PlanMeasurements
-from attnrx.decide.planning.plan_search import varied
 from attnrx.decide.planning.plan_settings import EFFORTS
-from attnrx.decide.planning.planner import Planner
-from attnrx.decide.planning.reference_outputs import Answers
-from attnrx.decide.planning.sensitivity import Sensitivities, measure_sensitivities, resumed
+from attnrx.decide.planning.planner import Planner, varied
+from attnrx.decide.planning.sensitivity import Answers, Sensitivities, measure_sensitivities, resumed
 from attnrx.decide.planning.space import RANKS, Choices, Space
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Finding
@@ -42,7 +39,7 @@ from attnrx.support.errors import (
 )
 from attnrx.support.storage import read_json
 from attnrx.vit.models import blocks_of, chunked_forward, family_of, load_model, recording_calls
-from attnrx.vit.outputs import KINDS, divergence, softened_divergence
+from attnrx.vit.outputs import KINDS
 from attnrx.vit.tokens import AttentionReceived, Reducer, ToMe, Ward
 from attnrx_lab.tokens import Random
 from attnrx_lab.vision_transformer import VisionTransformer
@@ -88,15 +85,16 @@ def test_damages_are_those_of_each_choice_alone(space: Space, images: ImageSet, 
         count = round(float(np.exp(place)))
         alone = answers.measure(made(own, nothing.with_choice("tokens", layer, count)))
         mean = alone.softened.mean().item()
-        assert found.of_pruning(layer, count, own.patches) == pytest.approx(mean, rel=1e-6, abs=1e-8)
+        assert found.of_pruned(layer, count) == pytest.approx(mean, rel=1e-6, abs=1e-8)
 
 
 def test_the_softened_divergence_is_that_at_a_high_temperature() -> None:
     one, other = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found, shifted = softened_divergence(one, other), softened_divergence(one.log_softmax(-1), other.log_softmax(-1))
+    kind = KINDS["logits"]
+    found, shifted = kind.softened(one, other), kind.softened(one.log_softmax(-1), other.log_softmax(-1))
     assert_close(found, shifted)
     for hot in (1e3, 1e4):
-        assert_close(hot**2 * divergence(one / hot, other / hot), found, rtol=10 / hot, atol=0)
+        assert_close(hot**2 * kind.divergence(one / hot, other / hot), found, rtol=10 / hot, atol=0)
 
 
 def test_damages_grow_with_what_goes(space: Space, images: ImageSet) -> None:
@@ -104,12 +102,13 @@ def test_damages_grow_with_what_goes(space: Space, images: ImageSet) -> None:
     for axis in RANKS:
         assert (np.diff(sensitivities.ranks[axis], axis=1) >= 0).all()
     for layer in (1, 2):
-        grown = [sensitivities.of_pruning(layer, count, 16) for count in range(1, 9)]
+        grown = [sensitivities.of_pruned(layer, count) for count in range(1, 9)]
         assert grown == sorted(grown)
-        both = sensitivities.of_pruning(layer, 4, 16) + sensitivities.of_pruning(layer, 2, 12)
-        assert both == pytest.approx(sensitivities.of_pruning(layer, 6, 16))  # what leaves later does what it adds
+    twice = sensitivities.total(replace(Choices.nothing(3), num_pruned=(0, 4, 2)))
+    added = sensitivities.of_pruned(2, 6) - sensitivities.of_pruned(2, 4)  # what leaves later does what it adds
+    assert twice == pytest.approx(sensitivities.of_pruned(1, 4) + added)
     both = Choices((2, 0, 0), (0, 3, 0), (0, 0, 0), (0, 0, 4))
-    alone = sensitivities.ranks["qk"][0, 2] + sensitivities.ranks["vo"][1, 3] + sensitivities.of_pruning(2, 4, 16)
+    alone = sensitivities.ranks["qk"][0, 2] + sensitivities.ranks["vo"][1, 3] + sensitivities.of_pruned(2, 4)
     assert sensitivities.total(both) == pytest.approx(alone)
 
 
@@ -308,8 +307,8 @@ def test_a_search_varies_the_best_that_it_knows(
     assert min(divergences) <= min(divergences[: len(result[0])])
 
 
-class MacsAsLatency(PlanMeasurements):
-    """Measurements whose cost table is that of the MACs."""
+class MacsAsLatency(Planner):
+    """A planner whose cost table is that of the MACs."""
 
     @cached_property
     def cost_table(self) -> CostTable:
@@ -330,11 +329,10 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
 
     settings = PlanSettings(trials=8, batch_size=12)
     target, whole = Target.parse(f"latency={most}x"), family_of(model).costs(model).macs
-    measurements = MacsAsLatency(settings.space(model, diagnosis, target), settings, "latency", images)
-    measurements.timer = SlowTimer()  # pyright: ignore[reportAttributeAccessIssue]
-    made = Planner(measurements, settings, target)
-    trial = made.for_cost(most)
-    assert made.latency == {"faster": 1 / (slower * requested[-1])}
+    made = MacsAsLatency(settings.space(model, diagnosis, target), settings, "latency", images)
+    made.timer = SlowTimer()  # pyright: ignore[reportAttributeAccessIssue]
+    trial = made.best(target)
+    assert made.latency(trial.step.choices) == {"faster": 1 / (slower * requested[-1])}
     assert requested[-1] == pytest.approx(trial.step.cost) and 0.98 * most <= slower * requested[-1] <= most
     # The closed form alone was too slow; what was searched for after that is not. Each is measured twice, because the
     # first timing is not what was predicted.
@@ -342,11 +340,11 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
     slower = 100.0
     # A correction asks for at most the fastest plan, and the message names what was measured.
     with pytest.raises(NotSupported, match=r"cannot be promised: .*Request a share of the MACs"):
-        made.for_cost(0.8)
+        made.best(target)
     slower = 1.3
-    least = measurements.frontier.reachable
+    least = made.frontier.reachable
     with pytest.raises(NotSupported, match=r"measured at .*Request at most faster=\d"):
-        made.for_cost(1.05 * least)
+        made.best(Target("latency", 1.05 * least))
     assert requested[-1] == pytest.approx(least, rel=0.02)
 
 
@@ -355,7 +353,7 @@ def test_no_output_of_a_plan_is_computed_twice(
 ) -> None:
     settings = PlanSettings(trials=6, batch_size=4, trial_images=4, finalists=2)
     images, target = pixels(CONFIG, 16), Target.parse("macs=0.8x")
-    measurements = PlanMeasurements(settings.space(model, diagnosis, target), settings, "macs", images)
+    made = Planner(settings.space(model, diagnosis, target), settings, "macs", images)
     computed, outputs_of = [], Answers.outputs_of
 
     def counting(self: Answers, candidate: nn.Module, start: int = 0) -> list[torch.Tensor]:
@@ -363,12 +361,11 @@ def test_no_output_of_a_plan_is_computed_twice(
         return outputs_of(self, candidate, start)
 
     monkeypatch.setattr(Answers, "outputs_of", counting)
-    made = Planner(measurements, settings, target)
-    best = made.for_cost(0.8)
+    best = made.best(target)
     plans = len({trial.step.choices for trial in made.trials})
     # Batches of four images: one of every plan, three more of the finalists.
     assert sorted(computed) == [1] * plans + [3, 3]
-    assert_close(best.divergence, Answers.of(model, images, 16).measure(measurements.realized(best.step.choices)).mean)
+    assert_close(best.divergence, Answers.of(model, images, 16).measure(made.realized(best.step.choices)).mean)
 
 
 def test_a_plan_for_a_file_is_corrected_by_the_speed_of_files(
@@ -376,8 +373,8 @@ def test_a_plan_for_a_file_is_corrected_by_the_speed_of_files(
 ) -> None:
     whole, files = family_of(model).costs(model).macs, []
 
-    class CostsOfFiles(PlanMeasurements):
-        """Measurements in a runtime that is 3 times as fast, whose table has no cost of calls."""
+    class CostsOfFiles(Planner):
+        """A planner for a runtime that is 3 times as fast, whose table has no cost of calls."""
 
         @cached_property
         def cost_table(self) -> CostTable:
@@ -396,17 +393,15 @@ def test_a_plan_for_a_file_is_corrected_by_the_speed_of_files(
 
     settings = PlanSettings(trials=4, batch_size=12, to="openvino(precision=bf16)")
     target = Target.parse("faster=4")
-    measurements = CostsOfFiles(settings.space(model, diagnosis, target), settings, "latency", images)
-    measurements.timer = FileTimer()  # pyright: ignore[reportAttributeAccessIssue]
-    made = Planner(measurements, settings, target)
-    trial = made.for_cost(target.limit)
+    made = CostsOfFiles(settings.space(model, diagnosis, target), settings, "latency", images)
+    made.timer = FileTimer()  # pyright: ignore[reportAttributeAccessIssue]
+    trial = made.best(target)
     # A first plan at 3/4 of the MACs is too slow as a file; the last one is fast enough, and little faster.
     assert files[0] == pytest.approx(0.75, abs=0.03) and 4 <= 3.0 / (0.2 + 0.8 * files[-1]) <= 4.12
     # The plan promises the speed of the model in attnrx, not that of the file.
-    assert made.latency == {"faster": pytest.approx(1 / (3 * trial.step.cost))}
-    easy = Target.parse("faster=2.9")
+    assert made.latency(trial.step.choices) == {"faster": pytest.approx(1 / (3 * trial.step.cost))}
     with pytest.raises(TargetMet, match="unchanged model as openvino"):
-        Planner(measurements, settings, easy).for_cost(easy.limit)
+        made.best(Target.parse("faster=2.9"))
     with pytest.raises(UnknownName):
         PlanSettings(to="openvina")
 

@@ -113,7 +113,6 @@ def test_patches_that_the_kernel_merges_are_grouped() -> None:
     assert bool(samples.left.gather(2, samples.groups).all())
     for groups, left in zip(samples.groups[:, 0], samples.left[:, 0], strict=True):
         assert set(groups.tolist()) == set(left.nonzero().flatten().tolist())
-    assert reduction_of(model).uses_kernel  # type: ignore[union-attr]
 
 
 def test_groups_are_outlined_and_filled() -> None:

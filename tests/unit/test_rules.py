@@ -10,7 +10,7 @@ import torch
 import attnrx
 from attnrx.decide.diagnostics import Moments, suited_diagnostics
 from attnrx.decide.rules import EnergyRetention, Rule, UniformRank, parse_rule, prescribe_maps
-from attnrx.decide.rules.outputs import decide_heads
+from attnrx.decide.rules.prescribing import decide_heads
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.support.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
 from attnrx_lab.rules import (

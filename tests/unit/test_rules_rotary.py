@@ -10,7 +10,7 @@ import torch
 import attnrx as rx
 from attnrx.change.decompositions import balance
 from attnrx.data import LoadedImages, Normalization, from_tensors
-from attnrx.decide.rules.rotary import COHERENCE, RotaryDirections
+from attnrx.decide.rules.metrics import COHERENCE, RotaryDirections
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.vit.models import family_of

@@ -23,8 +23,7 @@ from attnrx.show.checks import Costs
 from attnrx.show.reports import summary_of
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.verbs import shrink as shrinking
-from attnrx.verbs.shrink import FITS_BY_EFFORT, timing_conditions
-from attnrx.verbs.shrunk import Shrunk
+from attnrx.verbs.shrink import FITS_BY_EFFORT, Shrunk, timing_conditions
 from attnrx.vit.models import model_fingerprint
 from attnrx.vit.outputs import output_kind_of
 from attnrx_lab.vision_transformer import ViTConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attnrx.vit.attention.backends.capture import sized_softmax
+from attnrx.vit.attention.backends import sized_softmax
 from attnrx.vit.tokens import TokenPolicy, TokenState, parse_policy
 from attnrx_lab.tokens import (
     ATS,

@@ -39,7 +39,7 @@ def test_a_stage_that_keeps_every_patch_has_no_share_to_learn() -> None:
     attach_tokens_(model, family_of(model), TokenPolicy(DynamicViT(), (2, 3), (1.0, 0.5)))
     context = context_of(model.train())
     assert context.run is not None
-    (keep,) = context.run.sampled
+    (keep,) = context.run.sampled.values()
     assert KeepRatio()(context).item() == pytest.approx(float((keep.mean(1) - 0.5).square().mean()))
 
 

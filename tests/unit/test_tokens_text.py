@@ -8,7 +8,7 @@ from attnrx.support.errors import AttnrxError, InvalidInput
 from attnrx.support.records import to_dict
 from attnrx.vit import tokens
 from attnrx.vit.tokens import REDUCERS, Reducer, TokenLayout, TokenPolicy, ToMe, known_reducers, parse_policy
-from attnrx.vit.tokens.policy import PolicyReader
+from attnrx.vit.tokens import policy as policy_module
 from attnrx_lab.tokens import Random, Spot
 from support.cases import REDUCTIONS
 
@@ -42,8 +42,9 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_policy_survives_its_text(policy: TokenPolicy) -> None:
-    assert PolicyReader(str(policy), {**known_reducers(), "nested": Nested}).read_policy() == policy
+def test_a_policy_survives_its_text(policy: TokenPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_module, "_REGISTERED", {**known_reducers(), "nested": Nested})
+    assert parse_policy(str(policy)) == policy
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_what_cannot_be_read_is_said(text: str, said: str) -> None:
 
 
 def test_a_reducer_of_ones_own_has_a_name_after_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "_REGISTERED", {})
+    monkeypatch.setattr(policy_module, "_REGISTERED", {})
     with pytest.raises(AttnrxError, match="mine"):
         parse_policy("mine:0.7@4")
     tokens.register_reducer("mine", Mine)

@@ -11,7 +11,7 @@ import attnrx as rx
 from attnrx.support.errors import CheckpointError, InvalidInput, TrainingDiverged
 from attnrx.support.storage import read_json
 from attnrx.training import checkpoints, train
-from attnrx.training.preparation import deterministic
+from attnrx.training.trainer import deterministic
 from attnrx.vit.models import load_model
 from attnrx_lab.vision_transformer import VisionTransformer, initialize_
 from support.command_line import call

@@ -77,7 +77,7 @@ def _shrink_options(parser: Parser) -> None:
 
 
 def _shrink(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.verbs.preflight import preflight  # imports torch
+    from attnrx.verbs.load import preflight  # imports torch
 
     onnx = not arguments.no_onnx
     formats = (rx.exporting.parse_format("onnx"),) if onnx else ()
@@ -135,7 +135,7 @@ def _elastic_options(parser: Parser) -> None:
 
 
 def _elastic(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.verbs.preflight import preflight  # imports torch
+    from attnrx.verbs.load import preflight  # imports torch
 
     preflight(folder=arguments.out, report=True)
     log(f"loading {arguments.model} and {arguments.data}")
@@ -371,7 +371,7 @@ def _realize_options(parser: Parser) -> None:
 
 
 def _realize(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.change.realization.fits import fits_of, fits_record, realize_and_fit  # imports torch
+    from attnrx.change.realization.realizing import fits_of, fits_record, realize_and_fit  # imports torch
 
     # Before the model is realized, which takes long with --repair.
     rx.models.require_model_folder(arguments.out)

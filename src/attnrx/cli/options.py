@@ -387,7 +387,7 @@ def require_inputs(arguments: Namespace) -> None:
     data, to = (getattr(arguments, name, None) for name in ("data", "to"))
     if data is None and to is None:
         return
-    from attnrx.verbs.preflight import preflight  # imports torch
+    from attnrx.verbs.load import preflight  # imports torch
 
     preflight(formats=() if to is None else (rx.exporting.parse_format(to),))
     if getattr(arguments, "label_map", None) is not None:

@@ -8,14 +8,20 @@ Small images are decoded once, kept in memory as uint8 and augmented in batches 
 that do not fit stream.
 """
 
-from attnrx.data.division import Parts, distinct_splits, three_parts, without_images_of
 from attnrx.data.fixed_images import MAX_IMAGES, FixedImages
-from attnrx.data.images import Augmentation, Batch, ImageSet
-from attnrx.data.loaded_images import LoadedImages, from_tensors
+from attnrx.data.formats import Columns
+from attnrx.data.images import (
+    Augmentation,
+    Batch,
+    ImageSet,
+    LoadedImages,
+    from_tensors,
+    require_labelled,
+    require_labels,
+)
 from attnrx.data.loading import DATASETS, DatasetCard, load_data, register_dataset
-from attnrx.data.parquet import Columns
-from attnrx.data.splits import Splits, fit_labels, imagenet_indices, require_labelled, require_labels
-from attnrx.data.user_data import ImageData, image_set, training_set
+from attnrx.data.splits import Parts, Splits, distinct_splits, fit_labels, three_parts, without_images_of
+from attnrx.data.user_data import ImageData, image_set
 from attnrx.support.preprocessing import Normalization
 
 __all__ = [
@@ -36,12 +42,10 @@ __all__ = [
     "fit_labels",
     "from_tensors",
     "image_set",
-    "imagenet_indices",
     "load_data",
     "register_dataset",
     "require_labelled",
     "require_labels",
     "three_parts",
-    "training_set",
     "without_images_of",
 ]

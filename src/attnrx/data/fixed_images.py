@@ -6,17 +6,18 @@ So every source is read in one pass into an `ImageStore`, and everything afterwa
 """
 
 import hashlib
+import io
 import random
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
-from attnrx.data.images import UNLABELLED, Batch, Pass, RowImages, digest
+from attnrx.data.images import Batch, Pass, RowImages, digest, require_labelled
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.hardware import cache_folder
@@ -58,7 +59,7 @@ def seeded_draws(seed: int, generators: Iterable[torch.Generator] = ()) -> Itera
 def content_hashes(images: ImageBatch) -> Int[Tensor, "batch"]:
     """Returns a hash of the values of every image: equal for images that are equal bit by bit."""
     # 8 bytes: among 50,000 images two different ones share a hash with a probability of 1e-10.
-    rows = images.contiguous().view(torch.uint8).flatten(1).numpy() if images.numel() else [b""] * len(images)
+    rows = images.contiguous().view(torch.uint8).flatten(1).numpy()
     digests = [hashlib.blake2b(row, digest_size=8).digest() for row in rows]
     return torch.tensor([int.from_bytes(each, "little", signed=True) for each in digests], dtype=torch.int64)
 
@@ -121,44 +122,19 @@ class FixedImages(Displayed, RowImages):
         """The name, the number of images, and a hash of all labels and contents, which is independent of the name."""
         return self.name + digest("", self.store.numbers[self.rows], [self.hashes.numpy().tobytes()])
 
-    def take(self, count: int) -> "FixedImages":
-        return cast(FixedImages, super().take(count))
-
     def at(self, positions: Int[Tensor, "chosen"] | slice) -> "FixedImages":
         """Returns the images at these positions."""
         return replace(self, rows=self.rows[positions])
 
     def limited_to(self, num_classes: int) -> "FixedImages":
         """Returns the set itself; raises DataError for an image without a label below `num_classes`."""
-        require_classes(self.store.numbers[self.rows], num_classes, self.name)
+        require_labelled(self.store.numbers[self.rows], num_classes, self.name)
         return self
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
-        require_no_augmentation(order, self.name)
         for positions, _ in order.steps(len(self)):
             rows, store = self.rows[positions], self.store
             yield Batch(store.images(rows), store.numbers[rows], store.sources[rows]).to(order.device)
-
-
-def require_no_augmentation(order: Pass, name: str) -> None:
-    """Raises InvalidInput for a pass with augmentation over images with transforms of their own."""
-    if order.augmentation is not None:
-        raise InvalidInput(
-            f"{name} is augmented by its own transforms; attnrx augments only the datasets that it loads itself."
-        )
-
-
-def require_classes(labels: Int[Tensor, "images"], num_classes: int, name: str) -> None:
-    """Raises DataError for a label that is no class of a model: missing, negative, or not below `num_classes`."""
-    wrong = labels[(labels < 0) | (labels >= num_classes)]
-    if not len(wrong):
-        return
-    label = int(wrong[0])
-    found = "an image without a label" if label == UNLABELLED else f"an image with the label {label}"
-    raise DataError(
-        f"{name} has {found}, and the model has the classes 0 to {num_classes - 1}; give every image one of them; "
-        f"where no loss reads labels, the images can be given without any."
-    )
 
 
 def read_once(
@@ -169,7 +145,6 @@ def read_once(
     total: int | None = None,
     limit: int = MAX_IMAGES,
     distinct: bool = False,
-    problem: str | None = None,
 ) -> FixedImages:
     """Reads batches once into a store: in memory up to MEMORY bytes, else in a file that is deleted with the store.
 
@@ -181,58 +156,45 @@ def read_once(
         DataError: There is no image, or the file cannot be written.
         InvalidInput: The images have several numbers of channels or dtypes.
     """
-    groups: dict[tuple[int, ...], tuple[_Writer, list[Any]]] = {}  # by the shape of the images
-    known = set[int]()
+    writers: dict[tuple[int, ...], _Writer] = {}  # by the shape of the images
+    kinds, known = set[tuple[int, torch.dtype]](), set[int]()
     count, is_cut = 0, False
     for batch in track(batches, f"reading the images of {name}", total):
-        is_cut = count + len(batch) > limit
-        if count >= limit:
-            break
         rows = torch.arange(min(len(batch), limit - count))
+        is_cut = len(rows) < len(batch)
         hashes = content_hashes(batch.images[rows])
         count += len(rows)
         if distinct:
             new = [row for row, each in enumerate(hashes.tolist()) if not (each in known or known.add(each))]
             rows = torch.tensor(new, dtype=torch.long)
-        shape = tuple(batch.images.shape[1:])
-        if groups and shape[0] != next(iter(groups))[0]:
-            raise InvalidInput(f"the data have images of the shapes {next(iter(groups))} and {shape}; give one kind.")
-        if shape not in groups:
-            groups[shape] = _Writer(batch.images, normalization), []
-        writer, parts = groups[shape]
+        kinds.add((batch.images.shape[1], batch.images.dtype))
+        if len(kinds) > 1:
+            found = " and ".join(f"{channels} channels of {dtype}" for channels, dtype in kinds)
+            raise InvalidInput(f"the data have images of {found}; give one kind.")
         if len(rows):
-            writer.add(batch.images[rows])
-            parts.append((batch.labels[rows], batch.index[rows], hashes[rows]))
+            shape = tuple(batch.images.shape[1:])
+            if shape not in writers:
+                writers[shape] = _Writer(batch.images, normalization)
+            writers[shape].add(Batch(batch.images[rows], batch.labels[rows], batch.index[rows]), hashes[rows])
         if is_cut:
             break
-    found = sorted((group for group in groups.values() if group[1]), key=lambda group: -group[0].count)
-    if not found:
+    if not writers:
         raise DataError(f"{name} yielded no image; give at least one.")
-    notes = [f"{name}: only the first {count:,} images are used: the limit is {limit:,}"] if is_cut else []
-    return _sets_of(found, name, count, notes, problem)
-
-
-def _sets_of(
-    groups: Sequence[tuple["_Writer", list[Any]]], name: str, count: int, notes: list[str], problem: str | None
-) -> FixedImages:
-    """Returns the first of several groups of images, of one size each, with the others in `others`."""
-    used = sum(writer.count for writer, _ in groups)
+    first, *others = sorted(writers.values(), key=lambda writer: -writer.count)
+    used, notes = sum(writer.count for writer in writers.values()), []
+    if is_cut:
+        notes.append(f"{name}: only the first {count:,} images are used: the limit is {limit:,}")
     if used < count:
         notes.append(f"{name}: {count - used:,} of {count:,} images were yielded more than once and are used once")
-    if any(writer.file is not None for writer, _ in groups):
-        size = f"{sum(writer.bytes for writer, _ in groups) / 2**30:.1f} GiB"
+    if any(writer.is_on_disk for writer in writers.values()):
+        size = f"{sum(writer.file.tell() for writer in writers.values()) / 2**30:.1f} GiB"
         notes.append(f"{name}: the images take {size} and are in a temporary file in {cache_folder()}")
-    if len(groups) > 1:
-        first = groups[0][0]
+    if others:
         notes.append(
-            f"{name}: images of {len(groups)} sizes: the {first.count:,} of {first.shape[1]} x {first.shape[2]} are "
+            f"{name}: images of {len(writers)} sizes: the {first.count:,} of {first.shape[1]} x {first.shape[2]} are "
             f"used to plan and to compare, the other {used - first.count:,} to compare the outputs at their sizes"
         )
-    sets = []
-    for writer, parts in groups:
-        labels, sources, hashes = (torch.cat(each) for each in zip(*parts, strict=True))
-        store = ImageStore(*writer.finished(), labels, sources, hashes)
-        sets.append(FixedImages(name, store, torch.arange(len(labels)), tuple(notes), problem))
+    sets = [FixedImages(name, each.store(), torch.arange(each.count), tuple(notes)) for each in (first, *others)]
     return replace(sets[0], others=tuple(sets[1:]))
 
 
@@ -248,7 +210,7 @@ def _flat(codes: Tensor) -> Tensor:
 
 
 class _Writer:
-    """Collects images in memory, and beyond MEMORY bytes in a temporary file.
+    """Collects images of one shape in memory, and beyond MEMORY bytes in a temporary file.
 
     Images that were 8-bit pixels are stored as codes without loss, with the value of every level by channel, as it
     occurs: resizing and cropping of pictures, and a normalization by channel, leave at most 256 values in a channel.
@@ -261,17 +223,24 @@ class _Writer:
         self.levels: Float[Tensor, "channels 256"] | None = None
         if normalization is not None and len(normalization.mean) == first.shape[1]:
             self.levels = torch.full((first.shape[1], LEVELS), torch.nan, dtype=first.dtype)
-        self.blocks: list[Tensor] = []
-        self.file: Any = None
-        self.bytes, self.count = 0, 0
+        self.file: Any = io.BytesIO()
+        self.count = 0
+        self.parts: list[tuple[Tensor, Tensor, Tensor]] = []  # labels, rows in the source, hashes
 
-    def add(self, images: ImageBatch) -> None:
-        if images.dtype != self.dtype:
-            raise InvalidInput(f"the data have images of the types {self.dtype} and {images.dtype}; give one dtype.")
-        codes = self._codes(images)
-        if self.levels is not None and codes is None:
-            self._use_floats()
-        self._append(images.clone() if codes is None else codes)
+    @property
+    def is_on_disk(self) -> bool:
+        return not isinstance(self.file, io.BytesIO)
+
+    def add(self, batch: Batch, hashes: Int[Tensor, "batch"]) -> None:
+        codes = self._codes(batch.images)
+        if self.levels is not None and codes is None:  # the first images that have other values
+            earlier, levels = self._values().split(64) if self.count else (), self.levels
+            self.levels, self.file = None, io.BytesIO()
+            for part in earlier:
+                self._append(_decoded(part, levels))
+        self._append(batch.images if codes is None else codes)
+        self.parts.append((batch.labels, batch.index, hashes))
+        self.count += len(batch)
 
     def _codes(self, images: ImageBatch) -> UInt8[Tensor, "batch channels height width"] | None:
         """Returns the codes; None for images that have other values."""
@@ -289,45 +258,30 @@ class _Writer:
         self.levels = values
         return codes
 
-    def _use_floats(self) -> None:
-        """Decodes the images so far: a later one has other values."""
-        values, levels = self.finished()
-        assert levels is not None
-        self.levels, self.file, self.bytes, self.count = None, None, 0, 0
-        for part in values.split(64):
-            self._append(_decoded(part, levels))
-
     def _append(self, block: Tensor) -> None:
-        block = block.contiguous()
-        self.count += len(block)
-        self.bytes += block.nbytes
-        if self.file is None and self.bytes <= MEMORY:
-            self.blocks.append(block)
-            return
+        content = block.contiguous().view(torch.uint8).numpy().data
         try:
-            if self.file is None:
+            if not self.is_on_disk and self.file.tell() + content.nbytes > MEMORY:
                 cache_folder().mkdir(parents=True, exist_ok=True)
-                self.file = tempfile.NamedTemporaryFile(dir=cache_folder(), prefix="images-")
-            for each in (*self.blocks, block):
-                self.file.write(each.view(torch.uint8).numpy().data)
+                held, self.file = self.file, tempfile.NamedTemporaryFile(dir=cache_folder(), prefix="images-")
+                self.file.write(held.getbuffer())
+            self.file.write(content)
         except OSError as error:
             raise DataError(
                 f"cannot write the images to a file in {cache_folder()}: {error.strerror or error}. Give fewer images, "
                 "or name a folder with more space in ATTNRX_CACHE."
             ) from error
-        self.blocks = []
 
-    def finished(self) -> tuple[Tensor, Tensor | None]:
-        """Returns the images and the levels of their codes."""
-        dtype = self.dtype if self.levels is None else torch.uint8
-        if self.file is None:
-            values, first = torch.empty((self.count, *self.shape), dtype=dtype), 0
-            while self.blocks:  # one block after the other is copied and released
-                block = self.blocks.pop(0)
-                values[first : first + len(block)] = block
-                first += len(block)
-            return values, self.levels
-        self.file.flush()
-        stored = torch.from_file(self.file.name, shared=False, size=self.bytes, dtype=torch.uint8)
-        self.file.close()  # which deletes the file; its content lives as long as it is mapped
-        return stored.view(dtype).view(self.count, *self.shape), self.levels
+    def _values(self) -> Tensor:
+        """Returns the images, or their codes."""
+        if self.is_on_disk:
+            self.file.flush()
+            stored = torch.from_file(self.file.name, shared=False, size=self.file.tell(), dtype=torch.uint8)
+            self.file.close()  # which deletes the file; its content lives as long as it is mapped
+        else:
+            stored = torch.frombuffer(self.file.getbuffer(), dtype=torch.uint8)
+        return stored.view(self.dtype if self.levels is None else torch.uint8).view(self.count, *self.shape)
+
+    def store(self) -> ImageStore:
+        """Returns the images, with the levels of their codes."""
+        return ImageStore(self._values(), self.levels, *map(torch.cat, zip(*self.parts, strict=True)))

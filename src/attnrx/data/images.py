@@ -1,4 +1,4 @@
-"""One split of a dataset as everything above sees it: batches, in an order that can be repeated exactly.
+"""Sets of images: batches in an order that can be repeated exactly, and the images that attnrx itself decodes.
 
 Two laws, which the trainer's exact resume and its several processes stand on:
 
@@ -8,17 +8,25 @@ Two laws, which the trainer's exact resume and its several processes stand on:
 
 import hashlib
 import math
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property, partial
+from itertools import repeat
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 
 from attnrx.support.arguments import require_fields, whole
+from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError, InvalidInput
-from attnrx.support.preprocessing import without_waiting
+from attnrx.support.optional import required_module
+from attnrx.support.pictures import open_picture, pixels_of
+from attnrx.support.preprocessing import ImageGeometry, Normalization, without_waiting
 from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
 
 UNLABELLED = -1  # no class number, so it cannot equal an answer
@@ -26,6 +34,9 @@ Box = tuple[int, int, int, int]  # top, left, height, width
 ATTEMPTS = 10  # tries at a crop that fits inside the picture, as torchvision's RandomResizedCrop makes
 RATIO = (3 / 4, 4 / 3)  # widths over heights that such a crop may have
 ORDER, AUGMENTATION = 0, 1  # what a generator is for, so that the two never share random numbers
+CHUNK = 256  # images of a step that decodes a whole set
+AHEAD = 2  # batches that are being decoded while the model works on another
+IN_MEMORY = 2 * 2**30  # bytes of decoded pixels of a store that are held in memory; larger ones stream
 # Of several keys that an item or columns that a table has, the first in these lists is used. transformers' processors
 # and collators return "pixel_values" and "labels"; "img" and "fine_label" are the columns of CIFAR on the hub.
 IMAGE_KEYS = ("pixel_values", "image", "images", "img", "inputs", "x")
@@ -62,17 +73,12 @@ def generator(*parts: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state[0]))
 
 
-@dataclass(frozen=True)
-class Draws:
+class Draws(NamedTuple):
     """The random numbers of one batch: drawn on the CPU, so that every device and every process sees the same."""
 
     shift: Int[Tensor, "batch 2"]
     mirror: Bool[Tensor, "batch"]
     window: Float[Tensor, "batch attempts 4"]
-
-    def part(self, images: slice | list[int]) -> "Draws":
-        """Returns the random numbers of some images of the batch."""
-        return Draws(self.shift[images], self.mirror[images], self.window[images])
 
 
 @dataclass(frozen=True)
@@ -146,17 +152,15 @@ class Pass:
 
     def __post_init__(self):
         process, processes = self.shard
-        if not 0 <= process < processes:
-            raise InvalidInput(f"shard={self.shard}: give (process, processes) with 0 <= process < processes.")
-        if self.batch_size < 1 or self.batch_size % processes:
+        is_whole = 0 <= process < processes and self.batch_size >= 1 and self.batch_size % processes == 0
+        least = min(self.start, 0 if self.seed is None else self.seed)
+        if not is_whole or least < 0 or (self.augmentation is not None and self.seed is None):
             raise InvalidInput(
-                f"batch_size={self.batch_size} is for all {processes} processes together: "
-                "give a positive multiple of their number."
+                f"batches(batch_size={self.batch_size}, seed={self.seed}, augmentation={self.augmentation}, "
+                f"shard={self.shard}, start={self.start}): give a batch size for all processes together, a positive "
+                "multiple of their number; a shard (process, processes) with 0 <= process < processes; no negative "
+                "seed or start; and no augmentation without a seed."
             )
-        if self.augmentation is not None and self.seed is None:
-            raise InvalidInput("augmentation was given without a seed: random crops need one to be repeatable.")
-        if self.start < 0 or (self.seed is not None and self.seed < 0):
-            raise InvalidInput(f"start={self.start}, seed={self.seed}: neither may be negative.")
 
     def steps(self, count: int) -> Iterator[tuple[Int[Tensor, "local"], Draws | None]]:
         """Yields the positions, of `count` images, that this process takes at each step, and its random numbers.
@@ -191,8 +195,8 @@ class Pass:
             draws = None
             if self.augmentation is not None and self.seed is not None:
                 # Drawn for the whole batch, then cut.
-                random = generator(self.seed, AUGMENTATION, number)
-                draws = self.augmentation.draw(len(batch), random).part(share)
+                drawn = self.augmentation.draw(len(batch), generator(self.seed, AUGMENTATION, number))
+                draws = Draws(*(numbers[share] for numbers in drawn))
             yield batch[share], draws
 
 
@@ -200,11 +204,12 @@ class ImageSet(ABC):
     """One split. It is never consumed: every call of `batches` begins a new pass.
 
     `notes` are what evidence has to state about the reading of the images, and `problem` is why their labels cannot be
-    compared with a model's answers, though they have some.
+    compared with a model's answers, though they have some. A set that `can_augment` has no transforms of its own.
     """
 
     notes: tuple[str, ...] = ()
     problem: str | None = None
+    can_augment = False
 
     @property
     def has_labels(self) -> bool:
@@ -263,6 +268,11 @@ class ImageSet(ABC):
             InvalidInput: The arguments do not fit together, or this set cannot be augmented.
             DataError: The pass has no step, or an image cannot be read.
         """
+        if augmentation is not None and not self.can_augment:
+            raise InvalidInput(
+                "the images are augmented by their own transforms; attnrx augments only the datasets that it loads "
+                "itself."
+            )
         return self._pass(Pass(batch_size, seed, augmentation, torch.device(device), shard, start))
 
 
@@ -277,7 +287,7 @@ class RowImages(ImageSet):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def take(self, count: int) -> ImageSet:
+    def take(self, count: int) -> Self:
         """Returns `count` rows: going round the classes where the store has labels, else evenly spread.
 
         Datasets are often sorted by class, so the first rows would be one class.
@@ -308,6 +318,27 @@ def require_count(count: int, held: int) -> None:
     """Raises DataError for a number of images that a split cannot give."""
     if not 1 <= count <= held:
         raise DataError(f"{count} images were requested of a split that holds {held}; ask for 1 to {held}.")
+
+
+def require_labelled(labels: Int[Tensor, "images *labels"], num_classes: int | None = None, name: str = "data") -> None:
+    """Raises DataError for an image without a label, or with one that is no class of a model of `num_classes`."""
+    # Below zero are UNLABELLED, and the numbers that other libraries have for it, such as -100.
+    wrong = labels < 0 if num_classes is None else (labels < 0) | (labels >= num_classes)
+    missing = int(wrong[..., None].flatten(1).any(1).sum())
+    if missing:
+        label = int(labels[wrong][0])
+        found = "an image without a label" if label == UNLABELLED else f"an image with the label {label}"
+        known = "" if num_classes is None else f", and the model has the classes 0 to {num_classes - 1}"
+        raise DataError(
+            f"{name} has {found}{known} ({missing} of {len(labels)} images are like that): give every image one, or "
+            "all without labels where none are needed."
+        )
+
+
+def require_labels(images: ImageSet) -> None:
+    """Raises DataError for images without labels, or with those of other classes, with their `label_problem`."""
+    if images.label_problem is not None:
+        raise DataError(images.label_problem)
 
 
 def rank_within_class(labels: Int[Tensor, "images"], order: Int[Tensor, "images"]) -> Int[Tensor, "images"]:
@@ -345,3 +376,192 @@ def hold_out(
     wanted = (sizes * share).round().long().clamp(min=1)
     wanted = torch.where(sizes > 1, torch.minimum(wanted, sizes - 1), 0)
     return rank_within_class(labels, order) < wanted[labels]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StoredImages(Displayed):
+    """The encoded images of one split in storage order: what every storage format is read into.
+
+    `sources` are their rows in the source. `content` reads the bytes of the image at a position, and `where` returns
+    its file and row, for messages. `pixels` are those of images that are given decoded.
+    """
+
+    labels: Int[Tensor, "stored"]
+    sources: Int[Tensor, "stored"]
+    content: Callable[[int], bytes]
+    where: Callable[[int], str]
+    pixels: UInt8[Tensor, "stored channels height width"] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def picture(
+        self, position: int, channels: int | None, alpha: str = "drop"
+    ) -> UInt8[Tensor, "channels height width"]:
+        """Decodes one image to grey (1 channel), RGB (3) or, with None, to the one of the two that it is.
+
+        Raises:
+            DataError: The image cannot be decoded; the message contains `where(position)`.
+        """
+        if self.pixels is not None:
+            return self.pixels[position]
+        try:
+            with open_picture(self.content(position)) as picture:
+                return torch.from_numpy(pixels_of(picture, channels, alpha)).permute(2, 0, 1)
+        except DataError:  # of a file that was deleted
+            raise
+        except Exception as error:  # Pillow's readers raise many types: SyntaxError, struct.error, EOFError
+            where, reason = self.where(position), str(error) or type(error).__name__
+            raise DataError(f"cannot decode the image {where}: {reason}. Repair or remove it.") from error
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LoadedImages(Displayed, RowImages):
+    """Some rows of stored images, fitted to a geometry, and cropped and mirrored in batches on the device.
+
+    `photos`: whether training crops parts of the pictures, which are then never held decoded. `numbers` are the head's
+    class of every class of the dataset, -1 for no label; without them the labels are those of the dataset. `problem` is
+    the reason why they fit no head.
+    """
+
+    store: StoredImages
+    geometry: ImageGeometry
+    normalization: Normalization
+    photos: bool = False
+    numbers: Int[Tensor, "classes"] | None = None
+    problem: str | None = None
+    can_augment = True
+
+    @property
+    def has_labels(self) -> bool:
+        return self.numbers is None or bool((self.numbers != UNLABELLED).any())
+
+    @property
+    def fingerprint(self) -> str:
+        """Hashes every label and the bytes of up to 64 images."""
+        sampled = self.rows[evenly_spaced(len(self))].tolist()
+        return digest(self.name, self.store.labels[self.rows], map(self.store.content, sampled))
+
+    def relabelled(self, numbers: Int[Tensor, "classes"]) -> "LoadedImages":
+        """Returns the same images with labels of a head: its class of every class of the dataset, -1 for no label."""
+        return replace(self, numbers=numbers if self.numbers is None else numbers[self.numbers], problem=None)
+
+    def renormalized(self, normalization: Normalization) -> "LoadedImages":
+        """Returns the same images on another scale, for a model that was trained with other statistics."""
+        return replace(self, normalization=normalization)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether decoded pixels are held in memory."""
+        return not self.photos and len(self.store) * math.prod(self.geometry.shape) <= IN_MEMORY
+
+    def _pass(self, order: Pass) -> Iterator[Batch]:
+        windows = order.augmentation if order.augmentation is not None and order.augmentation.area is not None else None
+        if self.is_held and windows is None:
+            pixels = self._pixels.to(order.device)
+            for positions, draws in order.steps(len(self)):
+                images = pixels[without_waiting(positions, order.device)]
+                yield self._batch(images, self.rows[positions], draws, order)
+            return
+        steps = ((self.rows[positions], draws) for positions, draws in order.steps(len(self)))
+        for rows, draws, images in self._decoded(steps, windows):
+            yield self._batch(without_waiting(images, order.device), rows, draws, order)
+
+    @cached_property
+    def _pixels(self) -> UInt8[Tensor, "images channels height width"]:
+        """The pixels of all images."""
+        if self.store.pixels is not None and self.store.pixels.shape[1:] == self.geometry.shape:
+            return self.store.pixels[self.rows]
+        pixels = torch.empty(len(self), *self.geometry.shape, dtype=torch.uint8)
+        chunks = ((rows, None) for rows in self.rows.split(CHUNK))
+        for block, (_, _, images) in zip(pixels.split(CHUNK), self._decoded(chunks, None), strict=True):
+            block.copy_(images)
+        return pixels
+
+    def _decoded(
+        self, steps: Iterable[tuple[Tensor, Draws | None]], windows: Augmentation | None
+    ) -> Iterator[tuple[Int[Tensor, "batch"], Draws | None, UInt8[Tensor, "batch channels height width"]]]:
+        """Yields the pixels of every step, decoded by several threads ahead of their use."""
+        # In order, so that the first corrupt image is the same one in every run.
+        waiting: deque[tuple[Tensor, Draws | None, Iterator[Tensor]]] = deque()
+        pool = ThreadPoolExecutor(_threads())
+
+        def collected() -> tuple[Tensor, Draws | None, Tensor]:
+            rows, draws, pictures = waiting.popleft()
+            return rows, draws, torch.stack([*pictures])
+
+        try:
+            for rows, draws in steps:
+                crops = repeat(None) if draws is None else draws.window
+                waiting.append((rows, draws, pool.map(partial(self._picture, windows), rows.tolist(), crops)))
+                if len(waiting) > AHEAD:
+                    yield collected()
+            while waiting:
+                yield collected()
+        finally:  # also when the consumer stops early
+            # Does not wait, because images of batches that nothing consumes may still be decoded.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _picture(
+        self, windows: Augmentation | None, row: int, window: Tensor | None
+    ) -> UInt8[Tensor, "channels height width"]:
+        """Returns the pixels of a picture: fitted as in evaluation or, with the numbers of a window, cropped."""
+        pixels = self.store.picture(row, self.geometry.channels, self.geometry.alpha)
+        if windows is None or window is None:
+            try:
+                return self.geometry.fit(pixels)
+            except ValueError as error:  # it would have too many pixels
+                raise DataError(f"cannot resize the image {self.store.where(row)}: {error}.") from error
+        _, height, width = pixels.shape
+        transforms = required_module("torchvision.transforms.v2.functional", "data", "resizing images")
+        return transforms.resized_crop(
+            pixels, *windows.box(height, width, window), list(self.geometry.size), antialias=True
+        )
+
+    def _batch(
+        self,
+        images: UInt8[Tensor, "batch channels height width"],
+        rows: Int[Tensor, "batch"],
+        draws: Draws | None,
+        order: Pass,
+    ) -> Batch:
+        # Augmented as bytes, which is a quarter of the memory of float32, and before normalization, so that borders are
+        # black.
+        if draws is not None and order.augmentation is not None:
+            images = order.augmentation.apply(images, draws)
+        labels = self.store.labels[rows] if self.numbers is None else self.numbers[self.store.labels[rows]]
+        labels, sources = (without_waiting(each, order.device) for each in (labels, self.store.sources[rows]))
+        return Batch(self.normalization.apply(images.float() / 255), labels, sources)
+
+
+def _threads() -> int:
+    """Returns how many images are decoded at once: decoding releases the GIL, so one thread per usable core."""
+    # macOS and Windows have no sched_getaffinity; above 16 threads memory bandwidth is the limit.
+    return max(1, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+def from_tensors(
+    name: str,
+    pixels: UInt8[Tensor, "images channels height width"],
+    labels: Int[Tensor, "images"],
+    normalization: Normalization,
+) -> LoadedImages:
+    """Makes an image set of pixels that are in memory already.
+
+    Args:
+        name: The name of the set in messages and fingerprints.
+        pixels: 8-bit pixels [images, channels, height, width].
+        labels: The class number of every image.
+        normalization: The scale of the batches.
+
+    Raises:
+        InvalidInput: There are no images, or not as many labels as images.
+    """
+    if len(pixels) != len(labels) or not len(pixels):
+        raise InvalidInput(
+            f"{name}: {len(pixels)} images and {len(labels)} labels; give one label for each, at least one."
+        )
+    rows = torch.arange(len(labels))
+    store = StoredImages(labels, rows, lambda row: pixels[row].numpy().tobytes(), lambda row: f"{name}, {row}", pixels)
+    geometry = ImageGeometry.of_size((pixels.shape[2], pixels.shape[3]), pixels.shape[1], "fill")  # as they are
+    return LoadedImages(name, store, rows, geometry, normalization)

@@ -2,18 +2,16 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from attnrx.data.files import open_folder
-from attnrx.data.images import UNLABELLED, Augmentation, ImageSet, evenly_spaced
-from attnrx.data.loaded_images import LoadedImages, StoredImages
-from attnrx.data.parquet import Columns, open_hub, open_parquet, parquet_columns
-from attnrx.data.splits import NAMES, MissingImages, Opened, Splits, assign, by_canonical_name, padding_for
+from attnrx.data.formats import Columns, Opened, open_folder, open_hub, open_parquet, parquet_columns
+from attnrx.data.images import UNLABELLED, Augmentation, ImageSet, LoadedImages, StoredImages, evenly_spaced, hold_out
+from attnrx.data.splits import SPLITS, VALIDATION_IS_TEST, Splits, padding_for, with_missing
 from attnrx.support.arguments import PATH, RATE, SIDE, Kind, checked, each, either, optional
 from attnrx.support.errors import DataError, InvalidInput, nearest
 from attnrx.support.optional import import_plugins, required_module
@@ -23,6 +21,7 @@ from attnrx.support.shapes import Int, Tensor, UInt8
 SIDES = each(SIDE, "(height, width)", least=1, most=2)
 GUESSED_FROM = 16  # pictures of a dataset without a known geometry
 DIGIT_SIDE, GREYS = 8, 16  # scikit-learn stores the pixels of the digits as counts, 0 to 16
+TEST_SHARE = 0.2  # of a dataset that has neither test nor validation images
 IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -136,18 +135,6 @@ def register_dataset(name: str, card: DatasetCard) -> None:
         raise InvalidInput(f"the dataset {name} exists already; choose another name.")
 
 
-def known_datasets() -> Mapping[str, DatasetCard]:
-    """Returns the catalogue with the datasets that other packages register."""
-    import_plugins()
-    return DATASETS
-
-
-def known_as(name: str) -> str | None:
-    """Returns the catalogue's name of a dataset that may be spelt as its files are."""
-    datasets = known_datasets()
-    return next((canonical for canonical, card in datasets.items() if name in (canonical, *card.other_names)), None)
-
-
 HUB = "hf:"
 
 
@@ -166,51 +153,41 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
     """Finds the dataset, and checks what can be checked without reading images or labels.
 
     Raises:
-        InvalidInput: The name is empty.
         DataError: There is nothing at the path, or no format that attnrx reads; or a file is damaged, or lacks a column
             that was named.
         NotSupported: The library that reads the format is not installed.
     """
-    if not isinstance(name_or_path, str | Path) or name_or_path == "":
-        raise InvalidInput(f"load_data({name_or_path!r}): give the name of a dataset or the path of one.")
     requested = str(name_or_path)
     if requested.startswith(HUB):
         hub_id = requested.removeprefix(HUB)
         return DatasetLocation(hub_id, requested, partial(open_hub, hub_id, columns))
+    import_plugins()  # which register datasets
+    names = {spelling: name for name, card in DATASETS.items() for spelling in (name, *card.other_names)}
     # A Path names files, also if it is spelt like a dataset.
-    catalogue_name = known_as(requested) if isinstance(name_or_path, str) else None
-    if catalogue_name is not None:
-        return _locate_known(catalogue_name, columns)
-    if "://" in requested or requested.startswith("pipe:"):
-        raise DataError(
-            f"{requested} is remote, and files are read from local paths: download it, or give {HUB}owner/name for a "
-            "hub dataset, or a DataLoader over it."
-        )
+    if isinstance(name_or_path, str) and requested in names:
+        return _locate_known(names[requested], columns)
+    path = Path(requested)
     try:
-        path = Path(requested).expanduser()
-        exists = path.exists()
-    # RuntimeError: ~name of an unknown user; OSError: a name that is too long; ValueError: a null byte
-    except (RuntimeError, OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{requested[:200]!r} is no name of files ({reason}).") from error
+        path = path.expanduser()
+        exists = requested and path.exists()
+    except (RuntimeError, OSError, ValueError):  # ~name of an unknown user, a name that is too long, a null byte
+        exists = False
     if not exists:
         raise DataError(
-            f"there is nothing at {requested} (looked from {Path.cwd()}), and it is no name of a dataset: "
-            f"{nearest(requested, known_datasets())} Or give a parquet file, or a folder of parquet files or images "
-            f"(not a pattern), or {HUB}owner/name for a hub dataset."
+            f"there is nothing at {requested[:200]!r} (looked from {Path.cwd()}), and it is no name of a dataset: "
+            f"{nearest(requested, DATASETS)} Or give a local parquet file, or a local folder of parquet files or "
+            f"images (not a pattern), or {HUB}owner/name for a hub dataset."
         )
     name = path.name if path.is_dir() else path.stem
-    catalogue_name = known_as(name.lower())
-    card = known_datasets()[catalogue_name] if catalogue_name else None
     # A file of a known name is assumed to hold that dataset; the note lists the assumption.
-    notes = (
-        (f"size and normalization are those of {catalogue_name}, by the name of the file",) if catalogue_name else ()
-    )
+    known, card, notes = names.get(name.lower()), None, ()
+    if known is not None:
+        card, notes = DATASETS[known], (f"size and normalization are those of {known}, by the name of the file",)
     return DatasetLocation(name, requested, _opener(path, columns), card, notes)
 
 
 def _locate_known(name: str, columns: Columns) -> DatasetLocation:
-    card = known_datasets()[name]
+    card = DATASETS[name]
     if card.open is not None:
         return DatasetLocation(name, name, card.open, card)
     assert card.hub_id is not None
@@ -281,8 +258,7 @@ def load_data(
     location = locate(name_or_path, columns or Columns())
     card, requested = location.card, location.requested
     opened = by_canonical_name(location.open(), requested)
-    labels = {name: stored.labels for name, stored in opened.splits.items()}
-    parts, notes = assign(labels, requested, validation_share, seed, opened.keys)
+    parts, notes = assign(opened, requested, validation_share, seed)
     own_geometry = _geometry_of(opened, card, image_size)
     photos = _are_photos(own_geometry)
     geometry = geometry or own_geometry
@@ -294,24 +270,16 @@ def load_data(
         problem = f"{requested} has no labels, and this needs them: {opened.remedy}."
     sets: dict[str, ImageSet] = {
         split: LoadedImages(
-            f"{location.name}/{split}",
-            opened.splits[stored],
-            rows,
-            geometry,
-            normalization,
-            photos=photos,
-            numbers=numbers,
-            problem=problem,
+            f"{location.name}/{split}", opened.splits[stored], rows, geometry, normalization, photos, numbers, problem
         )
         for split, (stored, rows) in parts.items()
     }
-    missing = {split: MissingImages(requested, split, sets) for split in NAMES}
     flip, shift = (True, True) if card is None else (card.flip, card.shift)
     # The window is usual for ImageNet.
     window = Augmentation(padding=0, area=(0.08, 1.0)) if photos else None
     return Splits(
         name=location.name,
-        **{**missing, **sets},
+        **with_missing(sets, requested),
         class_names=opened.class_names,
         channels=geometry.channels,
         image_size=geometry.side,
@@ -320,6 +288,86 @@ def load_data(
         notes=(*location.notes, *opened.notes, *notes),
         geometry=geometry,
     )
+
+
+def by_canonical_name(opened: Opened, source: str) -> Opened:
+    """Renames the splits to train, validation and test, drops others with a note, and checks their labels.
+
+    Raises:
+        DataError: Two splits have one meaning, none is of a known name, or one is empty; or labels are outside the
+            classes, or of a class that train has not.
+    """
+    splits: dict[str, StoredImages] = {}
+    notes = list(opened.notes)
+    for stored, records in opened.splits.items():
+        name = SPLITS.get(stored.lower())
+        if name is None:
+            notes.append(f"the split {stored!r} is neither train, validation nor test and is not used")
+        elif name in splits:
+            raise DataError(f"{source} has two {name} splits, one of them called {stored!r}; rename or remove one.")
+        else:
+            splits[name] = records
+    if not splits:
+        raise DataError(
+            f"{source} has no train, validation or test split (it has {', '.join(map(repr, opened.splits))}); "
+            "rename one."
+        )
+    for split, records in splits.items():
+        labels, classes = records.labels, len(opened.class_names) or 1  # without labels there are zeros
+        if not len(labels):
+            raise DataError(f"the {split} split of {source} is empty; give it images or remove it.")
+        outside = ((labels < 0) | (labels >= classes)).nonzero().flatten()
+        if len(outside):
+            row = int(outside[0])
+            raise DataError(
+                f"label {int(labels[row])} of image {row} in the {split} split of {source} is outside the {classes} "
+                f"classes (0 to {classes - 1}); {len(outside)} images are like that. Correct the labels, or leave the "
+                "split out if its labels are hidden."
+            )
+    for split, records in splits.items():
+        # Without a train split there is nothing to compare with.
+        trained = splits.get("train", records).labels
+        strange = records.labels[~torch.isin(records.labels, trained)]
+        if len(strange):
+            raise DataError(
+                f"label mismatch between the splits of {source}: class {opened.class_names[strange.min()]!r} occurs in "
+                f"{split} but never in train; check that both count the same classes."
+            )
+    return replace(opened, splits=splits, notes=tuple(notes))
+
+
+def assign(
+    opened: Opened, source: str, share: float, seed: int
+) -> tuple[dict[str, tuple[str, Int[Tensor, "_"]]], tuple[str, ...]]:
+    """Assigns every image to train, validation or test: returns the stored split and the rows of each, and notes.
+
+    Without a test split the validation images are the test; a split that is still missing is held out of train, the
+    same share of each class: validation by `share` and `seed`, a missing test always by one seed, so that it never
+    moves. Images are held out by a hash of their `keys`, else of their rows. Without a train split nothing is held out.
+
+    Raises:
+        DataError: No class of train has two images, so that none can be held out.
+    """
+    parts = {name: (name, torch.arange(len(stored))) for name, stored in opened.splits.items()}
+    notes = []
+    if "test" not in parts and "validation" in parts:
+        # Where there are train images, another validation split can be held out of them.
+        parts["test"] = parts.pop("validation") if "train" in parts else parts["validation"]
+        notes.append(VALIDATION_IS_TEST)
+    # The test is taken first, so that it does not depend on the share and the seed of the validation split.
+    for split, wanted, by in (("test", TEST_SHARE, 0), ("validation", share, seed)):
+        if split in parts or "train" not in parts:
+            continue
+        rows = parts["train"][1]
+        named: list[str | int] = [opened.keys[row] if opened.keys else row for row in map(int, rows.tolist())]
+        marked = hold_out(opened.splits["train"].labels[rows], named, wanted, by)
+        if not marked.any():
+            raise DataError(
+                f"{source} has no {split} split, and no class of train has two images to hold one out; add images."
+            )
+        parts[split], parts["train"] = ("train", rows[marked]), ("train", rows[~marked])
+        notes.append(f"no {split} split: {int(marked.sum())} training images are held out, {wanted:.0%} of each class")
+    return parts, tuple(notes)
 
 
 def _geometry_of(opened: Opened, card: DatasetCard | None, size: int | Sequence[int] | None) -> ImageGeometry:

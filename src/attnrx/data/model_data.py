@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from attnrx.data import MAX_IMAGES, FixedImages, ImageSet, Normalization, Splits, fit_labels, image_set, training_set
+from attnrx.data import MAX_IMAGES, FixedImages, ImageSet, Normalization, Splits, fit_labels, image_set
 from attnrx.data.images import LABEL_KEYS
-from attnrx.data.splits import NAMES, SPLITS, VALIDATION_IS_TEST, MissingImages
-from attnrx.data.user_data import TARGETS
+from attnrx.data.splits import SPLITS, VALIDATION_IS_TEST, with_missing
+from attnrx.data.user_data import TARGETS, training_set
 from attnrx.support.arguments import checked, described_error, instance, optional, user_code
 from attnrx.support.errors import DataError, InvalidInput, ScaleWarning
 from attnrx.support.preprocessing import SMALL, ImageGeometry, Preprocessing
@@ -28,7 +28,6 @@ class ModelBatches:
 
     data: Any
     inputs: Callable[[Any], Any]
-    packing: ModuleInputs | None = None
 
     @classmethod
     def of(cls, data: Any, inputs: Callable[[Any], Any] | None) -> Any:
@@ -66,10 +65,10 @@ class ModelBatches:
         """
         if inputs is None:
             raise InvalidInput("inputs=... for a model of images: load the model with inputs=..., or omit it.")
-        return replace(self, packing=inputs)
+        return replace(self, inputs=lambda batch: inputs.packed(self.inputs(batch)))
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        """Yields what the forward takes for every batch, packed once the inputs are known, with the labels."""
+        """Yields what `inputs` makes of every batch, with the labels."""
         for batch in self.data:
             labels = None
             if isinstance(batch, tuple | list):
@@ -78,7 +77,7 @@ class ModelBatches:
                 labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
             with user_code("inputs(batch)", DataError):
                 arguments = self.inputs(batch)
-            yield arguments if self.packing is None else self.packing.packed(arguments), labels
+            yield arguments, labels
 
     def __len__(self) -> int:
         return len(self.data)
@@ -170,20 +169,18 @@ def splits_for(
     """
     if isinstance(data, Splits):
         return data
+    family = family_of(model)
     by_split = dict(data) if isinstance(data, Mapping) else {"train": data}
-    unknown = [name for name in by_split if str(name).lower() not in SPLITS]
-    if unknown:
-        raise InvalidInput(f"{argument} has a split {unknown[0]!r}: name the splits train, validation and test.")
     sets: dict[str, ImageSet] = {}
     for name, images in by_split.items():
-        split, named = SPLITS[name.lower()], f"{argument}[{name!r}]"
-        if split in sets:
-            raise InvalidInput(f"{argument} has two {split} splits, one of them called {name!r}; give one.")
-        lazy = (
-            training_set(images, preprocessing_of(model), named, inputs=family_of(model).inputs(model))
-            if training
-            else None
-        )
+        split, named = SPLITS.get(str(name).lower()), f"{argument}[{name!r}]"
+        if split is None or split in sets:
+            raise InvalidInput(
+                f"{argument} has a split {name!r}: name the splits train, validation and test, and give each once."
+            )
+        lazy = None
+        if training:
+            lazy = training_set(images, preprocessing_of(model), named, inputs=family.inputs(model))
         if lazy is None and training and split == "train":
             raise InvalidInput(
                 f"{named} can only be iterated in its own order, and training draws a new order for every epoch so "
@@ -195,10 +192,6 @@ def splits_for(
     if "test" not in sets and "validation" in sets:
         # Datasets often publish no labels of a test split; the note records that both are the same images.
         sets["test"], notes = sets["validation"], (VALIDATION_IS_TEST,)
-    source = f"{argument} (a mapping from the names of splits to data)"
-    # A placeholder per absent split, which raises with its name where it is used.
-    missing = {name: MissingImages(source, name, tuple(sets)) for name in NAMES}
-    family = family_of(model)
     channels, *size = family.input_shape(model)
     # Without names of its classes a model has their numbers; one of embeddings has none. One logit distinguishes two
     # classes, of which a configuration may name one.
@@ -207,7 +200,7 @@ def splits_for(
     names = family.class_names(model) or (of_data if len(of_data) == len(classes) else ())
     return Splits(
         name=argument,
-        **{**missing, **sets},
+        **with_missing(sets, f"{argument} (a mapping from the names of splits to data)"),
         class_names=names if len(names) >= len(classes) else classes,
         channels=channels,
         image_size=size[0] if size[0] == size[1] else (size[0], size[1]),
@@ -225,9 +218,8 @@ def dataset_classes(*data: Any) -> tuple[str, ...]:
     for each in data:
         # A DataLoader and a Subset hold the dataset that they read from.
         for _ in range(8):
-            if getattr(each, "classes", None) is not None or not hasattr(each, "dataset"):
-                break
-            each = each.dataset
+            if getattr(each, "classes", None) is None and hasattr(each, "dataset"):
+                each = each.dataset
         features = getattr(each, "features", None)
         label = next((features[key] for key in LABEL_KEYS if key in features), None) if features else None
         names = getattr(each, "classes", None) or getattr(label, "names", None)
@@ -267,18 +259,12 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
     if splits.geometry is not None:
         splits = _fitted(splits, splits.geometry, model)
     channels, *size = shape
-    if splits.channels != channels:
-        wanted = "RGB" if channels == 3 else f"{channels}-channel"
-        raise DataError(
-            f"{splits.name} has images of {splits.channels} channel(s), the model needs {channels}: store them as "
-            f"{wanted} images, give a PyTorch dataset that converts them (in torchvision, Grayscale({channels})), or "
-            f"use a model of {splits.channels} channel(s)."
-        )
     wanted = size[0] if size[0] == size[1] else tuple(size)
-    if splits.image_size != wanted:
+    if (splits.channels, splits.image_size) != (channels, wanted):
         raise DataError(
-            f"{splits.name} has images of {splits.image_size} pixels, the model needs {wanted}; load the data with "
-            f"image_size={wanted}, or use a model for this size."
+            f"{splits.name} has images of {splits.channels} channel(s) and {splits.image_size} pixels, the model needs "
+            f"{channels} and {wanted}: load the data with image_size={wanted}, give a PyTorch dataset that converts "
+            f"them (in torchvision, Grayscale({channels})), or use a model for these images."
         )
     fitted = splits.renormalized(normalization_of(model))
     if not family.knows_normalization(model):

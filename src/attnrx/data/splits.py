@@ -1,20 +1,22 @@
-"""Train, validation and test from the stored splits that a dataset has, and their labels against the classes of a head:
-the same numbers, a map between them, or a reason to refuse.
+"""Train, validation and test images: their labels against the classes of a head (the same numbers, a map between them,
+or a reason to refuse), and their division into disjoint images to plan and fit on, to measure predictions on, and to
+verify on.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from functools import partial
+from hashlib import blake2b
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from attnrx.data.images import Augmentation, ImageSet, hold_out
-from attnrx.data.loaded_images import LoadedImages, StoredImages
+from attnrx.data.fixed_images import MAX_IMAGES, FixedImages, read_once
+from attnrx.data.images import Augmentation, ImageSet, LoadedImages, round_robin
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError, UnknownName
 from attnrx.support.preprocessing import ImageGeometry, Normalization
-from attnrx.support.shapes import Int, Tensor
 
 NAMES = ("train", "validation", "test")
 SPLITS = {  # the names of splits in datasets, in lower case
@@ -30,8 +32,8 @@ SPLITS = {  # the names of splits in datasets, in lower case
 IMAGENET_1K = 1000
 # How ImageNet's classes, and their folders, are named, e.g. n01440764.
 WORDNET_ID = re.compile(r"n\d{8}")
-MAX_CLASSES = 100_000  # ImageNet-21k has 21,841
-TEST_SHARE = 0.2  # of a dataset that has neither test nor validation images
+MOST_COMPARED = 200_000  # stored images whose bytes a command reads to find repeated ones, in seconds
+BATCH = 64  # images that are decoded at once
 VALIDATION_IS_TEST = "no test split: the validation images are used as the test"
 
 
@@ -73,10 +75,8 @@ class Splits(Displayed):
         if augmentation is not None and augmentation.padding:
             augmentation = replace(augmentation, padding=padding_for(geometry))
 
-        def fitted(images: LoadedImages) -> LoadedImages:
-            return images if images.geometry is None else replace(images, geometry=geometry)  # None: given as pixels
-
         shape = {"channels": geometry.channels, "image_size": geometry.side}
+        fitted = partial(replace, geometry=geometry)
         return self.changed(fitted, geometry=geometry, augmentation=augmentation, **shape)
 
 
@@ -103,130 +103,9 @@ class MissingImages(ImageSet):
         self._refuse()
 
 
-@dataclass(frozen=True)
-class Opened:
-    """An opened dataset: stored images by split, class names, and notes about decisions made on opening.
-
-    Without class names the images have no labels; those that are stored are zeros, and `remedy` is how labels can be
-    given. `keys` name the training images, by which some are held out; without keys their rows do.
-    """
-
-    splits: Mapping[str, StoredImages]
-    class_names: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    keys: Sequence[str] = ()
-    remedy: str = ""
-
-
-def numbered_classes(highest: int, source: str) -> tuple[str, ...]:
-    """Returns the numbers 0 to `highest` as class names, for data without names; raises DataError if it is too high."""
-    if highest >= MAX_CLASSES:
-        raise DataError(
-            f"{source} has the label {highest} and no class names, so labels count classes from 0; at most "
-            f"{MAX_CLASSES:,} classes are supported. Number the classes anew, or give them names."
-        )
-    return tuple(str(label) for label in range(highest + 1))
-
-
-def by_canonical_name(opened: Opened, source: str) -> Opened:
-    """Renames the splits to train, validation and test, drops others with a note, and checks their labels.
-
-    Raises:
-        DataError: Two splits have one meaning, none is of a known name, or labels are outside the classes.
-    """
-    splits: dict[str, StoredImages] = {}
-    notes = list(opened.notes)
-    for stored, records in opened.splits.items():
-        name = SPLITS.get(stored.lower())
-        if name is None:
-            notes.append(f"the split {stored!r} is neither train, validation nor test and is not used")
-        elif name in splits:
-            raise DataError(f"{source} has two {name} splits, one of them called {stored!r}; rename or remove one.")
-        else:
-            splits[name] = records
-    if not splits:
-        raise DataError(
-            f"{source} has no train, validation or test split (it has {', '.join(map(repr, opened.splits))}); "
-            "rename one."
-        )
-    check_labels({name: records.labels for name, records in splits.items()}, opened.class_names, source)
-    return replace(opened, splits=splits, notes=tuple(notes))
-
-
-def assign(
-    labels: Mapping[str, Int[Tensor, "_"]], source: str, share: float, seed: int, keys: Sequence[str] = ()
-) -> tuple[dict[str, tuple[str, Int[Tensor, "_"]]], tuple[str, ...]]:
-    """Assigns every image to train, validation or test: returns the stored split and the rows of each, and notes.
-
-    Without a test split the validation images are the test; a split that is still missing is held out of train, the
-    same share of each class: validation by `share` and `seed`, a missing test always by one seed, so that it never
-    moves. Images are held out by a hash of their `keys`, else of their rows. Without a train split nothing is held out.
-
-    Raises:
-        DataError: No class of train has two images, so that none can be held out.
-    """
-    parts = {name: (name, torch.arange(len(numbers))) for name, numbers in labels.items()}
-    notes = []
-    if "test" not in parts and "validation" in parts:
-        # Where there are train images, another validation split can be held out of them.
-        parts["test"] = parts.pop("validation") if "train" in parts else parts["validation"]
-        notes.append(VALIDATION_IS_TEST)
-    # The test is taken first, so that it does not depend on the share and the seed of the validation split.
-    for split, wanted, by in (("test", TEST_SHARE, 0), ("validation", share, seed)):
-        if split in parts or "train" not in parts:
-            continue
-        rows = parts["train"][1]
-        named: list[str | int] = [keys[row] if keys else row for row in map(int, rows.tolist())]
-        marked = hold_out(labels["train"][rows], named, wanted, by)
-        if not marked.any():
-            raise DataError(
-                f"{source} has no {split} split, and no class of train has two images to hold one out; add images."
-            )
-        parts[split], parts["train"] = ("train", rows[marked]), ("train", rows[~marked])
-        notes.append(f"no {split} split: {int(marked.sum())} training images are held out, {wanted:.0%} of each class")
-    return parts, tuple(notes)
-
-
-def check_labels(labels: Mapping[str, Int[Tensor, "_"]], class_names: tuple[str, ...], source: str) -> None:
-    """Raises DataError for an empty split, and for a label outside the classes or of a class that train has not."""
-    for split, numbers in labels.items():
-        if not len(numbers):
-            raise DataError(f"the {split} split of {source} is empty; give it images or remove it.")
-        if not class_names:  # no labels
-            continue
-        outside = ((numbers < 0) | (numbers >= len(class_names))).nonzero().flatten()
-        if len(outside):
-            row = int(outside[0])
-            raise DataError(
-                f"label {int(numbers[row])} of image {row} in the {split} split of {source} is outside the "
-                f"{len(class_names)} classes (0 to {len(class_names) - 1}); {len(outside)} images are like that. "
-                "Correct the labels, or leave the split out if its labels are hidden."
-            )
-    for split, numbers in labels.items():
-        # Without a train split there is nothing to compare with.
-        strange = set(numbers.unique().tolist()) - set(labels.get("train", numbers).unique().tolist())
-        if strange:
-            raise DataError(
-                f"label mismatch between the splits of {source}: class {class_names[min(strange)]!r} occurs in {split} "
-                "but never in train; check that both count the same classes."
-            )
-
-
-def require_labels(images: ImageSet) -> None:
-    """Raises DataError for images without labels, or with those of other classes, with their `label_problem`."""
-    if images.label_problem is not None:
-        raise DataError(images.label_problem)
-
-
-def require_labelled(labels: Int[Tensor, "images *labels"]) -> None:
-    """Raises DataError if some of a set's images have no label: every answer would be wrong for them."""
-    # Below zero are UNLABELLED, and the numbers that other libraries have for it, such as -100.
-    missing = int((labels < 0).flatten(1).any(1).sum() if labels.ndim > 1 else (labels < 0).sum())
-    if missing:
-        raise DataError(
-            f"{missing} of {len(labels)} images have no label: give every image one, or all without labels where none "
-            "are needed."
-        )
+def with_missing(sets: Mapping[str, ImageSet], source: str) -> dict[str, Any]:
+    """Returns all splits, with one that raises an error where it is used in place of each that is missing."""
+    return {name: sets[name] if name in sets else MissingImages(source, name, sets) for name in NAMES}
 
 
 def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None = None) -> Splits:
@@ -248,7 +127,7 @@ def fit_labels(splits: Splits, classes: int, label_map: Mapping[str, int] | None
     names = splits.class_names
     if label_map is not None:
         return _relabelled(splits, _numbers(splits, classes, label_map), "as given")
-    # The names of data without names (`numbered_classes`): their labels may be the head's own numbers already.
+    # The names of data without names are numbers: their labels may be the head's own numbers already.
     is_numbered = names == tuple(map(str, range(len(names))))
     if len(names) == classes or (is_numbered and len(names) < classes):
         return splits
@@ -293,16 +172,12 @@ def _numbers(splits: Splits, classes: int, label_map: Mapping[str, int]) -> tupl
     unknown = sorted(label_map.keys() - set(splits.class_names))
     if unknown:
         raise UnknownName(f"class of {splits.name} in the label map", unknown[0], splits.class_names)
-    missing = [name for name in splits.class_names if name not in label_map]
-    if missing:
-        raise DataError(
-            f"the label map has no number for {len(missing)} of {len(splits.class_names)} classes of {splits.name}, "
-            f"the first is {missing[0]!r}; give one for every class."
-        )
-    for name, number in label_map.items():
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < classes:
+    numbers = {name: label_map.get(name) for name in splits.class_names}
+    for name, number in numbers.items():
+        if type(number) is not int or not 0 <= number < classes:
             raise DataError(
-                f"the label map gives {name!r} the number {number!r}; the model has the classes 0..{classes - 1}."
+                f"the label map gives {name!r} the number {number!r}; give every class of {splits.name} one of the "
+                f"model's classes, 0 to {classes - 1}."
             )
     return tuple(label_map[name] for name in splits.class_names)
 
@@ -316,3 +191,159 @@ def _relabelled(splits: Splits, numbers: tuple[int, ...], how: str) -> Splits:
     note = f"labels of its {len(numbers)} classes are mapped {how}"
     notes = (*splits.notes, note)
     return splits.changed(lambda images: images.relabelled(torch.tensor(numbers)), class_names=names, notes=notes)
+
+
+class Parts(NamedTuple):
+    """Images by their use; no two parts have images of the same pixels."""
+
+    planned: FixedImages
+    predicted: FixedImages
+    verified: FixedImages
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How the images were read and divided."""
+        return self.verified.notes
+
+    @property
+    def summary(self) -> str:
+        """The number of images of each part, with their shape, type and size."""
+        counts = ", ".join(f"{len(part):,} {name}" for name, part in zip(self._fields, self, strict=True))
+        return f"images: {counts} on; of the last {self.verified.summary}"
+
+
+def three_parts(
+    splits: Splits, planned: int = MAX_IMAGES, predicted: int = MAX_IMAGES, verified: int = MAX_IMAGES
+) -> Parts:
+    """Reads the images once and divides them: to plan on, to measure predictions on, and to verify on.
+
+    Of three splits each is a part, of two the first is divided, and of one all images are: a third at most to plan on
+    and to predict on, and the others to verify on. At most so many images are used of each part. Images are compared by
+    content: one that occurs several times is used once, to verify on rather than to predict on, and to predict on
+    rather than to plan on.
+
+    Raises:
+        DataError: There are too few different images.
+    """
+    sets = _distinct_sets(splits)
+    wanted = [planned, predicted, verified]
+    wanted = dict(zip(sets, [sum(wanted[: 4 - len(sets)]), *wanted[4 - len(sets) :]], strict=True))
+    fixed = {name: read_images(images, splits.normalization, wanted[name]) for name, images in sets.items()}
+    notes = [*dict.fromkeys(note for images in fixed.values() for note in images.notes)]
+    new = _new_positions({name: images.hashes.tolist() for name, images in fixed.items()}, notes)
+    distinct = [fixed[name].at(torch.tensor(positions, dtype=torch.long)) for name, positions in new.items()]
+    first, *others = (
+        images if len(images) <= maximum else images.take(maximum)
+        for images, maximum in zip(distinct, wanted.values(), strict=True)
+    )
+    # Of the other sets as many are used as an effort needs.
+    name, images = next(reversed(sets.items()))
+    if len(images) > len([first, *others][-1]) == wanted[name]:
+        notes.append(f"{name}: {wanted[name]:,} of {len(images):,} images are used")
+    if not others:
+        of_plan = min(planned, len(first) // 3)
+        of_predictions = min(predicted, (len(first) - of_plan) // 2)
+        parts = _cut(first, of_plan, of_predictions, len(first) - of_plan - of_predictions)
+    elif len(others) == 1:
+        of_predictions = min(predicted, len(first) // 2)
+        parts = [*_cut(first, len(first) - of_predictions, of_predictions), *others]
+    else:
+        parts = [first, *others]
+    if not all(map(len, parts)) or (not others and len(first) < 6):
+        counts = ", ".join(f"{len(part)} {name}" for name, part in zip(Parts._fields, parts, strict=True))
+        raise DataError(
+            f"{splits.name} has too few different images: {counts} on; give at least 6 images, or of every split some "
+            "that are in no other."
+        )
+    return Parts(*(replace(part, notes=tuple(notes)) for part in parts))
+
+
+def distinct_splits(splits: Splits) -> Splits:
+    """Returns the splits without stored images that occur before in the same split, or in a later one, with notes.
+
+    As in `three_parts`, an image that occurs several times is used once, to verify on rather than to fit on. Images are
+    compared by the bytes of their files, or of their pixels where they are held decoded; sets that cannot be read by
+    row are left as they are, and so are those of more than MOST_COMPARED images in all.
+
+    Raises:
+        DataError: No split has images.
+    """
+    stored = {name: images for name, images in _distinct_sets(splits).items() if isinstance(images, LoadedImages)}
+    if sum(map(len, stored.values())) > MOST_COMPARED:
+        return splits
+    hashes = {
+        name: [blake2b(images.store.content(row), digest_size=8).digest() for row in images.rows.tolist()]
+        for name, images in stored.items()
+    }
+    notes: list[str] = []
+    new = {
+        name: replace(stored[name], rows=stored[name].rows[torch.tensor(positions, dtype=torch.long)])
+        for name, positions in _new_positions(hashes, notes).items()
+    }
+    return replace(splits, **new, notes=(*splits.notes, *notes)) if notes else splits
+
+
+def without_images_of(images: ImageSet, others: ImageSet) -> ImageSet:
+    """Returns the images that are not among the others, compared by content; the set itself if all are.
+
+    Raises:
+        DataError: All are among the others.
+    """
+    known = set(read_images(others).hashes.tolist())
+    fixed = read_images(images)
+    new = [position for position, each in enumerate(fixed.hashes.tolist()) if each not in known]
+    if not new:
+        raise DataError(
+            f"all {len(fixed):,} images of {fixed.name} are also among those that predictions "
+            "are measured on, and a prediction on images that a plan was chosen by is too good: give others, or call "
+            "attnrx.shrink, which divides the data."
+        )
+    return images if len(new) == len(fixed) else fixed.at(torch.tensor(new, dtype=torch.long))
+
+
+def read_images(images: ImageSet, normalization: Normalization | None = None, maximum: int = MAX_IMAGES) -> FixedImages:
+    """Returns the images, or `maximum` of them, read once; those that are fixed already are returned unchanged.
+
+    Raises:
+        DataError: There is no image, or one cannot be read.
+    """
+    if isinstance(images, FixedImages):
+        return images
+    chosen = images if len(images) <= maximum else images.take(maximum)
+    name = chosen.fingerprint.rsplit(":", 2)[0]  # of name:images:hash
+    found = read_once(chosen.batches(BATCH), name, normalization=normalization, total=-(-len(chosen) // BATCH))
+    return replace(found, notes=(*chosen.notes, *found.notes), problem=chosen.label_problem)
+
+
+def _distinct_sets(splits: Splits) -> dict[str, ImageSet]:
+    """Returns the splits that the data have; without a test split the validation images are both (`splits_for`)."""
+    sets: dict[str, ImageSet] = {}
+    for name in NAMES:
+        images = getattr(splits, name)
+        if not isinstance(images, MissingImages) and not any(images is other for other in sets.values()):
+            sets[name] = images
+    if not sets:
+        raise DataError(f"{splits.name} has no images.")
+    return sets
+
+
+def _new_positions(hashes: Mapping[str, Sequence[Hashable]], notes: list[str]) -> dict[str, list[int]]:
+    """Returns for each set the positions of images that occur neither before in it nor in a later set; adds notes."""
+    seen = set[Hashable]()
+    new: dict[str, list[int]] = {}
+    # From the last: an image of the test is not planned on.
+    for name, own in reversed(list(hashes.items())):
+        positions = [position for position, each in enumerate(own) if not (each in seen or seen.add(each))]
+        if len(positions) < len(own):
+            where = " or ".join(("occur before", *(f"in {later}" for later in reversed(new))))
+            notes.append(f"{name}: {len(own) - len(positions):,} of {len(own):,} images {where}; each is used once")
+        new[name] = positions
+    return {name: new[name] for name in hashes}
+
+
+def _cut(images: FixedImages, *counts: int) -> list[FixedImages]:
+    """Returns consecutive parts of so many images, after ordering them so that each part is of all classes."""
+    labels = images.store.labels
+    # A dataset may be sorted by class: without labels the order is that of the hashes, which is as good as random.
+    order = images.hashes.argsort() if labels is None else round_robin(labels[images.rows])
+    return [images.at(part) for part in order.split(list(counts))]

@@ -10,9 +10,10 @@ label under one of LABEL_KEYS. Images are float tensors on the scale that the mo
 PIL pictures is preprocessed as the model's library does it (`Family.preprocessing`).
 """
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,6 @@ from attnrx.data.fixed_images import (
     FixedImages,
     content_hashes,
     read_once,
-    require_classes,
-    require_no_augmentation,
     seeded_draws,
 )
 from attnrx.data.images import (
@@ -38,10 +37,10 @@ from attnrx.data.images import (
     Batch,
     ImageSet,
     Pass,
-    RowImages,
     digest,
     evenly_spaced,
     require_count,
+    require_labelled,
     round_robin,
 )
 from attnrx.support.arguments import user_code
@@ -56,16 +55,19 @@ UNREAD, TARGETS = ("regression", "map", "several"), "targets"
 ImageData = Any
 """What `image_set` accepts: an ImageSet, a Tensor, a DataLoader, a Dataset, batches, a Hugging Face dataset."""
 
+# What a label must be, by the output of the model; else a class number.
 NUMBERS = "give one class number (an integer) for each image, e.g. the argmax of a one-hot vector"
-
-VECTORS = "this model has several labels: give a vector of 0 and 1 for each image, one number per label"
+LABELS = {
+    "multilabel": "this model has several labels: give a vector of 0 and 1 for each image, one number per label",
+    TARGETS: "give one for each image, all of one shape",
+}
 
 Preprocess = Callable[[Any], Float[Tensor, "channels height width"]]
 
 # Images per batch of data without batches of their own.
 BATCH = 32
-# Rows whose labels are read to choose a few rows of all classes, and the most that a sampler is asked for.
-CANDIDATES = 1_000_000
+CANDIDATES = 1_000_000  # rows that a sampler is asked for
+MAX_LISTED = 2**24  # rows of a dataset whose labels are read to choose a few rows of all classes
 MAX_ROWS = 2**31  # of a dataset to train on
 # Images that are read twice, to find data that differ between readings.
 READ_TWICE = 6
@@ -129,11 +131,11 @@ def training_set(
         return data
     with seeded_draws(0, _generators_of(data)):  # a sampler may draw its rows
         source = _source_of(data, _ItemReader(argument, preprocess, inputs=inputs), training=True)
-    if not isinstance(source, _IndexedData) or not source.is_whole:
+    if not isinstance(source, IndexedImages) or not source.is_whole:
         return None
-    if len(source.rows) > MAX_ROWS:
-        raise DataError(f"{argument} states a length of {len(source.rows):,}; at most {MAX_ROWS:,} are supported.")
-    return IndexedImages(source.name, source, torch.arange(len(source.rows)))
+    if len(source) > MAX_ROWS:
+        raise DataError(f"{argument} states a length of {len(source):,}; at most {MAX_ROWS:,} are supported.")
+    return source
 
 
 def _generators_of(data: Any) -> list[torch.Generator]:
@@ -143,12 +145,11 @@ def _generators_of(data: Any) -> list[torch.Generator]:
     return [each for each in found if isinstance(each, torch.Generator)]
 
 
-def _source_of(data: Any, reading: "_ItemReader", training: bool = False) -> "_IndexedData | _IterableData":
-    if isinstance(data, Tensor):
-        return _of_tensors((data,), reading)
+def _source_of(data: Any, reading: "_ItemReader", training: bool = False) -> "IndexedImages | _IterableData":
     # A pair of tensors is (images, labels); a list of tensors is a list of batches.
-    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(tensor, Tensor) for tensor in data):
-        return _of_tensors(data, reading)
+    tensors: tuple[Any, ...] = data if isinstance(data, tuple) and len(data) == 2 else (data,)
+    if all(isinstance(tensor, Tensor) for tensor in tensors):
+        return _of_tensors(tensors, reading)
     if isinstance(data, DataLoader):
         return _of_loader(data, reading, training)
     argument = reading.argument
@@ -166,7 +167,7 @@ def _source_of(data: Any, reading: "_ItemReader", training: bool = False) -> "_I
     if isinstance(data, list | tuple):
         return _IterableData("batches", data, reading, is_list=True)
     name, length = type(data).__name__, _length(data, argument) if hasattr(data, "__getitem__") else None
-    return _IterableData(name, data, reading) if length is None else _IndexedData(name, data, reading, range(length))
+    return _IterableData(name, data, reading) if length is None else IndexedImages(name, data, reading, range(length))
 
 
 def _length(data: Any, argument: str) -> int | None:
@@ -178,20 +179,18 @@ def _length(data: Any, argument: str) -> int | None:
             return None
 
 
-def _of_tensors(tensors: tuple[Tensor, ...], reading: "_ItemReader") -> "_IndexedData":
-    for tensor in tensors:
-        if not tensor.ndim:
-            raise InvalidInput(f"{reading.argument} has a tensor of one number; give images and one label for each.")
+def _of_tensors(tensors: tuple[Tensor, ...], reading: "_ItemReader") -> "IndexedImages":
     images = reading.require_images(tensors[0], 4)  # here, because a sparse tensor has no rows to read
-    counts = [len(tensor) for tensor in tensors]
-    if len(set(counts)) > 1:
-        raise InvalidInput(f"{counts[0]} images and {counts[1]} labels: give one label for each image.")
+    if any(tensor.shape[:1] != images.shape[:1] for tensor in tensors[1:]):
+        raise InvalidInput(
+            f"{reading.argument} has {len(images)} images and labels {list(tensors[1].shape)}: give one for each image."
+        )
     # Labels may be on another device, and are read by row.
     rows = TensorDataset(images.detach(), *(labels.detach().cpu() for labels in tensors[1:]))
-    return _IndexedData("tensor" if len(tensors) == 1 else "tensors", rows, reading, range(counts[0]))
+    return IndexedImages("tensor" if len(tensors) == 1 else "tensors", rows, reading, range(len(images)))
 
 
-def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) -> "_IndexedData | _IterableData":
+def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) -> "IndexedImages | _IterableData":
     argument, dataset = reading.argument, loader.dataset
     name = type(dataset).__name__
     # torch defines __getitem__ for iterable datasets too, where it raises; they have no length.
@@ -204,7 +203,7 @@ def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) 
     has_own_batches = type(loader.batch_sampler) is not BatchSampler
     if isinstance(sampler, SequentialSampler | RandomSampler) and not has_own_batches:
         if isinstance(sampler, SequentialSampler) or (not sampler.replacement and len(sampler) == length):
-            return _IndexedData(name, dataset, reading, range(len(sampler)), loader)
+            return IndexedImages(name, dataset, reading, range(len(sampler)), loader)
     with user_code(f"the sampler of {argument}", DataError):
         drawn = chain.from_iterable(loader.batch_sampler) if has_own_batches else iter(sampler)
         found = list(islice(drawn, CANDIDATES))
@@ -213,12 +212,11 @@ def _of_loader(loader: DataLoader[Any], reading: "_ItemReader", training: bool) 
         return _IterableData(name, loader, reading)
     # Each row once: with random transforms another reading of a row would be another image of the same picture.
     rows = list(dict.fromkeys(int(row) for row in found))
-    note = None
+    notes = ()
     if len(rows) < len(found):
-        note = (
-            f"{argument}: its sampler draws {len(found):,} images, {len(rows):,} of them different; each is used once"
-        )
-    return _IndexedData(name, dataset, reading, rows, loader, note, is_whole=False)
+        drawn = f"draws {len(found):,} images, {len(rows):,} of them different"
+        notes = (f"{argument}: its sampler {drawn}; each is used once",)
+    return IndexedImages(name, dataset, reading, rows, loader, notes, is_whole=False)
 
 
 @dataclass(frozen=True)
@@ -231,27 +229,24 @@ class _ItemReader:
     inputs: Any = None
 
     def fields(self, given: Any) -> tuple[Any, Any]:
+        """Returns the image and the label, if it has one, of an item; of a batch the images and the labels."""
         if isinstance(given, Batch):
             return given.images, given.labels
-        if isinstance(given, Mapping) or hasattr(given, "keys"):
-            image = None if self.inputs is None else self.inputs.image_in(given)
-            if image is None:
-                image = next((given[key] for key in IMAGE_KEYS if key in given), None)
-            if image is None:
-                names = dict.fromkeys(((self.inputs.name,) if self.inputs is not None else ()) + IMAGE_KEYS)
-                raise InvalidInput(
-                    f"an item of {self.argument} has the keys {', '.join(map(str, given))}, and none of them names an "
-                    f"image; rename one to one of {', '.join(names)}."
-                )
-            keys = (*LABEL_KEYS, *MASK_KEYS) if self.outputs == TARGETS else LABEL_KEYS
-            return image, next((given[key] for key in keys if key in given), None)
-        if isinstance(given, list | tuple):
-            if not given:
-                raise InvalidInput(
-                    f"an item of {self.argument} is an empty {type(given).__name__}; give (image, label)."
-                )
+        if isinstance(given, list | tuple) and given:
             return given[0], given[1] if len(given) > 1 else None
-        return given, None
+        if isinstance(given, list | tuple) or not hasattr(given, "keys"):
+            return given, None
+        image = None if self.inputs is None else self.inputs.image_in(given)
+        if image is None:
+            image = next((given[key] for key in IMAGE_KEYS if key in given), None)
+        if image is None:
+            names = dict.fromkeys(((self.inputs.name,) if self.inputs is not None else ()) + IMAGE_KEYS)
+            raise InvalidInput(
+                f"an item of {self.argument} has the keys {', '.join(map(str, given))}, and none of them names an "
+                f"image; rename one to one of {', '.join(names)}."
+            )
+        keys = (*LABEL_KEYS, *MASK_KEYS) if self.outputs == TARGETS else LABEL_KEYS
+        return image, next((given[key] for key in keys if key in given), None)
 
     def batch(self, given: Any) -> Batch:
         """Returns a batch of any of the accepted forms; its `index` counts from 0, labels that are missing are -1."""
@@ -261,47 +256,43 @@ class _ItemReader:
         return Batch(images.detach().cpu(), self._labels(labels, len(images)), torch.arange(len(images)))
 
     def _labels(self, labels: Any, count: int) -> Tensor:
-        """Returns the labels of `count` images as the outputs of the model need them."""
-        is_read = labels is not None and self.outputs not in UNREAD
-        numbers = self._numbers(labels) if is_read else torch.full((count,), UNLABELLED)
-        found = f"the labels of {self.argument} are {numbers.dtype} {list(numbers.shape)} for {count} images"
+        """Returns the labels of `count` images as the outputs of the model need them; a list has one per image."""
+        given = labels if isinstance(labels, list) else [labels]
+        if self.outputs in UNREAD or all(label is None for label in given):
+            return torch.full((count,), UNLABELLED)
+        needs = LABELS.get(self.outputs, NUMBERS)
+        try:
+            found = [_tensor_of(UNLABELLED if label is None else label) for label in given]
+            numbers = torch.stack(found) if isinstance(labels, list) else found[0]
+        except (TypeError, ValueError, RuntimeError):  # names of classes, or of several shapes
+            raise InvalidInput(f"the labels of {self.argument} are {reprlib.repr(labels)}; {needs}.") from None
         if self.outputs == TARGETS:
-            if not numbers.ndim or len(numbers) != count:
-                raise InvalidInput(f"{found}.")
-            return numbers
-        if self.outputs == "multilabel" and is_read:
-            if numbers.ndim != 2 or len(numbers) != count or not bool(((numbers == 0) | (numbers == 1)).all()):
-                raise InvalidInput(f"{found}; {VECTORS}.")
-            return numbers.long()
-        # Floats (soft labels, targets of a regression) would be cut to class numbers without an error.
-        if numbers.shape != (count,) or numbers.is_floating_point():
-            raise InvalidInput(f"{found}; {NUMBERS}.")
-        if numbers.dtype == torch.uint64 and bool((numbers.long() < 0).any()):
-            raise InvalidInput(f"the labels of {self.argument} have numbers above 2**63; {NUMBERS}.")
-        return numbers.long()
+            is_valid = numbers.ndim > 0 and len(numbers) == count
+        elif self.outputs == "multilabel":
+            is_valid = numbers.ndim == 2 and len(numbers) == count and bool(((numbers == 0) | (numbers == 1)).all())
+        else:
+            if numbers.shape == (count, 1):  # a class number may be an array of one
+                numbers = numbers[:, 0]
+            # Floats (soft labels, targets of a regression) would be cut to class numbers without an error, and numbers
+            # above 2**63 would be negative.
+            is_integer = not (numbers.is_floating_point() or numbers.is_complex())
+            is_valid = numbers.shape == (count,) and is_integer
+            is_valid = is_valid and (numbers.dtype != torch.uint64 or bool((numbers.long() >= 0).all()))
+        if not is_valid:
+            found = f"{numbers.dtype} {list(numbers.shape)} for {count} images"
+            raise InvalidInput(f"the labels of {self.argument} are {found}; {needs}.")
+        return numbers if self.outputs == TARGETS else numbers.long()
 
     def by_size(self, items: Sequence[Any]) -> Iterator[tuple[list[int], Batch]]:
         """Yields single items as one batch for every size of images, with the positions of its items."""
         pairs = [self.fields(item) for item in items]
-        images = [self._image(image) for image, _ in pairs]
+        images, labels = [self._image(image) for image, _ in pairs], [label for _, label in pairs]
         sizes: dict[torch.Size, list[int]] = {}
         for position, image in enumerate(images):
             sizes.setdefault(image.shape, []).append(position)
         for positions in sizes.values():
-            batch = self._collated([(images[position], pairs[position][1]) for position in positions])
-            yield positions, batch
-
-    def _collated(self, pairs: Sequence[tuple[Tensor, Any]]) -> Batch:
-        images = [image for image, _ in pairs]
-        if self.outputs in UNREAD or all(label is None for _, label in pairs):
-            return self.batch(torch.stack(images))
-        labels = [torch.tensor(UNLABELLED) if label is None else self._numbers(label) for _, label in pairs]
-        if self.outputs not in ("multilabel", TARGETS):  # a class number may be an array of one
-            labels = [label.squeeze() for label in labels]
-        if len({label.shape for label in labels}) > 1:
-            hint = {"multilabel": VECTORS, TARGETS: "resize them to one"}.get(self.outputs, NUMBERS)
-            raise InvalidInput(f"the labels of {self.argument} have several shapes; {hint}.")
-        return self.batch((torch.stack(images), torch.stack(labels)))
+            stacked = torch.stack([images[position] for position in positions])
+            yield positions, self.batch((stacked, [labels[position] for position in positions]))
 
     def _image(self, image: Any) -> Tensor:
         if isinstance(image, Tensor) or not hasattr(image, "convert"):  # which PIL pictures have
@@ -311,21 +302,8 @@ class _ItemReader:
                 f"{self.argument} holds PIL pictures, and this model states no preprocessing: give the dataset a "
                 "transform that returns float tensors on the model's scale."
             )
-        try:
+        with user_code(f"a picture of {self.argument}", DataError):  # it may be read from its file only here
             return self.preprocess(image)
-        except Exception as error:  # of Pillow, of many types: a picture may be read from its file only here
-            reason = str(error) or type(error).__name__
-            raise DataError(f"a picture of {self.argument} cannot be used: {reason}.") from error
-
-    def _numbers(self, labels: Any) -> Tensor:
-        try:
-            if hasattr(labels, "convert"):  # a mask as a PIL picture
-                return torch.from_numpy(np.array(labels))
-            return torch.as_tensor(labels).detach().cpu()
-        except (TypeError, ValueError, RuntimeError):  # names of classes, or lists of several lengths
-            shape = getattr(labels, "shape", None)
-            found = f"{labels!r}"[:80] if shape is None else f"a {type(labels).__name__} {list(shape)}"
-            raise InvalidInput(f"the labels of {self.argument} are {found}; {NUMBERS}.") from None
 
     def is_batch(self, image: Any) -> bool:
         """Returns whether this is a tensor of several images."""
@@ -333,37 +311,35 @@ class _ItemReader:
         return isinstance(image, Tensor) and image.ndim in (own + 1, 4) and (own <= 3 or image.ndim > own)
 
     def require_images(self, images: Any, dimensions: int) -> Tensor:
+        """Returns a tensor of so many dimensions; raises InvalidInput for what is no tensor of images, or of one."""
+        found = f"of type {type(images).__name__}"
         if isinstance(images, Tensor):
-            if images.layout != torch.strided or images.is_meta or images.is_nested or images.is_quantized:
-                kind = "nested" if images.is_nested else str(images.layout).removeprefix("torch.")
-                raise InvalidInput(
-                    f"the images of {self.argument} are a tensor without plain values "
-                    f"({'on the meta device' if images.is_meta else kind}); give dense tensors, e.g. images.to_dense()."
-                )
-            if self.inputs is not None:
-                images = self.inputs.images(images, dimensions)
-        if not isinstance(images, Tensor) or images.ndim != dimensions:
-            found = (
-                f"a tensor {list(images.shape)}" if isinstance(images, Tensor) else f"of type {type(images).__name__}"
-            )
-            shape = ("images", "channels", "height", "width")[-dimensions:]
-            raise InvalidInput(
-                f"the images of {self.argument} are {found}; give float tensors [{', '.join(shape)}] on the model's "
-                "scale."
-            )
-        if images.dtype not in DTYPES:
-            raise InvalidInput(
-                f"the images of {self.argument} are {images.dtype}; give floats on the scale that the model was "
-                "trained with: divided by 255, minus the mean, divided by the standard deviation."
-            )
-        return images
+            if images.layout == torch.strided and not (images.is_meta or images.is_nested):
+                if self.inputs is not None:
+                    images = self.inputs.images(images, dimensions)
+                if images.ndim == dimensions and images.dtype in DTYPES and 0 not in images.shape[-3:]:
+                    return images
+            shape = "nested" if images.is_nested else list(images.shape)
+            found = f"a tensor {shape}, {images.dtype}, {images.layout}, on the device {images.device}"
+        shape = ("images", "channels", "height", "width")[-dimensions:]
+        raise InvalidInput(
+            f"the images of {self.argument} are {found}; give dense float tensors [{', '.join(shape)}] on the scale "
+            "that the model was trained with: divided by 255, minus the mean, divided by the standard deviation."
+        )
+
+
+def _tensor_of(label: Any) -> Tensor:
+    """Returns a label as a tensor on the CPU; a mask may be a PIL picture."""
+    return torch.as_tensor(np.array(label) if hasattr(label, "convert") else label).detach().cpu()
 
 
 @dataclass(frozen=True, eq=False)
-class _IndexedData:
-    """Rows of a dataset with an index, and the DataLoader that it came with.
+class IndexedImages(ImageSet):
+    """Rows of a dataset with an index, read anew in every pass with the transforms of the dataset, and the DataLoader
+    that it came with.
 
-    `is_whole` if the rows are those of the dataset, each once, and not what a sampler draws; `note` is about that.
+    `is_whole` if the rows are those of the dataset, each once, and not what a sampler draws. Every image must have a
+    label below `num_classes`, if that is given.
     """
 
     name: str
@@ -371,51 +347,82 @@ class _IndexedData:
     reading: _ItemReader
     rows: Sequence[int]
     loader: DataLoader[Any] | None = None
-    note: str | None = None
+    notes: tuple[str, ...] = ()
     is_whole: bool = True
+    num_classes: int | None = None
 
     def __post_init__(self):
         if not len(self.rows):
             raise DataError(f"{self.reading.argument} is empty; give at least one image.")
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def has_labels(self) -> bool:
+        # By the first image: the labels of all of them are known only after all items are read.
+        with seeded_draws(0):
+            return int(self._read_rows(self.rows[:1])[0].labels[0]) != UNLABELLED
+
+    @property
+    def fingerprint(self) -> str:
+        """Hashes up to 64 images and their labels, spread over the rows."""
+        with seeded_draws(0):  # the same in every call, whatever random transforms there are
+            batches = [self._read_rows([self.rows[position]])[0] for position in evenly_spaced(len(self))]
+        contents = [batch.images.contiguous().view(torch.uint8).numpy().tobytes() for batch in batches]
+        contents += [batch.labels.numpy().tobytes() for batch in batches]
+        # The rows stand for the labels, of which only those of the sampled images are read.
+        return digest(self.name, torch.tensor(self.rows), contents)
+
+    def take(self, count: int) -> "IndexedImages":
+        """Returns `count` rows: going round the classes where the dataset lists its labels, else evenly spread."""
+        require_count(count, len(self))
+        return self._at(self._chosen(count))
+
+    def _at(self, positions: Int[Tensor, "chosen"]) -> "IndexedImages":
+        return replace(self, rows=[self.rows[position] for position in positions.tolist()])
+
+    def _chosen(self, count: int) -> Int[Tensor, "chosen"]:
+        """Returns the positions of `count` rows of all classes, because a dataset may be sorted by class."""
+        labels = self._labels()
+        return torch.arange(count) * len(self) // count if labels is None else round_robin(labels)[:count]
+
+    def limited_to(self, num_classes: int) -> "IndexedImages":
+        """Returns the same images; those without a label below `num_classes` raise DataError where they are read."""
+        labels = self._labels()
+        if labels is not None:  # known before the images are read
+            require_labelled(labels, num_classes, self.reading.argument)
+        return replace(self, num_classes=num_classes)
+
+    def _pass(self, order: Pass) -> Iterator[Batch]:
+        steps = [self._at(positions).rows for positions, _ in order.steps(len(self))]
+        for batch in self._read_batches(steps):
+            if self.num_classes is not None:
+                require_labelled(batch.labels, self.num_classes, self.reading.argument)
+            yield batch.to(order.device)
+
     def read(self, limit: int, normalization: Normalization | None) -> FixedImages:
         """Reads the rows once, or `limit` of them."""
-        rows, notes = self.rows, [] if self.note is None else [self.note]
-        if len(rows) > limit:
-            positions, is_balanced = self.choose(limit)
-            how = "as many of each class" if is_balanced else "evenly spread"
-            notes.append(f"{self.reading.argument}: {limit:,} of its {len(rows):,} images are used, {how}")
-            rows = [rows[position] for position in positions.sort().values.tolist()]
+        chosen, notes = self, list(self.notes)
+        if len(self) > limit:
+            chosen = self._at(self._chosen(limit).sort().values)
+            notes.append(f"{self.reading.argument}: {limit:,} of its {len(self):,} images are used")
         size = BATCH if self.loader is None else self.loader.batch_size or BATCH
-        batches = self.batches([list(rows[first : first + size]) for first in range(0, len(rows), size)])
-        images = read_once(batches, self.name, total=-(-len(rows) // size), normalization=normalization)
+        total = -(-len(chosen) // size)
+        images = read_once(chosen.batches(size), self.name, total=total, normalization=normalization)
         again = evenly_spaced(len(images), READ_TWICE)
         # A collate function that drops items leaves no way to compare rows; tensors are the same in every reading.
-        if len(images) == len(rows) and (self.loader is not None or type(self.dataset) is not TensorDataset):
-            (batch,) = self.read_rows([rows[position] for position in again])
+        if len(images) == len(chosen) and (self.loader is not None or type(self.dataset) is not TensorDataset):
+            (batch,) = self._read_rows([chosen.rows[position] for position in again])
             if not torch.equal(content_hashes(batch.images), images.hashes[again]):
                 notes.append(_one_draw(self.reading.argument, len(images)))
         return replace(images, notes=(*notes, *images.notes))
 
-    def choose(self, count: int, among: Int[Tensor, "rows"] | None = None) -> tuple[Int[Tensor, "chosen"], bool]:
-        """Returns the positions of `count` rows, of all or of those `among`, and whether they go round the classes.
-
-        They do where the dataset lists its labels, because it may be sorted by class; else they are evenly spread.
-        """
-        total = len(self.rows) if among is None else len(among)
-        # The labels of all rows need not fit into memory.
-        size = min(total, max(count, CANDIDATES))
-        spread = torch.arange(size) * total // size
-        candidates = spread if among is None else among[spread]
-        labels = self.labels_of([self.rows[position] for position in candidates.tolist()])
-        chosen = torch.arange(count) * size // count if labels is None else round_robin(labels)[:count]
-        return candidates[chosen], labels is not None
-
-    def read_rows(self, rows: Sequence[int]) -> list[Batch]:
+    def _read_rows(self, rows: Sequence[int]) -> list[Batch]:
         """Reads some rows in this process: as one batch with a loader, else as one for every size of images."""
         argument, items = self.reading.argument, []
         for row in rows:
-            with user_code(f"item {row} of {argument} ({len(self.rows):,} items)", DataError):
+            with user_code(f"item {row} of {argument} ({len(self):,} items)", DataError):
                 items.append(self.dataset[row])
         where = f"the items {rows[0]} to {rows[-1]}"
         if self.loader is not None:
@@ -426,11 +433,11 @@ class _IndexedData:
             found = list(self.reading.by_size(items))
         return [_with_rows(batch, [rows[position] for position in positions]) for positions, batch in found]
 
-    def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
+    def _read_batches(self, rows: Sequence[Sequence[int]]) -> Iterator[Batch]:
         """Reads batches of rows in this order, with the worker processes of the DataLoader."""
         loader = self.loader
         if loader is None or not loader.num_workers:
-            yield from chain.from_iterable(map(self.read_rows, rows))
+            yield from chain.from_iterable(map(self._read_rows, rows))
             return
         # The user's loader iterates in the order of its own sampler; this one reads the given rows with the same
         # workers.
@@ -451,23 +458,25 @@ class _IndexedData:
                 batch = next(parts)
             yield _with_rows(self.reading.batch(batch), batch_rows)
 
-    def labels_of(self, rows: Sequence[int]) -> Int[Tensor, "rows"] | None:
-        """Returns the labels of some rows, if the dataset lists them, as torchvision's datasets do."""
+    def _labels(self) -> Int[Tensor, "rows"] | None:
+        """Returns the labels of the rows, if there are few and the dataset lists them, as torchvision's datasets do."""
+        if len(self) > MAX_LISTED:  # need not fit into memory
+            return None
         # They only balance the classes in `take`; the labels of a batch are those of its items. The names: most
         # datasets of torchvision have `targets`, SVHN has `labels`, Food101 `_labels`.
         dataset = self.dataset
         tensors = dataset.tensors[1:2] if isinstance(dataset, TensorDataset) else ()
-        listed = [*tensors, *(getattr(self.dataset, name, None) for name in ("targets", "labels", "_labels"))]
+        listed = [*tensors, *(getattr(dataset, name, None) for name in ("targets", "labels", "_labels"))]
         for values in listed:
-            if isinstance(values, Tensor | list | tuple | np.ndarray) and len(values) == len(self.dataset):
-                return _as_labels(values, rows)
-        names = getattr(self.dataset, "column_names", None) or ()  # of a Hugging Face dataset
+            if isinstance(values, Tensor | list | tuple | np.ndarray) and len(values) == len(dataset):
+                return _as_labels(values, self.rows)
+        names = getattr(dataset, "column_names", None) or ()  # of a Hugging Face dataset
         column = next((key for key in LABEL_KEYS if key in names), None)
         if column is None:
             return None
         # Without the user's transform, which need not take a column alone.
         plain = self.dataset.with_format(None) if hasattr(self.dataset, "with_format") else self.dataset
-        return _as_labels(list(plain[column]), rows)
+        return _as_labels(list(plain[column]), self.rows)
 
 
 def _with_rows(batch: Batch, rows: Sequence[int]) -> Batch:
@@ -484,16 +493,12 @@ def _one_draw(argument: str, count: int) -> str:
 
 def _as_labels(found: Any, rows: Sequence[int]) -> Int[Tensor, "images"] | None:
     try:
-        if isinstance(found, Tensor | np.ndarray):
-            labels = torch.as_tensor(found[torch.as_tensor(rows)])
-        else:
-            labels = torch.as_tensor([found[row] for row in rows])
-    except (TypeError, ValueError, RuntimeError, IndexError):  # names of classes, or nested lists
+        labels = np.asarray(found.cpu() if isinstance(found, Tensor) else found)[np.asarray(rows)]
+    except (TypeError, ValueError, IndexError):  # nested lists, or fewer labels than rows
         return None
     # Negative numbers stand for missing labels, which are no class.
-    usable = labels.ndim == 1 and not labels.is_floating_point() and not labels.is_complex() and len(labels)
-    labels = labels.long().cpu()
-    return labels if usable and int(labels.min()) >= 0 else None
+    usable = labels.ndim == 1 and labels.dtype.kind in "iub" and labels.min(initial=0) >= 0
+    return torch.from_numpy(labels.astype(np.int64)) if usable else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -515,22 +520,20 @@ class _IterableData:
     def read(self, limit: int, normalization: Normalization | None) -> FixedImages:
         """Reads the images once, at most `limit`, each image once."""
         batches = self._batches()
-        first = next(batches, None)
-        if first is None:
-            raise DataError(f"{self.reading.argument} yielded no image; give at least one.")
+        first = [*islice(batches, 1)]
         # A length counts batches or items, so it only shows that there is an end.
         is_endless = _length(self.source, self.reading.argument) is None
         images = read_once(
-            chain([first], batches),
+            chain(first, batches),
             self.name,
             normalization=normalization,
             limit=min(limit, MAX_UNCOUNTED) if is_endless else limit,
             # Workers that read the same items, or a sampler, may yield an image twice; a list has what its user put in.
             distinct=not self.is_list,
         )
-        if not self.is_list and len(first) <= MAX_READ_TWICE:
-            again = next(self._batches(), None)
-            hashes = [None if batch is None else content_hashes(batch.images).tolist() for batch in (first, again)]
+        if not self.is_list and len(first[0]) <= MAX_READ_TWICE:
+            again = [*islice(self._batches(), 1)]
+            hashes = [[content_hashes(batch.images).tolist() for batch in each] for each in (first, again)]
             if hashes[0] != hashes[1]:
                 return replace(images, notes=(_one_draw(self.reading.argument, len(images)), *images.notes))
         return images
@@ -545,68 +548,18 @@ class _IterableData:
         is_batch, parts = self.reading.is_batch(self.reading.fields(first)[0]), chain([first], parts)
         chunks = iter(lambda: list(islice(parts, BATCH)), [])
         singles = (batch for items in chunks for _, batch in self.reading.by_size(items))
-        count = 0
+        position = 0
         for batch in map(self.reading.batch, parts) if is_batch else singles:
-            yield replace(batch, index=torch.arange(count, count + len(batch)))
-            count += len(batch)
+            yield replace(batch, index=torch.arange(position, position + len(batch)))
+            position += len(batch)
 
     def _items(self) -> Iterator[Any]:
         with user_code(f"the first item of {self.reading.argument}", DataError):
             items = iter(self.source)
-        number = 0
-        while True:
+        end = object()
+        for number in count():
             with user_code(f"item {number} of {self.reading.argument}", DataError):
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
+                item = next(items, end)
+            if item is end:
+                return
             yield item
-            number += 1
-
-
-@dataclass(frozen=True, eq=False)
-class IndexedImages(RowImages):
-    """Rows of a dataset with an index, read anew in every pass with the transforms of the dataset, for training."""
-
-    store: _IndexedData
-    num_classes: int | None = None  # every image must have a label below it
-
-    @property
-    def has_labels(self) -> bool:
-        # By the first image: the labels of all of them are known only after all items are read.
-        with seeded_draws(0):
-            return int(self.store.read_rows(self._rows(self.rows[:1]))[0].labels[0]) != UNLABELLED
-
-    @property
-    def fingerprint(self) -> str:
-        """Hashes up to 64 images and their labels, spread over the rows."""
-        rows = self._rows(self.rows[evenly_spaced(len(self))])
-        with seeded_draws(0):  # the same in every call, whatever random transforms there are
-            batches = [self.store.read_rows([row])[0] for row in rows]
-        contents = [batch.images.contiguous().view(torch.uint8).numpy().tobytes() for batch in batches]
-        contents += [batch.labels.numpy().tobytes() for batch in batches]
-        # The rows stand for the labels, of which only those of the sampled images are read.
-        return digest(self.name, self.rows, contents)
-
-    def take(self, count: int) -> ImageSet:
-        """Returns `count` rows: going round the classes where the dataset lists its labels, else evenly spread."""
-        require_count(count, len(self))
-        return replace(self, rows=self.store.choose(count, self.rows)[0])
-
-    def _rows(self, positions: Int[Tensor, "chosen"]) -> list[int]:
-        return [self.store.rows[position] for position in positions.tolist()]
-
-    def limited_to(self, num_classes: int) -> "IndexedImages":
-        """Returns the same images; those without a label below `num_classes` raise DataError where they are read."""
-        labels = self.store.labels_of(self._rows(self.rows)) if len(self) <= CANDIDATES else None
-        if labels is not None:  # known before the images are read
-            require_classes(labels, num_classes, self.store.reading.argument)
-        return replace(self, num_classes=num_classes)
-
-    def _pass(self, order: Pass) -> Iterator[Batch]:
-        require_no_augmentation(order, self.store.reading.argument)  # so that every step's random numbers are None
-        steps = [self._rows(self.rows[positions]) for positions, _ in order.steps(len(self))]
-        for batch in self.store.batches(steps):
-            if self.num_classes is not None:
-                require_classes(batch.labels, self.num_classes, self.store.reading.argument)
-            yield batch.to(order.device)

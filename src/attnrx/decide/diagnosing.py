@@ -1,34 +1,28 @@
 """Diagnosis of a model: passes over images in which diagnostics observe every layer."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from attnrx.change.decompositions import activation_aware, output_pca, plain_svd, unit_losses
 from attnrx.change.predictions import observe_images
 from attnrx.data import MAX_IMAGES, ImageData
 from attnrx.data.model_data import images_for
-from attnrx.decide.diagnostics import (
-    Diagnostic,
-    MapWatch,
-    Moments,
-    Panel,
-    hidden_diagnosis,
-    singular_directions,
-    suited_diagnostics,
-)
-from attnrx.decide.diagnostics.diagnostic import Accumulator, CentredMoment
+from attnrx.decide.diagnostics import Diagnostic, Moments, Panel, suited_diagnostics
+from attnrx.decide.diagnostics.diagnostic import CentredMoment
 from attnrx.decide.diagnostics.spectral_shape import effective_rank
-from attnrx.decide.rules.metrics import directions_in
-from attnrx.decide.rules.rotary import COHERENCE, coherence
-from attnrx.nouns.diagnosis import Computed, Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis
+from attnrx.decide.rules.metrics import COHERENCE, coherence, directions_in
+from attnrx.nouns.diagnosis import Computed, Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis, MapDirections
 from attnrx.support.arguments import COUNT, checked, optional
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.optional import installed_versions
 from attnrx.support.records import to_dict
-from attnrx.support.shapes import Tensor
+from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.attention import Attention, Observation, Positions
 from attnrx.vit.models import (
@@ -95,26 +89,18 @@ def diagnose(
     panel, mlp = Panel(chosen, spectra), _MlpWatch(model, observe_mlp)
     with observing_mlp(model, family, mlp.observe), _receiving_positions(attention) as positions:
 
-        def measured_coherence(index: int, observation: Observation) -> dict[str, Tensor]:
-            return {COHERENCE: coherence(observation.attention, positions[index], attention[index].spec.heads)}
-
-        rotations = {
-            index: Accumulator([{}], partial(measured_coherence, index))
-            for index, layer in enumerate(attention)
-            if layer.spec.traits.rotates
-        }
-
         def observe(index: int, observation: Observation) -> None:
-            panel.observe(index, observation)
-            if index in rotations:
-                rotations[index].observe(0, observation)
+            rotation = {}
+            if index in positions:
+                heads = attention[index].spec.heads
+                rotation = {COHERENCE: coherence(observation.attention, positions[index], heads)}
+            panel.observe(index, observation, **rotation)
 
         notes = [*shown.notes, *observe_images(model, shown, observe, "diagnose", "diagnosing", batch_size)]
     readings = panel.readings()  # first: it raises for readings that are not finite
     layers = []
     for index, (layer, spectrum, measured) in enumerate(zip(attention, spectra, readings, strict=True)):
-        rotation = rotations[index].readings()[0] if index in rotations else {}
-        diagnosed = LayerDiagnosis(spectrum, measured | rotation | layer.value_factors(), *mlp.diagnosed(index))
+        diagnosed = LayerDiagnosis(spectrum, measured | layer.value_factors(), *mlp.diagnosed(index))
         layers.append(_with_mix(diagnosed) if observe_mlp else diagnosed)
     name = shown.fingerprint.rsplit(":", 2)[0]  # of name:images:hash
     about = {
@@ -148,35 +134,39 @@ def _with_mix(layer: LayerDiagnosis) -> LayerDiagnosis:
     """Adds effective_rank_mix [heads], of the scores in the metric of plans, to a layer whose directions can be
     rewritten.
     """
-    spectrum = layer.spectrum
-    is_measured = {"query_gram", "key_covariance", "key_softmax"} <= layer.readings.keys()
-    if not is_measured or spectrum.has_norms or not spectrum.heads or spectrum.shared or "qk" in spectrum.fixed:
-        return layer
-    # A removed head has no rows, and must have no strength in any metric.
-    rank = effective_rank(directions_in("mix", layer).strength * spectrum.used.any(-1, keepdim=True))
-    return replace(layer, readings={**layer.readings, "effective_rank_mix": rank})
+    if layer.spectrum.heads:
+        with suppress(NotSupported, InvalidInput):  # the directions must not be combined, or moments are not measured
+            # A removed head has no rows, and must have no strength in any metric.
+            strength = directions_in("mix", layer).strength * layer.spectrum.used.any(-1, keepdim=True)
+            return replace(layer, readings={**layer.readings, "effective_rank_mix": effective_rank(strength)})
+    return layer
 
 
 class _MlpWatch:
-    """The moments of both maps of every MLP and of its hidden units, where they are `observed`, and their diagnoses."""
+    """The moments of both maps of every MLP and of its hidden units, where they are `observed`, and their diagnoses.
+
+    Those of a map are of its inputs or its outputs, whichever have fewer features: one square matrix in memory.
+    """
 
     def __init__(self, model: nn.Module, observed: bool):
         family = family_of(model)
         # One entry per layer in any case: () where an MLP is not a pair of linear maps.
         self.pairs = family.mlp(model) or [()] * len(family.attention(model))
         self.has_units = family.has_plain_units(model)
-        self.maps = {
-            (layer, which): MapWatch(linear.in_features, linear.out_features)
+        self.weights = {
+            (layer, which): linear.weight
             for layer, pair in enumerate(self.pairs if observed else ())
             for which, linear in enumerate(pair)
             if isinstance(linear, nn.Linear)
         }
-        self.hidden = {layer: CentredMoment() for layer, which in self.maps if which == 1}  # inputs of fc2
+        self.moments = {key: CentredMoment() for key in self.weights}
+        self.hidden = {layer: CentredMoment() for layer, which in self.weights if which == 1}  # inputs of fc2
 
     def observe(self, layer: int, which: int, inputs: Tensor, outputs: Tensor) -> None:
         """Accumulates inputs and outputs of one map."""
-        if (layer, which) in self.maps:
-            self.maps[layer, which].observe(inputs, outputs)
+        if (layer, which) in self.moments:
+            side = outputs if _is_narrowing(self.weights[layer, which]) else inputs
+            self.moments[layer, which].add(side.flatten(0, -2))
             if which == 1:
                 self.hidden[layer].add(inputs.flatten(0, -2))
 
@@ -185,7 +175,7 @@ class _MlpWatch:
         pair, hidden = self.pairs[layer], None
         matrices = [linear for linear in pair if isinstance(linear, nn.Linear)]
         if self.has_units and len(matrices) == 2:
-            hidden = hidden_diagnosis(matrices[0], matrices[1], self.hidden.get(layer))
+            hidden = _hidden_diagnosis(matrices[0], matrices[1], self.hidden.get(layer))
         return tuple(self._map(layer, which, linear) for which, linear in enumerate(pair)), hidden
 
     def _map(self, layer: int, which: int, linear: nn.Module) -> MapDiagnosis | None:
@@ -195,7 +185,59 @@ class _MlpWatch:
         weight = linear.weight.detach().cpu().clone()
         bias = None if linear.bias is None else linear.bias.detach().cpu().clone()
         # The plain SVD needs no images, so every diagnosis has it.
-        functions = {"weights": partial(singular_directions, weight, bias)}
-        if (layer, which) in self.maps:
-            functions["centered"] = partial(self.maps[layer, which].read, weight, bias)
+        functions = {"weights": partial(_singular_directions, weight, bias)}
+        if (layer, which) in self.moments:
+            functions["centered"] = partial(_measured_directions, self.moments[layer, which], weight, bias)
         return MapDiagnosis(linear.in_features, Computed(functions))
+
+
+def _singular_directions(
+    weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None
+) -> MapDirections:
+    """Returns the left singular vectors of the weight, in its precision or float32: the truncated SVD of every rank.
+
+    The center is the bias, so that the bias is unchanged.
+    """
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    strength, directions = plain_svd(weight)
+    center = weight.new_zeros(len(weight)) if bias is None else bias
+    return MapDirections(strength, directions.to(dtype).contiguous(), center.to(dtype))
+
+
+def _measured_directions(
+    moment: CentredMoment, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None
+) -> MapDirections:
+    """Returns the directions of the outputs by descending strength, from the moment of one side (`_is_narrowing`).
+
+    The leading ones are the best map of every rank. The strength of a direction is the root of its mean square about
+    the mean over all tokens.
+    """
+    weight, mean = weight.double(), moment.mean.cpu().double()
+    if _is_narrowing(weight):
+        strength, directions = output_pca(weight, moment.covariance())
+    else:
+        strength, directions = activation_aware(weight, moment.covariance())
+        mean = weight @ mean + (0.0 if bias is None else bias.double())
+    return MapDirections(strength, directions.contiguous(), mean)
+
+
+def _is_narrowing(weight: Float[Tensor, "outputs inputs"]) -> bool:
+    """Whether a map has fewer outputs than inputs, so that the moment of the outputs is the smaller one."""
+    return weight.shape[0] < weight.shape[1]
+
+
+def _hidden_diagnosis(first: nn.Linear, second: nn.Linear, moment: CentredMoment | None) -> HiddenDiagnosis:
+    """Returns the diagnosis of the hidden units between two linear maps; `moment` is that of the inputs of the second
+    one, if it was measured.
+    """
+    weight = second.weight.detach().cpu().double().clone()  # not the model's own memory
+    bias = weight.new_zeros(len(weight)) if second.bias is None else second.bias.detach().cpu().double().clone()
+    after = weight.norm(dim=0)
+    strength = {"weights": first.weight.detach().cpu().double().norm(dim=1) * after}
+    if moment is None or not moment.rows:
+        return HiddenDiagnosis(strength, weight, bias)
+    covariance = moment.covariance()
+    # The root mean square of what a unit adds to the outputs, without its mean, which the bias can take over.
+    strength["activation"] = covariance.diagonal().clamp_min(0).sqrt() * after
+    strength["centered"] = unit_losses(covariance, weight).sqrt()
+    return HiddenDiagnosis(strength, weight, bias, covariance, moment.mean.cpu().double())

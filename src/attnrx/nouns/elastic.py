@@ -27,7 +27,7 @@ def _require_name(text: str) -> None:
         raise InvalidInput("it must be the name of a folder of letters, digits and . _ + -")
 
 
-EARLIER = ("cuts", "reduces_tokens")  # fields of earlier versions
+EARLIER = "reduces_tokens"  # a field of earlier versions
 SIZE = Record(
     {
         "name": Text(parse=_require_name),
@@ -36,7 +36,7 @@ SIZE = Record(
         "latency": Optional(Number(0.0, 100.0)),
         "divergence": Optional(Number(0.0)),
     },
-    {"fingerprint": Optional(Text()), **dict.fromkeys(EARLIER, ANYTHING)},
+    {"fingerprint": Optional(Text()), EARLIER: ANYTHING},
 )
 RECORD = Record(
     {
@@ -85,7 +85,7 @@ class Elastic:
     def read(cls, folder: Path | str) -> "Elastic":
         """Reads the index of the folder; raises CheckpointError if there is none or it is damaged."""
         record = read_record(Path(folder) / INDEX, KIND, SCHEMA, RECORD)
-        sizes = ({name: size[name] for name in size.keys() - {*EARLIER}} for size in record["sizes"])
+        sizes = ({name: size[name] for name in size.keys() - {EARLIER}} for size in record["sizes"])
         return cls(Path(folder), tuple(Size(**size) for size in sizes), record["about"])
 
     def write(self) -> Path:
@@ -127,14 +127,14 @@ class Elastic:
         """
         path = self.folder / size.name
         model = load_model(path, **given)
-        fingerprint, costs = model_fingerprint(model), family_of(model).costs(model)
-        pairs: list[tuple[str, Any, Any]] = [("fingerprint", fingerprint, size.fingerprint)]
-        if size.name == ORIGINAL:
-            pairs.append(("fingerprint", fingerprint, self.about.get("fingerprint")))
-        # The token policy is no weight, but changes the MACs; an index of an earlier version lacks the original's.
-        if "macs" in self.about:
-            pairs.append(("MACs", costs.macs, round(size.macs * self.about["macs"])))
-        for name, found, expected in pairs:
+        # An index of an earlier version lacks the fingerprints of sizes, or the MACs of the original.
+        fingerprint = size.fingerprint or (self.about.get("fingerprint") if size.name == ORIGINAL else None)
+        # The token policy is no weight, but changes the MACs.
+        macs = None if "macs" not in self.about else round(size.macs * self.about["macs"])
+        for name, found, expected in (
+            ("fingerprint", model_fingerprint(model), fingerprint),
+            ("MACs", family_of(model).costs(model).macs, macs),
+        ):
             if expected is not None and found != expected:
                 raise CheckpointError(
                     f"{path} is not the model that {INDEX} describes ({name} {found}, not {expected}): it was replaced "

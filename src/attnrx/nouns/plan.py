@@ -6,9 +6,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from attnrx.nouns.prescription import Prescription
-from attnrx.nouns.prescription_schema import KIND as PRESCRIPTION
-from attnrx.nouns.prescription_schema import PLAN
+from attnrx.nouns.prescription import KIND as PRESCRIPTION
+from attnrx.nouns.prescription import PLAN, Prescription
 from attnrx.support import records as fields
 from attnrx.support.atomic_writes import parts_by, replacing_folder
 from attnrx.support.display import Displayed

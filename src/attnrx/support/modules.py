@@ -118,8 +118,9 @@ def random_images(model: nn.Module, shape: Sequence[int], count: int = 2) -> Flo
     parameter = next(model.parameters())
     if parameter.is_meta:
         return parameter.new_empty(count, *shape)
-    if (inputs := getattr(model, "attnrx_inputs", None)) is not None:  # `vit.models.module_inputs`
-        return inputs.random(parameter, count, tuple(shape))
+    inputs = getattr(model, "attnrx_inputs", None)  # `vit.models.module_inputs`
+    if inputs is not None and not inputs.is_plain:
+        return inputs.random(parameter, count)
     generator = torch.Generator().manual_seed(0)
     return torch.randn((count, *shape), generator=generator, dtype=torch.float64, device="cpu").to(parameter)
 

@@ -1,10 +1,9 @@
 """The stored state of a run: its checkpoints, its settings and versions."""
 
-import platform
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,6 @@ from torch import nn
 from attnrx.data import Splits
 from attnrx.support.atomic_writes import temporary_folder
 from attnrx.support.errors import CheckpointError
-from attnrx.support.optional import installed_versions
 from attnrx.support.records import JSON_OBJECT, Integer, Items, Number, Record, Text, to_dict, validated
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import (
@@ -26,13 +24,8 @@ from attnrx.support.storage import (
 )
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import TeacherSource
-from attnrx.training.sharding import copy_whole_, gather_tensors, shard_like
-from attnrx.training.step import Learner
+from attnrx.training.step import Learner, copy_whole_, gather_tensors, shard_like
 from attnrx.vit.models import described_tokens, family_of, model_fingerprint
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
 
 KIND, SCHEMA = "attnrx training state", 1
 # The settings are compared with those of the run, field by field (`require_same_run`).
@@ -119,10 +112,11 @@ def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
     load_tensors_(learner.model, parts["model"])
     load_optimizer_(learner.model, learner.optimizer, parts.get("optimizer", {}))
     if learner.mean is not None:
-        learner.mean.load_(parts["mean"])
+        for name, mean in learner.mean.tensors.items():
+            copy_whole_(mean, parts["mean"][name])
     # The others begin at 0, because the sums of all processes are added up at the end of the epoch.
     if learner.accelerator.is_main_process:
-        learner.meter.sums.copy_(parts["meter"]["sums"])
+        learner.sums.copy_(parts["meter"]["sums"])
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -163,8 +157,10 @@ def load_tensors_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         copy_whole_(tensor, tensors[name])
 
 
-# They change how a run is stored or distributed, and its result only by rounding.
-HARMLESS = {"config.checkpoint_every", "config.cuda_graph", "config.parallel"}  # may change when a run is resumed
+# May change when a run is resumed: they change how it is stored or distributed, and its result only by rounding.
+# `cuda_graph` is in the runs of earlier versions, and so are `temperatures`, by default 1.
+HARMLESS = {"config.checkpoint_every", "config.cuda_graph", "config.parallel"}
+REMOVED = {"config.temperatures.tuple.0": 1.0, "config.temperatures.tuple.1": 1.0}
 
 
 def identity(
@@ -198,7 +194,8 @@ def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], fol
     changes the model in place, and is called again with it.
     """
     # Flattened, so that a difference is named by its path, e.g. config.losses.tuple.0.weight.
-    before, now = dict(_flat(saved)), dict(_flat(requested))
+    before = dict(_flat(saved))
+    now = {name: value for name, value in REMOVED.items() if name in before} | dict(_flat(requested))
     if now["weights"] == reached:
         now["weights"] = before.get("weights")
     differing = [
@@ -223,14 +220,3 @@ def _flat(record: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}.{index}")
     else:
         yield prefix, record
-
-
-def training_provenance(accelerator: "Accelerator") -> dict[str, Any]:
-    """Returns the versions, the device and the number of processes and threads of a run."""
-    device = accelerator.device
-    return {
-        "versions": {"python": platform.python_version(), **installed_versions("attnrx", "torch", "accelerate")},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or device.type,
-        "processes": accelerator.num_processes,
-        "threads": torch.get_num_threads(),
-    }

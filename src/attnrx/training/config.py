@@ -53,15 +53,11 @@ class TrainingConfig:
         losses: The terms of the objective.
         augmentation: None for the dataset's own; `Augmentation(padding=0, flip=False)` disables it.
         predictor_learning_rate: Factor on the learning rate of token predictors.
-        temperatures: The sampling temperature of learned token reducers at the first step and at the last; it changes
-            by the same factor every step.
         strength_init: Initial value of every strength (the model's own); larger values sharpen attention sooner.
         strength_decay: Weight decay of the strengths; pulls the weak ones to zero.
         strength_learning_rate: Factor on the strengths' learning rate; spreads them sooner.
         precision: Of the forward pass.
         compile: Train through torch.compile.
-        cuda_graph: Record a step as a CUDA graph and replay it, for small models, whose kernels take longer to launch
-            than to run. For the loss `Task` alone, in one process, without ema or tokens.
         parallel: For several processes (accelerate launch, torchrun): a replica per process, or sharded.
         ema: Decay of a running mean of the weights, which is then validated and saved instead of the last ones (off).
         seed: Weights, order, augmentation and noise.
@@ -81,13 +77,11 @@ class TrainingConfig:
     losses: tuple[Loss, ...] = (Task(label_smoothing=0.1),)
     augmentation: Augmentation | None = None
     predictor_learning_rate: float = 10.0
-    temperatures: tuple[float, float] = (1.0, 1.0)
     strength_init: float | None = None
     strength_decay: float = 0.0
     strength_learning_rate: float = 1.0
     precision: str = "bf16"
     compile: bool = False
-    cuda_graph: bool = False
     parallel: str = "ddp"
     ema: float | None = None
     seed: int = 42
@@ -104,8 +98,7 @@ class TrainingConfig:
             **dict.fromkeys(("gradient_clip", "strength_init"), optional(POSITIVE)),
             losses=each(instance("a loss", Loss), "losses, e.g. (attnrx.training.losses.Task(),)", least=1),
             augmentation=optional(instance("an Augmentation, e.g. attnrx.data.Augmentation()", Augmentation)),
-            **dict.fromkeys(("compile", "cuda_graph"), FLAG),
-            temperatures=each(POSITIVE, "two positive numbers, at the first step and at the last", 2, 2),
+            compile=FLAG,
             precision=one_of(*PRECISIONS),
             ema=optional(RATE),
             parallel=one_of(*PARALLEL),

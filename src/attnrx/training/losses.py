@@ -211,18 +211,17 @@ def teacher_outputs(context: LossContext, source: TeacherSource) -> Answer:
 
 
 LOSSES: dict[str, type[Loss]] = {kind.text_name(): kind for kind in (Distillation, FeatureDistillation, Task)}
-_REGISTERED: dict[str, type[Loss]] = {}
 
 
 def register_loss(kind: type[Loss]) -> None:
-    """Adds a loss by its name in texts, that of its class in snake case."""
-    _REGISTERED[kind.text_name()] = kind
+    """Adds a loss to LOSSES by its name in texts, that of its class in snake case."""
+    LOSSES[kind.text_name()] = kind
 
 
 def known_losses() -> Mapping[str, type[Loss]]:
-    """Returns LOSSES and the registered ones, those of other packages among them, by name."""
+    """Returns LOSSES, with those that other packages register, by name."""
     import_plugins()
-    return {**LOSSES, **_REGISTERED}
+    return LOSSES
 
 
 class _Reader(TextReader):

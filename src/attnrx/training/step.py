@@ -1,9 +1,14 @@
-"""One training step, run operation by operation or recorded as a CUDA graph, with what changes the weights: the
-optimizer, the learning rate schedule, and a running mean.
+"""One training step, with what changes the weights: the optimizer, the learning rate schedule, and a running mean; and
+weights that are sharded over the processes (FSDP2).
+
+Sharded, every process holds a shard of every tensor between steps: of weights, gradients, optimizer state and running
+mean. For a step the weights are gathered, block by block, and stay gathered until all gradients are computed: a loss
+can use the weights as ordinary tensors, however often the model runs in a step. Accelerate supports FSDP on
+accelerators only; PyTorch's `fully_shard` in its processes runs anywhere.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attnrx.data import Batch
 from attnrx.support.errors import NotSupported
-from attnrx.support.hardware import on_another_stream
-from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.support.shapes import Float, Tensor
 from attnrx.training.config import TrainingConfig
-from attnrx.training.losses import LossContext, Task, TeacherSource
-from attnrx.training.sharding import copy_whole_, full_tensor, local_shard, reshard_, shard_
-from attnrx.vit.models import family_of, recording_tokens, reduction_of
+from attnrx.training.losses import LossContext, TeacherSource
+from attnrx.vit.models import family_of, recording_tokens
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -27,61 +33,6 @@ if TYPE_CHECKING:
 NEVER = 2**62  # a step that no run reaches
 STRENGTHS = ("strength_init", "strength_decay", "strength_learning_rate")  # the settings of learned strengths
 PREDICTORS = "tokens."  # parameter prefix of the predictors of a token policy
-WARMUP = 3  # ordinary steps before the recording: they compile, and create the optimizer's state
-
-Work = Callable[[Batch, Int[Tensor, ""]], None]
-"""A whole step on a batch, with its number as a tensor."""
-
-
-def require_recordable(model: torch.nn.Module, config: TrainingConfig, accelerator: "Accelerator") -> None:
-    """Raises NotSupported for settings whose steps are not the same kernels on the same constants."""
-    problems = {
-        "on a CPU": accelerator.device.type != "cuda",
-        "with several processes": accelerator.num_processes > 1,
-        "with losses other than Task": any(not isinstance(loss, Task) for loss in config.losses),
-        "with ema": config.ema is not None,
-        "with a token policy": reduction_of(model) is not None,
-    }
-    found = [what for what, holds in problems.items() if holds]
-    if found:
-        raise NotSupported(f"cuda_graph=True: a step cannot be recorded {', '.join(found)}; omit cuda_graph.")
-
-
-def recorded(work: Callable[[], None]) -> Callable[[], None]:
-    """Records the kernels of `work` without running them, and returns their replay."""
-    graph = torch.cuda.CUDAGraph()
-    # Only this thread is watched: the threads of a data loader may allocate memory meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        work()
-    return graph.replay
-
-
-class RecordedStep:
-    """Runs the first steps as they are, then one recorded CUDA graph for all others.
-
-    A small model computes faster than the processor launches its kernels one by one. The recorded step reads its batch,
-    the learning rates and the number of the step from tensors, which are filled before each replay; everything else has
-    to be the same in all steps, so only some settings can be recorded.
-    """
-
-    def __init__(self, work: Work, device: torch.device):
-        self._work, self._left = work, WARMUP
-        self._number = torch.zeros((), dtype=torch.int64, device=device)
-        self._replay: Callable[[], None] | None = None
-
-    def __call__(self, batch: Batch, step: int) -> None:
-        self._number.fill_(step)
-        if self._left:
-            self._left -= 1
-            on_another_stream(lambda: self._work(batch, self._number))
-            return
-        if self._replay is None:
-            self._batch = Batch(batch.images.clone(), batch.labels.clone(), batch.index)
-            self._replay = recorded(lambda: self._work(self._batch, self._number))
-        self._batch.images.copy_(batch.images)
-        self._batch.labels.copy_(batch.labels)
-        self._replay()
-
 
 EPOCH, STEP, NOISE = 0, 1, 2  # the purpose is part of a seed, so that no two purposes share random numbers
 
@@ -132,28 +83,95 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
         {"params": parameters, "weight_decay": decay.get(kind, 0.0), "factor": factor.get(kind, 1.0)}
         for kind, parameters in groups.items()
     ]
-    # fused: a few kernels for all
-    optimizer = torch.optim.AdamW(parameter_groups, lr=config.learning_rate, fused=True, capturable=config.cuda_graph)
-    if config.cuda_graph:
-        for group in optimizer.param_groups:  # a recorded step reads its learning rates from tensors
-            group["lr"] = torch.tensor(config.learning_rate, dtype=torch.float32, device=group["params"][0].device)
-    return optimizer
+    return torch.optim.AdamW(parameter_groups, lr=config.learning_rate, fused=True)  # fused: a few kernels for all
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Sets the learning rate of every group, times the group's factor."""
     for group in optimizer.param_groups:
-        value = rate * group["factor"]
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(value)
-        else:
-            group["lr"] = value
+        group["lr"] = rate * group["factor"]
 
 
 def strengths_of(model: nn.Module) -> list[nn.Parameter]:
     """Returns the strengths of the layers whose rows have unit length (SVDA)."""
     strengths = [layer.scores.strengths() for layer in family_of(model).attention(model) if layer.spec.has_norms]
     return [strength for strength in strengths if isinstance(strength, nn.Parameter)]
+
+
+def shard_(model: nn.Module, accelerator: "Accelerator") -> nn.Module:
+    """Shards the weights of every block, and then all others, over all processes."""
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    # Blocks first and then the rest: `fully_shard` takes the parameters that no inner call has taken.
+    for name in family_of(model).block_names(model):
+        fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for part in _parts(model):
+        part.set_reshard_after_backward(False)
+    return model
+
+
+def reshard_(model: nn.Module) -> None:
+    """Frees gathered weights, so that every process holds its shard only; no effect on a model that is not sharded."""
+    for part in _parts(model):
+        part.reshard()
+
+
+@contextmanager
+def gathered_weights(model: nn.Module) -> Iterator[None]:
+    """Gathers the weights inside the context, so that each process may run the model any number of times.
+
+    All processes must enter and exit together, and the weights must not change inside. No effect on a model that is not
+    sharded.
+    """
+    for part in _parts(model):
+        part.unshard()
+    try:
+        yield
+    finally:
+        reshard_(model)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Returns the shard of this process, a view of a tensor (any shape); one that is not sharded is returned itself."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Returns a tensor of any shape, gathered from all processes; all of them must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gather_tensors(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Returns tensors gathered one by one, on the CPU if they were sharded; empty in processes without `keep`."""
+    whole_tensors = {}
+    for name, tensor in tensors.items():
+        # One by one and then to the CPU: all at once may not fit beside the shards on a device. Every process takes
+        # part, also those that keep nothing.
+        gathered = full_tensor(tensor.detach())
+        if keep:
+            whole_tensors[name] = gathered.cpu() if isinstance(tensor, DTensor) else gathered
+    return whole_tensors
+
+
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Returns a whole tensor, which every process has, sharded and on the device like `like`, if of the same shape."""
+    tensor = tensor.to(like.device)
+    # State of another shape, such as the optimizer's count of steps, is not sharded.
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    # src_data_rank=None: every process has the whole tensor and cuts its own shard, nothing is sent
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def copy_whole_(target: Tensor, tensor: Tensor) -> None:
+    """Copies a whole tensor, which every process has, into one of its shape that may be sharded."""
+    local_shard(target).copy_(local_shard(shard_like(tensor, target)))
+
+
+def _parts(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 class WeightMean:
@@ -173,10 +191,6 @@ class WeightMean:
         # shards.
         torch._foreach_lerp_(means, live, 1 - decay)
 
-    def load_(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, mean in self.tensors.items():
-            copy_whole_(mean, tensors[name])
-
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Swaps the mean into the model inside the context."""
@@ -195,25 +209,6 @@ class WeightMean:
             saved = live.clone()
             live.copy_(mean)
             mean.copy_(saved)
-
-
-class Meter:
-    """Named sums in float64; checkpoints within an epoch include them."""
-
-    def __init__(self, names: Sequence[str], device: torch.device):
-        self.names = tuple(names)
-        self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
-
-    def add_(self, values: Sequence[Tensor | float]) -> None:
-        """Adds scalars, one per name."""
-        kind = {"dtype": self.sums.dtype, "device": self.sums.device}
-        # torch.full does not synchronize with the GPU; copying a number there would.
-        tensors = [each if isinstance(each, Tensor) else torch.full((), each, **kind) for each in values]
-        self.sums += torch.stack([each.to(**kind) for each in tensors])
-
-    def named(self, sums: Float[Tensor, "names"]) -> dict[str, float]:
-        """Returns sums, of this process or of all processes, by name."""
-        return dict(zip(self.names, sums.tolist(), strict=True))
 
 
 class Learner:
@@ -240,8 +235,6 @@ class Learner:
         Raises:
             NotSupported: The training has settings of learned strengths, and the model has none.
         """
-        if config.cuda_graph:
-            require_recordable(model, config, accelerator)
         strengths, device = strengths_of(model), accelerator.device
         # An option without effect is an error, because the user expects one.
         given = [name for name in STRENGTHS if getattr(config, name) != getattr(TrainingConfig, name)]
@@ -259,15 +252,12 @@ class Learner:
             self.wrapped = torch.compile(self.wrapped)
         self.optimizer = build_optimizer(model, config)
         self.mean = None if config.ema is None else WeightMean(model, config.ema)
-        names = [*(loss.name for loss in config.losses), "loss", "gradient_norm", "correct", "images", "steps"]
-        self.meter = Meter(names, device)
+        self.names = (*(loss.name for loss in config.losses), "loss", "gradient_norm", "correct", "images", "steps")
+        # Of the epoch so far, by `names`; checkpoints within an epoch include them.
+        self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self.schedule = Schedule(config, num_images // config.batch_size)
         # On the device, so that a step writes it without waiting for the GPU.
         self.first_bad = torch.tensor(NEVER, device=device)
-        self.recorded: RecordedStep | None = None
-        if config.cuda_graph:
-            # The step that `_run_` takes as a constant is read by settings only that cannot be recorded.
-            self.recorded = RecordedStep(lambda batch, number: self._run_(batch, 0, number), device)
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -288,21 +278,10 @@ class Learner:
 
     def step_(self, batch: Batch, step: int) -> None:
         """Runs one step with this process's share of the batch."""
-        # Of dropout and sampled tokens: other numbers in every process, since each has other images.
-        torch.manual_seed(derived_seed(self.config.seed, STEP, step, self.shard[0]))
-        set_learning_rate(self.optimizer, self.schedule.rate(step))
-        if (reduction := reduction_of(self.model)) is not None:
-            first, last = self.config.temperatures
-            # steps - 1, so that the last step has the last temperature
-            reduction.temperature = first * (last / first) ** (step / max(1, self.schedule.steps - 1))
-        if self.recorded is not None:
-            self.recorded(batch, step)
-        else:
-            self._run_(batch, step, step)
-
-    def _run_(self, batch: Batch, step: int, number: int | Tensor) -> None:
-        """Runs everything of a step that is on the device; `number` is the step for the record, possibly a tensor."""
         config, images, labels = self.config, batch.images.to(self.dtype), batch.labels
+        # Of dropout and sampled tokens: other numbers in every process, since each has other images.
+        torch.manual_seed(derived_seed(config.seed, STEP, step, self.shard[0]))
+        set_learning_rate(self.optimizer, self.schedule.rate(step))
         if self.features is not None:
             self.features.clear()  # the blocks append to it in every forward pass
         with self.autocast():
@@ -335,8 +314,10 @@ class Learner:
             self.mean.update_(step)
         # Each of N processes adds 1/N of a step, so that a run can be resumed with another number of processes.
         share, norm = 1 / self.shard[1], full_tensor(norm)
-        values = [value.detach() * share for value in (*terms, total, norm)]
-        self.meter.add_([*values, num_correct, float(len(batch)), share])
+        # torch.full does not synchronize with the GPU; copying a number there would.
+        counts = [torch.full_like(self.sums[0], number) for number in (len(batch), share)]
+        values = [*(value.detach() * share for value in (*terms, total, norm)), num_correct, *counts]
+        self.sums += torch.stack([value.to(self.sums) for value in values])
         # Without a Python condition, which would wait for the GPU; `_Run._check` looks at the result now and then.
         finite = torch.isfinite(total.detach()) & torch.isfinite(norm)
-        self.first_bad.copy_(torch.where(finite, self.first_bad, self.first_bad.clamp(max=number)))
+        self.first_bad.copy_(torch.where(finite, self.first_bad, self.first_bad.clamp(max=step)))

@@ -12,7 +12,7 @@ from torch import nn
 from attnrx.data import Columns, ImageData, Splits
 from attnrx.data.model_data import ModelBatches
 from attnrx.decide.planning import PlanSettings, Target
-from attnrx.decide.planning.plan_measurements import final_protocol
+from attnrx.decide.planning.measured_costs import final_protocol
 from attnrx.decide.planning.plan_settings import target_of
 from attnrx.nouns.elastic import INDEX, KIND, ORIGINAL, Elastic, Size
 from attnrx.nouns.evidence import Evidence
@@ -22,11 +22,17 @@ from attnrx.support.errors import InvalidInput, TargetMet
 from attnrx.support.progress import Log, no_log, phases
 from attnrx.support.storage import file_kind
 from attnrx.support.subprocess_runner import shared_subprocess
-from attnrx.verbs.load import load
-from attnrx.verbs.preflight import preflight
+from attnrx.verbs.load import load, preflight
 from attnrx.verbs.save import save
-from attnrx.verbs.shrink import BELOW_ONE, COMMON_KINDS, ShrinkRun, load_original, phase_shares, timing_conditions
-from attnrx.verbs.shrunk import require_result_folder
+from attnrx.verbs.shrink import (
+    BELOW_ONE,
+    COMMON_KINDS,
+    ShrinkRun,
+    load_original,
+    phase_shares,
+    require_result_folder,
+    timing_conditions,
+)
 from attnrx.vit.costs import compare_latencies
 from attnrx.vit.models import family_of, model_fingerprint
 from attnrx.vit.models.verbs import verb
@@ -101,12 +107,10 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             f"{' and '.join(given) or 'no budgets'} given: give one of faster=(1.3, 1.6), macs=(0.8, 0.6) or params=..."
         )
     ((kind, values),) = given.items()
-    by_value = {value: target_of(**{kind: value}) for value in values}
-    if len(by_value) != len(values):
-        raise InvalidInput(f"{kind}={values}: give every budget once.")
-    preflight(data=data, columns=columns, folder=folder, report=True)
     # From the largest model to the smallest, by shares falling and speeds rising.
-    targets = {f"{kind}-{value:g}": by_value[value] for value in sorted(by_value, reverse=kind != "faster")}
+    ordered = sorted({*values}, reverse=kind != "faster")
+    targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in ordered}
+    preflight(data=data, columns=columns, folder=folder, report=True)
     folder = Path(folder)
     shares = phase_shares("latency" if kind == "faster" else kind, effort)
     steps = phases(shares, log, repeated=len(targets), again="searching plans")
@@ -126,8 +130,18 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             stored = _stored_sizes(folder, run, targets)
             missing = {name: target for name, target in targets.items() if name not in stored}
             for name in missing:
-                require_result_folder(folder / name, original, onnx=False)
-            unneeded = _make_sizes(run, folder, missing, log)
+                require_result_folder(folder / name, original, files={})
+            unneeded = dict[str, TargetMet]()
+            # An interrupted call continues with the next size.
+            for name, target in missing.items():
+                try:
+                    result = run.result(target)
+                except TargetMet as met:  # by the original, which is a size itself
+                    log(f"{name}: {met}")
+                    unneeded[name] = met
+                    continue
+                result.save(folder / name, onnx=False)
+                log(f"{name}: {result.summary()}")
             if len(unneeded) == len(targets):
                 raise list(unneeded.values())[-1]
         original = run.original  # at the size of the images
@@ -143,27 +157,9 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             "seed": seed,
             "timing": {"batch": batch, "threads": threads, "hardware": conditions.hardware},
         }
-        result = Elastic(folder, _measured_sizes(run, folder, names), about)
-        result.write()
-        return result
-
-
-def _make_sizes(run: ShrinkRun, folder: Path, targets: Mapping[str, Target], log: Log) -> dict[str, TargetMet]:
-    """Plans, verifies and saves one size after the other; returns the targets that the original meets.
-
-    An interrupted call continues with the next size.
-    """
-    unneeded = dict[str, TargetMet]()
-    for name, target in targets.items():
-        try:
-            result = run.result(target)
-        except TargetMet as met:  # by the original, which is a size itself
-            log(f"{name}: {met}")
-            unneeded[name] = met
-            continue
-        result.save(folder / name, onnx=False)
-        log(f"{name}: {result.summary()}")
-    return unneeded
+        sizes = Elastic(folder, _measured_sizes(run, folder, names), about)
+        sizes.write()
+        return sizes
 
 
 def _stored_sizes(folder: Path, run: ShrinkRun, targets: Mapping[str, Target]) -> list[str]:

@@ -1,14 +1,16 @@
-"""`load`: a model from a folder, a name, a module of another library, or an exported file."""
+"""`load`: a model from a folder, a name, a module of another library, or an exported file; and the checks before it."""
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from attnrx.change.exporting import is_exported, load_exported
-from attnrx.data.loading import SIDES
+from attnrx.change.exporting import Format, is_exported, load_exported
+from attnrx.data import Columns
+from attnrx.data.loading import SIDES, locate
 from attnrx.decide.planning.plan_settings import DROP, Target, target_of
 from attnrx.nouns.elastic import Elastic, Size, is_elastic
 from attnrx.support.arguments import (
@@ -24,10 +26,11 @@ from attnrx.support.arguments import (
     one_of,
     optional,
 )
-from attnrx.support.errors import InvalidInput
-from attnrx.vit.models import Reader, accepting, family_of, load_model
+from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.optional import require_installed
+from attnrx.vit.models import STATED_OUTPUTS, Reader, accepting, family_of, load_model
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.outputs import STATEMENTS, state_outputs_
+from attnrx.vit.outputs import STATEMENTS
 
 # A model or its name; exactly one of the budgets, whose ranges depend on each other, is validated by `target_of`.
 BUDGET = optional(number(0.0, expected="a positive number"))
@@ -137,7 +140,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
         model = accepting(model, (family_of(model).input_shape(model)[0], height, width))
     if outputs is not None:
-        state_outputs_(model, outputs)
+        setattr(model, STATED_OUTPUTS, STATEMENTS[outputs])
     return model
 
 
@@ -172,3 +175,36 @@ def size_of(source: str | Path | nn.Module, target: Target | None = None) -> tup
     if target is not None:
         raise InvalidInput(f"load({described(source)}) with the budget {target}: it is not an elastic model.")
     return None
+
+
+def preflight(
+    *,
+    data: Any = None,
+    columns: Columns | None = None,
+    folder: Path | str | None = None,
+    formats: Iterable[Format] = (),
+    report: bool = False,
+) -> None:
+    """Checks what a long call will need, in the first second.
+
+    `data` is checked where it is a name or a path, `formats` are those of the files to write; with `report`
+    the call writes the HTML report.
+
+    Raises:
+        NotSupported: A library is missing; the message names the extra that installs it.
+        DataError: There is no such dataset, or it lacks a column that was named.
+        CheckpointError: The output folder cannot be written.
+    """
+    if report:
+        require_installed("report", "the report", "jinja2")
+    for form in formats:
+        require_installed(form.extra, f"the format {form.name}", *form.libraries)
+    if folder is not None:
+        folder = Path(folder)
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir():
+            raise CheckpointError(f"{folder} cannot be written: {existing} is not a folder; choose another one.")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise CheckpointError(f"{folder} cannot be written: no permission for {existing}; choose another one.")
+    if isinstance(data, str | Path):
+        locate(data, columns or Columns())

@@ -1,11 +1,13 @@
 """`shrink`: the whole workflow in one call. Divides the images, plans, realizes and fits, and verifies a smaller model.
 
-`elastic` runs the same steps for several targets.
+`Shrunk` is its result, with the files of its folder: saving replaces those of an earlier result, and never those of
+others. `elastic` runs the same steps for several targets.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.exporting import Format, dtype_name, parse_format, precision_for
+from attnrx.change import exporting
+from attnrx.change.exporting import Format, parse_format
+from attnrx.change.exporting.exported import KIND as EXPORTED
+from attnrx.change.exporting.exported import files_of_export, present_exports, present_script
 from attnrx.change.predictions import KeptOutputs
 from attnrx.change.realization import realize_and_fit
 from attnrx.change.realization.decoding import fit_decoder, map_share, smaller_decoder
-from attnrx.change.realization.descent import HELD_OUT
-from attnrx.change.realization.distillation import Distill
-from attnrx.change.realization.fits import Fit, fits_record
+from attnrx.change.realization.distillation import HELD_OUT, Distill
+from attnrx.change.realization.realizing import Fit, fits_record
 from attnrx.change.realization.repair import Repair
 from attnrx.data import (
     Columns,
@@ -33,27 +37,50 @@ from attnrx.data import (
     require_labels,
     three_parts,
 )
-from attnrx.data.model_data import ModelBatches, adapt_preprocessing, splits_for
+from attnrx.data.fixed_images import ONE_DRAW
+from attnrx.data.model_data import ModelBatches, adapt_preprocessing, num_classes, splits_for
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import Plan, PlanSettings, Target, plan_sharing
-from attnrx.decide.planning.plan_measurements import PlanMeasurements, file_speeds, final_protocol, rounds_of
+from attnrx.decide.planning.measured_costs import file_speeds, final_protocol, rounds_of
 from attnrx.decide.planning.plan_settings import DROP, EFFORTS, target_of
+from attnrx.decide.planning.planner import Planner
 from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.evidence import KIND as EVIDENCE
+from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.checks import Check, Costs, Fidelity, Latency, Promises
-from attnrx.show.reports import first_images, sample_maps
+from attnrx.show.checks import Accuracy, Check, Costs, Fidelity, Latency, Promises
+from attnrx.show.reports import (
+    MapSamples,
+    ReportContent,
+    first_images,
+    sample_maps,
+    sample_tokens,
+    summary_of,
+    write_report,
+)
 from attnrx.support.arguments import FASTER, checked, instance, number, one_of, optional
-from attnrx.support.atomic_writes import file_lock
-from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
+from attnrx.support.atomic_writes import Parts as ReplacedFiles
+from attnrx.support.atomic_writes import file_lock, require_absent
+from attnrx.support.display import Sentence
+from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import Log, begin, no_log, phases
+from attnrx.support.shapes import ImageBatch
+from attnrx.support.storage import REPORT, file_kind
 from attnrx.support.subprocess_runner import shared_subprocess
-from attnrx.verbs.load import load
-from attnrx.verbs.preflight import preflight
-from attnrx.verbs.shrunk import Shrunk, require_result_folder, with_accuracy
+from attnrx.verbs.load import load, preflight
+from attnrx.verbs.save import require_no_sizes, save_with
 from attnrx.verbs.verify import verify
 from attnrx.vit.costs import Conditions
 from attnrx.vit.maps import REALIZED_NORMS
-from attnrx.vit.models import accepting, family_of, model_fingerprint
+from attnrx.vit.models import (
+    accepting,
+    at_size_of,
+    family_of,
+    is_model_file,
+    model_fingerprint,
+    reduction_of,
+    require_model_folder,
+)
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import Divergence, Map, Metric, judged, most_images, output_kind_of
 
@@ -110,6 +137,228 @@ MODEL_OR_NAME = instance("a model, a folder or a name, e.g. 'timm:vit_tiny_patch
 COMMON_KINDS = {"model": MODEL_OR_NAME, "effort": one_of(*EFFORTS)}  # of `shrink` and `elastic`
 BELOW_ONE = number(0.0, math.nextafter(1.0, 0.0), "a share of the original's above 0 and below 1, e.g. 0.6")
 POINTS = number(0.0, 100.0, "points of accuracy from 0 to 100, e.g. 1", above=False)
+
+
+# The result, and the files of its folder ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Shrunk:
+    """A smaller model with its prescription, its plan, and the evidence of what it cost.
+
+    It unpacks as `model, prescription, evidence`.
+
+    Attributes:
+        model: The smaller model.
+        prescription: What was pruned, and how; None for the unchanged model, which meets the target by its kernels.
+        evidence: The comparison with the original.
+        plan: The plan with its predictions; None for the unchanged model.
+        target: The target of the call.
+        diagnosis: The diagnosis of the original, for the report.
+        samples: A few normalized test images [images, channels, height, width] with their classes, for the report.
+        class_names: The classes of the data, for exported files.
+        images: The images that it was planned and verified on.
+        maps: The maps that the original and the smaller model return for some samples, for the report; None for other
+            outputs.
+    """
+
+    model: nn.Module
+    prescription: Prescription | None
+    evidence: Evidence
+    plan: Plan | None
+    target: Target
+    diagnosis: Diagnosis | None = None
+    samples: tuple[ImageBatch, tuple[str, ...]] | None = None
+    class_names: tuple[str, ...] = ()
+    images: Parts | None = None
+    maps: MapSamples | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.prescription, self.evidence))
+
+    @property
+    def summary(self) -> Sentence:
+        """The result in one sentence: speed with its factors, accuracy, costs; with a note on images that were a draw
+        of random ones. It may be called, too.
+        """
+        draws = [note for note in self.images.notes if ONE_DRAW in note] if self.images is not None else []
+        return Sentence("; ".join((summary_of(self.evidence), *draws)))
+
+    def __repr__(self) -> str:
+        return f"Shrunk({self.summary})"
+
+    @checked()
+    def save(
+        self,
+        folder: Path | str,
+        onnx: bool = True,
+        *,
+        to: str | None = None,
+        original: nn.Module | None = None,
+        batch: int = 32,
+        threads: int | None = None,
+    ) -> Path:
+        """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime.
+
+        Everything is written to a new folder, which replaces the old one in one step: files of an earlier result are
+        replaced, and exports of other models removed; files that attnrx did not write are kept.
+
+        A file of the format `to` is named after it, model-int8.onnx, and so is the evidence of what it costs against
+        the original, evidence-int8.json. It is calibrated on the images that the plan was made on, and verified on
+        those that neither has seen. Its speed is that in the runtime of the format, relative to the original in its own
+        library at the precision of the file, which is the model's own or else float32. The original's file of the same
+        format is timed in turns with it, so that the speed is divided into what the format gave and what the
+        compression gave.
+
+        Args:
+            folder: The folder.
+            onnx: Whether model.onnx is written.
+            to: Another format to write, e.g. "int8" or "openvino(precision=bf16)" (see `export`).
+            original: The model that `shrink` was given; with it model.onnx is timed beside the same file of the
+                original, for `reports.files_table`. `to` needs it.
+            batch: For `to`, the images of a timed batch.
+            threads: CPU threads of the timings (torch's default).
+
+        Returns:
+            The folder.
+
+        Raises:
+            InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
+            AttnrxError: The model cannot be exported; everything else was saved.
+        """
+        folder = Path(folder)
+        files = result_files(folder, onnx, to)
+        preflight(folder=folder, formats=files.values(), report=True)
+        require_result_folder(folder, self.model, files)
+        original = None if original is None else at_size_of(original, self.model)
+        if to is not None and original is None:
+            raise InvalidInput(f"to={to!r} needs the original, which the evidence of the file is against; give it.")
+        failures: list[AttnrxError] = []
+
+        def write_others(new: Path) -> None:
+            write_report(new / "report.html", self.report(f"attnrx: {folder.name}"))
+            try:
+                for path, form in files.items():
+                    self._write_exported(new / path.name, form, to, original, batch, threads)
+            except AttnrxError as error:  # hours of work are not lost by a file that cannot be written
+                failures.append(error)
+
+        documents = self.prescription, self.evidence
+        save_with(self.model, folder, *documents, write_others, result_parts(model_fingerprint(self.model)))
+        if failures:
+            raise failures[0]
+        return folder
+
+    def _write_exported(
+        self, path: Path, form: Format, to: str | None, original: nn.Module | None, batch: int, threads: int | None
+    ) -> None:
+        """Writes a file to a folder that has none: model.onnx with its speed beside the original's, if that is given,
+        or the file of another format with its evidence.
+        """
+        is_onnx, images = path.stem == "model", self.images
+        calibration = None if is_onnx or images is None else images.planned.take(min(form.wanted, len(images.planned)))
+        settings = {"precision": exporting.precision_for(self.model, form), "calibration": calibration}
+        names = exporting.fitting_names(self.model, self.class_names)
+        file = exporting.export(self.model, path, to=form, class_names=names, **settings)
+        if is_onnx:
+            if original is not None and self.prescription is not None:
+                timed = int(self.evidence.about.get("batch", 32))
+                rounds = rounds_of(timed, original)
+                exporting.compare_with_original(file, original, threads=threads, batches=(timed,), rounds=rounds)
+            return
+        assert original is not None and images is not None  # `save` needs the original, and `shrink` returns images
+        conditions = Conditions(file.images.device, file.images.precision, threads)
+        protocol = final_protocol(conditions, batch, original)
+        speed = 1 / self.target.limit if self.target.quantity == "latency" else None
+        tested, latency = images.verified, Latency(batch, protocol, speed, library=True)
+        about = {"target": str(self.target), "file": path.name, "format": to}
+        try:
+            checks = with_accuracy(tested, original, Fidelity(), latency)
+            evidence = verify(file, original, tested, checks, about, batch_size=32)
+        except AttnrxError:
+            exporting.remove_export(path)  # no file without evidence
+            raise
+        evidence.save(evidence_of(path))
+
+    def report(self, title: str) -> ReportContent:
+        """Returns the content of the report, with the tokens of the sample images if tokens are pruned or merged."""
+        tokens = None
+        if self.samples is not None and reduction_of(self.model) is not None:
+            with suppress(InvalidInput):  # patches that are no grid cannot be drawn
+                tokens = sample_tokens(self.model, *self.samples)
+        return ReportContent(
+            title,
+            self.evidence.about,
+            self.prescription,
+            self.diagnosis,
+            self.evidence,
+            tokens=tokens,
+            outputs=self.maps,
+        )
+
+
+def with_accuracy(images: ImageSet, model: nn.Module, *checks: Check) -> tuple[Check, ...]:
+    """Returns the checks, preceded by that of the accuracy if the images have labels and the model makes decisions."""
+    has_accuracy = images.has_labels and output_kind_of(model).has_decisions
+    return (Accuracy(None), *checks) if has_accuracy else checks  # reported, without a limit
+
+
+RESULT = re.compile(r"model(-\w+)?")  # the stems of exported files in a folder of results
+
+
+def result_files(folder: Path, onnx: bool, to: str | None) -> dict[Path, Format]:
+    """Returns the formats of the exported files of a result by their paths: model.onnx, and the file of a format."""
+    files = {folder / "model.onnx": parse_format("onnx")} if onnx else {}
+    if to is not None:
+        form = parse_format(to)
+        files[folder / f"model-{form.name}{form.suffix}"] = form
+    return files
+
+
+def evidence_of(path: Path) -> Path:
+    """Returns the path of the evidence of model-FORMAT.SUFFIX in a folder of results."""
+    return path.with_name(f"evidence{path.stem.removeprefix('model')}.json")
+
+
+def require_result_folder(folder: Path, model: nn.Module, files: Mapping[Path, Format]) -> None:
+    """Raises InvalidInput if results with these files would overwrite files that attnrx did not write."""
+    require_no_sizes(folder)
+    require_model_folder(folder)
+    require_absent([folder / "report.html"], lambda path: file_kind(path) == REPORT)
+    for path, form in files.items():
+        exporting.require_replaceable_files(path, form.files(path))
+        exporting.require_export_path(path, form, with_script=form.example(path) is not None and num_classes(model) > 0)
+        if path.stem != "model":
+            require_absent([evidence_of(path)], lambda path: file_kind(path) == EVIDENCE)
+
+
+def result_parts(fingerprint: str) -> ReplacedFiles:
+    """Returns the files that `Shrunk.save` replaces for the model with this fingerprint.
+
+    These are the model, its report, and exports of other models with their evidence; exports of this model stay, unless
+    they are written again.
+    """
+
+    def parts(folder: Path, written: Collection[str]) -> set[str]:
+        names = {each.name for each in folder.iterdir() if is_model_file(each)}
+        names |= {"report.html"} if file_kind(folder / "report.html") == REPORT else set()
+        for path, facts in present_exports(folder).items():
+            model = facts.get("model")
+            stored = model.get("fingerprint") if isinstance(model, Mapping) else None
+            name = RESULT.fullmatch(path.stem)
+            if (name and fingerprint != stored) or path.name in written:
+                names |= {each.name for each in files_of_export(path, facts)}
+                has_evidence = name and name[1] and file_kind(evidence_of(path)) == EVIDENCE
+                names |= {evidence_of(path).name} if has_evidence else set()
+        # Facts and scripts without a file are those of an export that was interrupted.
+        paths = [folder / name for name in written]
+        names |= {path.name for path in paths if path.suffix == ".json" and file_kind(path) in (EXPORTED, EVIDENCE)}
+        return names | {script.name for path in paths if (script := present_script(path)) is not None}
+
+    return parts
+
+
+# The call -------------------------------------------------------------------------------------------------------------
 
 
 @checked(
@@ -193,12 +442,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         >>> folder = shrunk.save("faster")
     """
     target = target_of(faster, macs, params, max_drop)
-    preflight(
-        data=data,
-        columns=columns,
-        folder=folder,
-        formats=() if to is None else (parse_format(to),),
-    )
+    form = None if to is None else parse_format(to)
+    preflight(data=data, columns=columns, folder=folder, formats=() if form is None else (form,))
     # What `Shrunk.save` will lack, before hours of work; not an error, because the result need not be saved.
     for check in (partial(preflight, report=True), partial(preflight, formats=(parse_format("onnx"),))):
         try:
@@ -211,9 +456,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     with one_call, phases(phase_shares(target.minimized, effort), log), one_process:
         data = ModelBatches.of(data, inputs)
         original = load_original(model, weights, data)
-        form = None if to is None else parse_format(to)
         if folder is not None:  # before the work
-            require_result_folder(Path(folder), original, True, form)
+            require_result_folder(Path(folder), original, result_files(Path(folder), True, to))
         conditions = timing_conditions(original, threads, batch, form, log)
         if conditions.on_cuda and target.minimized != "latency":
             log("on a CUDA device fewer MACs are not less time: faster=N plans for its time (docs/results/gpu.md)")
@@ -224,12 +468,11 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         if target.quantity == DROP:
             require_labels(run.images.planned)
         try:
-            result = run.result(target)
+            return run.result(target)
         except TargetMet as met:
             # The kernels of attnrx, or the format, reach the speed alone: nothing has to be removed.
             log(str(met))
-            result = run.unchanged(target)
-    return result
+            return run.unchanged(target)
 
 
 def phase_shares(spend: str, effort: str) -> dict[str, float]:
@@ -259,10 +502,11 @@ def timing_conditions(
     a CUDA device recorded graphs, if the model can be recorded.
     """
     # Of models in float64 neither is timed at its own.
-    precision = precision_for(model, form or parse_format("program")) or dtype_name(next(model.parameters()).dtype)
+    weight = next(model.parameters())
+    precision = exporting.precision_for(model, form or parse_format("program")) or exporting.dtype_name(weight.dtype)
     # On one thread latency can be measured by CPU time (`PlanTimer.settings`).
     threads = 1 if threads is None and torch.get_num_threads() == 1 else threads
-    conditions = Conditions(str(next(model.parameters()).device), precision, threads)
+    conditions = Conditions(str(weight.device), precision, threads)
     if not conditions.on_cuda or form is not None:
         return conditions
     # Eager passes of fewer than some hundred images take the time in which the processor launches their kernels, which
@@ -292,7 +536,7 @@ class ShrinkRun:
     about: Mapping[str, Any]
     planned_model: nn.Module  # the original, or a copy of it with a smaller decoder
     outputs: KeptOutputs  # of the original
-    measured: dict[str, PlanMeasurements] = field(default_factory=dict)  # for plans, by cost
+    measured: dict[str, Planner] = field(default_factory=dict)  # for plans, by cost
 
     @classmethod
     def start(

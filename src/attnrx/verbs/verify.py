@@ -1,7 +1,6 @@
 """`verify`: compares a candidate with its reference, and returns the evidence."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -190,9 +189,9 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     require_possible(chosen, comparison)
     if any("labels" in check.needs for check in chosen):
         require_labels(images)
-    with ExitStack() as files:
+    with TemporaryDirectory() as folder:  # for the file of the reference
         if isinstance(candidate, Exported) and any(check.measures_speed for check in chosen):
-            comparison = replace(comparison, **_in_runtime(candidate, reference, images, files, notes))
+            comparison = replace(comparison, **_in_runtime(candidate, reference, images, Path(folder), notes))
         # One comparison for all checks: the outputs of the models are computed once.
         findings = _findings(chosen, comparison, notes)
     of_candidate = model_fingerprint(candidate)
@@ -235,14 +234,11 @@ def _instances(checks: Any) -> tuple[Check, ...]:
     if isinstance(checks, str):
         return parse_checks(checks)
     found = tuple(checks) if isinstance(checks, Iterable) else (checks,)
-    for check in found:
-        if not isinstance(check, Check):
-            raise InvalidInput(
-                f"verify was given the check {check!r:.80}: give instances with their knobs, e.g. "
-                "checks=[attnrx.checks.Accuracy(most_drop=0.5)], or their text."
-            )
-    if not found:
-        raise InvalidInput("verify was given no check; omit `checks` to run the standard ones.")
+    if not found or not all(isinstance(check, Check) for check in found):
+        raise InvalidInput(
+            f"verify was given the checks {checks!r:.80}: give instances with their knobs, e.g. "
+            "checks=[attnrx.checks.Accuracy(most_drop=0.5)], or their text; omit them to run the standard ones."
+        )
     return found
 
 
@@ -268,14 +264,14 @@ def _findings(checks: Sequence[Check], comparison: Comparison, notes: list[str])
 
 
 def _in_runtime(
-    candidate: Exported, reference: nn.Module, images: ImageSet, files: ExitStack, notes: list[str]
+    candidate: Exported, reference: nn.Module, images: ImageSet, folder: Path, notes: list[str]
 ) -> dict[str, Any]:
-    """Returns `unchanged` and `runtime` of a comparison with a file; adds a note where the reference has no such file.
+    """Returns `unchanged`, a file of the reference in the folder, and `runtime` of a comparison with a file.
 
-    The file of the reference exists until `files` is closed.
+    Adds a note where the reference has no such file.
     """
-    form, runtime = candidate.form, candidate.form.runtime_at(candidate.images.precision)
-    folder, batch = Path(files.enter_context(TemporaryDirectory())), candidate.images.batch
+    form, batch = candidate.form, candidate.images.batch
+    runtime = form.runtime_at(candidate.images.precision)
     calibration = images.take(min(form.wanted, len(images)))
     try:
         unchanged = export(

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from attnrx.support.arguments import described, user_code
-from attnrx.support.errors import InvalidInput, UnknownName, UserCodeError
+from attnrx.support.errors import InvalidInput, UserCodeError
 from attnrx.support.modules import from_rows, mapped
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.vit.models import FAMILIES, STATED_OUTPUTS, evaluating, num_outputs
+from attnrx.vit.models import STATED_OUTPUTS, evaluating, family_of, known_family, num_outputs
 from attnrx.vit.models.whole import Whole
 
 # Images among which the nearest neighbours of an embedding are sought. A neighbour is harder to keep among more images,
@@ -68,14 +68,11 @@ class OutputKind(ABC):
 
     def agreement(self, decisions: Decisions, others: Decisions) -> PerImage:
         """Returns the share of equal decisions per image."""
-        return (
-            (decisions == others).double().flatten(1).mean(1) if decisions.ndim > 1 else (decisions == others).double()
-        )
+        return (decisions == others).double().unsqueeze(-1).flatten(1).mean(1)
 
     def correct(self, decisions: Decisions, labels: Decisions) -> Bool[Tensor, "images"]:
         """Returns whether the label that follows from the decision is the true one; of several labels, all of them."""
-        hits = self.labels(decisions, labels) == labels
-        return hits.flatten(1).all(1) if hits.ndim > 1 else hits
+        return (self.labels(decisions, labels) == labels).unsqueeze(-1).flatten(1).all(1)
 
     @abstractmethod
     def drawn(self, outputs: Float[Tensor, "batch features"], generator: torch.Generator) -> Float[Tensor, ""]:
@@ -101,10 +98,17 @@ class Logits(OutputKind):
         return outputs
 
     def divergence(self, base: Rows, other: Rows) -> PerImage:
-        return divergence(self.class_logits(base), self.class_logits(other))
+        log_base, log_other = (self.class_logits(rows).double().log_softmax(-1) for rows in (base, other))
+        return (log_base.exp() * (log_base - log_other)).sum(-1)
 
     def softened(self, base: Rows, other: Rows) -> PerImage:
-        return softened_divergence(self.class_logits(base), self.class_logits(other))
+        """Returns the limit of T^2 KL(base || other) per image for softmax temperature T to infinity.
+
+        It is half the variance over the classes of the difference of the logits. All classes contribute, so that it
+        varies much less between images than the divergence, which few images dominate.
+        """
+        # A variance ignores constants, so that logits and log-probabilities give the same.
+        return (self.class_logits(base).double() - self.class_logits(other).double()).var(-1, correction=0) / 2
 
     def decisions(self, outputs: Rows) -> Decisions:
         return self.class_logits(outputs).argmax(-1)
@@ -326,14 +330,9 @@ class Judgement:
     metric: Metric | None = None
     templates: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
 
-    def outputs(self, model: nn.Module, rows: Rows) -> Any:
-        """Returns outputs that are stored in rows as the model returns them."""
-        template = self.template(model)
-        return rows if isinstance(template, Tensor) and template.ndim == 2 else from_rows(rows, template)
-
     def template(self, model: nn.Module) -> Any:
         """Returns the outputs of a model for one image."""
-        shape = next(family for family in FAMILIES if family.matches(model)).input_shape(model)
+        shape = family_of(model).input_shape(model)
         if shape not in self.templates:
             image = torch.zeros(1, *shape).to(next(model.parameters()))
             with torch.no_grad(), evaluating([model]):
@@ -347,11 +346,11 @@ class Judgement:
             UserCodeError: The function raised an exception.
             InvalidInput: It does not return one number per image.
         """
-        function, parts = getattr(self, what), []
+        function, parts, template = getattr(self, what), [], self.template(model)
         for start in range(0, len(rows), CHUNK):
             span = slice(start, start + CHUNK)
-            first = self.outputs(model, rows[span])
-            second = self.outputs(model, others[span]) if what == "divergence" else tuple(each[span] for each in others)
+            first = from_rows(rows[span], template)
+            second = from_rows(others[span], template) if what == "divergence" else tuple(each[span] for each in others)
             with user_code(f"{what} ({name_of(function)})", UserCodeError):
                 values = function(first, second)
             count = len(rows[span])
@@ -440,11 +439,10 @@ def most_images(model: nn.Module) -> int:
 
 
 def output_kind_of(model: nn.Module) -> OutputKind:
-    """Returns how the outputs of a model are compared: by the divergence of the call (`judging`), else as stated when
-    it was loaded, else as its family knows; those of a model that no family knows are logits.
+    """Returns the kind of a model's outputs: the stated one, else that of its family, or logits where it has none; its
+    divergence is the one of the call, if any (`judging`).
     """
-    # Not `family_of`, which raises: checks also take modules of no family.
-    family = next((family for family in FAMILIES if family.matches(model)), None)
+    family = known_family(model)  # not `family_of`, which raises: checks also take modules of no family
     name = getattr(model, STATED_OUTPUTS, None) or ("logits" if family is None else family.output_kind(model))
     heads = () if family is None or name != "logits" else family.heads(model)
     kind = KINDS["binary_logit" if heads and num_outputs(heads[0]) == 1 else name]
@@ -454,7 +452,7 @@ def output_kind_of(model: nn.Module) -> OutputKind:
     return _judged(kind, model, judgement) if judgement.divergence is not None and family is not None else kind
 
 
-# What a user states -> the kind.
+# What a user states -> the kind, which is the attribute STATED_OUTPUTS of the model.
 STATEMENTS = {
     "classes": "logits",
     "multilabel": "multilabel",
@@ -462,30 +460,3 @@ STATEMENTS = {
     "embedding": "embedding",
     "map": "map",
 }
-
-
-def state_outputs_(model: nn.Module, outputs: str) -> None:
-    """States what the outputs of a model are, one of STATEMENTS; copies and saved folders of the model keep it.
-
-    Raises:
-        UnknownName: It is not one of STATEMENTS.
-    """
-    if outputs not in STATEMENTS:
-        raise UnknownName("kind of outputs", outputs, STATEMENTS)
-    setattr(model, STATED_OUTPUTS, STATEMENTS[outputs])
-
-
-def divergence(base: Rows, other: Rows) -> PerImage:
-    """Returns the Kullback-Leibler divergence KL(base || other) of the predicted probabilities per image, in nats."""
-    log_base, log_other = base.double().log_softmax(-1), other.double().log_softmax(-1)
-    return (log_base.exp() * (log_base - log_other)).sum(-1)
-
-
-def softened_divergence(base: Rows, other: Rows) -> PerImage:
-    """Returns the limit of T^2 KL(base || other) per image for softmax temperature T to infinity.
-
-    It is half the variance over the classes of the difference of the logits. All classes contribute, so that it varies
-    much less between images than the divergence, which few images dominate.
-    """
-    # A variance ignores constants, so that logits and log-probabilities give the same.
-    return (base.double() - other.double()).var(-1, correction=0) / 2

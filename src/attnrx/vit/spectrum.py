@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, Int, Tensor
@@ -57,17 +55,8 @@ class Spectrum(Displayed):
 
     @property
     def has_own_order(self) -> bool:
-        """Whether only the strengths rank the directions: another basis would change the norms of the rows, or the
-        directions that heads share.
-        """
+        """Whether only strengths rank directions: another basis would change norms, or directions that heads share."""
         return self.has_norms or self.shared
-
-    @property
-    def energy(self) -> Float[Tensor, "heads directions"]:
-        """Squared strengths, normalized per head (SVDA, Eq. 22); all zero for a head whose strengths are zero."""
-        square = self.strength.square() * self.used
-        total = square.sum(-1, keepdim=True)
-        return torch.where(total > 0, square / total, torch.zeros_like(square))  # no NaN for a head without energy
 
     @property
     def rank(self) -> Float[Tensor, "heads"]:

@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.change.decompositions import break_even_rank
-from attnrx.change.decompositions.balanced import checked_gram
-from attnrx.change.decompositions.low_rank import Directions, Weight, output_basis, plain_svd
+from attnrx.change.decompositions import Directions, Weight, break_even_rank, checked_gram, output_basis, plain_svd
 from attnrx.data import ImageSet
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Float, ImageBatch, Tensor

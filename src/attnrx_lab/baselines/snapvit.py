@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.data.images import generator
-from attnrx.decide.rules.outputs import limited_to_heads
+from attnrx.decide.rules.prescribing import limited_to_heads
 from attnrx.decide.rules.rule import keep_only
 from attnrx.nouns.prescription import HeadDecision, HiddenDecision, LayerPrescription
 from attnrx.support.shapes import Float, ImageBatch, Tensor

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attnrx.change.predictions import Predictions
-from attnrx.change.realization.fits import KINDS, Fit, realize_and_fit
+from attnrx.change.realization.realizing import KINDS, Fit, realize_and_fit
 from attnrx.nouns.evidence import Finding
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks.check import Check, Comparison

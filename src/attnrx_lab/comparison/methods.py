@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.realization.fits import fits_of, realize_and_fit
+from attnrx.change.realization.realizing import fits_of, realize_and_fit
 from attnrx.data import ImageSet
 from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.rules import parse_rules, prescribe_maps, split_maps
@@ -78,7 +78,7 @@ def least_share(model: nn.Module, template: Template) -> float:
 
     def is_too_small(share: float) -> bool:
         try:
-            parse_policy(template.at(share)[TOKENS]).require(layout, depth)
+            parse_policy(template.at(share)[TOKENS]).on(layout, depth)
         except InvalidInput:
             return True
         return False

@@ -134,8 +134,6 @@ class SvdaExperiment(Experiment):
             strength_learning_rate=self.strength_learning_rate,
             seed=self.seed,
             compile=torch.cuda.is_available() and not self.tiny,
-            # The model computes faster than its kernels are launched one by one.
-            cuda_graph=torch.cuda.is_available() and not self.tiny,
             # Steps that an interruption may lose: minutes on a CPU; seconds on a GPU, where a checkpoint takes as long
             # as some fifty steps.
             checkpoint_every=2000 if torch.cuda.is_available() else 100,

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from attnrx.change.decompositions.allocation import require_directions, require_total
+from attnrx.change.decompositions import require_directions, require_total
 from attnrx.change.predictions import observe_images
 from attnrx.data import ImageData
 from attnrx.data.model_data import images_for
-from attnrx.decide.rules.by_strength import TotalRank
 from attnrx.decide.rules.metrics import OWN, rewritten
+from attnrx.decide.rules.rule import TotalRank
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import Basis
 from attnrx.support.arguments import checked

@@ -24,8 +24,8 @@ class KeepRatio(Loss):
                 "its context (recording_tokens); attach a policy or omit the loss."
             )
         # Masked tokens stay in place, so a mean over all patches is the share of the image's patches: [images, stages].
-        shares = torch.stack([keep.mean(1) for keep in run.sampled], dim=1)
-        kept = shares.new_tensor([reduction.policy.keep[stage] for stage in run.drawn])
+        shares = torch.stack([keep.mean(1) for keep in run.sampled.values()], dim=1)
+        kept = shares.new_tensor([reduction.policy.keep[stage] for stage in run.sampled])
         return (shares - kept).square().mean()
 
 

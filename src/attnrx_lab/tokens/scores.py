@@ -21,11 +21,9 @@ class TokenScores(LayerStatistic):
 
     scores: Float[Tensor, "batch tokens"]
 
-    def at(self, kept: Int[Tensor, "batch kept"]) -> "TokenScores":
-        return TokenScores(self.scores.gather(1, kept))
-
-    def with_new(self, count: int) -> "TokenScores":
-        return TokenScores(nn.functional.pad(self.scores, (0, count)))
+    def at(self, kept: Int[Tensor, "batch kept"], num_new: int = 0) -> "TokenScores":
+        scores = self.scores.gather(1, kept)
+        return TokenScores(nn.functional.pad(scores, (0, num_new)) if num_new else scores)
 
     def without(self, indices: Int[Tensor, "batch removed"]) -> "TokenScores":
         return TokenScores(self.scores.scatter(1, indices, 0.0))

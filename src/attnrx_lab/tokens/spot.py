@@ -45,13 +45,10 @@ class MapMoments(LayerStatistic):
             squares = None if squares is None else squares.addcmul_(attention, attention)
         return MapMoments(total, squares, self.count + 1)
 
-    def at(self, kept: Int[Tensor, "batch kept"]) -> "MapMoments":
-        """Returns the moments between the kept tokens."""
-        return self._map(lambda sums: _between(sums, kept))
-
-    def with_new(self, count: int) -> "MapMoments":
-        """Returns the moments with `count` new tokens, whose sums are zero."""
-        return self._map(lambda sums: F.pad(sums, (0, count, 0, count)))
+    def at(self, kept: Int[Tensor, "batch kept"], num_new: int = 0) -> "MapMoments":
+        """Returns the moments between the kept tokens, and so many new ones after them, whose sums are zero."""
+        moments = self._map(lambda sums: _between(sums, kept))
+        return moments._map(lambda sums: F.pad(sums, (0, num_new, 0, num_new))) if num_new else moments
 
     def without(self, indices: Int[Tensor, "batch removed"]) -> "MapMoments":
         """Returns the moments with the sums of these tokens set to zero, because new tokens overwrote them."""

@@ -5,22 +5,18 @@ rx.exporting.load_exported("slim.onnx")(images)              # logits, from ONNX
 """
 
 from attnrx.change.exporting.exported import (
-    FORMATS,
     Exported,
     Images,
     is_exported,
     load_exported,
-    parse_format,
     present_exports,
     present_script,
     remove_export,
     require_export_path,
     require_replaceable_files,
 )
-from attnrx.change.exporting.format import Format, dtype_name
-from attnrx.change.exporting.onnx_formats import Int8, Onnx
-from attnrx.change.exporting.openvino_format import OpenVINO
-from attnrx.change.exporting.torch_formats import AOTInductor, ExecuTorch, Program
+from attnrx.change.exporting.formats import AOTInductor, ExecuTorch, Format, Program, dtype_name
+from attnrx.change.exporting.runtime_formats import FORMATS, Int8, Onnx, OpenVINO, parse_format
 from attnrx.change.exporting.writing import (
     DYNAMIC,
     ExportSubject,

@@ -1,4 +1,4 @@
-"""The formats of exported files by name, exported files as modules, and which files of a folder are of exports."""
+"""Exported files as modules, and which files of a folder are of exports."""
 
 import hashlib
 import os
@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.change.exporting.format import PRECISIONS, Format, Run, dtype_name, raising, script_path
-from attnrx.change.exporting.onnx_formats import Int8, Onnx
-from attnrx.change.exporting.openvino_format import OpenVINO
-from attnrx.change.exporting.torch_formats import AOTInductor, ExecuTorch, Program
+from attnrx.change.exporting.formats import PRECISIONS, Format, Run, dtype_name, raising, script_path
+from attnrx.change.exporting.runtime_formats import FORMATS
 from attnrx.support import records as fields
 from attnrx.support.atomic_writes import require_absent, require_replaceable
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
@@ -23,32 +21,10 @@ from attnrx.support.modules import joined
 from attnrx.support.records import Invalid, below, from_dict, of_fields
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_kind, file_sha256, read_json, read_record
-from attnrx.support.text_parsing import Language, TextReader
 from attnrx.vit.models.family import STATED_OUTPUTS
 
 KIND, SCHEMA = "attnrx exported model", 1
 SEAL = "# Written by attnrx; edited since, if this is not the hash of the lines above: {}\n"
-FORMATS: Mapping[str, type[Format]] = {
-    form.name: form for form in (Onnx, Program, AOTInductor, OpenVINO, ExecuTorch, Int8)
-}
-
-
-class _FormatReader(TextReader):
-    language = Language("format", "Formats", "onnx, onnx(opset=18) or int8(images=128)", "(),=")
-
-
-def parse_format(text: str) -> Format:
-    """Parses a format with its knobs, e.g. `onnx`, `onnx(opset=18)` or `int8(images=128,tolerance=0.05)`.
-
-    Raises:
-        UnknownName: There is no such format or knob.
-        InvalidInput: The text has another form.
-    """
-    reader = _FormatReader(text)
-    name, kind = reader.read_name(FORMATS, "format")
-    form = reader.build(name, kind, reader.read_knobs(name, kind))
-    reader.expect("end", "the end")
-    return form
 
 
 def _device(text: str) -> None:
@@ -79,8 +55,7 @@ FACTS = fields.Record(
                 "precision": fields.Choice(tuple(PRECISIONS)),
                 "batch": fields.Optional(fields.Integer(1, 2**31 - 1)),
                 "device": fields.Text(parse=_device),
-            },
-            {"patch": fields.Optional(fields.Items(fields.Integer(1, 2**16), 2, 2))},  # of earlier versions
+            }
         ),
         "files": fields.Record(open=True, then=_require_file_names),
         "normalization": fields.Record(
@@ -240,12 +215,11 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
     except AttnrxError as error:
         raise CheckpointError(f"{facts_path(path)}: format: {error}") from error
     # Before a runtime, most of them in C++, parses the file.
-    changed = _changed_file(path, facts)
+    changed = _changed_file(path, facts) if path.name in facts["files"] else path
     if changed is not None:
-        raise CheckpointError(f"{changed} is not the file that was exported (its sha256 differs); export it again.")
-    if path.name not in facts["files"]:
         raise CheckpointError(
-            f"{path} was renamed: its files are {', '.join(sorted(facts['files']))}; name them so again."
+            f"{changed} is not the file that was exported (its name or its sha256 differs): the files are "
+            f"{', '.join(sorted(facts['files']))}; name them so again, or export again."
         )
     # The hashes prove nothing here: whoever writes the file writes them too.
     if form.runs_code and not trust:
@@ -253,8 +227,7 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
             f"{path} is {form.name}: such a file can run any code of its author, with your rights, once it is opened. "
             "If you trust its origin, pass trust=True (--trust on the command line); onnx and openvino need no trust."
         )
-    images = {name: value for name, value in facts["images"].items() if name != "patch"}
-    return Exported(path, form, of_fields(Images, images), facts).eval()
+    return Exported(path, form, of_fields(Images, facts["images"]), facts).eval()
 
 
 def sealed_script(script: str) -> str:
@@ -277,12 +250,8 @@ def present_script(path: Path) -> Path | None:
 def require_export_path(path: Path, form: Format, with_script: bool) -> None:
     """Raises InvalidInput if an export would overwrite facts, further files or a script that attnrx did not write."""
     require_replaceable(path)
-    facts_file, script = facts_path(path), script_path(path)
-    if os.path.lexists(facts_file) and file_kind(facts_file) != KIND:
-        raise InvalidInput(
-            f"the facts go into {facts_file}, which exists and was not written by an export: move it away, or choose "
-            "another name."
-        )
+    require_absent([facts_path(path)], lambda file: file_kind(file) == KIND)
+    script = script_path(path)
     if with_script and os.path.lexists(script) and present_script(path) is None:
         raise InvalidInput(
             f"the script that runs {path.name} goes into {script}, which exists and was edited or not written by an "
@@ -306,14 +275,15 @@ def present_exports(folder: Path) -> dict[Path, dict[str, Any]]:
     return {path: facts for path in paths if (facts := present_facts(path)) is not None}
 
 
+def files_of_export(path: Path, facts: Mapping[str, Any]) -> list[Path]:
+    """Returns the file of the facts of an export, its files, and its script unless that was edited."""
+    script = present_script(path)
+    return [facts_path(path), *map(path.with_name, facts["files"]), *([] if script is None else [script])]
+
+
 def remove_export(path: Path) -> None:
     """Deletes an export: its facts, its files and its script, unless they were changed."""
-    facts, script = present_facts(path), present_script(path)
-    if facts is None:
-        return
+    facts = present_facts(path)
     # The facts first: files without facts are not taken for an export.
-    facts_path(path).unlink()
-    for name in facts["files"]:
-        path.with_name(name).unlink(missing_ok=True)
-    if script is not None:
-        script.unlink()
+    for each in [] if facts is None else files_of_export(path, facts):
+        each.unlink(missing_ok=True)

@@ -21,7 +21,6 @@ from attnrx.change.exporting.exported import (
     Exported,
     Images,
     facts_path,
-    parse_format,
     present_facts,
     present_script,
     remove_export,
@@ -29,7 +28,8 @@ from attnrx.change.exporting.exported import (
     require_replaceable_files,
     sealed_script,
 )
-from attnrx.change.exporting.format import PRECISIONS, ROUNDING, Format, dtype_name, raising, script_path
+from attnrx.change.exporting.formats import PRECISIONS, ROUNDING, Format, dtype_name, raising, script_path
+from attnrx.change.exporting.runtime_formats import parse_format
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import dataset_classes, images_for, num_classes, preprocessing_of
 from attnrx.nouns.evidence import FAILS, Finding, judged
@@ -43,9 +43,9 @@ from attnrx.support.records import fields_of, to_dict
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_sha256, write_json, write_text
 from attnrx.vit.attention import Attention, AttentionCapture, Backend, Portable, using
+from attnrx.vit.attention.head_linear import fixed_weights
 from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
-from attnrx.vit.costs.conditions import PRECISIONS as TIMED_PRECISIONS
-from attnrx.vit.kernels.fixed_weights import fixed_weights
+from attnrx.vit.costs.measured import PRECISIONS as TIMED_PRECISIONS
 from attnrx.vit.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
 from attnrx.vit.models.adoption_proof import LIBRARIES
 from attnrx.vit.models.verbs import verb
@@ -228,13 +228,8 @@ def export(
     subject = ExportSubject.of(model, form, batch, precision, images)
     class_names = class_names or fitting_names(model, dataset_classes(calibration))
     if class_names:
-        classes = num_classes(model)
-        if not classes:
-            raise InvalidInput(
-                f"{len(class_names)} class_names for a model without a classifier, which returns embeddings: omit them."
-            )
-        if len(class_names) != classes:
-            raise InvalidInput(f"{len(class_names)} class_names for a model with {classes} outputs: give one for each.")
+        if len(class_names) != (classes := num_classes(model)):
+            raise InvalidInput(f"{len(class_names)} class_names for a model with {classes} classes: give one for each.")
         subject = replace(subject, facts={**subject.facts, "class_names": list(class_names)})
     if features:
         facts = {**subject.facts, "class_names": [], "output": "features"}
@@ -489,16 +484,13 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
         NotSupported: The file does not run, or its logits differ.
     """
     exported = Exported(path, form, subject.images, {})
+
+    def outputs_of(model: nn.Module) -> Sequence[Tensor]:  # [images, numbers] each
+        tensors = (tensors_of(model(batch)).values() for batch in batches)
+        return joined([[tensor.double().reshape(len(tensor), -1).cpu() for tensor in each] for each in tensors])
+
     with raising(f"the file written as {form.name} does not run", "No file was saved."), torch.no_grad():
-        expected, actual = (
-            joined(
-                [
-                    [tensor.double().reshape(len(tensor), -1).cpu() for tensor in tensors_of(model(batch)).values()]
-                    for batch in batches
-                ]
-            )
-            for model in (subject.model, exported)
-        )
+        expected, actual = outputs_of(subject.model), outputs_of(exported)
     # NaN of the file is the largest difference, and amax would not find it. [outputs, images]
     differences = torch.stack(
         [(one - other).abs().amax(-1).nan_to_num(nan=inf) for one, other in zip(expected, actual, strict=True)]

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.decompositions.elimination import compensated, unit_losses
+from attnrx.change.decompositions import compensated, unit_losses
 from attnrx.change.predictions import KeptOutputs
-from attnrx.change.realization.descent import HELD_OUT, descend_, improve_
+from attnrx.change.realization.distillation import HELD_OUT, descend_, improve_
 from attnrx.data import FixedImages, ImageSet
 from attnrx.support.modules import copy_module, rows_of
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import ModuleCall, evaluating, family_of, observing_calls
-from attnrx.vit.models.units import Pair, input_weight, set_input_weight_
+from attnrx.vit.models.mlp import Pair
+from attnrx.vit.models.separate_units import input_weight
 from attnrx.vit.models.whole import Whole
 from attnrx.vit.outputs import Map, output_kind_of
 
@@ -164,7 +165,7 @@ def _remove_(model: Whole, pair: Pair, batches: list[_Batch]) -> None:
     """Removes units between two maps, compensated by those that are left on the given images."""
     second = model.module.get_submodule(pair.second)
     is_convolution = isinstance(second, nn.Conv2d | nn.ConvTranspose2d)
-    weight, shape = input_weight(second)
+    weight = input_weight(second).flatten(1).T
     moment = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64)
 
     def add(call: ModuleCall) -> None:
@@ -183,7 +184,8 @@ def _remove_(model: Whole, pair: Pair, batches: list[_Batch]) -> None:
     new = compensated(moment, weight, keep, RIDGE)
     family: Any = family_of(model)  # that of whole modules
     family.keep_units_around_(model, pair, keep)
-    set_input_weight_(second, new, shape)
+    kept = input_weight(second)
+    kept.copy_(new.T.reshape(kept.shape))
 
 
 def _fit_(model: Whole, batches: list[_Batch], steps: int, seed: int) -> tuple[float, float]:
@@ -193,8 +195,7 @@ def _fit_(model: Whole, batches: list[_Batch], steps: int, seed: int) -> tuple[f
     kind = output_kind_of(model)
     held_out = batches[::HELD_OUT]
     fitted = [batch for index, batch in enumerate(batches) if index % HELD_OUT] or batches
-    inside = {id(weight) for weight in model.trunk.source.parameters()}
-    weights = nn.ParameterList([each for each in model.module.parameters() if id(each) not in inside])
+    weights = nn.ParameterList(model.weights_around())
     before = _divergence(model, held_out)
     if not held_out or not len(weights):
         return before, before

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.decompositions.elimination import RIDGE
-from attnrx.change.realization.descent import HELD_OUT, Fitted, descend_, improve_
+from attnrx.change.decompositions import RIDGE
+from attnrx.change.realization.distillation import HELD_OUT, Fitted, descend_, improve_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.support.arguments import COUNT, NATURAL, RATE, SEED, checked, number, optional, require_fields
@@ -160,12 +160,10 @@ def _require_alike(reference: nn.Module, candidate: nn.Module, images: int) -> N
             f"the candidate has {depths[1]} MLPs of two linear maps, the reference {depths[0]}; repair a model "
             "that was made from the reference."
         )
-    if not depths[0]:
-        raise NotSupported("the MLPs of this model are not pairs of linear maps, which repair fits.")
-    if not family_of(reference).reads_attention(reference):
+    if not depths[0] or not family_of(reference).reads_attention(reference):
         raise NotSupported(
-            "the attention of this model has no reader, so there is no block to repair; the second maps of MLPs are "
-            "those of the least-squares refit."
+            "repair fits blocks whose attention has a reader, with MLPs of two linear maps, and this model has none; "
+            "the second maps of MLPs are those of the least-squares refit."
         )
     if images < 2 * HELD_OUT:
         raise InvalidInput(f"repair was given {images} images; give at least {2 * HELD_OUT}, better 512 or more.")

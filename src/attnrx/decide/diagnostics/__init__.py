@@ -1,7 +1,6 @@
 """Diagnostics: readings of the spectra and intermediate results of attention layers."""
 
-from attnrx.decide.diagnostics.diagnostic import Diagnostic, Panel
-from attnrx.decide.diagnostics.moments import Geometry, MapWatch, Moments, hidden_diagnosis, singular_directions
+from attnrx.decide.diagnostics.diagnostic import Diagnostic, Geometry, Moments, Panel
 from attnrx.decide.diagnostics.spectral_shape import SpectralShape
 from attnrx.support.optional import import_plugins
 from attnrx.vit.spectrum import Spectrum
@@ -16,13 +15,10 @@ __all__ = [
     "DIAGNOSTICS",
     "Diagnostic",
     "Geometry",
-    "MapWatch",
     "Moments",
     "Panel",
     "SpectralShape",
-    "hidden_diagnosis",
     "register_diagnostic",
-    "singular_directions",
     "suited_diagnostics",
 ]
 

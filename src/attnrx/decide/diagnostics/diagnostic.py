@@ -1,6 +1,13 @@
-"""Diagnostics: options that start an accumulator, which observes layers and returns readings; and panels of them."""
+"""Diagnostics: readings of the spectra, of intermediate results and of the outputs of heads; panels of them, which
+observe layers; and the diagnostics of moments, which metrics need, with the selectivity of a head.
 
-from collections.abc import Callable, Mapping, Sequence
+Moments of queries and keys are of the rows as they enter the scores: divided by their norms if the form has norms,
+before the strength. Keys are centred over the tokens of their own image: a component common to all keys of an image
+adds a constant to a row of scores, which softmax ignores.
+"""
+
+import math
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -10,63 +17,6 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention import Observation
 from attnrx.vit.spectrum import Spectrum
-
-
-class Accumulator:
-    """The readings of one diagnostic for every layer: those of the spectra, and averages over images of what `measure`
-    returns; its size does not depend on the number of images.
-    """
-
-    def __init__(
-        self, of_spectra: Sequence[Mapping[str, Tensor]], measure: Callable[[Observation], Mapping[str, Tensor]]
-    ):
-        self.of_spectra, self.measure = of_spectra, measure
-        self.images = [0] * len(of_spectra)
-        self.sums: list[dict[str, Tensor]] = [{} for _ in of_spectra]  # float64, on the device of what is measured
-
-    def observe(self, layer: int, observation: Observation) -> None:
-        """Adds the intermediate results of one layer for one batch."""
-        images = observation.query.shape[0]
-        self.images[layer] += images
-        sums = self.sums[layer]
-        for name, mean in self.measure(observation).items():
-            # Sums, because the mean of the means of batches of unequal sizes is not the mean over the images.
-            total = mean.to(torch.float64) * images
-            sums[name] = sums[name] + total if name in sums else total
-
-    def readings(self) -> list[dict[str, Tensor]]:
-        """Returns the named readings of every layer, the first axis of each being the head, in float64 on the CPU."""
-        return [
-            # Only here on the CPU: a copy in every batch would wait for the GPU.
-            {**of_spectrum, **{name: (total / images).cpu() for name, total in sums.items()}}
-            for of_spectrum, sums, images in zip(self.of_spectra, self.sums, self.images, strict=True)
-        ]
-
-
-class Diagnostic:
-    """One family of readings; every diagnostic is a final frozen dataclass whose fields are its options.
-
-    Diagnostics receive spectra and observations, never a model. Two laws hold for all: permuting the heads permutes the
-    readings, and observing images in any batches equals observing them at once. Readings that are no averages over
-    images have an `accumulator` of their own.
-    """
-
-    accumulator: ClassVar[type[Accumulator]] = Accumulator
-
-    def __post_init__(self):
-        require_fields(self)
-
-    def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
-        """Returns the readings that do not depend on images, by default none."""
-        return {}
-
-    def measure(self, observation: Observation) -> dict[str, Tensor]:
-        """Returns the readings of one layer for one batch, each the mean over its images; by default none."""
-        return {}
-
-    def start(self, spectra: tuple[Spectrum, ...]) -> Accumulator:
-        """Returns an accumulator for the layers with these spectra."""
-        return self.accumulator([self.of_spectrum(spectrum) for spectrum in spectra], self.measure)
 
 
 class CentredMoment:
@@ -100,8 +50,37 @@ class CentredMoment:
         self.rows += count
 
 
+class Diagnostic:
+    """One family of readings; every diagnostic is a final frozen dataclass whose fields are its options.
+
+    Diagnostics receive spectra and observations, never a model. Two laws hold for all: permuting the heads permutes the
+    readings, and observing images in any batches equals observing them at once. The first axis of every reading is the
+    head.
+    """
+
+    reads_outputs: ClassVar[bool] = False
+    """Whether it has readings `of_outputs`."""
+
+    def __post_init__(self):
+        require_fields(self)
+
+    def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
+        """Returns the readings that do not depend on images, by default none."""
+        return {}
+
+    def measure(self, observation: Observation) -> dict[str, Tensor]:
+        """Returns the readings of one layer for one batch, each the mean over its images; by default none."""
+        return {}
+
+    def of_outputs(self, moment: CentredMoment, readout: Float[Tensor, "heads v_head_dim width"]) -> dict[str, Tensor]:
+        """Returns the readings of the outputs of one layer for all images, by default none: of their `moment`, in which
+        all heads are side by side, and the output projection.
+        """
+        return {}
+
+
 class Panel:
-    """The accumulators of all diagnostics, for layers with these spectra."""
+    """The readings of all diagnostics for layers with these spectra; its size does not depend on the images."""
 
     def __init__(self, diagnostics: tuple[Diagnostic, ...], spectra: tuple[Spectrum, ...]):
         kinds = [type(diagnostic) for diagnostic in diagnostics]
@@ -109,7 +88,12 @@ class Panel:
         if not diagnostics or twice:
             problem = f"{', '.join(twice)} given twice" if twice else "no diagnostic given"
             raise InvalidInput(f"a diagnosis with {problem}: choose at least one, and each kind once.")
-        self._accumulators = [each.start(spectra) for each in diagnostics]
+        self.diagnostics, self.spectra = diagnostics, spectra
+        self._images = [0] * len(spectra)
+        self._sums: list[dict[str, Tensor]] = [{} for _ in spectra]  # float64, on the device of what is measured
+        self._reads_outputs = any(each.reads_outputs for each in diagnostics)
+        self._outputs = [CentredMoment() for _ in spectra]
+        self._readouts: dict[int, Tensor] = {}
         for layer, spectrum in enumerate(spectra):
             if not spectrum.heads:  # it computes nothing to observe, and its readings are empty
                 # The observation of one image of one token.
@@ -117,41 +101,151 @@ class Panel:
                 factors = rows, rows, rows[0, 0], spectrum.scale
                 self.observe(layer, Observation(*factors, maps, maps, maps, maps, maps[0]))
 
-    def observe(self, layer: int, observation: Observation) -> None:
-        """Adds the intermediate results of one layer for one batch.
+    def observe(self, layer: int, observation: Observation, **others: Tensor) -> None:
+        """Adds the intermediate results of one layer for one batch, and the means of other readings over its images.
 
         Raises:
             InvalidInput: The layer computed NaN or infinity.
         """
-        _require_finite(layer, observation)
-        for accumulator in self._accumulators:
-            accumulator.observe(layer, observation)
+        # One sum that is not finite if any value of the layer's attention is not, at a tenth of the cost of isfinite.
+        total = observation.output.sum(dtype=torch.promote_types(observation.output.dtype, torch.float32))
+        if not bool(torch.isfinite(total)):
+            raise InvalidInput(
+                f"layer {layer} computed NaN or infinity, though the weights are finite: the images hold NaN, or "
+                "the numbers left the range of their precision. Check the data, or diagnose the model in float32."
+            )
+        images, sums = observation.query.shape[0], self._sums[layer]
+        self._images[layer] += images
+        for means in (*(each.measure(observation) for each in self.diagnostics), others):
+            for name, mean in means.items():
+                # Sums, because the mean of the means of batches of unequal sizes is not the mean over the images.
+                total = mean.to(torch.float64) * images
+                sums[name] = sums[name] + total if name in sums else total
+        if self._reads_outputs:
+            # [batch, heads, tokens, dims] to one row per token with all heads side by side.
+            self._outputs[layer].add(observation.output.transpose(1, 2).flatten(2).flatten(0, 1))
+            self._readouts[layer] = observation.readout
 
     def readings(self) -> list[dict[str, Tensor]]:
-        """Returns the readings of all diagnostics, one dictionary per layer.
+        """Returns the readings of every layer by name, averages in float64 and on the CPU.
 
         Raises:
             InvalidInput: A reading overflowed.
         """
-        by_accumulator = [accumulator.readings() for accumulator in self._accumulators]
-        merged = [
-            {name: value for part in layer for name, value in part.items()}
-            for layer in zip(*by_accumulator, strict=True)
-        ]
-        for layer, name, value in ((layer, *item) for layer, named in enumerate(merged) for item in named.items()):
-            if not bool(torch.isfinite(value).all()):
-                raise InvalidInput(
-                    f"the reading {name} of layer {layer} overflowed, though the layer's outputs are finite: its "
-                    "squares left the range of the model's precision. Diagnose the model in float64, model.double()."
-                )
-        return merged
+        readings: list[dict[str, Tensor]] = [{} for _ in self.spectra]
+        for layer, (spectrum, found) in enumerate(zip(self.spectra, readings, strict=True)):
+            for each in self.diagnostics:
+                found |= each.of_spectrum(spectrum)
+                if each.reads_outputs:
+                    found |= each.of_outputs(self._outputs[layer], self._readouts[layer])
+            # Only here on the CPU: a copy in every batch would wait for the GPU.
+            found |= {name: (total / self._images[layer]).cpu() for name, total in self._sums[layer].items()}
+            for name, value in found.items():
+                if not bool(torch.isfinite(value).all()):
+                    raise InvalidInput(
+                        f"the reading {name} of layer {layer} overflowed, though the layer's outputs are finite: its "
+                        "squares left the range of the model's precision. Diagnose the model in float64, "
+                        "model.double()."
+                    )
+        return readings
 
 
-def _require_finite(layer: int, observation: Observation) -> None:
-    # One sum that is not finite if any value of the layer's attention is not, at a tenth of the cost of isfinite.
-    total = observation.output.sum(dtype=torch.promote_types(observation.output.dtype, torch.float32))
-    if not bool(torch.isfinite(total)):
-        raise InvalidInput(
-            f"layer {layer} computed NaN or infinity, though the weights are finite: the images hold NaN, or "
-            "the numbers left the range of their precision. Check the data, or diagnose the model in float32."
-        )
+@dataclass(frozen=True)
+class Geometry(Diagnostic):
+    """Returns selectivity [heads], query_moment and key_moment [heads, directions], and two matrices.
+
+    The matrices, [heads, directions, directions], are query_gram and key_covariance, whose diagonals are the moments.
+    """
+
+    def measure(self, observation: Observation) -> dict[str, Tensor]:
+        # Queries are not centred: softmax ignores a component that all keys share, but not one that all queries share.
+        query, key = query_grams(observation.query).mean(0), key_covariances(observation.key).mean(0)
+        return {
+            "selectivity": selectivity(observation.attention),
+            "query_moment": query.diagonal(dim1=-2, dim2=-1),
+            "key_moment": key.diagonal(dim1=-2, dim2=-1),
+            "query_gram": query,
+            "key_covariance": key,
+        }
+
+
+def selectivity(attention: Float[Tensor, "batch heads queries keys"]) -> Float[Tensor, "heads"]:
+    """Returns one minus the mean entropy of the attention rows over log(keys): 0 for uniform, 1 for one-hot attention.
+
+    With a single key the selectivity is 0.
+    """
+    attention, keys = widened(attention), attention.shape[-1]
+    if keys == 1:
+        return attention.new_zeros(attention.shape[1])
+    logs = attention.clamp(min=torch.finfo(attention.dtype).tiny).log_()  # 0 log 0 = 0; three times as fast as xlogy
+    entropy = -(attention * logs).sum(-1).mean((0, 2))
+    return (1 - entropy / math.log(keys)).clamp(0, 1)  # only rounding can exceed the interval
+
+
+def query_grams(
+    query: Float[Tensor, "batch queries heads directions"],
+) -> Float[Tensor, "batch heads directions directions"]:
+    """Returns the second moment of every image's query rows, mean over tokens of q q^T."""
+    rows = widened(query).transpose(1, 2).contiguous()  # the copy costs less than multiplying strided rows
+    return (rows.mT @ rows).div_(rows.shape[-2])
+
+
+def key_covariances(
+    key: Float[Tensor, "batch keys heads directions"],
+) -> Float[Tensor, "batch heads directions directions"]:
+    """Returns the covariance of every image's key rows over its tokens."""
+    key = widened(key)
+    return query_grams(key - key.mean(1, keepdim=True))
+
+
+def widened(rows: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Returns the rows in float32, or in their own type if that is wider."""
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class Moments(Diagnostic):
+    """Returns, besides the query_gram and key_covariance of `Geometry`, the moments of the other metrics.
+
+    key_gram [heads, directions, directions] is the second moment of the keys, and key_softmax their covariance under
+    the attention: the mean over queries of sum_j p_j k_j k_j^T - (sum_j p_j k_j)(...)^T, which is the curvature of the
+    softmax in the directions of the keys. output_mean [heads, v_head_dim] and output_covariance [heads, v_head_dim,
+    heads * v_head_dim] describe the outputs of all heads together, over all tokens of all images, and readout_gram
+    [heads, v_head_dim, v_head_dim] the output projection.
+    """
+
+    reads_outputs: ClassVar[bool] = True
+
+    def measure(self, observation: Observation) -> dict[str, Tensor]:
+        return {
+            "key_gram": query_grams(observation.key).mean(0),
+            "key_softmax": softmax_covariance(observation.key, observation.attention),
+        }
+
+    def of_outputs(self, moment: CentredMoment, readout: Float[Tensor, "heads v_head_dim width"]) -> dict[str, Tensor]:
+        readout = readout.double().cpu()
+        heads, v_head_dim = readout.shape[:2]
+        return {
+            "output_mean": moment.mean.cpu().double().reshape(heads, v_head_dim),
+            "output_covariance": moment.covariance().reshape(heads, v_head_dim, heads * v_head_dim),
+            "readout_gram": readout @ readout.mT,
+        }
+
+
+def softmax_covariance(
+    key: Float[Tensor, "batch keys heads directions"], attention: Float[Tensor, "batch heads queries keys"]
+) -> Float[Tensor, "heads directions directions"]:
+    """Returns the covariance of the keys under each query's own attention, mean over queries and images.
+
+    A change d of the scores of one query changes its attention by a divergence of about d^T (diag p - p p^T) d / 2.
+    """
+    wide = torch.promote_types(key.dtype, torch.float32)
+    keys, weights = key.to(wide).transpose(1, 2), attention.to(wide)
+    # A covariance is that of the differences from any point; of equal large keys all digits would be lost.
+    keys = keys - keys.mean(-2, keepdim=True)
+    # [batch, heads, queries, directions]: the mean of the keys under the attention of every query.
+    means = weights @ keys
+    queries = weights.shape[-2]
+    # The sum over the queries is inside the products, so no matrix [directions, directions] per query is formed.
+    spread = keys.mT @ (keys * weights.sum(-2)[..., None]) - means.mT @ means
+    return (spread / queries).mean(0)

@@ -54,9 +54,8 @@ class Frontier:
         # The table holds rounded savings, so the exact cost decides: the first plan that is cheap enough is optimal, up
         # to the rounding. Savings beyond the budget are undone.
         for choices in self._by_sensitivity(1 - limit / self.nothing):
-            cost = self.cost_table.total(choices)
-            if cost <= limit:
-                return self._without_surplus(limit, Step(choices, cost, self.sensitivities.total(choices)))
+            if self.cost_table.total(choices) <= limit:
+                return self._without_surplus(limit, self._step(choices))
         raise _out_of_reach(self.space, self.cost_table.quantity, limit, self.cheapest)
 
     def near(self, limit: float, start: Choices) -> Step:
@@ -70,11 +69,10 @@ class Frontier:
         """
         # The greedy rule of fractional knapsacks. Unlike `at` it depends on the start, which is its purpose: it meets
         # the budget near a given plan.
-        now = Step(start, self.cost_table.total(start), self.sensitivities.total(start))
+        now = self._step(start)
         while now.cost > limit:
             best, gain = None, 0.0
-            for choices in self.space.moves(now.choices):
-                step = Step(choices, self.cost_table.total(choices), self.sensitivities.total(choices))
+            for step in map(self._step, self.space.moves(now.choices)):
                 saved, added = now.cost - step.cost, step.sensitivity - now.sensitivity  # `added` may be 0 or below
                 if saved > NOTHING and saved / max(added, NOTHING) > gain:
                     best, gain = step, saved / max(added, NOTHING)
@@ -99,12 +97,8 @@ class Frontier:
         blocks = table.attention[:, 0, 0] + table.mlp[:, 0]
         # [layer, tokens]: the cost of all layers from one on, and the divergence by pruning before it.
         costs = blocks[::-1].cumsum(0)[::-1] / table.whole
-        changes = np.array(
-            [
-                [self.sensitivities.of_pruning(layer, int(n), table.patches) for n in gone]
-                for layer in range(space.depth)
-            ]
-        )
+        pruned = self.sensitivities.of_pruned
+        changes = np.array([[pruned(layer, int(count)) for count in gone] for layer in range(space.depth)])
         unit = TILE * -(-table.patches // (TILE * NUMBERS)) if table.patches >= 8 * TILE else space.step
         numbers = range((tokens[-1] - 1) // unit * unit, table.prefix, -unit)
         for stages in range(1, min(FEW, space.depth - 1) + 1):
@@ -125,6 +119,9 @@ class Frontier:
                     num_pruned[layers[index, 0]] = before[best] - after[best]
                     found.append(replace(Choices.nothing(space.depth), num_pruned=tuple(num_pruned.tolist())))
         return tuple(found)
+
+    def _step(self, choices: Choices) -> Step:
+        return Step(choices, self.cost_table.total(choices), self.sensitivities.total(choices))
 
     def _without_surplus(self, limit: float, now: Step) -> Step:
         """Undoes choices within the budget: repeats the change that keeps more and reduces the divergence most."""
@@ -192,8 +189,8 @@ class Frontier:
             return least, previous
         updated, patches = least.copy(), self.space.patches
         # The divergence at every total number of pruned patches; a stage adds the difference between two totals, as in
-        # `Sensitivities.of_pruning`.
-        at_totals = np.array([self.sensitivities.of_pruning(layer, int(gone), patches) for gone in self._gone])
+        # `Sensitivities.total`.
+        at_totals = np.array([self.sensitivities.of_pruned(layer, int(gone)) for gone in self._gone])
         for before, gone in enumerate(self._gone):
             largest = gone + self.space.at_once(int(patches - gone))
             # Vectorized over the totals that one stage can reach; only the loop over those before it is in Python.

@@ -100,15 +100,15 @@ class CostTable:
 
     def total(self, choices: Choices) -> float:
         """Returns the cost of the whole model as a share of the original's."""
-        left = choices.left
-        layers = sum(self.layer(choices, index, gone) for index, gone in enumerate(left))
-        gone_before = (0, *left)
-        stages = sum(
-            float(self.stages[index, self.prefix + self.patches - gone_before[index]])
-            for index, count in enumerate(choices.num_pruned)
-            if count
-        )
+        layers = sum(self.layer(choices, index, gone) for index, gone in enumerate(choices.left))
+        stages = sum(float(self.stages[layer, tokens]) for layer, tokens in self.stage_inputs(choices).items())
         return (self.outside + layers + stages) / self.whole
+
+    def stage_inputs(self, choices: Choices) -> dict[int, int]:
+        """Returns the number of input tokens of the stage before every layer that has one."""
+        tokens = self.prefix + self.patches
+        before = zip((0, *choices.left), choices.num_pruned, strict=False)
+        return {layer: tokens - gone for layer, (gone, count) in enumerate(before) if count}
 
 
 def exact_cost_table(space: Space, quantity: str) -> CostTable:
@@ -122,12 +122,7 @@ def exact_cost_table(space: Space, quantity: str) -> CostTable:
     # No part depends on the levels of both axes, so the costs add up: [layer, level of qk, level of vo, tokens].
     attention = tables["qk"][:, :, None] + tables["vo"][:, None]
     whole = float(getattr(before, quantity))
-    inside = sum(
-        getattr(layer.parts[part], quantity)
-        for layer in before.layers
-        for parts in COST_PARTS.values()
-        for part in parts
-    )
+    inside = float(attention[:, 0, 0, -1].sum() + tables["mlp"][:, 0, -1].sum())
     stages = np.zeros((space.depth, tokens + 1))
     prefix = tokens - space.patches
     if space.reducer is not None and quantity == "macs":
@@ -184,7 +179,8 @@ def corrected(
     # Blocks that are timed one by one miss effects of a whole model, such as weights that leave the cache. Few numbers
     # are fitted to a few whole models, in an order in which each is determined by itself: scale, axes, tokens.
     unchanged = Choices.nothing(space.depth)
-    ranks = {axis: _everywhere(space, axis) for axis in RANKS if space.available(axis)}
+    available = {axis: levels for axis in RANKS if (levels := space.available(axis))}
+    ranks = {axis: space.uniform(axis, levels[len(levels) // 2]) for axis, levels in available.items()}
     some = {str(stages): _some_at(space, stages) for stages in STAGES} if TOKENS in space.axes else {}
     pair = [ranks[axis] for axis in ("qk", "vo") if axis in ranks]
     joint = {JOINT: replace(pair[0], vo=pair[1].vo)} if len(pair) == 2 else {}
@@ -208,8 +204,9 @@ def corrected(
     # slope * input tokens of all stages + missed * predicted savings. All are costs, which noise must not make
     # negative. The constant is that of calling operations, of which a stage has many: most of its cost for one image.
     missing = np.array([shares[name] - cost_table.total(choices) for name, choices in some.items()])
-    stage_tokens = np.array([_seen_at_stages(choices, tokens) for choices in some.values()]) / cost_table.whole
-    num_stages = np.array([sum(map(bool, choices.num_pruned)) for choices in some.values()]) / cost_table.whole
+    inputs = [cost_table.stage_inputs(choices).values() for choices in some.values()]
+    stage_tokens = np.array([*map(sum, inputs)]) / cost_table.whole
+    num_stages = np.array([*map(len, inputs)]) / cost_table.whole
     saved_by_tokens = np.array([shares[OWN] - cost_table.total(choices) for choices in some.values()])
     # Tokens as shares of all of them, so that both parts of a stage have the same unit. A shallow model has fewer plans
     # than unknowns: then a stage has no constant.
@@ -229,12 +226,6 @@ def corrected(
 def _less_saved(costs: np.ndarray, missed: float) -> np.ndarray:
     """Returns costs [..., tokens] of which this share of the savings by fewer tokens is lost."""
     return costs + missed * (costs[..., -1:] - costs)  # the last entry is the cost at all tokens
-
-
-def _everywhere(space: Space, axis: str) -> Choices:
-    """Returns the plan with the middle level of an axis in all layers."""
-    levels = space.available(axis)
-    return replace(Choices.nothing(space.depth), **{axis: (levels[len(levels) // 2],) * space.depth})
 
 
 def _factor(measured: float, predicted: float) -> float:
@@ -267,12 +258,6 @@ def _some_at(space: Space, stages: int | None) -> Choices:
     return replace(
         Choices.nothing(space.depth), num_pruned=tuple(count * (layer in layers) for layer in range(space.depth))
     )
-
-
-def _seen_at_stages(choices: Choices, tokens: int) -> int:
-    """Returns the total number of input tokens of all stages."""
-    before = (0, *choices.left)
-    return sum(tokens - gone for gone, count in zip(before, choices.num_pruned, strict=False) if count)
 
 
 def never_slower(

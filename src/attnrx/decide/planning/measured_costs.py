@@ -6,29 +6,33 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from hashlib import sha256
+from math import ceil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from attnrx.change.exporting import Format, Runtime
+from attnrx.change.exporting import ExportSubject, Format, Runtime, precision_for, write_exported
 from attnrx.change.realization import realize
-from attnrx.decide.planning.cost_table import CostTable, never_slower
+from attnrx.data import ImageSet
+from attnrx.decide.planning.cost_table import CostTable, corrected, never_slower
 from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.hardware import cache_folder, device_name, may_measure
 from attnrx.support.modules import copy_module
 from attnrx.support.optional import installed_versions
-from attnrx.support.progress import Log, track
+from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import read_tensors, write_tensors
-from attnrx.vit.costs import LatencyProtocol, interleave
-from attnrx.vit.costs.conditions import PRECISIONS
+from attnrx.support.subprocess_runner import run_in_subprocess
+from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, compare_latency, interleave
+from attnrx.vit.costs.measured import PRECISIONS, PROCESSES
 from attnrx.vit.kernels.compilation import kernel_version
 from attnrx.vit.models import (
     ModuleCall,
@@ -110,7 +114,17 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
                 settings.log(f"cost table of an earlier plan: {path}")
                 return table
         settings.log(f"the stored cost table is damaged or implausible, and measured again: {path}")
-    table = _plausible(measure, settings.log)
+    problem: str | None = None
+    for _ in range(ATTEMPTS):
+        table = measure()
+        if (problem := table.problem()) is None:
+            break
+        settings.log(f"cost table: {problem}; measuring again")
+    else:
+        raise NotSupported(
+            f"the latency of this model's blocks cannot be measured here: of {ATTEMPTS} cost tables none is possible "
+            f"({problem}). Other processes take this machine's time: end them, or give a target in macs or params."
+        )
     unchanged = table.total(Choices.nothing(space.depth))
     if table.spread > STEADY or unchanged > SLOWEST:
         settings.log(
@@ -123,20 +137,6 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
         # By numpy: torch would store the floats in float32, and a plan from the cache would differ.
         write_tensors(path, {name: torch.from_numpy(np.asarray(number)) for name, number in numbers.items()})
     return table
-
-
-def _plausible(measure: Callable[[], CostTable], log: Log) -> CostTable:
-    problems = []
-    for _ in range(ATTEMPTS):
-        table = measure()
-        if (problem := table.problem()) is None:
-            return table
-        problems.append(problem)
-        log(f"cost table: {problem}; measuring again")
-    raise NotSupported(
-        f"the latency of this model's blocks cannot be measured here: of {ATTEMPTS} cost tables none is possible "
-        f"({problems[-1]}). Other processes take this machine's time: end them, or give a target in macs or params."
-    )
 
 
 def measured_cost_table(
@@ -265,13 +265,19 @@ class _Timer:
         # Without the last layer, which may be shorter.
         count = 1 if form is None else max(min(BLOCKS_OF_FORMAT, space.depth - 1 - first), 1)
         self.layers = range(first, first + count)
-        # The arguments of a block, e.g. rotary tables, and the images per call come from a real forward pass.
-        calls = _recorded_calls(space, protocol, images)
+        # The arguments of a block, e.g. rotary tables, and the images per call, which may be a part of the batch, come
+        # from a real forward pass; without compilation, whose graphs hooks would break.
+        to = self.conditions.device, PRECISIONS[self.conditions.precision]
+        model, plain = copy_module(space.model).eval().to(*to), replace(self.conditions, compiled=False, graphs=False)
+        blocks = blocks_of(model, self.family)[:1]
+        with recording_calls(blocks, lambda call: call, by_image=True) as calls, plain.held():
+            model(plain.prepare_images(images))
         self.call = calls[-1]
         width, count = space.shape.width, max(len(call.tokens) for call in calls)
         generator = torch.Generator().manual_seed(0)
         # Noise in place of tokens: the operations of a block do not depend on values.
-        self.rows = {n: torch.randn(count, n, width, generator=generator) for n in grid}
+        self.rows = {n: torch.randn(count, n, width, generator=generator).to(*to) for n in grid}
+        self.all_tokens = self.rows[grid[-1]]
         # A batch may be run in chunks; `whole` divides by the number of runs of a block.
         self.parts = -(-len(images) // count)
         self.spreads: list[float] = []
@@ -280,9 +286,8 @@ class _Timer:
         # is without it.
         self.calls = dict.fromkeys(grid, 0.0)
         if form is not None:
-            rows, nothing = self._rows_on_device(), self._prepared(space.model, range(0))
-            runs = {str(n): partial(nothing, rows[n]) for n in grid}
-            seconds = self._turns({**runs, REFERENCE: partial(self.original, rows[grid[-1]])})
+            nothing = self._prepared(space.model, range(0))
+            seconds = self._turns({str(n): partial(nothing, tokens) for n, tokens in self.rows.items()})
             self.calls = {n: seconds[str(n)] for n in grid}
 
     def _prepared(
@@ -300,7 +305,7 @@ class _Timer:
             reduction.policy = replace(policy, keep=(1.0,))
         blocks = blocks_of(model, self.family)[layers.start : layers.stop]
         called = _Called(blocks, self.call, getattr(model, "last", None) if shortened else None, reduction)
-        return self.runtime.prepare(called, self._on_device(rows))
+        return self.runtime.prepare(called, rows)
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
         """Returns the times of a block at several numbers of tokens after a stage; the last entry is that of all tokens
@@ -330,10 +335,8 @@ class _Timer:
         if not self.prunes_tokens or self.conditions.on_cuda or macs >= most or counts[-1] <= 2 * every:
             return np.ones(len(counts))
         after = self._prepared(self.space.model, self.layers, after_stage=True)
-        all_tokens = self._on_device(self.rows[self.grid[-1]])
         fine = [*range(max(self.grid[0] // every, 1) * every, counts[-1], every), counts[-1]]
-        runs: dict[str, Callable[[], Any]] = {str(n): partial(after, all_tokens[:, :n].contiguous()) for n in fine}
-        seconds = self._turns({**runs, REFERENCE: partial(self.original, all_tokens)})
+        seconds = self._turns({str(n): partial(after, self.all_tokens[:, :n].contiguous()) for n in fine})
         times = np.array([seconds[str(n)] for n in fine]) - np.interp(fine, self.grid, [*self.calls.values()])
         # More tokens never take less time.
         times = (np.maximum.accumulate(times) + np.minimum.accumulate(times[::-1])[::-1]) / 2
@@ -346,23 +349,15 @@ class _Timer:
         """Returns the times of all these layers together, the last of which may be `shortened`."""
         before = self._prepared(model, layers, shortened)
         after = self._prepared(model, layers, shortened, True) if self.prunes_tokens else before
-        rows = self._rows_on_device()
-        runs: dict[str, Callable[[], Any]] = {str(n): partial(after, tokens) for n, tokens in rows.items()}
-        all_tokens = rows[self.grid[-1]]
-        # In turns with the original block: the load of other processes is common to a round, and cancels in the ratio.
-        seconds = self._turns({**runs, ALL: partial(before, all_tokens), REFERENCE: partial(self.original, all_tokens)})
+        runs = {str(n): partial(after, tokens) for n, tokens in self.rows.items()}
+        seconds = self._turns({**runs, ALL: partial(before, self.all_tokens)})
         calls = [*self.calls.values(), self.calls[self.grid[-1]]]
         return np.array([seconds[name] for name in (*runs, ALL)]) - calls
 
-    def _rows_on_device(self) -> dict[int, Tensor]:
-        return {n: self._on_device(tokens) for n, tokens in self.rows.items()}
-
-    def _on_device(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.to(self.conditions.device, PRECISIONS[self.conditions.precision])
-
     def _turns(self, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        """Returns the median over rounds of every time, in original blocks: those of REFERENCE in the same round."""
-        protocol = self.protocol
+        """Returns the median over rounds of every time, in units of the original block in the same round."""
+        # In turns with it: the load of other processes is common to a round, and cancels in the ratio.
+        runs, protocol = {**runs, REFERENCE: partial(self.original, self.all_tokens)}, self.protocol
         with self.conditions.held():
             # One block is not repeated: in a model it follows others, which leave little of it in the caches. Several
             # blocks of a format, which follow each other, are.
@@ -386,8 +381,7 @@ class _Timer:
             block.forward = lambda tokens, *_, **__: tokens
         models = {"own": space.model, "empty": empty}
         runs = {name: partial(self.runtime.prepare(model, images), images) for name, model in models.items()}
-        rows = self._on_device(self.rows[self.grid[-1]])
-        seconds = self._turns({**runs, REFERENCE: partial(self.original, rows)})
+        seconds = self._turns(runs)
         # The unit is one call of the original block, on `images` images; a batch in chunks calls it `parts` times.
         total, outside = seconds["own"] / self.parts, seconds["empty"] / self.parts
         # Inside a model the input of a block is in the cache, so the block times are scaled to the whole model.
@@ -399,16 +393,6 @@ class _Timer:
         return CostTable("latency", *costs, *sizes, spread=float(np.median(self.spreads)))
 
 
-def _recorded_calls(space: Space, protocol: LatencyProtocol, images: Tensor) -> list[ModuleCall]:
-    """Returns the calls of the first block in one pass of a batch, which may be divided into chunks."""
-    # Without compilation, whose graphs hooks would break; the arguments are the same.
-    family, conditions = family_of(space.model), replace(protocol.conditions, compiled=False, graphs=False)
-    model = copy_module(space.model).eval().to(conditions.device, PRECISIONS[conditions.precision])
-    with recording_calls(blocks_of(model, family)[:1], lambda call: call, by_image=True) as calls, conditions.held():
-        model(conditions.prepare_images(images))
-    return calls
-
-
 def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.ndarray:
     """Returns the times at every number of tokens: linear between those after a stage; the last entry at all tokens."""
     # [levels, grid + 1]. No tokens take no time. Below all tokens a stage was before the block; the entry of the grid
@@ -416,3 +400,150 @@ def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.
     flat = times.reshape(-1, len(grid) + 1)
     lines = [np.where(counts < grid[-1], np.interp(counts, [0, *grid], [0.0, *row[:-1]]), row[-1]) for row in flat]
     return np.stack(lines).reshape(*times.shape[:-1], len(counts))
+
+
+# Plans that are adjusted to their latency are timed on a part of the batch, in ROUND_FACTOR times the rounds: at least
+# MIN_IMAGES images (of large models FEWEST), and as many as take MIN_MACS multiply-accumulates, because below that
+# calls of operations dominate; of files, which do not run in chunks, as many as take FILE_MACS.
+MIN_IMAGES, FEWEST, MIN_MACS, FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
+# The rounds of a final measurement, as many times more as a batch is smaller than MIN_IMAGES; fewer for a pass of
+# LONG multiply-accumulates, about a second, which varies less, and for one of LONGER.
+ROUNDS, LONG_ROUNDS, LONGER, LONGER_ROUNDS = 32, 6, 10 * LONG, 3
+
+
+def rounds_of(batch: int, model: nn.Module) -> int:
+    """Returns the rounds of a final latency measurement, more for few images, and fewer for a large model."""
+    macs = batch * family_of(model).costs(model).macs
+    if macs >= LONG:
+        return LONGER_ROUNDS if macs >= LONGER else LONG_ROUNDS
+    return ROUNDS * max(MIN_IMAGES // batch, 1)
+
+
+def final_protocol(conditions: Conditions, batch: int, model: nn.Module) -> LatencyProtocol:
+    """Returns the protocol of results: whole batches, wall clock, several processes."""
+    return LatencyProtocol(conditions, rounds_of(batch, model), warmup=2, processes=PROCESSES)
+
+
+class PlanTimer:
+    """Times whole plans, as models in attnrx or, with a format, as files that are calibrated on `images`."""
+
+    def __init__(self, space: Space, requested: PlanSettings, images: ImageSet):
+        self.space, self.requested, self.images, self.log = space, requested, images, requested.log
+
+    @cached_property
+    def settings(self) -> PlanSettings:
+        """The settings while planning: the requested ones, unless plans are adjusted on a CPU."""
+        requested = self.requested
+        if not requested.adjusts or requested.conditions.on_cuda:
+            return requested
+        # A large batch runs in chunks of a few images, which give the same ratios, to a hundredth, in less time. On
+        # one thread the CPU time is the latency, without the load of other processes.
+        least = MIN_MACS if requested.form is None else FILE_MACS
+        enough = ceil(least / family_of(self.space.model).costs(self.space.model).macs)
+        fewest = FEWEST if enough <= FEWEST else MIN_IMAGES
+        batch, is_serial = min(requested.batch, max(fewest, enough)), requested.conditions.threads == 1
+        clock = "cpu" if is_serial and requested.protocol.resolved_clock == "wall" else requested.clock
+        more = max(fewest // batch, 1)
+        rounds, whole_rounds = requested.rounds * more, requested.whole_rounds * more
+        return replace(requested, batch=batch, clock=clock, rounds=rounds, whole_rounds=whole_rounds)
+
+    @cached_property
+    def library_model(self) -> nn.Module:
+        """The reference of latency: the model with the attention of its own library."""
+        return family_of(self.space.model).library_model(self.space.model)
+
+    def cost_table(self) -> CostTable:
+        """Returns the latency of blocks by rank and number of tokens, from the cache or measured."""
+
+        def measure() -> CostTable:
+            space, settings = self.space, self.settings
+            arguments = space, settings.protocol, settings.noise(space.model), settings.timed_levels, settings.form
+            # In a process of their own, as whole models: after the blocks were timed in it, these were slower. The
+            # runtime of a format is used in this process, because it allocates its memory itself.
+            forked = settings.in_subprocess and settings.form is None
+            blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
+            return corrected(blocks, space, partial(self.latency_shares, rounds=settings.whole_rounds))
+
+        return cached_cost_table(self.space, self.settings, measure)
+
+    def of_model(self, model: nn.Module) -> dict[str, Any]:
+        """Returns the speed of a model relative to the library's, with its interval and the conditions."""
+        settings = self.settings
+        if settings.batch < self.requested.batch <= MIN_IMAGES:
+            # A part of so few images is another case: decoders and chunks gave 1.53x at 4 images, and 1.58x at 8.
+            settings = replace(settings, batch=self.requested.batch)
+        # Shorter rounds cost less, so there are more of them: their median is more precise.
+        rounds = settings.whole_rounds * (ROUND_FACTOR if settings is not self.requested else 1)
+        protocol = replace(settings.protocol, rounds=rounds)
+        if settings.adjusts and settings.batch * family_of(self.space.model).costs(self.space.model).macs >= LONG:
+            protocol = replace(protocol, rounds=max(rounds // 3, 2), warmup=1)
+        sides = model, self.library_model, settings.noise(self.space.model), protocol
+        speed = run_in_subprocess(compare_latency, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
+        return {
+            "faster": speed.faster.value,
+            "low": speed.faster.low,
+            "high": speed.faster.high,
+            "batch": self.requested.batch,
+            "timed_batch": settings.batch,
+            "threads": speed.threads,
+            "hardware": speed.hardware,
+            "precision": settings.conditions.precision,
+            "graphs": settings.conditions.graphs,
+            "clock": self.requested.protocol.resolved_clock,
+            "rounds": speed.rounds,
+            "in_subprocess": settings.in_subprocess,
+            "torch": speed.torch_version,
+        }
+
+    def of_file(self, model: nn.Module) -> float:
+        """Returns how much faster the file of a model is than that of the unchanged one."""
+        # Not than the library's model, whose time in one process varies by a fifth with the memory that is retained.
+        models, settings = {"unchanged": self.space.model, "file": model}, self.settings
+        return file_speeds(models, settings, self.images, ROUND_FACTOR * settings.whole_rounds)["file"]
+
+    def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
+        """Returns the latency of models, or of their files, as shares of that of the library's model, in turns."""
+        settings = self.settings
+        if settings.form is not None:
+            speeds = file_speeds(models, settings, self.images, rounds, self.library_model)
+            return {name: 1 / speed for name, speed in speeds.items()}
+        sides = models, self.library_model, settings.noise(self.space.model), replace(settings.protocol, rounds=rounds)
+        timed = run_in_subprocess(compare_latencies, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
+        return {name: 1 / comparison.faster.value for name, comparison in timed.items()}
+
+
+def file_speeds(
+    models: Mapping[str, nn.Module],
+    settings: PlanSettings,
+    images: ImageSet,
+    rounds: int,
+    reference: nn.Module | None = None,
+    are_compared: bool = False,
+) -> dict[str, float]:
+    """Returns how much faster the files of models are, in the format of the settings and calibrated on `images`: than
+    a reference, without one those of all but the first than that of the first; all are timed in turns.
+
+    The outputs of the files are compared with those of the models, as of a result, if `are_compared`.
+
+    Raises:
+        NotSupported: A model cannot be written in the format, or the outputs of a file differ.
+    """
+    form = settings.form
+    assert form is not None
+    settings.log(f"timing files of {settings.to}: {', '.join(models)}")
+    calibration = images.take(min(form.wanted, len(images)))
+    # In this process, because the runtime of a file allocates its memory itself, and reads the file while it is timed.
+    with TemporaryDirectory() as folder:
+        files = {
+            name: write_exported(
+                ExportSubject.of(model, form, precision=precision_for(model, form), calibration=calibration),
+                Path(folder) / f"{index}{form.suffix}",
+                form,
+                are_compared,
+            )
+            for index, (name, model) in enumerate(models.items())
+        }
+        first, noise = next(iter(models)), settings.noise(next(iter(models.values())))
+        against = files.pop(first) if reference is None else reference
+        speeds = compare_latencies(files, against, noise, replace(settings.protocol, rounds=rounds))
+    return {name: speed.faster.value for name, speed in speeds.items()}

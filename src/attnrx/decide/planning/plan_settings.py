@@ -13,7 +13,6 @@ from attnrx.decide.planning.space import AXES, LEVELS, RANKS, STEP, TOKENS, Spac
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.arguments import (
     COUNT,
-    FASTER,
     NATURAL,
     NOT_NEGATIVE,
     SHARE,
@@ -28,7 +27,7 @@ from attnrx.support.errors import InvalidInput, InvalidRule, MissingMoments, Not
 from attnrx.support.progress import Log, no_log
 from attnrx.support.text_parsing import NAME, NUMBER
 from attnrx.vit.costs import Conditions, LatencyProtocol
-from attnrx.vit.costs.latency import CLOCKS
+from attnrx.vit.costs.measured import CLOCKS
 from attnrx.vit.models import family_of
 from attnrx.vit.outputs import OutputKind
 from attnrx.vit.tokens import Ward, parse_reducer
@@ -90,7 +89,7 @@ def target_of(
     """Returns the target of exactly one of the arguments.
 
     Raises:
-        InvalidInput: None or several are given.
+        InvalidInput: None or several are given, or the one is no number in its range.
     """
     arguments = {"faster": faster, "macs": macs, "params": params, "max_drop": max_drop}
     named = {name: value for name, value in arguments.items() if value is not None}
@@ -100,10 +99,7 @@ def target_of(
             "max_drop=1."
         )
     ((name, value),) = named.items()
-    if name == "faster":
-        value = FASTER.checked(value, "Target", name)
-        return Target("latency", 1 / value)
-    return Target("max-drop" if name == "max_drop" else name, value)
+    return Target.parse(f"{name.replace('_', '-')}={value}")
 
 
 # Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.

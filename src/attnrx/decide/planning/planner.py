@@ -1,29 +1,35 @@
-"""The planner: cost table, sensitivities, optimal allocation, search, and measured predictions."""
+"""The planner: what is measured for plans, the optimal allocation, its refinement by measured divergence, and the plan.
+
+The search changes a few choices of the best plan at random, and greedy moves meet the budget from there. The next plan
+depends on the trials before it alone.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from attnrx.data import ImageData, require_labels, without_images_of
+from attnrx.change.realization import realize
+from attnrx.data import ImageData, ImageSet, require_labels, without_images_of
 from attnrx.data.model_data import images_for
-from attnrx.decide.planning.allocation import Step, require_reachable
-from attnrx.decide.planning.cost_table import CostTable
-from attnrx.decide.planning.plan_measurements import PlanMeasurements
-from attnrx.decide.planning.plan_search import BY_SOFTENED, Trial, refine_plan
+from attnrx.decide.planning.allocation import Frontier, Step, require_reachable
+from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
+from attnrx.decide.planning.measured_costs import PlanTimer
 from attnrx.decide.planning.plan_settings import DROP, PlanSettings, Target
-from attnrx.decide.planning.reference_outputs import Answers, Deviation
-from attnrx.decide.planning.sensitivity import Sensitivities
+from attnrx.decide.planning.sensitivity import Answers, Deviation, Sensitivities, measure_sensitivities
 from attnrx.decide.planning.space import AXES, TOKENS, Choices, Space
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.plan import Plan, PredictedQuantity, limits_of
 from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import begin, phases, track
+from attnrx.support.shapes import Tensor
 from attnrx.vit.models import model_fingerprint, require_all_tokens
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import OutputKind, current_judgement
@@ -45,6 +51,12 @@ LARGEST = 0.99
 HOPELESS = 1.2
 # The plans of one, two and three stages that a search for latency measures too, of each number.
 FEW_STAGES = 5
+# The first trials start from at most EVEN even schedules of pruned patches; others vary the best plan by at most
+# MOST_VARIED choices. Of several new variations (`PlanSettings.variations`), from at most ATTEMPTS, the one with the
+# lowest predicted divergence is measured.
+EVEN, MOST_VARIED, ATTEMPTS = 6, 3, 40
+# The most outputs of an image that are kept, per plan: not those of dense models, which are as many as pixels.
+KEPT = 4096
 # Bisection steps of the search for an accuracy drop: the cost is found to 1 / 64.
 HALVINGS = 6
 
@@ -102,12 +114,12 @@ def plan_sharing(
     target: Target | str,
     images: ImageData,
     others: ImageData,
-    measured: dict[str, PlanMeasurements],
+    planners: dict[str, "Planner"],
     *,
     settings: PlanSettings | None = None,
     reference: nn.Module | None = None,
 ) -> Plan:
-    """Returns a plan as `plan` does, by what was `measured` for earlier targets of the same cost, and adds to it.
+    """Returns a plan as `plan` does, by the planner of earlier targets of the same cost, or adds one to `planners`.
 
     All divergences and shares of costs are relative to the `reference`, by default the model, which may be a copy of it
     with a smaller decoder.
@@ -124,83 +136,206 @@ def plan_sharing(
     if target.quantity == DROP:
         require_labels(distinct_images)
     cost = target.minimized  # what is measured depends on it and not on its limit
-    if cost not in measured:
+    if cost not in planners:
         space = settings.space(model, diagnosis, target)
-        measured[cost] = PlanMeasurements(space, settings, cost, distinct_images, reference)
-    planner = Planner(measured[cost], settings, target)
-    # Outputs of the original on the other images are computed after the plan: they need memory only then.
-    best = planner.for_drop() if target.quantity == DROP else planner.for_cost(target.limit)
-    begin("predicting on other images")
-    return planner.finished(best, Answers.of(reference or model, other_images, settings.batch_size))
+        planners[cost] = Planner(space, settings, cost, distinct_images, reference)
+    return planners[cost].plan(target, other_images)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One measured plan, and the means over the images; the search minimizes `softened` (see `Deviation`)."""
+
+    step: Step
+    divergence: float
+    softened: float
+
+
+BY_SOFTENED = attrgetter("softened")  # the key by which trials are compared
+
+
+def varied(space: Space, choices: Choices, random: np.random.Generator) -> Choices:
+    """Applies up to `MOST_VARIED` random changes: each keeps more or prunes more of one layer, or moves a stage."""
+    for _ in range(1 + int(random.integers(MOST_VARIED))):
+        # Both directions: what the change costs or saves is balanced by the greedy rule, which meets the budget again.
+        variations = list((space.relaxations, space.moves, space.shifts)[random.integers(3)](choices))
+        if variations:
+            choices = variations[int(random.integers(len(variations)))]
+    return choices
 
 
 class Planner:
-    """The search for the plan of one target, by measurements that targets of the same cost share."""
+    """The plans of one kind of cost, and what is measured for them, everything once: costs and sensitivities of single
+    choices, deviations and latencies of whole plans. Targets of the same cost share it.
 
-    def __init__(self, measurements: PlanMeasurements, settings: PlanSettings, target: Target):
-        self.measurements, self.space = measurements, measurements.space
-        self.settings, self.target, self.log = settings, target, settings.log
-        self.trials: tuple[Trial, ...] = ()
-        self.latency: dict[str, Any] | None = None  # of the plan that is returned
+    Deviations are those from the `reference`, by default the model of the space, which may be a copy of it with a
+    smaller decoder. Sensitivities are about that model, which the choices change.
+    """
 
-    def step(self, limit: float, start: Choices | None = None) -> Step:
-        """Returns the optimal plan at a cost, or the greedy one from the plan `start`.
+    def __init__(
+        self,
+        space: Space,
+        settings: PlanSettings,
+        minimized: str,
+        images: ImageSet,
+        reference: nn.Module | None = None,
+    ):
+        self.space, self.settings, self.minimized, self.log = space, settings, minimized, settings.log
+        self.reference, self.images = reference or space.model, images
+        self.timer = PlanTimer(space, settings, images)
+        self.trials: tuple[Trial, ...] = ()  # of the last search
+        self._deviations: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
+        self._outputs: dict[Choices, list[Tensor]] = {}  # of plans, per batch, on the first images
+        self._latencies: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.of_model`
+
+    # After the cost table, by which an impossible target is known.
+    @cached_property
+    def answers(self) -> Answers:
+        """The outputs of the reference on all images."""
+        return Answers.of(self.reference, self.images, self.settings.batch_size)
+
+    @cached_property
+    def trial_answers(self) -> Answers:
+        """Those on the first images: whole plans are many in a search, and only finalists are measured on all."""
+        return self.answers.first(self.settings.trial_images)
+
+    @cached_property
+    def cost_table(self) -> CostTable:
+        begin("measuring costs")
+        return self.timer.cost_table() if self.minimized == "latency" else exact_cost_table(self.space, self.minimized)
+
+    @cached_property
+    def sensitivities(self) -> Sensitivities:
+        """Half the variance of the logits' change by single choices."""
+        # It ranks plans better than the KL of few images (docs/results/plan.md).
+        begin("measuring sensitivities")
+        answers = self.answers.exactly(self.settings.sensitivity_images)
+        if self.reference is not self.space.model:
+            answers = replace(answers, outputs=torch.cat(answers.outputs_of(self.space.model)))
+        return measure_sensitivities(self.space, answers, self.settings)
+
+    @cached_property
+    def frontier(self) -> Frontier:
+        """The optimal plans: the dynamic program is solved once for all costs."""
+        return Frontier(self.space, self.cost_table, self.sensitivities)
+
+    def realized(self, choices: Choices) -> nn.Module:
+        return realize(self.space.model, self.space.prescription(choices))
+
+    def deviation(self, choices: Choices, answers: Answers) -> Deviation:
+        """Returns the deviation of a plan on some of the images."""
+        key = len(answers), choices
+        if key not in self._deviations:
+            # More images are the first ones and others: what was measured is not computed again.
+            outputs = self._outputs.get(choices, [])
+            if len(outputs) < len(answers.batches):
+                outputs = [*outputs, *answers.outputs_of(self.realized(choices), len(outputs))]
+                if answers.outputs[0].numel() <= KEPT:
+                    self._outputs[choices] = outputs
+            self._deviations[key] = answers.deviation(outputs[: len(answers.batches)])
+        return self._deviations[key]
+
+    def trial(self, step: Step, answers: Answers) -> Trial:
+        """Measures a plan on some images and returns it as a trial."""
+        deviation = self.deviation(step.choices, answers)
+        return Trial(step, deviation.mean, deviation.softened.mean().item())
+
+    def latency(self, choices: Choices) -> dict[str, Any]:
+        """Returns the last timing of a plan as a model in attnrx, which is what the plan promises."""
+        if choices not in self._latencies:
+            self._latencies[choices] = self.timer.of_model(self.realized(choices))
+        return self._latencies[choices]
+
+    def plan(self, target: Target, others: ImageSet) -> Plan:
+        """Returns the plan of a target, with predictions that are measured on other images, and explained choices.
 
         Raises:
             TargetMet: The unchanged model meets the target.
+            NotSupported: No plan meets it.
         """
-        frontier = self.measurements.frontier
-        if start is not None:
-            return frontier.near(limit, start)
-        # For latency: the reference is the model in its own library, than which attnrx's kernels may be faster.
-        if frontier.nothing <= limit:
-            where = "in attnrx's kernels" if self.settings.to is None else f"as {self.settings.to}"
-            raise TargetMet(
-                f"{self.target} is met by the unchanged model {where}: its {self.target.minimized} is "
-                f"{frontier.nothing:.3f} of that in its own library, so there is nothing to plan. Save it as it is "
-                f"with rx.save, or request less than {frontier.nothing:.3f} (faster={1 / frontier.nothing:.2f})."
-            )
-        return frontier.at(limit)
+        best, latency = self.best(target), None
+        choices, space = best.step.choices, self.space
+        if self.minimized == "latency":
+            latency = self.latency(choices)
+        begin("predicting on other images")
+        # Outputs of the original on the other images are computed after the search: they need memory only then.
+        answers = Answers.of(self.reference, others, self.settings.batch_size)
+        deviation = answers.measure(self.realized(choices))
+        about = {
+            "axes": list(space.axes),
+            "reducer": None if space.reducer is None else str(space.reducer),
+            "form": space.form,
+            "outputs": self.answers.kind.name,
+            **({} if current_judgement().divergence is None else {"divergence": self.answers.kind.distance}),
+            "images": len(self.answers),
+            "trial_images": len(self.trial_answers),
+            "other_images": len(answers),
+            "trials": [
+                {"price": trial.step.cost, "divergence": trial.divergence, "softened": trial.softened}
+                for trial in self.trials
+            ],
+            "torch": torch.__version__,
+        }
+        return Plan(
+            space.prescription(choices),
+            str(target),
+            self.minimized,
+            best.step.cost,
+            expected_of(deviation, answers.kind),
+            explained(space, self.cost_table, self.sensitivities, choices),
+            latency,
+            about,
+        )
 
-    def for_cost(self, limit: float) -> Trial:
-        """Returns the best plan at a cost; for latency, by repeated measurement.
+    def best(self, target: Target) -> Trial:
+        """Returns the best plan of a target: for latency by repeated measurement, for a drop the cheapest one.
 
         Raises:
             TargetMet: The unchanged model meets the target.
-            NotSupported: The measured latencies of the plans are too far from the predicted ones for a promise.
+            NotSupported: No plan is cheap enough or keeps the drop within the limit, or the measured latencies are too
+                far from the predicted ones for a promise.
         """
-        require_reachable(self.space, self.measurements.cost_table, limit)
-        return self._by_timing(limit) if self.target.minimized == "latency" else self._searched(limit)
+        self.trials = ()
+        if target.quantity != DROP:
+            require_reachable(self.space, self.cost_table, target.limit)
+        self.frontier  # noqa: B018  (costs and sensitivities are measured first: phases of their own)
+        begin("searching plans")
+        if target.quantity == DROP:
+            return self._cheapest(target.limit)
+        return self._by_timing(target) if self.minimized == "latency" else self._searched(target.limit)
 
-    def _by_timing(self, limit: float) -> Trial:
+    def _by_timing(self, target: Target) -> Trial:
         """Repeats planning with a target corrected by the measured latency, and returns the best plan that is fast
         enough.
         """
         # The cost table errs by a factor that depends on the plan. So a plan is made for a predicted cost and timed,
         # and the next one is made for that cost times target / measured, as in a fixed-point iteration. Of all plans
         # that are fast enough the one with the lowest divergence is returned, and not the last.
-        largest = LARGEST * self.measurements.cost_table.total(Choices.nothing(self.space.depth))
+        limit, unchanged = target.limit, self.frontier.nothing
         factor = QUICK_FACTOR if self.settings.adjusts else RETRY_FACTOR
         allowed = limit * (QUICK_FACTOR if self.settings.adjusts else 1.0)
-        best, trial = None, None
         timings: list[tuple[Trial, float]] = []  # trial and measured share of the latency
         largest_ratio = limit * self.settings.max_ratio
-        self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
-        begin("searching plans")
         # A correction asks for no more than there is. The target itself does, and `Frontier.at` refuses it.
-        least = self.measurements.frontier.reachable
+        least = self.frontier.reachable
         allowed = max(allowed, min(limit, least))
+        # The reference is the model in its own library, than which attnrx's kernels may be faster.
+        if unchanged <= allowed:
+            where = "in attnrx's kernels" if self.settings.to is None else f"as {self.settings.to}"
+            raise TargetMet(
+                f"{target} is met by the unchanged model {where}: its latency is {unchanged:.3f} of that in its own "
+                f"library, so there is nothing to plan. Save it as it is with rx.save, or request less than "
+                f"{unchanged:.3f} (faster={1 / unchanged:.2f})."
+            )
         for attempt in track(range(self.settings.attempts), "searching plans"):
-            if trial is None:  # the plan of the closed form, to correct the cost before a search
+            if not timings:  # the plan of the closed form, to correct the cost before a search
                 trial = self._best((self._first(allowed),))
             elif attempt > 1 and self.settings.adjusts:
-                trial = self._adjusted(allowed, trial)
+                trial = self._adjusted(allowed, timings[-1][0])
             else:
                 trial = self._searched(allowed)
             ratio = self._timed(trial.step)
             timings.append((trial, ratio))
-            if ratio <= largest_ratio and (best is None or trial.divergence < best[0].divergence):
-                best = timings[-1]
             # The first attempt is the closed form: it measures the error of the cost table before a search is paid for.
             searched = attempt or self.settings.trials < 2
             if self.settings.min_ratio * limit <= ratio <= largest_ratio and searched:
@@ -208,9 +343,10 @@ class Planner:
             if allowed <= least and ratio > largest_ratio and searched:
                 break  # the fastest plan is not fast enough
             # From the predicted cost of the plan itself, which may be below the allowed one.
-            allowed = max(min(trial.step.cost * factor * limit / ratio, largest), least)
-        if best is None:
-            best = min((timed for timed in timings if timed[1] <= limit), key=_divergence, default=None)
+            allowed = max(min(trial.step.cost * factor * limit / ratio, LARGEST * unchanged), least)
+        enough = [timed for timed in timings if timed[1] <= largest_ratio]
+        enough = enough or [timed for timed in timings if timed[1] <= limit]
+        best = min(enough, key=_divergence, default=None)
         near = [timed for timed in timings if timed[1] <= MISSED * limit]
         if self.settings.adjusts and near:
             closest = min(near, key=_divergence)
@@ -224,18 +360,23 @@ class Planner:
             fastest, measured = max(speeds), ", ".join(f"{speed:.2f}x" for speed in speeds)
             less = f"at most faster={fastest - 0.01:.2f}" if fastest > 1.02 else "a share of the MACs, e.g. macs=0.7"
             raise NotSupported(
-                f"{self.target} cannot be promised: plans for it were measured at {measured} the speed of the "
+                f"{target} cannot be promised: plans for it were measured at {measured} the speed of the "
                 f"original. Request {less}, or measure on an idle machine."
             )
-        self.latency = self.measurements.latency(best[0].step.choices)
         return best[0]
 
     def _timed(self, step: Step) -> float:
-        """Returns the measured latency of a plan as a share."""
-        ratio = 1 / self.measurements.speed(step.choices)
-        if abs(ratio / step.cost - 1) > DOUBTFUL:  # an error of the table, or of this timing
-            ratio = 1 / self.measurements.speed(step.choices)
-        what = "" if self.settings.to is None else f" as {self.settings.to}"
+        """Times a plan, as a file if a format is requested; returns its latency as a share of the library's model's."""
+        model, what = self.realized(step.choices), "" if self.settings.to is None else f" as {self.settings.to}"
+        ratio = 0.0
+        for _ in range(2):  # anew in every call: the machine may have been busy
+            if self.settings.to is not None:
+                ratio = 1 / (self.timer.of_file(model) / self.frontier.nothing)
+            else:
+                self._latencies[step.choices] = self.timer.of_model(model)
+                ratio = 1 / self._latencies[step.choices]["faster"]
+            if abs(ratio / step.cost - 1) <= DOUBTFUL:  # else an error of the table, or of this timing
+                break
         self.log(f"measured {1 / ratio:.2f}x faster{what}, where {1 / step.cost:.2f}x was predicted")
         return ratio
 
@@ -245,11 +386,11 @@ class Planner:
         # of few stages, because the trials may be for a cost that was wrong.
         order = sorted(self.trials, key=BY_SOFTENED)
         starts = [last.step.choices, *(trial.step.choices for trial in order[: self.settings.finalists])]
-        starts += self.measurements.frontier.few_stages(limit, 1)
+        starts += self.frontier.few_stages(limit, 1)
         steps: dict[Choices, Step] = {}
         for start in dict.fromkeys(starts):  # without repetitions, in order
             with suppress(NotSupported):  # nothing near this plan is cheap enough
-                step = self.step(limit, start)
+                step = self.frontier.near(limit, start)
                 steps[step.choices] = step
         if not steps:
             return self._first(limit)
@@ -259,35 +400,60 @@ class Planner:
         return self._best(tried)
 
     def _first(self, limit: float) -> Trial:
-        return self.tried(self.step(limit))
+        return self.tried(self.frontier.at(limit))
 
     def _searched(self, limit: float) -> Trial:
-        self.measurements.sensitivities  # noqa: B018  (measured first: they are a phase of their own)
-        begin("searching plans")
-        build, few = partial(self.step, limit), ()
-        if self.target.minimized == "latency":
+        """Measures the optimal plan at a cost and further ones, and returns the best of them."""
+        trials, few = [self._first(limit)], ()
+        if self.minimized == "latency":
             # A stage takes time, and what many patches pruned at once change is more than the sum of sensitivities.
-            few = self.measurements.frontier.few_stages(limit, FEW_STAGES)
-        self.trials = refine_plan(self.space, self.settings, build, self.tried, self._first(limit), few)
-        return self._best(self.trials)
+            few = self.frontier.few_stages(limit, FEW_STAGES)
+        number = self.settings.trials + len(few) if self.settings.trials > 1 else 0
+        starts = (*few, *self.space.even_schedules()[:EVEN]) if number else ()
+        for _ in track(range(number), "searching plans"):
+            step = self._proposed(limit, trials, starts)
+            # A plan that is far worse than the best known one is measured on fewer images.
+            trials.append(self.tried(step, min(trials, key=BY_SOFTENED)))
+        self.trials = tuple(trials)
+        return self._best(trials)
+
+    def _proposed(self, limit: float, trials: Sequence[Trial], starts: Sequence[Choices]) -> Step:
+        """Returns the plan to measure after these trials, the first of which is that of the closed form: from every one
+        of the `starts`, then variations of the best plan.
+        """
+        number = len(trials) - 1
+        if number < len(starts):
+            with suppress(NotSupported):  # nothing near this schedule is cheap enough
+                return self.frontier.near(limit, starts[number])
+            return trials[0].step
+        random = np.random.default_rng((self.settings.seed, number))
+        # The plan of the closed form may be the best.
+        measured, best = {trial.step.choices for trial in trials}, min(trials, key=BY_SOFTENED).step.choices
+        steps: list[Step] = []
+        for _ in range(ATTEMPTS):
+            with suppress(NotSupported):  # the varied plan may not reach the budget
+                step = self.frontier.near(limit, varied(self.space, best, random))
+                steps += [step] * (step.choices not in measured)  # a plan is measured once
+            if len(steps) == self.settings.variations:
+                break
+        return min(steps, key=lambda step: step.sensitivity) if steps else self.frontier.near(limit, best)
 
     def tried(self, step: Step, best: Trial | None = None) -> Trial:
         """Measures a plan: on one batch, and if it is not far worse there than the best known plan, on the images of
         the trials.
         """
-        found, about = self.measurements, ""
-        few = found.answers.first(1)  # one batch
-        trial = found.trial(step, few)
-        least = trial if best is None else found.trial(best.step, few)
+        few, about = self.answers.first(1), ""  # one batch
+        trial = self.trial(step, few)
+        least = trial if best is None else self.trial(best.step, few)
         if best is not None and trial.softened > HOPELESS * least.softened > 0 < least.divergence:
             # Few images have easier or harder ones among them, as they have for the best plan.
             factors = best.divergence / least.divergence, best.softened / least.softened
             trial = replace(trial, divergence=trial.divergence * factors[0], softened=trial.softened * factors[1])
             about = f", by {len(few)} images"
         else:
-            trial = found.trial(step, found.trial_answers)
-        unit = f" {found.answers.kind.unit}".rstrip()
-        cost = f"{100 * step.cost:.1f} % of the {self.target.minimized}"
+            trial = self.trial(step, self.trial_answers)
+        unit = f" {self.answers.kind.unit}".rstrip()
+        cost = f"{100 * step.cost:.1f} % of the {self.minimized}"
         self.log(f"a plan of {cost}: divergence {trial.divergence:.3g}{unit}{about}")
         return trial
 
@@ -296,16 +462,16 @@ class Planner:
         # By choices, because several trials may have one plan.
         order = {trial.step.choices: trial for trial in sorted(trials, key=BY_SOFTENED)}
         first = list(order.values())[: self.settings.finalists]
-        answers = self.measurements.answers
-        measured = [self.measurements.trial(trial.step, answers) for trial in first]
+        answers = self.answers
+        measured = [self.trial(trial.step, answers) for trial in first]
         best = min(measured, key=lambda trial: trial.divergence)
         unit = f" {answers.kind.unit}".rstrip()
         tried = "the plan" if len(measured) == 1 else f"the best of {len(measured)} plans"
         self.log(f"{tried} on {len(answers)} images: divergence {best.divergence:.3g}{unit}")
         return best
 
-    def for_drop(self) -> Trial:
-        """Returns the cheapest plan whose drop on the images is within the limit, by bisection over the cost.
+    def _cheapest(self, drop: float) -> Trial:
+        """Returns the cheapest plan whose drop on the images is within this one, by bisection over the cost.
 
         Raises:
             NotSupported: No plan keeps the drop within the limit.
@@ -317,62 +483,30 @@ class Planner:
             middle = (low + high) / 2
             try:
                 # NotSupported: no plan is so cheap, so the smallest possible cost is above.
-                step = self.step(middle)
+                step = self.frontier.at(middle)
             except NotSupported:
                 low = middle
                 continue
-            if self._keeps_accuracy(step):
+            if self._keeps_accuracy(step, drop):
                 high, cheapest = middle, step
             else:
                 low = middle
         if cheapest is None:
-            raise NotSupported(f"no plan keeps the drop within {self.target.limit:g} points; allow more.")
+            raise NotSupported(f"no plan keeps the drop within {drop:g} points; allow more.")
         found = self._searched(high)
         # The search is for the lowest divergence, and its plan may lose more accuracy than that of the closed form.
-        if not self._keeps_accuracy(found.step):
-            found = self.measurements.trial(cheapest, self.measurements.answers)
+        if not self._keeps_accuracy(found.step, drop):
+            found = self.trial(cheapest, self.answers)
         return found
 
-    def _keeps_accuracy(self, step: Step) -> bool:
-        """Whether the accuracy of a plan on the images drops by no more than the target."""
-        changes = self.measurements.deviation(step.choices).change
+    def _keeps_accuracy(self, step: Step, drop: float) -> bool:
+        """Whether the accuracy of a plan on the images drops by no more than this."""
+        changes = self.deviation(step.choices, self.answers).change
         assert changes is not None  # `plan` has required labels
         change = changes.mean().item()
-        self.log(
-            f"a plan of {100 * step.cost:.1f} % of the {self.target.minimized}: {100 * change:+.1f} points of accuracy"
-        )
-        return -100 * change <= self.target.limit
-
-    def finished(self, best: Trial, others: Answers) -> Plan:
-        """Builds the plan: measures its predictions on held-out images and explains its choices."""
-        choices, space, found = best.step.choices, self.space, self.measurements
-        begin("predicting on other images")
-        deviation = others.measure(found.realized(choices))
-        about = {
-            "axes": list(space.axes),
-            "reducer": None if space.reducer is None else str(space.reducer),
-            "form": space.form,
-            "outputs": found.answers.kind.name,
-            **({} if current_judgement().divergence is None else {"divergence": found.answers.kind.distance}),
-            "images": len(found.answers),
-            "trial_images": len(found.trial_answers),
-            "other_images": len(others),
-            "trials": [
-                {"price": trial.step.cost, "divergence": trial.divergence, "softened": trial.softened}
-                for trial in self.trials
-            ],
-            "torch": torch.__version__,
-        }
-        return Plan(
-            space.prescription(choices),
-            str(self.target),
-            self.target.minimized,
-            best.step.cost,
-            expected_of(deviation, others.kind),
-            explained(space, found.cost_table, found.sensitivities, choices),
-            self.latency,
-            about,
-        )
+        cost = f"{100 * step.cost:.1f} % of the {self.minimized}"
+        self.log(f"a plan of {cost}: {100 * change:+.1f} points of accuracy")
+        return -100 * change <= drop
 
 
 def _divergence(timed: tuple[Trial, float]) -> float:

@@ -1,4 +1,6 @@
-"""Sensitivities: the effect of each choice alone on the outputs, measured from the changed layer on."""
+"""The deviation of outputs from the original's, and sensitivities: the effect of each choice alone on the outputs,
+measured from the changed layer on.
+"""
 
 import copy
 import math
@@ -8,15 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
-from attnrx.change.predictions import outputs_of, stored
+from attnrx.change.predictions import Predictions, outputs_of, stored
 from attnrx.change.realization import realize
+from attnrx.data import ImageSet, require_labelled, require_labels
+from attnrx.data.images import UNLABELLED
 from attnrx.decide.planning.plan_settings import PlanSettings
-from attnrx.decide.planning.reference_outputs import Answers
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
+from attnrx.support.errors import DataError
 from attnrx.support.progress import track
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.models import (
     Family,
     ModuleCall,
@@ -27,8 +32,112 @@ from attnrx.vit.models import (
     recording_calls,
     replacing_forward,
 )
-from attnrx.vit.outputs import OutputKind
+from attnrx.vit.outputs import Embeddings, OutputKind, output_kind_of
 from attnrx.vit.tokens import TokenPolicy
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The deviation of a candidate from the original, per image.
+
+    `divergence` is KL(original || candidate) of the predicted probabilities in nats, `softened` its limit for a high
+    temperature, `agrees` 1 for the same predicted class, and `change` +1 if only the candidate is correct, -1 if only
+    the original is, else 0; None for images without labels. Those of other outputs are in `attnrx.vit.outputs`; both
+    are None for a regression, which makes no decision.
+    """
+
+    divergence: Float[Tensor, "images"]
+    softened: Float[Tensor, "images"]
+    agrees: Float[Tensor, "images"] | None
+    change: Float[Tensor, "images"] | None
+
+    @property
+    def mean(self) -> float:
+        """The mean divergence."""
+        return float(self.divergence.mean())
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Batches of images in memory, and the original's outputs for them."""
+
+    batches: tuple[Tensor, ...]
+    labels: Int[Tensor, "images *labels"] | None
+    outputs: Float[Tensor, "images classes"]
+    kind: OutputKind
+
+    @classmethod
+    def of(cls, model: nn.Module, images: ImageSet, batch_size: int) -> "Answers":
+        """Computes the original's outputs; images may have no labels.
+
+        Raises:
+            DataError: There are no images, a label fits no head, or an embedding is zero.
+        """
+        weight, kind = next(model.parameters()), output_kind_of(model)
+        has_labels = images.has_labels and kind.has_decisions
+        if has_labels:
+            require_labels(images)
+        # Batches are in memory on the model's device and in its precision, because every candidate is measured on them
+        # again.
+        pixels, labels, outputs = [], [], []
+        with evaluating([model]):
+            batches = images.batches(batch_size, device=weight.device)
+            for batch in track(batches, "outputs of the original", -(-len(images) // batch_size)):
+                pixels.append(batch.images.to(weight.dtype))
+                labels.append(batch.labels.cpu())
+                outputs.append(stored(outputs_of(model, pixels[-1])))
+        if not pixels:
+            raise DataError("a plan was given no image to measure on; give some, e.g. 128 training images.")
+        numbers = torch.cat(labels) if has_labels else None
+        if numbers is not None:
+            require_labelled(numbers)
+        answers = torch.cat(outputs)
+        # Embeddings are compared by their directions, and a plan for outputs without any would be arbitrary.
+        if isinstance(kind, Embeddings) and not bool((answers.abs().amax(-1) > 0).all()):
+            raise DataError(
+                "the model returns an embedding of zeros for an image of the plan, whose direction is undefined: give "
+                "images of its task, or check the weights of its projection."
+            )
+        return cls(tuple(pixels), numbers, answers, kind)
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    def first(self, count: int) -> "Answers":
+        """Returns the first batches with at least `count` images in total."""
+        # Whole batches, so that no outputs have to be computed again.
+        return self._of(self.batches[: -(-count // len(self.batches[0]))])
+
+    def exactly(self, count: int) -> "Answers":
+        """Returns the first `count` images, of the last batch a part."""
+        some = self.first(count)
+        *whole, last = some.batches
+        return self._of((*whole, last[: len(last) - max(len(some) - count, 0)]))
+
+    def _of(self, batches: tuple[Tensor, ...]) -> "Answers":
+        images = sum(map(len, batches))
+        labels = None if self.labels is None else self.labels[:images]
+        return Answers(batches, labels, self.outputs[:images], self.kind)
+
+    def measure(self, candidate: nn.Module) -> Deviation:
+        """Runs a candidate on the images and returns its deviation."""
+        return self.deviation(self.outputs_of(candidate))
+
+    def outputs_of(self, candidate: nn.Module, start: int = 0) -> list[Tensor]:
+        """Runs a candidate on the images from a batch on, and returns its outputs per batch."""
+        with evaluating([candidate]):
+            return [stored(outputs_of(candidate, batch)) for batch in self.batches[start:]]
+
+    def deviation(self, answered: Sequence[Tensor]) -> Deviation:
+        """Returns the deviation of outputs, given per batch in the shape of those of the original."""
+        base, other, kind = self.outputs, torch.cat(list(answered)), self.kind
+        labels = torch.full((len(base),), UNLABELLED) if self.labels is None else self.labels
+        both, agrees, change = Predictions({"original": base, "candidate": other}, labels, kind), None, None
+        if kind.has_decisions:
+            agrees = both.agreement("original", "candidate")
+            change = None if self.labels is None else both.change("original", "candidate")
+        return Deviation(both.divergence("original", "candidate"), kind.softened(base, other), agrees, change)
+
 
 BlockCalls = Sequence[Sequence[ModuleCall]]  # of every block; several where a module calls the model several times
 
@@ -73,33 +182,26 @@ class Sensitivities:
     ranks: Mapping[str, np.ndarray]
     log_counts: np.ndarray
     tokens: np.ndarray
-    patches: int
     # The dynamic program and the greedy moves need the same totals many times.
     _known: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
 
-    def of_pruning(self, layer: int, count: int, present: int) -> float:
-        """Returns the sensitivity of pruning `count` of the `present` patches before a layer."""
+    def of_pruned(self, layer: int, count: int) -> float:
+        """Returns the sensitivity of pruning `count` patches before a layer, and none before others."""
         if not count:
             return 0.0
-        gone = self.patches - present
-        return self._of_gone(layer, gone + count) - self._of_gone(layer, gone)
-
-    def _of_gone(self, layer: int, gone: int) -> float:
-        if not gone:
-            return 0.0
-        key = (layer, gone)
+        key = (layer, count)
         if key not in self._known:
-            self._known[key] = math.exp(_on_line(math.log(gone), self.log_counts, self.tokens[layer]))
+            self._known[key] = math.exp(_on_line(math.log(count), self.log_counts, self.tokens[layer]))
         return self._known[key]
 
     def total(self, choices: Choices) -> float:
         """Returns the sum over all choices."""
-        sensitivity, present = 0.0, self.patches
-        for layer, count in enumerate(choices.num_pruned):
+        sensitivity = 0.0
+        for layer, (count, gone) in enumerate(zip(choices.num_pruned, choices.left, strict=True)):
             for axis in RANKS:
                 sensitivity += float(self.ranks[axis][layer, choices.of(axis)[layer]])
-            sensitivity += self.of_pruning(layer, count, present)
-            present -= count
+            if count:
+                sensitivity += self.of_pruned(layer, gone) - self.of_pruned(layer, gone - count)
         return sensitivity
 
 
@@ -112,14 +214,14 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     layers.
     """
     probes = {
-        (axis, level): realize(space.model, space.uniform(axis, level))
+        (axis, level): realize(space.model, space.prescription(space.uniform(axis, level)))
         for axis in RANKS
         for level in space.measured(axis, settings.probed_levels)
         if space.piece(axis, level) is not None
     }
     # The inputs of all blocks are recorded once per batch. A model with one changed block runs from that block on: half
     # of its layers on average.
-    # Without the axis the tables of tokens are empty: no plan prunes, so `of_pruning` never reads them.
+    # Without the axis the tables of tokens are empty: no plan prunes, so `of_pruned` never reads them.
     shares = settings.pruned_shares if TOKENS in space.axes else ()
     counts = sorted(
         {min(max(space.step, round(share * space.patches)), space.patches - 1) for share in shares}  # one patch stays
@@ -131,21 +233,18 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
     with evaluating([space.model, *probes.values()]):
         outputs = answers.outputs.split([len(batch) for batch in answers.batches])
-        parts, works = zip(answers.batches, outputs, strict=True), (*probes, *range(len(counts)))
-        for step in track(range(len(answers.batches) * len(works)), "sensitivities"):
-            batch, index = divmod(step, len(works))
-            if not index:
-                probe_batch.take(*next(parts))
-            work = works[index]
-            if isinstance(work, int):
+        works = (None, *probes, *range(len(counts)))  # None: a new batch
+        parts = [(part, work) for part in zip(answers.batches, outputs, strict=True) for work in works]
+        for part, work in track(parts, "sensitivities"):
+            if work is None:
+                probe_batch.take(*part)
+            elif isinstance(work, int):
                 num_pruned[:, work] += probe_batch.with_num_pruned(counts[work])
             else:
                 measured[work] += probe_batch.with_block_of(probes[work])
-            if index == len(works) - 1:
-                settings.log(f"sensitivities: {batch + 1} of {len(answers.batches)} batches")
     ranks = {axis: _curves(space, axis, measured, len(answers), layers) for axis in RANKS}
     logs = over_layers(np.log(np.maximum(num_pruned / len(answers), LEAST)), layers)
-    return Sensitivities(ranks, np.log(np.array(counts or [1], dtype=float)), logs, space.patches)
+    return Sensitivities(ranks, np.log(np.array(counts or [1], dtype=float)), logs)
 
 
 def over_layers(logs: np.ndarray, layers: Sequence[int]) -> np.ndarray:

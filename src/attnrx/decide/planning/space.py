@@ -167,9 +167,9 @@ class Space(Displayed):
                 self._pieces[key] = None
         return self._pieces[key]
 
-    def uniform(self, axis: str, level: int) -> Prescription:
-        """Returns the prescription of one level of one axis in all layers, which can be realized."""
-        return self._prescribed({axis: self.rule(level)})
+    def uniform(self, axis: str, level: int) -> Choices:
+        """Returns the plan of one level of one axis in all layers."""
+        return replace(Choices.nothing(self.depth), **{axis: (level,) * self.depth})
 
     def rule(self, level: int) -> Rule:
         """Returns the rule of a level."""

@@ -1,8 +1,6 @@
 """Rules: from a diagnosis to a prescription, with reasons; rules do not access the model."""
 
-from attnrx.decide.rules.by_strength import EnergyRetention, TotalRank, UniformRank
 from attnrx.decide.rules.metrics import METRICS, rewritten
-from attnrx.decide.rules.outputs import OUTPUT_METRICS
 from attnrx.decide.rules.parsing import (
     RULES,
     RulesLike,
@@ -13,8 +11,18 @@ from attnrx.decide.rules.parsing import (
     register_rule,
     split_maps,
 )
-from attnrx.decide.rules.prescribing import prescribe_maps, require_remainder
-from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, in_metric, score_bound
+from attnrx.decide.rules.prescribing import OUTPUT_METRICS, prescribe_maps, require_remainder
+from attnrx.decide.rules.rule import (
+    And,
+    ByLayer,
+    EnergyRetention,
+    Or,
+    Rule,
+    TotalRank,
+    UniformRank,
+    in_metric,
+    score_bound,
+)
 
 __all__ = [
     "METRICS",

@@ -1,16 +1,27 @@
-"""Metrics in which the directions of a head are optimal, and spectra rewritten in them."""
+"""Metrics in which the directions of a head are optimal, those of rotary attention among them, and spectra rewritten in
+them.
+
+In rotary attention a pair of rows is rotated by an angle that depends on the token's position, so only maps that
+commute with the rotation preserve its scores: a pair is kept or removed as one. Many frequencies hardly rotate over the
+positions of an image. Such pairs can be stored without rotation, times the mean cosine of the rotation between two
+positions, and the singular value decomposition then applies to their rows as to those of other attention. For every
+rank the number of slow pairs with the least error in the metric is chosen.
+"""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 
 from attnrx.change.decompositions import Balanced, balance, svd_directions
-from attnrx.decide.rules.rotary import COHERENCE, RotaryDirections
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.nouns.prescription import Basis
+from attnrx.nouns.prescription import Basis, ScoreDecision
 from attnrx.support.errors import NotSupported, UnknownName
-from attnrx.support.shapes import Tensor
+from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.vit.attention import Positions
+from attnrx.vit.spectrum import Spectrum
 
 # The name for the model's own directions, whose strengths SVDA learns.
 OWN = "own"
@@ -33,8 +44,16 @@ KEY_MOMENTS: Mapping[str, Mapping[str, float]] = {
 # minus their mean over the keys, which the softmax cancels. softmax: weighted by the curvature of the softmax.
 METRICS = ("weights", "augmented", *KEY_MOMENTS)
 
+COHERENCE = "rotation_coherence"
+"""The reading [heads, frequencies]: the mean cosine of the rotation between a patch and those that it attends to."""
 
-def directions_in(metric: str, layer: LayerDiagnosis) -> Balanced | RotaryDirections:
+LEAST_COHERENCE = 0.05
+"""A pair with a smaller coherence is never stored without rotation: nothing of it would be left."""
+FLOOR = 1e-13
+"""Strengths are at least this share of the largest one, because the rows of a basis are divided by their roots."""
+
+
+def directions_in(metric: str, layer: LayerDiagnosis) -> "Balanced | RotaryDirections":
     """Returns, for every head of a layer, the score directions that are optimal at every rank in a metric; of rotary
     attention the forms that are best at every rank.
 
@@ -115,7 +134,7 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
     return LayerDiagnosis(changed, readings), Basis(balanced.left, balanced.right, shared=spectrum.shared)
 
 
-def _rotary_layer(layer: LayerDiagnosis, found: RotaryDirections) -> tuple[LayerDiagnosis, Basis]:
+def _rotary_layer(layer: LayerDiagnosis, found: "RotaryDirections") -> tuple[LayerDiagnosis, Basis]:
     """Returns the layer with strengths that order its directions, and the basis in which all of them are kept.
 
     The forms of two ranks have no directions in common, so those of a decision are computed for its ranks.
@@ -126,3 +145,226 @@ def _rotary_layer(layer: LayerDiagnosis, found: RotaryDirections) -> tuple[Layer
     readings = {name: value for name, value in layer.readings.items() if name in ("selectivity", COHERENCE)}
     basis = Basis(diagonal, diagonal, shared=False, pairs=layer.spectrum.pairs)
     return LayerDiagnosis(replace(layer.spectrum, strength=found.strength), readings), basis
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A form of one head: how many of the slowest pairs are not rotated, and how many directions of these and how many
+    rotated pairs it keeps.
+    """
+
+    error: float
+    slow: int
+    unrotated: int
+    rotated: int
+
+
+class _Head:
+    """The forms of one head for every rank, from the Grams of its rows: unrotated ones, real parts, imaginary parts."""
+
+    # For every number of slow pairs: the unrotated rows and the slow pairs, times their mean cosines, are balanced into
+    # ordinary directions, and the fast pairs are sorted by energy. A greedy path through both lists gives an error for
+    # every rank, and each rank takes the number of slow pairs with the smallest one.
+
+    def __init__(
+        self,
+        left: Float[Tensor, "d d"],
+        right: Float[Tensor, "d d"],
+        pairs: Int[Tensor, "d"],
+        coherence: Float[Tensor, "frequencies"],
+    ):
+        self.left, self.right, self.pairs = left, right, pairs
+        self.size, self.num_unrotated = len(pairs), int((pairs < 0).sum())
+        count = (self.size - self.num_unrotated) // 2
+        # [pairs, 2]: the rows of the real and the imaginary part of every pair.
+        self.rows_of = self.num_unrotated + torch.stack([torch.arange(count), count + torch.arange(count)], dim=1)
+        self.mean = coherence[pairs[self.rows_of[:, 0]]].clamp(0, 1)
+        # The mean squares of the products of two pairs' shares of the scores, if queries and keys are independent.
+        products = left * right.mT
+        self.products = products[self.rows_of][..., self.rows_of].sum((1, 3)) if count else products.new_zeros(0, 0)
+        self.energy = self.products.diagonal()  # the mean square of what a pair adds to the scores, alone
+        self.slowest = self.mean.argsort(descending=True, stable=True)
+        self.choices = self._choices()
+
+    def _choices(self) -> list[_Choice]:
+        total = float((self.left * self.right.mT).sum().clamp_min(0))  # the error of rank 0: all of the scores
+        best = [_Choice(total, 0, 0, 0)] * (self.size + 1)
+        num_slow = int((self.mean >= LEAST_COHERENCE).sum())
+        for slow in range(num_slow + 1):
+            for choice in self._path(slow):
+                rank = choice.unrotated + 2 * choice.rotated
+                # With all directions the original is exact; rounding must not prefer another form.
+                if choice.error < best[rank].error and (rank < self.size or not slow):
+                    best[rank] = choice
+        best[self.size] = _Choice(0.0, 0, self.num_unrotated, len(self.mean))
+        for rank in range(1, self.size + 1):  # an odd rank may be worth no more than the even one below
+            if best[rank - 1].error < best[rank].error:
+                best[rank] = best[rank - 1]
+        return best
+
+    def _path(self, slow: int) -> list[_Choice]:
+        """Returns the forms in which the `slow` slowest pairs are not rotated, by growing rank (greedy)."""
+        # The squared error has three parts, as if independent: what slow pairs lose without rotation (`lost`), the
+        # removed ordinary directions (`tails`, by the number kept), and the removed fast pairs (`rests`).
+        static, fast = self.slowest[:slow], self._fast(slow)
+        lost = float((self.energy[static] * (1 - self.mean[static].square())).sum())
+        gains = self._unrotated(slow).strength[0].square()
+        tails = torch.cat([gains.flip(0).cumsum(0).flip(0), gains.new_zeros(1)]).tolist()
+        # Pairs are not orthogonal: entry k sums the products of all pairs from k on, cross terms included.
+        joint_errors = self.products[fast][:, fast].flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)
+        rests = torch.cat([joint_errors.clamp_min(0), joint_errors.new_zeros(1)]).tolist()
+        unrotated, rotated, path = 0, 0, []
+        energy, gain = self.energy[fast].tolist(), gains.tolist()
+        while True:
+            path.append(_Choice(tails[unrotated] + rests[rotated] + lost, slow, unrotated, rotated))
+            if unrotated < len(gain) and rotated < len(energy):
+                next_is_pair = energy[rotated] / 2 > gain[unrotated]  # a pair costs two ranks
+                if next_is_pair:  # the odd rank in between holds one more ordinary direction
+                    path.append(_Choice(tails[unrotated + 1] + rests[rotated] + lost, slow, unrotated + 1, rotated))
+            else:
+                next_is_pair = rotated < len(energy)
+            if next_is_pair:
+                rotated += 1
+            elif unrotated < len(gain):
+                unrotated += 1
+            else:
+                return path
+
+    def _fast(self, slow: int) -> Int[Tensor, "pairs"]:
+        """Returns the pairs that stay rotated, by decreasing energy."""
+        fast = self.slowest[slow:]
+        return fast[self.energy[fast].argsort(descending=True, stable=True)]
+
+    def _static_rows(self, slow: int) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows"]]:
+        """Returns the rows without rotation, and the mean cosine of each."""
+        static = self.slowest[:slow]
+        rows = torch.cat([torch.arange(self.num_unrotated), self.rows_of[static].flatten()])
+        ones = torch.ones(self.num_unrotated, dtype=torch.float64)
+        return rows, torch.cat([ones, self.mean[static].repeat_interleave(2)])
+
+    def _unrotated(self, slow: int) -> Balanced:
+        rows, mean = self._static_rows(slow)
+        left, right = (gram[rows][:, rows] for gram in (self.left, self.right))
+        return balance(left[None], (mean[:, None] * right * mean)[None])
+
+    def rows(self, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns left and right rows [kept, d], strengths [kept] and pairs [kept] of the form of this rank."""
+        choice = self.choices[rank]
+        rows, mean = self._static_rows(choice.slow)
+        balanced = self._unrotated(choice.slow)
+        # The mean cosine is a factor of the key side, as in the balanced form.
+        left, right = (self.left.new_zeros(choice.unrotated, self.size) for _ in range(2))
+        left[:, rows] = balanced.left[0, : choice.unrotated]
+        right[:, rows] = balanced.right[0, : choice.unrotated] * mean
+        pairs = self._fast(choice.slow)[: choice.rotated]
+        pairs = pairs[self.pairs[self.rows_of[pairs, 0]].argsort()]
+        largest = float(self.energy.max().clamp_min(0).sqrt()) if len(pairs) else 0.0
+        strength = (self.energy[pairs] / 2).clamp_min(0).sqrt().clamp_min(FLOOR * max(largest, 1e-100))
+        indices = torch.cat([self.rows_of[pairs, 0], self.rows_of[pairs, 1]])
+        strength = torch.cat([strength, strength])
+        # Rows of a pair are only scaled, by the same factor: a combination with others would not commute with rotation.
+        scaled_rows = torch.zeros(len(indices), self.size, dtype=torch.float64)
+        scaled_rows[torch.arange(len(indices)), indices] = strength.rsqrt()
+        none = torch.full((choice.unrotated,), -1)
+        return (
+            torch.cat([left, scaled_rows]),
+            torch.cat([right, scaled_rows]),
+            torch.cat([balanced.strength[0, : choice.unrotated], strength]),
+            torch.cat([none, self.pairs[indices]]),
+        )
+
+
+class RotaryDirections:
+    """The best form of every head of a layer for every rank, in the metric of two Grams of its rotated rows."""
+
+    def __init__(
+        self,
+        left_gram: Float[Tensor, "heads directions directions"],
+        right_gram: Float[Tensor, "heads directions directions"],
+        layer: LayerDiagnosis,
+    ):
+        spectrum, coherence = layer.spectrum, layer.reading(COHERENCE).double()
+        assert spectrum.pairs is not None
+        self.used, self.heads = spectrum.used, []
+        for head, (pairs, used) in enumerate(zip(spectrum.pairs, spectrum.used, strict=True)):
+            size = int(used.sum())
+            left, right = (gram[head, :size, :size].double() for gram in (left_gram, right_gram))
+            self.heads.append(_Head(left, right, pairs[:size], coherence[head]))
+
+    @cached_property
+    def strength(self) -> Float[Tensor, "heads directions"]:
+        """Descending strengths; their squares are the decreases of the convex envelope of the error over the ranks."""
+        # Rules allocate ranks by squared strengths, which is exact only where the error is convex in the rank.
+        strength = torch.zeros(self.used.shape, dtype=torch.float64)
+        for row, head in zip(strength, self.heads, strict=True):
+            row[: head.size] = envelope_decreases([choice.error for choice in head.choices]).sqrt()
+        floor = max(FLOOR * float(strength.max()) if strength.numel() else 0.0, 1e-100)
+        return torch.where(self.used, strength.clamp_min(floor), 0.0)
+
+    def decision(self, ranks: tuple[int, ...], reasons: tuple[str, ...]) -> ScoreDecision:
+        """Returns the decision that keeps the best forms of these ranks.
+
+        A head may keep one direction less than its rank: one row is no pair.
+        """
+        shape = self.used.shape
+        left = torch.zeros(*shape, shape[1], dtype=torch.float64)
+        right, strength = torch.zeros_like(left), torch.zeros(shape, dtype=torch.float64)
+        keep, pairs = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)
+        for index, (head, rank) in enumerate(zip(self.heads, ranks, strict=True)):
+            rows = head.rows(rank)
+            num_kept = len(rows[2])
+            left[index, :num_kept, : head.size], right[index, :num_kept, : head.size] = rows[0], rows[1]
+            strength[index, :num_kept], pairs[index, :num_kept], keep[index, :num_kept] = rows[2], rows[3], True
+        counts = ((pairs >= 0).sum(-1) // 2).tolist()
+        notes = tuple(f"{why}; rotates {count} pairs" for why, count in zip(reasons, counts, strict=True))
+        return ScoreDecision(keep, strength, notes, Basis(left, right, shared=False, pairs=pairs))
+
+
+def envelope_decreases(errors: list[float]) -> Float[Tensor, "ranks"]:
+    """Returns the decreases, one for each rank from 1, of the largest convex function below the errors."""
+    # The lower convex hull of the points (rank, error), from left to right: a corner is removed if it is not below the
+    # line from the corner before it to the new point.
+    corners = [0]
+    for rank in range(1, len(errors)):
+        while len(corners) > 1:
+            first, second = corners[-2:]
+            slope = (errors[second] - errors[first]) / (second - first)
+            if (errors[rank] - errors[second]) / (rank - second) >= slope:
+                break
+            corners.pop()
+        corners.append(rank)
+    decreases = torch.zeros(len(errors) - 1, dtype=torch.float64)
+    for first, second in pairwise(corners):
+        decreases[first:second] = (errors[first] - errors[second]) / (second - first)
+    return decreases.clamp_min(0)
+
+
+def whole_pairs(decision: ScoreDecision, spectrum: Spectrum) -> ScoreDecision:
+    """Returns the decision about a layer's own directions with both rows of every pair of which it keeps one."""
+    if spectrum.pairs is None or decision.basis is not None:
+        return decision
+    same = (spectrum.pairs[:, :, None] == spectrum.pairs[:, None]) & (spectrum.pairs >= 0)[:, None]
+    keep = decision.keep | (same & decision.keep[:, None]).any(-1)
+    return replace(decision, keep=keep, strength=torch.where(keep, spectrum.strength.double(), 0.0))
+
+
+def coherence(
+    attention: Float[Tensor, "batch heads queries keys"], positions: Positions, heads: tuple[int, ...]
+) -> Float[Tensor, "heads frequencies"]:
+    """Returns the mean cosine of the rotation between a patch and the patches that it attends to, weighted by the
+    attention, for heads that are these of the original model.
+
+    Positions are those of all images. Patches attend to near ones, so that more pairs count as slow than by the mean
+    over all patches of an image.
+    """
+    assert positions.cos is not None and positions.sin is not None
+    # Rotations as complex numbers e^(i phi), [heads, patches, frequencies]: cos(phi_j - phi_i) is the real part of
+    # e^(i phi_j) times the conjugate of e^(i phi_i), and the mean over j is a product with the attention.
+    rotations = torch.complex(positions.cos[0].double(), positions.sin[0].double()).movedim(1, 0)
+    rotations = rotations if len(rotations) == 1 else rotations[list(heads)]
+    weights = attention[:, :, positions.prefix :, positions.prefix :].double()
+    # Without the attention to tokens before the patches. A patch that attends to those alone has coherence 0, with
+    # which a pair counts as rotating.
+    weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-30)
+    differences = (weights.to(rotations.dtype) @ rotations) * rotations.conj()
+    return differences.real.mean((0, 2)).cpu()

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from attnrx.decide.rules.by_strength import EnergyRetention, TotalRank, UniformRank
-from attnrx.decide.rules.rule import And, ByLayer, Or, Rule, rule_name
+from attnrx.decide.rules.rule import And, ByLayer, EnergyRetention, Or, Rule, TotalRank, UniformRank, rule_name
 from attnrx.nouns.prescription import TokenPrescription
 from attnrx.support.errors import InvalidInput, InvalidRule, UnknownName
 from attnrx.support.optional import import_plugins
@@ -11,10 +10,8 @@ from attnrx.support.text_parsing import Language, TextReader, split_named
 from attnrx.vit.maps import LAYER_MAPS, MAPS, TOKENS
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
-# The rules of this package by their names in texts; those of papers and matched controls are in the laboratory.
-RULES: Mapping[str, type[Rule]] = {rule_name(kind): kind for kind in (EnergyRetention, TotalRank, UniformRank, ByLayer)}
-
-_REGISTERED: dict[str, type[Rule]] = {}
+# The rules by their names in texts; those of papers and matched controls are registered by the laboratory.
+RULES: dict[str, type[Rule]] = {rule_name(kind): kind for kind in (EnergyRetention, TotalRank, UniformRank, ByLayer)}
 
 
 def register_rule(kind: type[Rule]) -> None:
@@ -24,15 +21,15 @@ def register_rule(kind: type[Rule]) -> None:
         InvalidInput: Another rule has this name.
     """
     name = rule_name(kind)
-    if {**RULES, **_REGISTERED}.get(name, kind) is not kind:
+    if RULES.get(name, kind) is not kind:
         raise InvalidInput(f"the rule {name} exists already; give the class another name.")
-    _REGISTERED[name] = kind
+    RULES[name] = kind
 
 
 def known_rules() -> Mapping[str, type[Rule]]:
     """Returns the rules of this package and the registered ones, those of other packages among them, by name."""
     import_plugins()
-    return {**RULES, **_REGISTERED}
+    return RULES
 
 
 RulesLike = str | Rule | Mapping[str, str | Rule | TokenPolicy | TokenPrescription | None]

@@ -1,39 +1,56 @@
-"""Creates a prescription from a diagnosis and rules."""
+"""Creates a prescription from a diagnosis and rules: applies them to the scores, heads, vo, fc1, fc2 and hidden."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from attnrx.decide.rules.metrics import OWN, directions_in, rewritten
-from attnrx.decide.rules.outputs import (
-    CENTERED,
-    decide_heads,
-    decide_hidden,
-    decide_linear,
-    decide_values,
-    limited_to_heads,
-    metric_reasons,
-    output_metric,
-    without_heads,
+from attnrx.change.decompositions import (
+    Balanced,
+    balance,
+    compensated,
+    elimination_losses,
+    factor_directions,
+    pays,
+    read_out,
 )
+from attnrx.decide.rules.metrics import OWN, RotaryDirections, directions_in, rewritten, whole_pairs
 from attnrx.decide.rules.parsing import RulesLike, parse_rules
-from attnrx.decide.rules.rotary import RotaryDirections, whole_pairs
 from attnrx.decide.rules.rule import Rule, in_metric, inner_rules, keep_only, metric_of
-from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import (
     Decision,
     HeadDecision,
+    HiddenDecision,
     LayerPrescription,
     OutputDecision,
     Prescription,
     ScoreDecision,
-    TokenPrescription,
 )
-from attnrx.support.errors import InvalidInput, InvalidRule, NoOpPrescription, NotSupported
+from attnrx.support.errors import InvalidInput, InvalidRule, MissingMoments, NoOpPrescription, NotSupported, UnknownName
 from attnrx.support.progress import track
+from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.maps import HEADS, HIDDEN, LINEAR_MAPS, UNIT_MAPS
 from attnrx.vit.spectrum import Spectrum
+
+# The metrics of vo, fc1 and fc2. centered: the mean square of the outputs about their mean on the data. weights: the
+# plain SVD of the weight matrix (for vo: of W_O W_V per head, TruncAtt), without data.
+CENTERED, WEIGHTS = "centered", "weights"
+OUTPUT_METRICS = (CENTERED, WEIGHTS)
+# The metrics of heads. centered: the error of the layer's output on the data if the output projection is refitted to
+# the remaining heads, which is then done. weights: the norm of W_O W_V of the head. own: the norm of its strengths.
+HEAD_METRICS = (CENTERED, WEIGHTS, OWN)
+# The metrics of hidden. centered: the error of the MLP's output on the data, in backward elimination with compensation.
+# activation: the standard deviation of a unit times the norm of the weights after it. In both the second linear map is
+# refitted to the kept units. weights: the product of the norms of the weights before and after a unit; no refit.
+ACTIVATION = "activation"
+HIDDEN_METRICS = (CENTERED, ACTIVATION, WEIGHTS)
+
+NEEDS = {
+    CENTERED: ("output_covariance", "output_mean", "readout_gram"),
+    WEIGHTS: ("value_factor", "readout_factor", "value_bias"),
+    OWN: (),
+}
 
 
 def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -> Prescription:
@@ -91,29 +108,33 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
     units = any(name in layer.decisions for layer in layers for name in UNIT_MAPS)
     drops = tokens is not None and tokens.policy.drops
     if not (drops or units or any(layer.outputs for layer in layers) or any(map(_changes_scores, spectra, scores))):
-        raise NoOpPrescription(_no_op_message(spectra, scores, rules_by_map, tokens))
+        strengths = torch.cat([spectrum.strength[spectrum.used].abs().flatten() for spectrum in spectra])
+        with_span = "qk" in rules_by_map and len(strengths)
+        span = f" (|strength| of qk lies in {strengths.min():.3g}..{strengths.max():.3g})" if with_span else ""
+        given = [f"{name}={rule}" for name, rule in rules_by_map.items()]
+        given += [] if tokens is None else [f"tokens={tokens.policy}"]
+        raise NoOpPrescription(
+            f"{' '.join(given) or 'no rule'} would change nothing: every map keeps everything{span}, no token is "
+            "removed, or (fc1, fc2) no rank saves parameters. Request a smaller rank or share, or use another rule, "
+            "e.g. qk=total_rank:0.5, or tokens=evit:0.7@4,7,10."
+        )
     texts = {name: str(rule) for name, rule in stated.items()}
     return Prescription(layers, texts, diagnosis.fingerprint, diagnosis.about, tokens)
 
 
 def require_remainder(prescription: Prescription) -> Prescription:
     """Returns the prescription; raises InvalidRule if it removes a map as a whole, in all layers and heads."""
-    for name in prescription.rules:
-        kept = [_num_kept(layer, name) for layer in prescription.layers]
-        if None not in kept and not any(kept):
+    for name, rule in prescription.rules.items():
+        decisions = [layer.decisions.get(name) for layer in prescription.layers]  # None: all of the map stays
+        if not any(
+            decision is None or any(decision.ranks if isinstance(decision, OutputDecision) else decision.keep.flatten())
+            for decision in decisions
+        ):
             raise InvalidRule(
-                f"{name}={prescription.rules[name]} removes all of {name} in every layer. Keep more, or make such a "
-                "model on purpose with attnrx.rules.prescribe_maps."
+                f"{name}={rule} removes all of {name} in every layer. Keep more, or make such a model on purpose with "
+                "attnrx.rules.prescribe_maps."
             )
     return prescription
-
-
-def _num_kept(layer: LayerPrescription, name: str) -> int | None:
-    """Returns how many directions or units of a map a layer keeps; None if they all stay, without a decision."""
-    decision = layer.decisions.get(name)
-    if decision is None:
-        return None
-    return sum(decision.ranks) if isinstance(decision, OutputDecision) else int(decision.keep.sum())
 
 
 def _require_changeable(diagnosis: Diagnosis, names: Collection[str]) -> None:
@@ -196,19 +217,238 @@ def _changes_scores(spectrum: Spectrum, layer: ScoreDecision) -> bool:
     )
 
 
-def _no_op_message(
-    spectra: list[Spectrum], scores: list[ScoreDecision], rules: Mapping[str, Rule], tokens: TokenPrescription | None
-) -> str:
-    if not rules:
-        cause = "neither a rule nor a policy was given" if tokens is None else f"{tokens.policy} keeps every token"
-        return (
-            f"{cause}, so the model would not change: give a rule, e.g. qk=total_rank:0.5, or tokens=evit:0.7@4,7,10."
+def output_metric(rule: Rule, name: str) -> str:
+    """Returns the metric of a rule for one of OUTPUT_MAPS or UNIT_MAPS: the one it states, or its default.
+
+    Raises:
+        UnknownName: The metric does not exist for this map.
+    """
+    known, default = OUTPUT_METRICS, CENTERED
+    if name == HEADS:
+        first = rule
+        while parts := inner_rules(first):  # of a combination the default of its first part
+            first = parts[0]
+        known, default = HEAD_METRICS, first.head_metric
+    elif name == HIDDEN:
+        known = HIDDEN_METRICS
+    metric = metric_of(rule) or default
+    if metric not in known:
+        raise UnknownName(f"metric of {name}", metric, known)
+    return metric
+
+
+def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
+    """Returns the decision about the heads of every layer; None where all stay.
+
+    For the rule a layer is one unit whose directions are its heads. In the metric "centered" the square of a strength
+    is the increase of the error in backward elimination (`elimination_losses`).
+
+    Raises:
+        MissingMoments: The rule needs moments that the diagnosis lacks.
+    """
+    metric = output_metric(rule, HEADS)
+    _require_moments(HEADS, rule, _missing(diagnosis, metric))
+    spectra, readings = [], []
+    for layer in diagnosis.layers:
+        if metric == OWN:
+            strength = (layer.spectrum.strength.double() * layer.spectrum.used).square().sum(-1).sqrt()
+        elif metric == WEIGHTS:  # the Frobenius norm of W_O W_V, from its singular values
+            strength = _value_directions(layer, metric).strength.square().sum(-1).sqrt()
+        else:
+            covariance = layer.reading("output_covariance").flatten(0, 1)
+            strength = elimination_losses(covariance, layer.reading("readout_gram")).sqrt()
+        identity = torch.eye(len(strength), dtype=torch.float64)[None]  # rules read strengths; a spectrum needs rows
+        spectra.append(_spectrum(identity, identity, strength[None], (0,), HEADS))
+        numbers = torch.tensor([layer.spectrum.heads])  # in the original model
+        readings.append({**layer.readings, "heads": numbers})  # those of pairs of heads among them
+    decided = _decided(rule, diagnosis, spectra, readings)
+    decisions = [
+        HeadDecision(decision.keep[0], spectrum.strength[0], metric_reasons(decision, metric))
+        for decision, spectrum in zip(decided, spectra, strict=True)
+    ]
+    return [None if bool(decision.keep.all()) else decision for decision in decisions]
+
+
+def decide_values(
+    diagnosis: Diagnosis, rule: Rule | None, heads: Sequence[HeadDecision | None]
+) -> list[OutputDecision | None]:
+    """Returns the decision about the values of every layer; None where all value dimensions are kept.
+
+    Without a rule, all value dimensions of the kept heads stay, and the output projection is refit to them.
+
+    In the metric "centered", the directions of a head are balanced between the covariance of its output and its part of
+    the output projection, so that a squared strength is the error of removing the direction from that head alone. The
+    output projection is then refit to the kept directions of all heads together. In "weights" the directions are the
+    singular vectors of every head's W_O W_V; nothing is refit, and the value bias is kept.
+
+    Raises:
+        MissingMoments: The rule needs moments that the diagnosis lacks.
+    """
+    metric = CENTERED if rule is None else output_metric(rule, "vo")
+    if rule is not None:
+        _require_moments("vo", rule, _missing(diagnosis, metric))
+    balanced = [_value_directions(layer, metric) for layer in diagnosis.layers]
+    tables = [_value_spectrum(table, layer, metric) for table, layer in zip(balanced, diagnosis.layers, strict=True)]
+    spectra = [without_heads(table, removal) for table, removal in zip(tables, heads, strict=True)]
+    if rule is None:
+        decided = [keep_only(spectrum, spectrum.used) for spectrum in spectra]
+    else:
+        decided = _decided(rule, diagnosis, spectra)
+    decisions: list[OutputDecision | None] = []
+    for index, (layer, directions) in enumerate(zip(diagnosis.layers, balanced, strict=True)):
+        decision = limited_to_heads(decided[index], heads[index])
+        if bool((decision.keep | ~tables[index].used).all()):
+            decisions.append(None)
+            continue
+        is_centered = metric == CENTERED
+        covariance = layer.reading("output_covariance").flatten(0, 1) if is_centered else None
+        # A constant needs no direction: the mean output, or the value bias, which passes unchanged, as rows sum to 1.
+        center = layer.reading("output_mean" if is_centered else "value_bias").double().flatten()
+        weight = read_out(directions, decision.keep, covariance)
+        reasons = metric_reasons(decision, metric)
+        encode = directions.left[decision.keep]
+        decisions.append(OutputDecision(decision.ranks, encode, weight, center, directions.strength, reasons))
+    return decisions
+
+
+def _require_moments(name: str, rule: Rule, missing: Collection[str]) -> None:
+    if missing:
+        raise MissingMoments(
+            f"{name}={rule} needs {', '.join(sorted(missing))}, which the diagnosis does not have: diagnose again with "
+            "Moments() among the diagnostics (attnrx diagnose --moments), or use metric=weights, which needs no data."
         )
-    texts = " ".join(f"{name}={rule}" for name, rule in rules.items())
-    cause = f"{texts} would change nothing: every map keeps everything, or (fc1, fc2) has no rank that saves parameters"
-    strengths = torch.cat([spectrum.strength[spectrum.used].abs().flatten() for spectrum in spectra])
-    reasons = [reason for layer in scores for reason in layer.reasons]
-    if "qk" in rules and len(strengths):
-        span = f"|strength| of qk lies in {strengths.min():.3g}..{strengths.max():.3g}"
-        cause = f"{cause} ({span}; the first head {reasons[0]})"
-    return f"{cause}. Request a smaller rank or share, or use another rule."
+
+
+def _missing(diagnosis: Diagnosis, metric: str) -> set[str]:
+    return {name for layer in diagnosis.layers for name in NEEDS[metric] if name not in layer.readings}
+
+
+def without_heads(spectrum: Spectrum, heads: HeadDecision | None) -> Spectrum:
+    """Returns the spectrum of a layer in which the removed heads have no directions."""
+    return spectrum if heads is None else replace(spectrum, used=spectrum.used & heads.keep[:, None])
+
+
+def limited_to_heads(decision: ScoreDecision, heads: HeadDecision | None) -> ScoreDecision:
+    """Returns the decision without directions of removed heads, which is their reason."""
+    if heads is None:
+        return decision
+    is_kept = heads.keep.tolist()
+    reasons = (why if keep else "the head is removed" for why, keep in zip(decision.reasons, is_kept, strict=True))
+    return replace(decision, keep=decision.keep & heads.keep[:, None], reasons=tuple(reasons))
+
+
+def decide_linear(diagnosis: Diagnosis, name: str, rule: Rule) -> list[OutputDecision | None]:
+    """Returns the rank of one map of every MLP; None where two factors would have no fewer parameters.
+
+    Raises:
+        InvalidRule: A layer has no MLP of two linear maps.
+    """
+    metric = output_metric(rule, name)
+    if any(len(layer.mlp) != 2 for layer in diagnosis.layers):
+        raise InvalidRule(
+            f"{name}={rule} needs an MLP of two linear maps in every layer, which the model does not have; omit {name}."
+        )
+    maps = [layer.mlp[LINEAR_MAPS.index(name)] for layer in diagnosis.layers]
+    entries = {index: entry for index, entry in enumerate(maps) if entry is not None}
+    missing = {"the moments of its map" for entry in entries.values() if metric not in entry.metrics}
+    _require_moments(name, rule, missing)
+    tables = [entry.metrics[metric] for entry in entries.values()]
+    spectra = [
+        _spectrum(table.directions[None], table.directions[None], table.strength[None], (0,), name) for table in tables
+    ]
+    decisions: list[OutputDecision | None] = [None] * len(maps)
+    # Of the diagnosed layers only, so that a rule with scope="model" distributes its total over them.
+    decided = _decided(rule, diagnosis, spectra)
+    for (index, entry), decision, table in zip(entries.items(), decided, tables, strict=True):
+        (rank,) = decision.ranks
+        if 0 < rank and pays(rank, table.directions.shape[1], entry.inputs):
+            # Directions of outputs are orthonormal rows, so the decoder is the transposed encoder; a copy, because
+            # files hold no tensors that share their memory.
+            encode, reasons = table.directions[decision.keep[0]].double(), metric_reasons(decision, metric)
+            factors = encode, encode.mT.clone(), table.center, table.strength[None]
+            decisions[index] = OutputDecision((rank,), *factors, reasons)
+    return decisions
+
+
+def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[HiddenDecision | None]:
+    """Returns the decision about the hidden units of every MLP; None where all stay.
+
+    For the rule an MLP is one unit whose directions are its hidden units. Without `refit`, which takes most of the
+    time, the second map only loses columns: for decisions that are not realized.
+
+    Raises:
+        InvalidRule: A layer has no MLP of two linear maps, each one matrix, with only an activation between them.
+    """
+    metric = output_metric(rule, HIDDEN)
+    units = [layer.hidden for layer in diagnosis.layers]
+    entries = [entry for entry in units if entry is not None]
+    if len(entries) < len(units):
+        raise InvalidRule(
+            f"hidden={rule} needs an MLP of two linear maps, each one matrix, with only an activation between them, in "
+            "every layer, which the model does not have; omit hidden."
+        )
+    _require_moments(
+        HIDDEN, rule, {"the moments of the hidden units" for each in entries if metric not in each.strength}
+    )
+    strengths = [entry.strength[metric][None] for entry in entries]
+    # Rows without features: an identity of all hidden units would be a large table that no rule reads.
+    rows = [strength.new_zeros(*strength.shape, 0) for strength in strengths]
+    spectra = [_spectrum(empty, empty, strength, (0,), HIDDEN) for empty, strength in zip(rows, strengths, strict=True)]
+    decisions: list[HiddenDecision | None] = []
+    for decision, entry in zip(_decided(rule, diagnosis, spectra), entries, strict=True):
+        keep, weight, bias = decision.keep[0], entry.weight.double(), entry.bias.double()
+        if bool(keep.all()):
+            decisions.append(None)
+            continue
+        new_weight = weight[:, keep]
+        if metric != WEIGHTS and refit:
+            assert entry.covariance is not None and entry.mean is not None
+            new_weight, mean = compensated(entry.covariance, weight, keep), entry.mean.double()
+            # The refit is about the means, so the bias keeps the mean output.
+            bias = bias + weight @ mean - new_weight @ mean[keep]
+        reasons = metric_reasons(decision, metric)
+        decisions.append(HiddenDecision(keep, entry.strength[metric], new_weight, bias, reasons))
+    return decisions
+
+
+def metric_reasons(decision: ScoreDecision, metric: str) -> tuple[str, ...]:
+    return tuple(f"{reason}; metric {metric}" for reason in decision.reasons)
+
+
+def _value_directions(layer: LayerDiagnosis, metric: str) -> Balanced:
+    if metric == WEIGHTS:
+        return factor_directions(layer.reading("value_factor"), layer.reading("readout_factor"))
+    covariance = layer.reading("output_covariance").double()  # [heads, v_head_dim, heads * v_head_dim]
+    # The covariance of every head with itself: [heads, v_head_dim, v_head_dim].
+    blocks = covariance.unflatten(2, covariance.shape[:2]).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    return balance(blocks, layer.reading("readout_gram"))
+
+
+def _value_spectrum(directions: Balanced, layer: LayerDiagnosis, metric: str) -> Spectrum:
+    """Returns the value directions of a layer, as many used ones per head as the head has value features."""
+    spectrum = _spectrum(directions.left, directions.right, directions.strength, layer.spectrum.heads, "vo")
+    # Readings are padded with zeros to the widest head. A feature without values and without columns of the output
+    # projection is padding. Directions are sorted by strength, so those that combine padding only are the last ones.
+    names, others = (NEEDS[WEIGHTS][:2], 1) if metric == WEIGHTS else (("output_covariance", "readout_gram"), 2)
+    sizes = torch.stack([layer.reading(name).abs().sum(others) for name in names])  # [2, heads, features]
+    num_features = (sizes > 0).any(0).sum(-1)
+    return replace(spectrum, used=torch.arange(spectrum.used.shape[1]) < num_features[:, None])
+
+
+def _spectrum(
+    left: Tensor, right: Tensor, strength: Float[Tensor, "units directions"], units: tuple[int, ...], name: str
+) -> Spectrum:
+    used = torch.ones_like(strength, dtype=torch.bool)
+    return Spectrum(left, right, strength.double(), used, 1.0, "none", units, name)
+
+
+def _decided(
+    rule: Rule, diagnosis: Diagnosis, spectra: Sequence[Spectrum], readings: Sequence[Mapping[str, Tensor]] = ()
+) -> list[ScoreDecision]:
+    """Returns the decisions of a rule about another map: it sees a diagnosis with the spectra of this map in place of
+    those of the scores.
+    """
+    readings = readings or [{}] * len(spectra)
+    layers = tuple(LayerDiagnosis(*parts) for parts in zip(spectra, readings, strict=True))
+    view = replace(diagnosis, layers=layers)
+    return [rule.decide(view, index) for index in range(len(layers))]

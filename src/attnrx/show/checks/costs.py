@@ -23,7 +23,7 @@ from attnrx.vit.costs import (
     compare_memory,
     count_product_macs,
 )
-from attnrx.vit.costs.latency import PROCESSES, Ratio
+from attnrx.vit.costs.measured import PROCESSES, Ratio
 from attnrx.vit.models import counted_by_spec, evaluating, family_of
 
 KERNELS = "attnrx's kernels"  # the runtime of models that are no exported files

@@ -1,13 +1,20 @@
 """Attention of any form, with irregular ranks, executed by interchangeable backends."""
 
 from attnrx.vit.attention.attention import BACKENDS, Attention, backend_of, use_backend, using
-from attnrx.vit.attention.backends.auto import Auto, Fused, Native, Portable
-from attnrx.vit.attention.backends.backend import AttentionContext, Backend, Bucket, Eager, ScoreFactors
-from attnrx.vit.attention.backends.capture import (
+from attnrx.vit.attention.backends import (
     AttentionCapture,
+    AttentionContext,
+    Auto,
+    Backend,
+    Bucket,
     CapturedAttention,
+    Eager,
+    Fused,
+    Native,
     Observation,
     Observed,
+    Portable,
+    ScoreFactors,
     capture_uniform,
     sized_softmax,
 )

@@ -13,28 +13,30 @@ from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.modules import is_traced
 from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
-from attnrx.vit.attention.backends.auto import Auto, Fused, Native
-from attnrx.vit.attention.backends.backend import (
+from attnrx.vit.attention.backends import (
+    AttentionCapture,
     AttentionContext,
+    Auto,
     Backend,
     Bucket,
     Eager,
+    Fused,
+    Native,
+    Observed,
     ScoreFactors,
     has_equal_heads,
 )
-from attnrx.vit.attention.backends.capture import AttentionCapture, Observed
-from attnrx.vit.attention.forms import Positions, RotaryForm, form_of, required_rotation, row_pairs
+from attnrx.vit.attention.forms import Positions, RotaryForm, form_of, in_buckets, required_rotation, row_pairs
 from attnrx.vit.attention.head_linear import (
     HeadLinear,
     OutputProjection,
     PackedWeights,
     addresses_of,
-    in_buckets,
+    has_fixed_weights,
     joint_product,
     parameters_of,
 )
 from attnrx.vit.kernels.compilation import required_library
-from attnrx.vit.kernels.fixed_weights import has_fixed_weights
 from attnrx.vit.kernels.native_attention import JointFeatures
 from attnrx.vit.maps import HEADS
 from attnrx.vit.spec import AttentionSpec

@@ -2,6 +2,7 @@
 
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,9 +13,8 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import kept
 from attnrx.support.optional import import_plugins
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.vit.attention.backends.backend import Bucket, ScoreFactors
-from attnrx.vit.attention.head_linear import HeadLinear, in_buckets
-from attnrx.vit.kernels.fixed_weights import has_fixed_weights
+from attnrx.vit.attention.backends import Bucket, ScoreFactors
+from attnrx.vit.attention.head_linear import HeadLinear, has_fixed_weights
 from attnrx.vit.kernels.native_attention import RotationTable
 from attnrx.vit.spec import AttentionSpec
 
@@ -220,6 +220,17 @@ def pair_columns(spec: AttentionSpec, heads: int, frequencies: int, device: torc
 
 def _wide(rows: Tensor, bucket: Bucket) -> Tensor:
     return rows if bucket.rank == bucket.width else F.pad(rows, (0, bucket.width - bucket.rank))
+
+
+def in_buckets(
+    features: Float[Tensor, "batch tokens rows"], rows: Sequence[int], buckets: tuple[Bucket, ...]
+) -> list[Float[Tensor, "batch tokens _ _"]]:
+    """Splits projected rows by bucket, with `rows` per owner: [batch, tokens, owners, rows] each."""
+    if len(buckets) == 1:  # the usual case, without the overhead of a split
+        return [features.view(*features.shape[:2], buckets[0].stop - buckets[0].start, rows[0])]
+    shapes = [(bucket.stop - bucket.start, count) for bucket, count in zip(buckets, rows, strict=True)]
+    parts = features.split([owners * count for owners, count in shapes], dim=-1)
+    return [part.view(*part.shape[:2], *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def required_rotation(positions: Positions | None) -> Positions:

@@ -1,25 +1,28 @@
 """Costs of a model: parameters and MACs in closed form and counted; latency and memory measured."""
 
 from attnrx.support.hardware import device_name
-from attnrx.vit.costs.conditions import Conditions
-from attnrx.vit.costs.flop_counting import count_params, count_product_macs
-from attnrx.vit.costs.latency import (
+from attnrx.vit.costs.measured import (
+    Conditions,
     LatencyComparison,
     LatencyProtocol,
+    MemoryComparison,
+    PeakMemory,
     Ratio,
     Timing,
     compare_latencies,
     compare_latency,
+    compare_memory,
     factors_text,
     interleave,
     speed_text,
 )
-from attnrx.vit.costs.memory import MemoryComparison, PeakMemory, compare_memory
 from attnrx.vit.costs.model_costs import (
     LayerCosts,
     ModelCosts,
     PartCosts,
     TokenCosts,
+    count_params,
+    count_product_macs,
     layer_costs,
     linear_costs,
     token_costs,

@@ -1,4 +1,5 @@
-"""The costs of the parts of a model, as exact integers that add up to the whole.
+"""The costs of the parts of a model, as exact integers that add up to the whole, and those that are counted on a real
+model, with which they must agree.
 
 The convention is that of SVDA, A.6: parameters are all trainable tensors. A multiply-accumulate operation (MAC) is
 counted for every matrix product of the patches and the layers, and one per token for every strength. Biases,
@@ -6,15 +7,27 @@ LayerNorm, row norms, softmax and GELU are not counted, nor is the classifier, w
 layer counts all its tokens, although a model may compute only the class token in the last block.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from attnrx.support.display import Displayed
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.shapes import ImageBatch
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenPolicy
+
+# torch 2.11 counts fused attention on CUDA only; later versions register the same formula for the CPU.
+_aten = torch.ops.aten
+flop_registry.setdefault(
+    _aten._scaled_dot_product_flash_attention_for_cpu, flop_registry[_aten._scaled_dot_product_flash_attention]
+)
 
 
 @dataclass(frozen=True)
@@ -225,3 +238,60 @@ def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec
         tokens=(layout.tokens,) * depth if masked else policy.tokens(layout, depth),
         predictors=PartCosts((1 if policy.reducer.one_predictor else len(policy.layers)) * numbers, macs),
     )
+
+
+def count_params(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
+    """Counts the MACs per image of every matrix product and convolution of one forward pass.
+
+    Equals `ModelCosts.product_macs` if the attention runs on the eager backend, which pads nothing. Raises NotSupported
+    for a fused kernel that this build of torch cannot count.
+
+    Raises:
+        InvalidInput: The batch is empty.
+    """
+    if not len(images):
+        raise InvalidInput("counting MACs needs at least one image; the batch is empty.")
+    with frozen(model), FlopCounterMode(display=False) as counter, _Operations() as operations:
+        model(images)
+    counts = counter.get_flop_counts()["Global"]
+    names = {operation: str(operation) for operation in operations.packets if not counts.get(operation)}
+    # A fused kernel without a formula counts as zero: the total would be too small without a warning.
+    uncounted_kernels = sorted(name for name in names.values() if "scaled_dot_product" in name)
+    if uncounted_kernels:
+        raise NotSupported(
+            f"torch {torch.__version__} does not count the operations of {', '.join(uncounted_kernels)}: "
+            "run the attention on the eager backend."
+        )
+    return sum(counts.values()) // 2 // len(images)  # torch counts two operations for one MAC
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Disables gradients, those of the parameters included."""
+    # Under no_grad alone torch's counter raises an AssertionError for timm's attention pooling, whose query is a
+    # parameter. No copy of the model: its token reduction holds the numbers of tokens of the counted pass.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        with torch.no_grad():
+            yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+class _Operations(TorchDispatchMode):
+    """Records the names of the operations that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.packets: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.packets.add(func.overloadpacket)
+        return func(*args, **(kwargs or {}))

@@ -1,4 +1,5 @@
-"""The C++ kernels: compiled in the wheel, or built with the user's compiler on first use into a private cache folder.
+"""The library of the C++ kernels, and its functions as operators of PyTorch, visible to profilers, counters and meta
+tensors. It is compiled in the wheel, or built with the user's compiler on first use into a private cache folder.
 
 The library in the wheel is trusted like the modules beside it. One in the cache is native code: the folder and the
 library must belong to this user, must not be symbolic links and must not be writable by other users; then its name,
@@ -10,16 +11,20 @@ import ctypes
 import os
 import shlex
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkstemp
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, KernelWarning, NotSupported
 from attnrx.support.hardware import cache_folder
+from attnrx.support.shapes import Float, Tensor
 from attnrx.support.subprocess_runner import find_program, run_program
 from attnrx.vit.kernels.flags import FLAGS, HEADERS, SOURCES, THREADS, shipped_library
 
@@ -39,6 +44,7 @@ ARGUMENTS = {
     "maps": "piipllpi",
     "block": "pi",
 }
+_OPERATORS = torch.library.Library("attnrx", "FRAGMENT")
 
 
 # Once per process, also where it fails: a compiler that fails is not started again at every layer.
@@ -163,13 +169,13 @@ def _built_by(command: list[str]) -> ctypes.CDLL:
     for path in sorted(folder.glob(f"native-{key}-*.so")):
         with suppress(OSError, CheckpointError, AttributeError):  # AttributeError: a library without the function
             return _loaded(path)
-    # Built elsewhere, because its name in the cache contains the hash of its content.
-    with TemporaryDirectory() as temporary:
+    # In a folder of the cache, so that a rename puts it there, whole, under a name with the hash of its content; a link
+    # of that name is replaced, not followed.
+    with TemporaryDirectory(dir=folder) as temporary:
         library = Path(temporary) / "library.so"
         build(command, library)
-        content = library.read_bytes()
-    path = folder / f"native-{key}-{sha256(content).hexdigest()}.so"
-    _write_private(path, content)
+        library.chmod(0o600)
+        path = library.replace(folder / f"native-{key}-{sha256(library.read_bytes()).hexdigest()}.so")
     try:
         return _loaded(path)
     except (OSError, AttributeError) as error:
@@ -260,13 +266,58 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-def _write_private(path: Path, content: bytes) -> None:
-    """Replaces a file by one with owner-only permissions; a link is replaced, not followed."""
-    descriptor, temporary = mkstemp(prefix=".", suffix=".partial", dir=path.parent)  # mode 0600
-    try:
-        with os.fdopen(descriptor, "wb") as handle:
-            handle.write(content)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def define(
+    schema: str, kernel: Callable[..., Any], empty: Callable[..., Any], operations: Callable[..., int]
+) -> Callable[..., Any]:
+    """Defines an operator for inference, without autograd, and returns it.
+
+    `kernel` computes it on a CPU. `empty` returns its outputs without data, on "Meta": for counting on meta tensors,
+    and for fake tensors of compilers. `operations` counts as PyTorch does, from shapes: two operations per MAC.
+    """
+    _OPERATORS.define(schema)
+    name = schema.partition("(")[0]
+    _OPERATORS.impl(name, kernel, "CPU")
+    _OPERATORS.impl(name, empty, "Meta")
+    operator = getattr(torch.ops.attnrx, name)
+    register_flop_formula(operator)(operations)
+    return operator.default
+
+
+def is_observed(tensor: Float[Tensor, "*sizes"]) -> bool:
+    """Whether a profiler, a mode of this thread, a transform of functions or the tensor itself sees every operator."""
+    return (
+        type(tensor) is not Tensor
+        or not tensor.is_cpu
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+        or torch.autograd._profiler_enabled()
+    )
+
+
+def require_inference(tensors: Sequence[Tensor | None]) -> None:
+    """Checks that a kernel can read tensors of any shapes.
+
+    Raises:
+        InvalidInput: A tensor requires gradients, which the kernel would lose, or has no strides.
+    """
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise InvalidInput("a C++ kernel records no gradients, and one of its inputs requires them: use no_grad().")
+        if tensor.layout != torch.strided:
+            raise InvalidInput(f"a C++ kernel reads dense tensors; {tensor.layout} given: convert it by to_dense().")
+
+
+def require_fitting(fits: bool, *tensors: Tensor | None) -> None:
+    """Raises InvalidInput for tensors, of any shapes, with which a kernel would read out of bounds."""
+    if not fits:
+        given = ", ".join(f"{each.dtype} {list(each.shape)}" for each in tensors if each is not None)
+        raise InvalidInput(f"a C++ kernel cannot read {given}: give float32 tensors on a CPU whose shapes fit.")
+
+
+def address(tensor: Float[Tensor, "*sizes"] | None) -> int | None:
+    """Returns where a contiguous tensor is, as a kernel takes it; None stands for no tensor."""
+    return None if tensor is None else tensor.data_ptr()

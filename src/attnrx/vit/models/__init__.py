@@ -10,6 +10,7 @@ from attnrx.vit.models.families import (
     build_model,
     family_of,
     known_families,
+    known_family,
     load_model,
     model_names,
     register_family,
@@ -44,10 +45,10 @@ from attnrx.vit.models.token_reduction import TokenReduction, TokenRun, reductio
 
 __all__ = [
     "FAMILIES", "LIBRARIES", "STATED_OUTPUTS", "Family", "InputValidation", "LowRankLinear", "ModuleCall",
-    "ModuleInputs", "NamedFamily", "Reader", "TokenReduction", "TokenRun", "accepting", "at_size_of",
-    "attach_tokens_", "blocks_of", "build_model", "counted_by_spec", "described_tokens", "evaluating", "family_of",
-    "hidden_units", "is_model_file", "known_families", "load_model", "model_fingerprint", "model_names",
-    "num_outputs", "observing", "observing_calls", "observing_mlp", "rank_of", "recording_blocks", "recording_calls",
+    "ModuleInputs", "NamedFamily", "Reader", "TokenReduction", "TokenRun", "accepting", "at_size_of", "attach_tokens_",
+    "blocks_of", "build_model", "counted_by_spec", "described_tokens", "evaluating", "family_of", "hidden_units",
+    "is_model_file", "known_families", "known_family", "load_model", "model_fingerprint", "model_names", "num_outputs",
+    "observing", "observing_calls", "observing_mlp", "rank_of", "recording_blocks", "recording_calls",
     "recording_tokens", "reduction_of", "register_family", "replacing_forward", "require_all_tokens",
     "require_model_folder", "require_ordinary_weights", "save_model", "token_run", "use_backend",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from torch import nn
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention, AttentionContext, Positions
-from attnrx.vit.kernels.fixed_weights import of_weights
+from attnrx.vit.attention.head_linear import of_weights
 from attnrx.vit.models.chunked_forward import chunked_forward, is_watched, require_images
 from attnrx.vit.models.mlp import Pair
 from attnrx.vit.models.substitute import Substitute
@@ -97,13 +97,8 @@ class LastLayer:
     def forward_pass(self, shortens: bool) -> Iterator[None]:
         """Runs one forward pass in its context with the shortcut or without it, and removes its state at the end."""
         adapter: Any = self.block.get_submodule(self.attention)
-        # Restored afterwards, because a hook of a user may run the model inside a forward pass.
-        call, before = adapter.call, (adapter.call.shortens, adapter.call.entered)
-        call.shortens, call.entered = shortens, None
-        try:
+        with adapter.call.setting(shortens=shortens, entered=None):
             yield
-        finally:
-            call.shortens, call.entered = before
 
     @property
     def watched(self) -> bool:
@@ -260,9 +255,7 @@ class Adapter(nn.Module):
         return self.attention(tokens, entered if norm is None else norm(entered), positions)
 
     def positions(self, rotation: tuple[Tensor, Tensor] | None, *biases: Tensor | None) -> Positions | None:
-        """Returns the positions of a call: cosines and sines, [images, patches, heads, pairs], if any, and the sum of
-        all biases of pairs.
-        """
+        """Returns a call's positions: cosines and sines, [images, patches, heads, pairs], and the sum of all biases."""
         layer_bias = None if self.pair_bias is None else self.pair_bias()
         present = [bias for bias in (layer_bias, *biases) if bias is not None]
         if rotation is None and not present:

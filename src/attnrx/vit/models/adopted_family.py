@@ -33,9 +33,8 @@ from attnrx.vit.models.adoption_proof import (
     build_part,
     difference_in_structure,
     replaced_parts,
-    require_copyable_code,
     require_equal_logits,
-    require_plain_weights,
+    require_plain_code,
     require_unchanged,
 )
 from attnrx.vit.models.checkpoint import read_weight_file
@@ -153,9 +152,7 @@ class AdoptedFamily(Family):
                 )
 
     def recomputed(self, module: nn.Module) -> nn.Module | None:
-        """Returns a module with the values of the buffers, not saved with the weights, of one on the meta device; None
-        where its library states no way to compute them.
-        """
+        """Returns a module with the values of a module's unsaved buffers; None where its library computes none."""
         return None
 
     def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
@@ -232,9 +229,8 @@ class AdoptedFamily(Family):
         """
         if isinstance(model, Adopted):
             raise InvalidInput(f"{model.origin.architecture} was adopted already.")
-        require_plain_weights(model)
+        require_plain_code(model)
         self.require_supported(model)
-        require_copyable_code(model)
         require_ordinary_weights(model)
         require_finite_tensors(model.state_dict(), model_name(model))
         origin = self._stated(model, stated)
@@ -365,7 +361,7 @@ class AdoptedFamily(Family):
                     new_attention.inner_norms[name] = self.traits(source, module)["inner_norms"][name]
             adapter = self.adapter(source, module, new_attention)
             block.set_submodule(parts.attention, adapter.train(module.training))
-            for path in parts.gated.get(type(block.get_submodule(parts.mlp[0])).__name__, ())[1:2]:
+            for path in parts.maps_of(block.get_submodule(parts.mlp[0]))[1:-1]:
                 whole, _, half = path.rpartition(".")
                 if half == "second" and isinstance(block.get_submodule(whole), nn.Linear):
                     halve_(block, whole)
@@ -400,11 +396,8 @@ class AdoptedFamily(Family):
         parts = self.parts(model)
         for block in self.blocks(model):
             named = dict(block.named_modules())
-            mlp = named.get(parts.mlp[0])
-            if parts.compresses(mlp):
-                yield from changed_linears(block, tuple(name for name in parts.maps if name in named))
-            gated = parts.gated.get(type(mlp).__name__, ())
-            paths = (name if name in named else name.rpartition(".")[0] for name in gated)
+            maps = parts.maps_of(named.get(parts.mlp[0]))
+            paths = (name if name in named else name.rpartition(".")[0] for name in maps)  # of halves their map
             yield from changed_linears(block, tuple(dict.fromkeys(paths)))
 
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
@@ -426,12 +419,9 @@ class AdoptedFamily(Family):
     def has_plain_units(self, model: nn.Module) -> bool:
         adopted = self._adopted(model)
         for block, pair in zip(self.blocks(adopted.source), adopted.pairs, strict=False):
-            # By id, because tensors are compared elementwise.
-            linears = map(adopted.source.get_submodule, (pair.first, pair.second, *pair.between))
-            maps = {id(parameter) for linear in linears for parameter in linear.parameters()}
-            names = self.parts(adopted.source).mlp
-            inside = (tensor for name in names for tensor in block.get_submodule(name).parameters())
-            if any(id(parameter) not in maps for parameter in inside):  # a norm over all units
+            mlp = map(block.get_submodule, self.parts(adopted.source).mlp)
+            maps = map(adopted.source.get_submodule, (pair.first, pair.second, *pair.between))
+            if sum(map(num_params, mlp)) > sum(map(num_params, maps)):  # e.g. a norm over all units
                 return False
         return bool(adopted.pairs)
 
@@ -454,12 +444,9 @@ class AdoptedFamily(Family):
         parts, pairs = self.parts(source), []
         for path in self.block_paths(source):
             mlp = source.get_submodule(f"{path}.{parts.mlp[0]}")
-            kind, maps = type(mlp).__name__, parts.maps
-            if isinstance(mlp, FusedMLP):
-                maps = tuple(f"{parts.mlp[0]}.{name}" for name in LINEAR_MAPS)
-            elif kind in parts.gated:
-                maps = parts.gated[kind]
-            elif not parts.compresses(mlp):
+            is_fused = isinstance(mlp, FusedMLP)
+            maps = tuple(f"{parts.mlp[0]}.{name}" for name in LINEAR_MAPS) if is_fused else parts.maps_of(mlp)
+            if not maps:
                 return ()
             first, *between, second = (f"{path}.{name}" for name in maps)
             pairs.append(Pair(first, second, tuple(between), path))
@@ -475,11 +462,6 @@ class AdoptedFamily(Family):
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Returns how the model was created, the spec of every layer's attention, and the ranks of its MLP."""
         origin = self._adopted(model).origin
-        unsaved = [
-            (f"{path}.{name}".lstrip("."), buffer)
-            for path, buffers in unsaved_buffers(model).items()
-            for name, buffer in buffers.items()
-        ]
         return {
             **{name: value for name, value in fields_of(origin).items() if name != "replaced" or value},
             "attention": [to_dict(attention.spec) for attention in self.attention(model)],
@@ -487,7 +469,9 @@ class AdoptedFamily(Family):
             "hidden_units": list(hidden_units(self.mlp(model))),
             # A library creates these buffers anew, in its default type, which `model.half()` may have changed.
             "buffer_dtypes": {
-                name: str(buffer.dtype).removeprefix("torch.") for name, buffer in unsaved if buffer.is_floating_point()
+                f"{path}.{name}".lstrip("."): str(buffer.dtype).removeprefix("torch.")
+                for path, name, buffer in unsaved_buffers(model)
+                if buffer.is_floating_point()
             },
         }
 
@@ -512,12 +496,12 @@ class AdoptedFamily(Family):
             InvalidInput: It has another depth.
         """
         origin = self.described_origin(description)
-        for path, buffers in unsaved_buffers(created, meta=True).items():
+        for path, name, buffer in unsaved_buffers(created):
             module = created.get_submodule(path)
             with torch.device("cpu"):
-                computed = self.recomputed(module)
+                computed = self.recomputed(module) if buffer.is_meta else None
             if computed is not None:
-                module._buffers.update({name: computed._buffers[name] for name in buffers})
+                module._buffers[name] = computed._buffers[name]
         adopted = self.model_type(created, origin)
         blocks, specs = self.blocks(adopted.source), description["attention"]
         if len(blocks) != len(specs):
@@ -532,9 +516,7 @@ class AdoptedFamily(Family):
         return adopted
 
     def _shape_mlps_(self, adopted: Adopted, description: Mapping[str, Any]) -> None:
-        """Gives the MLPs of a model as its library creates it the described ranks and numbers of units, and the buffers
-        that are not saved their types.
-        """
+        """Gives the MLPs of a created model the described ranks and units, and the unsaved buffers their types."""
         for name, dtype in description.get("buffer_dtypes", {}).items():
             owner, _, buffer = name.rpartition(".")
             module = adopted.get_submodule(owner)
@@ -736,20 +718,14 @@ class AdoptedFamily(Family):
         require_equal_logits(models, because, self.block_names(models[1]), parts.attention)
 
 
-def unsaved_buffers(model: nn.Module, meta: bool = False) -> dict[str, dict[str, Tensor]]:
-    """Returns the buffers that are not saved with the weights, by the path of their module and their name.
-
-    Args:
-        model: The model.
-        meta: Whether only those on the meta device are returned, which have no values yet.
-    """
-    found: dict[str, dict[str, Tensor]] = {}
-    for path, module in model.named_modules():
-        for name in sorted(module._non_persistent_buffers_set):
-            buffer = module._buffers[name]
-            if buffer is not None and (buffer.is_meta or not meta):
-                found.setdefault(path, {})[name] = buffer
-    return found
+def unsaved_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
+    """Returns the buffers that are not saved with the weights, with the path of their module and their name in it."""
+    return [
+        (path, name, buffer)
+        for path, module in model.named_modules()
+        for name in sorted(module._non_persistent_buffers_set)
+        if (buffer := module._buffers[name]) is not None
+    ]
 
 
 def _fuse_mlp_(block: nn.Module, parts: ModelParts) -> None:
@@ -808,17 +784,17 @@ def mlp_costs(
     """Returns the costs of the modules of an MLP with its `maps`, if given, in these ranks (None: one matrix), with
     `hidden` features between them; `gate` is the map of the gate of a gated MLP.
     """
-    # What the maps save is subtracted from what the modules have, so that further parts (a norm, a gate) stay counted.
-    saved, biases = 0, 0
-    for which, (linear, rank) in enumerate(zip(maps, ranks, strict=True)):
-        sides = [linear.in_features, linear.out_features]
-        if which == 0:
-            before, bias = sides[1], getattr(linear, "bias", None)
-            has_bias = bias is not None if rank_of(linear) is None else linear.second.bias is not None
-            biases = (before - hidden) * has_bias
-        sides[1 - which] = hidden
-        saved += matrix_entries(linear) - (math.prod(sides) if rank is None else rank * sum(sides))
+    changed = []
+    if maps:
+        first, second = maps
+        changed = [(first, ranks[0], first.in_features, hidden), (second, ranks[1], hidden, second.out_features)]
     if gate is not None:
-        gone = gate.out_features - hidden
-        saved, biases = saved + gone * gate.in_features, biases + gone * (gate.bias is not None)
-    return PartCosts(sum(map(num_params, mlp)) - saved - biases, tokens * (sum(map(matrix_entries, mlp)) - saved))
+        changed.append((gate, None, gate.in_features, hidden))
+    # What the maps have is replaced in the costs of the modules, so that further parts (a norm) stay counted.
+    params, entries = sum(map(num_params, mlp)), sum(map(matrix_entries, mlp))
+    for linear, rank, inputs, outputs in changed:
+        new, before = inputs * outputs if rank is None else rank * (inputs + outputs), matrix_entries(linear)
+        has_bias = num_params(linear) > before
+        params += new + outputs * has_bias - num_params(linear)
+        entries += new - before
+    return PartCosts(params, tokens * entries)

@@ -3,9 +3,9 @@ creates the same parts but those that a user replaced.
 """
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
 from types import MethodType
 from typing import Any
 
@@ -27,44 +27,41 @@ LIBRARIES = ("attnrx", "attnrx_lab", "torch", "timm", "transformers", "torchvisi
 COMPUTING = (prune.BasePruningMethod, WeightNorm, SpectralNorm)
 
 
-def require_copyable_code(model: nn.Module) -> None:
-    """Raises NotSupported for a model of which a part was compiled, except in place (`nn.Module.compile`), or has a
-    `forward` of its own that a copy would share, and which may run parts of the original. Bound methods and partial
-    functions are copied.
+def require_plain_code(model: nn.Module) -> None:
+    """Raises NotSupported for a model with code that a copy or a file would lose, or share with the model: adapters of
+    PEFT, weights that are computed from other tensors, parts that were compiled, except in place (`nn.Module.compile`),
+    and a `forward` that was replaced by a function. Bound methods and partial functions are copied.
     """
-    for name, part in model.named_modules():
-        if type(part).__module__.startswith("torch._dynamo"):  # importing it takes a second
-            raise NotSupported(
-                f"{_path(name)} was compiled by torch.compile: load the model before it is compiled, and compile the "
-                "result."
+    for path, part in model.named_modules():
+        name, hooks = _path(path), part._forward_pre_hooks.values()
+        problem = None
+        # By names, because importing PEFT or torch._dynamo takes seconds.
+        if any(base.__module__.startswith("peft.") for base in type(part).__mro__):
+            problem = (
+                f"{name} has adapters of PEFT: give the model with the adapters in its weights, "
+                "model.merge_and_unload()."
             )
-        if not isinstance(vars(part).get("forward"), MethodType | partial | None):
-            raise NotSupported(
-                f"the forward of {_path(name)} was replaced by a function, which a copy would share: remove it (del "
+        elif type(part).__module__.startswith("torch._dynamo"):
+            problem = (
+                f"{name} was compiled by torch.compile: load the model before it is compiled, and compile the result."
+            )
+        elif not isinstance(vars(part).get("forward"), MethodType | partial | None):
+            problem = (
+                f"the forward of {name} was replaced by a function, which a copy would share: remove it (del "
                 "part.forward), or make the change in the class of the part."
             )
+        elif parametrize.is_parametrized(part) or any(isinstance(hook, COMPUTING) for hook in hooks):
+            problem = (
+                f"a weight of {name} is computed from other tensors (a mask of pruning, a weight norm, or another "
+                "parametrization): make it permanent, e.g. by torch.nn.utils.prune.remove(part, 'weight') or "
+                "torch.nn.utils.parametrize.remove_parametrizations(part, 'weight')."
+            )
+        if problem is not None:
+            raise NotSupported(problem)
 
 
 def _path(name: str) -> str:
     return name or "the model itself"
-
-
-def require_plain_weights(model: nn.Module) -> None:
-    """Raises NotSupported for a model with adapters of PEFT, or with a weight that is computed from other tensors."""
-    for path, part in model.named_modules():
-        # By name, because importing PEFT takes seconds.
-        if any(base.__module__.startswith("peft.") for base in type(part).__mro__):
-            raise NotSupported(
-                f"{_path(path)} has adapters of PEFT: give the model with the adapters in its weights, "
-                "model.merge_and_unload()."
-            )
-        hooks = part._forward_pre_hooks.values()
-        if parametrize.is_parametrized(part) or any(isinstance(hook, COMPUTING) for hook in hooks):
-            raise NotSupported(
-                f"a weight of {_path(path)} is computed from other tensors (a mask of pruning, a weight norm, or "
-                "another parametrization): make it permanent, e.g. by torch.nn.utils.prune.remove(part, "
-                "'weight') or torch.nn.utils.parametrize.remove_parametrizations(part, 'weight')."
-            )
 
 
 def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shape: tuple[int, int, int]) -> None:
@@ -98,9 +95,7 @@ def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shap
 
 
 def _added_code(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-    """Yields the `forward` methods that were replaced on an instance and the hooks of users: the path of the part, the
-    dictionary that has it, and its key there.
-    """
+    """Yields users' hooks and replaced `forward` methods: path of the part, dictionary that has it, and its key."""
     for path, part in model.named_modules():
         if "forward" in vars(part):
             yield path, vars(part), "forward"
@@ -132,16 +127,13 @@ def difference_of(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) 
 def difference_in_structure(model: nn.Module, rebuilt: nn.Module) -> str:
     """Returns which part of a model differs from the rebuilt one, in its text or the shape of a tensor; "" for none."""
     path = next(_differing(model, rebuilt), None)
-    if path is not None:
-        found, expected = (_own(each.get_submodule(path)) for each in (model, rebuilt))
-        name = next((key for key in {**found, **expected} if found.get(key) != expected.get(key)), "")
-        own, other = (side.get(name, "nothing") for side in (found, expected))
-        where = f"{path}.{name}".strip(".").removeprefix("source.")
-        return f"Its {where or 'class'} is {own}, and that of the rebuilt one {other}."
-    # A module may describe itself in a way of its own.
-    lines = zip_longest(str(model).splitlines(), str(rebuilt).splitlines(), fillvalue="nothing")
-    differing = next((pair for pair in lines if pair[0] != pair[1]), None)
-    return f"It has {differing[0].strip()}, and the rebuilt one has {differing[1].strip()}." if differing else ""
+    if path is None:
+        return ""
+    found, expected = (_own(each.get_submodule(path)) for each in (model, rebuilt))
+    name = next((key for key in {**found, **expected} if found.get(key) != expected.get(key)), "")
+    own, other = (side.get(name, "nothing") for side in (found, expected))
+    where = f"{path}.{name}".strip(".").removeprefix("source.")
+    return f"Its {where or 'class'} is {own}, and that of the rebuilt one {other}."
 
 
 def require_equal_logits(models: tuple[Adopted, Adopted], because: str, blocks: Sequence[str], attention: str) -> None:
@@ -149,14 +141,8 @@ def require_equal_logits(models: tuple[Adopted, Adopted], because: str, blocks: 
 
     The message names the first block whose output differs; `blocks` are the paths of all, and `attention` is that of
     the attention in a block. `because` is the reason where the outputs of the attention differ too.
-
-    Raises:
-        InvalidInput: The model has no weights.
     """
     first, second = models
-    parameter = next(first.parameters())
-    if parameter.is_meta:
-        raise InvalidInput(f"{first.origin.architecture} has no weights; load them before adopting the model.")
     images = random_images(first, first.origin.input_shape)
     with evaluating(models):
         expected = _outputs(first, images, "it cannot be run on images of its input shape")
@@ -253,10 +239,7 @@ def build_part(described: Mapping[str, Any]) -> nn.Module:
     """
     try:
         if described["layer"] == "Sequential":
-            built = nn.Sequential()
-            for name, part in described["parts"].items():
-                built.add_module(name, build_part(part))
-            return built
+            return nn.Sequential(OrderedDict((name, build_part(part)) for name, part in described["parts"].items()))
         return LAYERS[described["layer"]](**described["arguments"])
     except Exception as error:  # torch raises errors of many types for wrong arguments
         raise InvalidInput(
@@ -283,14 +266,13 @@ def _differing(model: nn.Module, rebuilt: nn.Module, path: str = "") -> Iterator
 
 
 def _own(module: nn.Module) -> dict[str, str]:
-    """Returns what a module is without its children: its class and its text, "", the shapes of its tensors that are
-    saved, and which parts it has.
-    """
+    """Returns a module without its children: its class and text, "", the shapes of saved tensors, and its parts."""
     tensors: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     saved = {name: each for name, each in tensors.items() if name not in module._non_persistent_buffers_set}
+    is_leaf = not module._modules  # which may describe itself in a way of its own
     return {
         # The text of a module shows what weights do not: activations, epsilons, rates of dropout.
-        "": f"{type(module).__name__}({module.extra_repr()})",
+        "": str(module) if is_leaf else f"{type(module).__name__}({module.extra_repr()})",
         **{name: f"of shape {tuple(each.shape)}" for name, each in saved.items() if each is not None},
         **{name: "a part" for name, _ in module.named_children()},
     }

@@ -188,11 +188,25 @@ def load_weights(folder: Path | str, families: tuple[Family, ...], weights: Path
     by_name = {family.name: family for family in families}
     if record["family"] not in by_name:
         raise UnknownName("model family", record["family"], by_name)
-    source = folder / "model.safetensors" if weights is None else _weight_file(Path(weights))
+    source = folder / "model.safetensors"
+    if weights is not None:
+        source = Path(weights, "model.safetensors") if Path(weights).is_dir() else Path(weights)
+        if source.suffix != ".safetensors" or not source.is_file():
+            raise CheckpointError(
+                f"weights={str(weights)!r}: give a .safetensors file, or a folder with model.safetensors."
+            )
     tensors = read_tensors(source, record["weights_sha256"] if weights is None else None)
     require_finite_tensors(tensors, str(source))
     _require_depth(record["model"], tensors, path)
-    model = _built(by_name[record["family"]], record, folder)
+    family, tokens = by_name[record["family"]], record["tokens"]
+    try:
+        with torch.device("meta"):
+            model = family.build(record["model"])
+            # Before the weights are loaded, which include those of learned predictors.
+            if tokens is not None:
+                attach_tokens_(model, family, policy_from_dict(tokens["policy"]), tokens["by"], tokens["heads"])
+    except Exception as error:  # timm and transformers build from the record too and raise their own errors
+        raise CheckpointError(f"{folder}: the model of config.json cannot be built: {error}") from error
     try:
         model.load_state_dict(tensors, strict=True, assign=True)
         require_ordinary_weights(model)
@@ -233,35 +247,13 @@ def read_weight_file(path: Path) -> dict[str, Tensor]:
     return {re.sub(r"^((module|_orig_mod)\.)+", "", name): tensor for name, tensor in state.items()}
 
 
-def _weight_file(path: Path) -> Path:
-    file = path / "model.safetensors" if path.is_dir() else path
-    if file.suffix != ".safetensors" or not file.is_file():
-        raise CheckpointError(f"weights={str(path)!r}: give a .safetensors file, or a folder with model.safetensors.")
-    return file
-
-
-def _built(family: Family, record: Mapping[str, Any], folder: Path) -> nn.Module:
-    """Returns the model of a config.json without weights."""
-    tokens = record["tokens"]
-    try:
-        with torch.device("meta"):
-            model = family.build(record["model"])
-            # Before the weights are loaded, which include those of learned predictors.
-            if tokens is not None:
-                attach_tokens_(model, family, policy_from_dict(tokens["policy"]), tokens["by"], tokens["heads"])
-    except Exception as error:  # timm and transformers build from the record too and raise their own errors
-        raise CheckpointError(f"{folder}: the model of config.json cannot be built: {error}") from error
-    return model
-
-
 def _require_depth(model: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
     """Raises CheckpointError if config.json and the tensors differ in depth, before building the model."""
     # An inconsistent file would build as many layers as it states before the weights are found not to fit.
-    layers = model.get("attention")
+    layers, arguments = model.get("attention"), model.get("arguments")
     layers = layers.get("tuple") if isinstance(layers, Mapping) else layers
     # Every layer has an output projection, whatever its form and rank.
     stored = sum(name.endswith("attention.output.weight") for name in tensors)
-    arguments = model.get("arguments")
     depths = {"attention": len(layers) if isinstance(layers, list) else described(layers)}
     if isinstance(arguments, Mapping):
         depths |= {f"arguments.{name}": arguments[name] for name in DEPTHS if name in arguments}

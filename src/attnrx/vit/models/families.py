@@ -14,7 +14,7 @@ from attnrx.support.hub import NAME, download
 from attnrx.support.modules import copy_module
 from attnrx.support.optional import import_plugins
 from attnrx.vit.models.adopted_family import AdoptedFamily
-from attnrx.vit.models.adoption_proof import require_plain_weights
+from attnrx.vit.models.adoption_proof import require_plain_code
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
 from attnrx.vit.models.family import Family, NamedFamily, require_ordinary_weights
 from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
@@ -51,15 +51,19 @@ def register_family(family: NamedFamily) -> None:
     FAMILIES.append(family)
 
 
+def known_family(model: nn.Module) -> Family | None:
+    """Returns the family of a model; None where it belongs to no family, or has not been adopted yet."""
+    return next((family for family in FAMILIES if family.matches(model)), None)
+
+
 def family_of(model: nn.Module) -> Family:
     """Returns the family of a model.
 
     Raises:
         NotSupported: The model belongs to no family, or has not been adopted yet.
     """
-    for family in FAMILIES:
-        if family.matches(model):
-            return family
+    if (family := known_family(model)) is not None:
+        return family
     if any(library.adopts(model) for library in LIBRARIES.values()):
         raise NotSupported(
             f"this {type(model).__name__} still has the attention of its own library: adopt it first with "
@@ -81,7 +85,7 @@ def family_of(model: nn.Module) -> Family:
 def _require_no_supported_part(model: nn.Module) -> None:
     """Raises NotSupported for a wrapper of any kind around a model of attnrx, with the path of that model."""
     for path, part in model.named_modules():
-        if path and any(family.matches(part) for family in FAMILIES):
+        if path and known_family(part) is not None:
             raise NotSupported(
                 f"{model_name(model)} is not supported, but the {type(part).__name__} in it is: give "
                 f"model.get_submodule({path!r})."
@@ -117,9 +121,8 @@ def at_size_of(model: nn.Module, other: nn.Module) -> nn.Module:
         InvalidInput: Patches do not tile such images.
     """
     # One without a family is a file of a runtime, or any other module.
-    if not all(any(family.matches(each) for family in FAMILIES) for each in (model, other)):
-        return model
-    return accepting(model, family_of(other).input_shape(other))
+    family = known_family(other)
+    return model if family is None or known_family(model) is None else accepting(model, family.input_shape(other))
 
 
 def known_families() -> tuple[Family, ...]:
@@ -199,7 +202,7 @@ def load_model(
         instance = family.instance(name, weights=weights, pretrained=pretrained)
         named = {"library": family.name, "architecture": name, "arguments": {}}
         stated = family.input_format(name) if weights is None and pretrained is not False else {}
-        return _adopt(instance, WholeFamily(LIBRARIES), True, named, **stated).eval()
+        return _adopt(instance, named=named, **stated).eval()
     own = _own_family(str(source)) if library and not pretrained else None
     if own is not None and own.takes_weights and weights is not None:
         return own.load(str(source), weights)
@@ -229,55 +232,49 @@ def _meant(name: str) -> str:
     for library, family in LIBRARIES.items():
         with suppress(NotSupported):  # the library is not installed
             known += [f"{library}:{name}"] if family.has(name) else []
-    if not known and NAME.fullmatch(name):
-        known = [f"hf:{name}", f"hub:{name}"]
-    if not known:
-        known = [*model_names(), *(f"{library}:NAME" for library in LIBRARIES)]
-        return f", and it names no model; {nearest(name, known)}"
-    return f"; did you mean {' or '.join(map(repr, known))}?"
+    if known or NAME.fullmatch(name):
+        return f"; did you mean {' or '.join(map(repr, known or [f'hf:{name}', f'hub:{name}']))}?"
+    names = [*model_names(), *(f"{library}:NAME" for library in LIBRARIES)]
+    return f", and it names no model; {nearest(name, names)}"
 
 
 def _load_folder(folder: Path | str, factory: Factory | None, weights: Path | str | None = None) -> nn.Module:
     # The shared instance has no factory, and must not get one: it would be used for every model loaded later.
-    created = (ModuleFamily(factory), WholeFamily(LIBRARIES, factory))
-    families = (
-        *(family for family in known_families() if not isinstance(family, ModuleFamily | WholeFamily)),
-        *created,
-    )
-    return load_weights(folder, families, weights)
+    others = (family for family in known_families() if not isinstance(family, ModuleFamily | WholeFamily))
+    return load_weights(folder, (*others, ModuleFamily(factory), WholeFamily(LIBRARIES, factory)), weights)
 
 
 def _adopt_if_foreign(model: nn.Module, factory: Factory | None, inputs: Any = None) -> nn.Module:
-    if any(family.matches(model) for family in FAMILIES):
+    if known_family(model) is not None:
         return model
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):  # its copies on devices are not ours
         raise NotSupported(
             f"{model_name(model)} is not supported, but the {type(model.module).__name__} in it is: give "
             "model.get_submodule('module')."
         )
-    whole = WholeFamily(LIBRARIES, factory)
     if inputs is None:
-        return _adopt(model, whole, True)
+        return _adopt(model, factory)
     vars(model)[ATTRIBUTE] = ModuleInputs.of(inputs)  # copies keep it
     try:
-        return _adopt(model, whole, False)
+        return _adopt(model, factory)
     finally:
         del vars(model)[ATTRIBUTE]
 
 
 def _adopt(
-    model: nn.Module, whole: WholeFamily, takes_images: bool, named: dict[str, Any] | None = None, **stated: Any
+    model: nn.Module, factory: Factory | None = None, named: dict[str, Any] | None = None, **stated: Any
 ) -> nn.Module:
     """Adopts a model of a library, the largest Vision Transformer in a module, a structure that is found, or MLPs.
 
     `named` is how a library creates the model, `stated` the fields of its `Origin` that the model does not state.
     """
-    require_plain_weights(model)
-    require_ordinary_weights(model)
+    whole, takes_images = WholeFamily(LIBRARIES, factory), ATTRIBUTE not in vars(model)
     library = next((each for each in LIBRARIES.values() if takes_images and each.adopts(model)), None)
-    refusals = () if library is None else tuple(library.refusals(model))
     if library is None and takes_images:
         _require_no_supported_part(model)
+    require_plain_code(model)
+    require_ordinary_weights(model)
+    refusals = () if library is None else tuple(library.refusals(model))
     units = partial(whole.adopt, model, "", whole.units, named=named)
     attempts: list[Callable[[], Any]]
     # The error that is shown: that of what the model is, and not that of the attempt to read something in it.

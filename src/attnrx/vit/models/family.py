@@ -65,9 +65,7 @@ class Family(ABC):
 
     @abstractmethod
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-        """Returns the two linear maps (or their low-rank forms) of every layer's MLP; () where the model has another
-        kind.
-        """
+        """Returns the two linear maps (or low-rank forms) of every layer's MLP; () where it is of another kind."""
 
     def reads_attention(self, model: nn.Module) -> bool:
         """Returns whether the attention of the model is read; else a layer is one MLP."""
@@ -97,9 +95,7 @@ class Family(ABC):
         """Builds the model from its description; called on the meta device when loading."""
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        """Returns the reference implementation of the model in its own library, with fresh weights: the baseline of
-        speed ratios.
-        """
+        """Returns the model as its own library makes it, with fresh weights: the baseline of speed ratios."""
         return self.build(self.describe(model))
 
     def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
@@ -125,9 +121,7 @@ class Family(ABC):
         return None
 
     def inputs(self, model: nn.Module) -> Any:
-        """Returns what the model of a library or a user takes (`ModuleInputs`); None for images of channels, height
-        and width.
-        """
+        """Returns what the model takes (`ModuleInputs`); None for images of channels, height and width."""
         return None
 
     def accepts_(self, model: nn.Module, shape: tuple[int, ...]) -> bool:
@@ -288,20 +282,19 @@ def require_ordinary_weights(model: nn.Module) -> None:
                 f"{path or 'the model'} was quantized by torch: use the model before quantization; `attnrx export --to "
                 "int8` quantizes a model for ONNX Runtime."
             )
-    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
-        is_other = is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex()
-        if isinstance(tensor, nn.Parameter) and not is_other:  # buffers may be integers
-            is_other = not tensor.is_floating_point() or tensor.element_size() == 1
-        if is_other:
-            found = "not initialized" if is_lazy(tensor) else f"{tensor.dtype}, {tensor.layout}"
-            raise NotSupported(
-                f"{path} of {name} is {found}: give a model with dense weights of real floating-point numbers, e.g. "
-                "the one before quantization or pruning."
-            )
     # keep_vars, because a state dict holds detached tensors: only the parameters themselves show which are shared.
     for key, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise NotSupported(f"{name} holds {key}, which is not a tensor but {type(value).__name__}.")
+        is_other = is_lazy(value) or value.layout is not torch.strided or value.is_quantized or value.is_complex()
+        if isinstance(value, nn.Parameter) and not is_other:  # buffers may be integers
+            is_other = not value.is_floating_point() or value.element_size() == 1
+        if is_other:
+            found = "not initialized" if is_lazy(value) else f"{value.dtype}, {value.layout}"
+            raise NotSupported(
+                f"{key} of {name} is {found}: give a model with dense weights of real floating-point numbers, e.g. "
+                "the one before quantization or pruning."
+            )
         if value.is_meta:
             raise InvalidInput(f"{name} has no weights: {key} is on the meta device. Build or load it with weights.")
         if value.is_floating_point():

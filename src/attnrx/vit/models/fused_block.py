@@ -17,14 +17,20 @@ from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.attention.attention import LayerPlan
-from attnrx.vit.attention.backends.auto import Auto, Fused, Native
-from attnrx.vit.attention.backends.backend import Bucket, ScoreFactors
-from attnrx.vit.attention.backends.capture import AttentionCapture, CapturedAttention, NativeCapture
+from attnrx.vit.attention.backends import (
+    AttentionCapture,
+    Auto,
+    Bucket,
+    CapturedAttention,
+    Fused,
+    Native,
+    NativeCapture,
+    ScoreFactors,
+)
 from attnrx.vit.attention.forms import DenseForm
 from attnrx.vit.attention.head_linear import HeadLinear, OutputProjection
 from attnrx.vit.kernels.native_attention import JointFeatures
-from attnrx.vit.kernels.native_blocks import BlockTensors, KnownBlock, native_block
-from attnrx.vit.kernels.native_products import LEAST_ROWS, is_native
+from attnrx.vit.kernels.native_products import LEAST_ROWS, BlockTensors, KnownBlock, is_native, native_block
 from attnrx.vit.models.adopted import Adapter
 from attnrx.vit.models.mlp import FusedMLP, is_exact_gelu, linears_of
 from attnrx.vit.models.substitute import empty_module
@@ -64,7 +70,16 @@ def fused_block(
         modules: The modules of the block.
         outputs: How many tokens are computed, the first ones; default: all.
     """
-    if not may_be_fused(tokens) or not _takes(tokens):
+    # The global hooks are those of a counter of operations, for example, which counts by module.
+    if (
+        not may_be_fused(tokens)
+        or type(tokens) is not Tensor
+        or tokens.ndim != 3
+        or (tokens.shape[1] < LEAST_ROWS and tokens.device.type == "cpu")
+        or (not tokens.is_meta and torch.is_autocast_enabled(tokens.device.type))
+        or torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+    ):
         return None
     attention = modules.attention
     if type(attention) is not Attention or type(modules.mlp) is not FusedMLP:
@@ -134,33 +149,47 @@ _KNOWN: WeakKeyDictionary[Attention, _Known] = WeakKeyDictionary()
 
 def _known_block(attention: Attention, plan: LayerPlan, modules: BlockModules) -> _Known | None:
     """Returns the block of these parts for the kernel; None where they have to be called one by one."""
-    norms, _, mlp, factors, others = modules
-    # From the dictionaries of the modules, as their attributes are found more slowly; only parts of exact classes are
-    # used, whose weights are there.
-    scores, inside = children(attention)["scores"], children(mlp)
-    fc1, act, fc2 = inside["fc1"], inside["act"], inside["fc2"]
-    first, second = linears_of(fc1), linears_of(fc2)
-    maps = (*_projections(attention, scores, plan), *first, *second)
-    parts = (*norms, attention, scores, mlp, fc1, act, fc2, *maps, *others)
-    has_gelu = is_exact_gelu(act)
-    if (
-        len(maps) < 4 + len(first) + len(second)
-        or not (first and second)
-        or not (has_gelu or is_identity(act))
-        or any(other.training for other in others)
-        or not all(is_layer_norm(type(norm)) for norm in norms)
-        or not all(map(is_idle, parts))
-    ):
+    norms, spec, known = modules.norms, attention.spec, _known_parts(modules, attention)
+    # `joint`: the scores are products of the projected rows.
+    if known is None or not plan.joint or type(plan.backend) not in (Native, NativeCapture):
         return None
-    tensors = [weight_and_bias(each) for each in maps]
-    vectors = [*[tensor for norm in norms for tensor in weight_and_bias(norm)], *factors]
+    projections, first, second, has_gelu, parts = known
+    if spec.pair_bias or spec.inner_norms or (plan.rows, plan.value_dims) != (projections[0].rows, spec.value_dims):
+        return None
+    parts = (*parts, *first, *second)
+    if any(other.training for other in modules.others) or not all(map(is_idle, parts)):
+        return None
+    tensors = [weight_and_bias(each) for each in (*projections, *first, *second)]
+    vectors = [*[tensor for norm in norms for tensor in weight_and_bias(norm)], *modules.factors]
     weights, biases = [weight for weight, _ in tensors], [bias for _, bias in tensors]
-    if not all(map(is_native, weights)) or not all(_is_vector(each, attention.spec.width) for each in vectors):
+    if not all(map(is_native, weights)) or not all(_is_vector(each, spec.width) for each in vectors):
         return None
     gelus = [*[False] * (3 + len(first)), has_gelu, *[False] * len(second)]
-    spec, epsilons = attention.spec, [vars(norm)["eps"] for norm in norms]
+    epsilons = [vars(norm)["eps"] for norm in norms]
     block = BlockTensors(vectors, epsilons, weights, biases, gelus, spec.ranks, spec.value_dims, spec.scale)
     return _Known(KnownBlock(block), plan, modules, parts)
+
+
+def _known_parts(modules: BlockModules, attention: Attention) -> tuple[Any, ...] | None:
+    """Returns the maps of queries, keys, values and outputs, the maps of which the first and the second map of the MLP
+    consist, whether a GELU is between them, and all parts; None where one is of another class.
+    """
+    # From the dictionaries of the modules, as their attributes are found more slowly; only parts of exact classes are
+    # used, whose weights are there.
+    inside, (fc1, act, fc2) = children(attention), children(modules.mlp).values()
+    scores, first, second, has_gelu = inside["scores"], linears_of(fc1), linears_of(fc2), is_exact_gelu(act)
+    if type(scores) is not DenseForm or not (first and second and (has_gelu or type(act) is nn.Identity)):
+        return None
+    sides, value, output = children(scores), inside["value"], inside["output"]
+    query, key = sides["query"], sides["key"]
+    if not type(query) is type(key) is type(value) is HeadLinear or type(output) is not OutputProjection:
+        return None
+    for norm in modules.norms:
+        if not is_layer_norm(type(norm)):
+            return None
+    projections = query, key, value, output
+    parts = (*modules.norms, attention, scores, *projections, modules.mlp, fc1, act, fc2, *modules.others)
+    return projections, first, second, has_gelu, parts
 
 
 def _by_operations(
@@ -170,21 +199,13 @@ def _by_operations(
 
     For few tokens the comparisons here take a part of the time, so nothing is looked at twice.
     """
-    norms, _, mlp, factors, others = modules
-    inside, backend = children(attention), attention.backend
+    norms, factors, backend = modules.norms, modules.factors, attention.backend
     if attention.equal_heads is None or type(backend) not in OPERATIONS:
         return None
-    scores, value, output = inside["scores"], inside["value"], inside["output"]
-    query, key, (fc1, act, fc2) = children(scores)["query"], children(scores)["key"], children(mlp).values()
-    first, second, has_gelu = linears_of(fc1), linears_of(fc2), is_exact_gelu(act)
-    if not (first and second and type(query) is type(key) is type(value) is HeadLinear):
+    known = _known_parts(modules, attention)
+    if known is None:
         return None
-    if type(scores) is not DenseForm or type(output) is not OutputProjection or not (has_gelu or is_identity(act)):
-        return None
-    for norm in norms:
-        if not is_layer_norm(type(norm)):
-            return None
-    parts = (*norms, attention, scores, query, key, value, output, mlp, fc1, act, fc2, *others)
+    (query, key, value, output), first, second, has_gelu, parts = known
     for part in parts if len(first) == len(second) == 1 else (*parts, *first, *second):
         if part._forward_hooks or part._forward_pre_hooks or part.training or "forward" in part.__dict__:
             return None
@@ -219,10 +240,6 @@ def _mapped(features: Float[Tensor, "batch tokens _"], maps: Sequence[nn.Module]
     return features
 
 
-def is_identity(part: nn.Module) -> bool:
-    return type(part) is nn.Identity
-
-
 def _normed(tokens: TokenBatch, norm: Any) -> TokenBatch:
     values = vars(norm)
     return F.layer_norm(tokens, values["normalized_shape"], *weight_and_bias(norm), values["eps"])
@@ -240,32 +257,6 @@ def children(module: nn.Module) -> dict[str, Any]:
 
 def weight_and_bias(module: nn.Module) -> tuple[Any, Any]:
     return module._parameters.get("weight"), module._parameters.get("bias")
-
-
-def _takes(tokens: TokenBatch) -> bool:
-    return (
-        type(tokens) is Tensor
-        and tokens.ndim == 3
-        and (tokens.shape[1] >= LEAST_ROWS or tokens.device.type != "cpu")
-        and (tokens.is_meta or not torch.is_autocast_enabled(tokens.device.type))
-        # Those of a counter of operations, for example, which counts by module.
-        and not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
-    )
-
-
-def _projections(attention: Attention, scores: nn.Module, plan: LayerPlan) -> tuple[nn.Module, ...]:
-    """Returns the maps of queries, keys, values and outputs; empty where the kernel computes another attention."""
-    spec = attention.spec
-    # `joint`: the scores are products of the projected rows.
-    if not plan.joint or type(plan.backend) not in (Native, NativeCapture) or type(scores) is not DenseForm:
-        return ()
-    of_scores, others = children(scores), children(attention)
-    sides, output = (of_scores["query"], of_scores["key"], others["value"]), others["output"]
-    if any(type(side) is not HeadLinear for side in sides) or type(output) is not OutputProjection:
-        return ()
-    if spec.pair_bias or spec.inner_norms or (plan.rows, plan.value_dims) != (sides[0].rows, spec.value_dims):
-        return ()
-    return *sides, output
 
 
 def is_idle(part: nn.Module) -> bool:
@@ -290,15 +281,14 @@ def _is_vector(tensor: Any, width: int) -> bool:
 
 @dataclass(frozen=True)
 class BlockParts:
-    """The names of the parts of a pre-norm block: the attention (an `Adapter`), the norms before attention and MLP, the
-    MLP, and the modules that scale both branches. `others` change nothing in evaluation mode.
+    """The names of the parts of a pre-norm block besides `mlp`: the attention (an `Adapter`), the norms before
+    attention and MLP, and the modules that scale both branches. `others` change nothing in evaluation mode.
     """
 
     attention: str
     norms: tuple[str, str]
     scales: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
-    mlp: str = "mlp"
 
 
 DINOV2 = BlockParts("attention", ("norm1", "norm2"), ("layer_scale1", "layer_scale2"), ("drop_path",))
@@ -325,8 +315,26 @@ class FusedBlock(nn.Module):
         # Models pass options of their own, e.g. is_causal=False; a mask is not for the kernel.
         others = (*args, *options.values())
         is_plain = all(each is None or each is False or each is tokens for each in others)
-        fused = fused_parts(self, tokens, self.names) if is_plain and may_be_fused(tokens) else None
+        fused = self._fused(tokens) if is_plain and may_be_fused(tokens) else None
         return super().forward(*args, **options) if fused is None else fused
+
+    def _fused(self, tokens: TokenBatch) -> TokenBatch | None:
+        """Returns the output by `fused_block`; None where the parts have to be called one by one."""
+        # In the dictionary: `nn.Module.__getattr__` takes longer than all comparisons here.
+        parts, names = children(self), self.names
+        adapter, scales = parts[names.attention], [parts[name] for name in names.scales]
+        if not (isinstance(adapter, Adapter) and is_idle(adapter) and all(_is_scale(type(scale)) for scale in scales)):
+            return None
+        first, second = [next(iter(scale._parameters.values()), None) for scale in scales] or (None, None)
+        others = (*scales, *[parts[name] for name in names.others])
+        norms = parts[names.norms[0]], parts[names.norms[1]]
+        modules = BlockModules(norms, children(adapter)["attention"], parts["mlp"], (first, second), others)
+        # In the last block `tokens` may be the first ones of all.
+        entered = tokens if adapter.call.entered is None else adapter.call.entered[0]
+        fused = fused_block(entered, modules, tokens.shape[1])
+        if fused is not None:
+            adapter.call.entered = None
+        return fused
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _empty_block, (type(self).__bases__[1],), self.__getstate__()
@@ -358,24 +366,3 @@ def _is_scale(kind: type) -> bool:
     """Whether modules of a class multiply by their one parameter, or change nothing."""
     is_of_library = _name(kind).startswith(("timm.layers.", "transformers.models.dinov2"))
     return kind is nn.Identity or (is_of_library and kind.__name__.endswith("LayerScale"))
-
-
-def fused_parts(block: nn.Module, tokens: TokenBatch, names: BlockParts) -> TokenBatch | None:
-    """Returns the output of a block by `fused_block`; None where its parts have to be called one by one."""
-    # In the dictionary: `nn.Module.__getattr__` takes longer than all comparisons here.
-    parts = children(block)
-    adapter, scales = parts[names.attention], [parts[name] for name in names.scales]
-    if not isinstance(adapter, Adapter) or not is_idle(adapter):
-        return None
-    if not all(_is_scale(type(scale)) for scale in scales):
-        return None
-    first, second = [next(iter(scale._parameters.values()), None) for scale in scales] or (None, None)
-    others = (*scales, *[parts[name] for name in names.others])
-    norms = parts[names.norms[0]], parts[names.norms[1]]
-    modules = BlockModules(norms, children(adapter)["attention"], parts[names.mlp], (first, second), others)
-    # In the last block `tokens` may be the first ones of all.
-    entered = tokens if adapter.call.entered is None else adapter.call.entered[0]
-    fused = fused_block(entered, modules, tokens.shape[1])
-    if fused is not None:
-        adapter.call.entered = None
-    return fused

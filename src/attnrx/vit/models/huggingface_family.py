@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,16 +20,13 @@ from attnrx.support.shapes import ImageBatch, Tensor, TokenBatch
 from attnrx.support.storage import read_json
 from attnrx.vit.attention import Attention
 from attnrx.vit.models.adopted import HALVES, Adapter, Adopted, Origin, PairBias, image_shape
-from attnrx.vit.models.adopted_family import AdoptedFamily
+from attnrx.vit.models.adopted_family import AdoptedFamily, creating
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.huggingface_readers import (
     READERS,
     VISION_PARTS,
-    OrderedImages,
     PatchInputs,
-    images_of,
     reader_of,
-    unread_settings,
 )
 from attnrx.vit.models.module_inputs import ModuleInputs
 from attnrx.vit.models.parts import ModelParts, Refusal, unread_attention
@@ -205,9 +202,8 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def output_kind(self, model: nn.Module) -> str:
         source: Any = self._adopted(model).source
-        return (
-            PROBLEMS.get(source.config.problem_type, "logits") if reader_of(source).answer == "logits" else "embedding"
-        )
+        kind = PROBLEMS.get(source.config.problem_type, "logits")
+        return kind if reader_of(source).answer == "logits" else "embedding"
 
     def load(self, name: Path | str, **changes: Any) -> Adopted:
         """Reads a model from a local folder, or from the hub by its id, and adopts it in evaluation mode.
@@ -295,8 +291,7 @@ class HuggingFaceFamily(AdoptedFamily):
             raise CheckpointError(f"hf:{name} has no readable configuration: {error}") from error
         # Weights are drawn on the CPU, so that they do not depend on the default device.
         device = "meta" if torch.get_default_device().type == "meta" else "cpu"
-        with torch.random.fork_rng(devices=[]), torch.device(device):
-            torch.manual_seed(0)
+        with creating("transformers", name, arguments, pretrained=False), torch.device(device):
             kind = _class_of(config)
             return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
 
@@ -304,18 +299,22 @@ class HuggingFaceFamily(AdoptedFamily):
         """Yields unsupported classes of models or attention, and unsupported features."""
         name = type(model).__name__
         if name not in READERS or not self.adopts(model):
-            yield Refusal(
-                f"the class {type(model).__name__} has no reader",
-                f"Of transformers, attnrx adopts {', '.join(READERS)}.",
-            )
+            adopted = ", ".join(READERS)
+            yield Refusal(f"the class {name} has no reader", f"Of transformers, attnrx adopts {adopted}.")
             return
-        reader, unread = reader_of(model), tuple(unread_settings(model.config))
-        yield from unread
-        if unread:  # such a model may lack the parts that the reader names
+        reader, config = reader_of(model), cast(Any, model.config)
+        is_hybrid = config.model_type == "dpt" and (config.is_hybrid or config.backbone_config is not None)
+        reasons = {
+            "output_attentions=True in its configuration (attnrx returns no weights)": config.output_attentions,
+            "a mask_ratio, of random patches (load it with mask_ratio=0.0)": getattr(config, "mask_ratio", 0),
+            "a DPT whose backbone is a model of its own": is_hybrid,
+        }
+        if any(reasons.values()):  # such a model may lack the parts that the reader names
+            yield from (Refusal(reason) for reason, is_set in reasons.items() if is_set)
             return
         for block in self.blocks(model):
             attention: Any = getattr(block, reader.layout.attention)
-            if type(attention).__name__ != f"{reader.word}Attention":
+            if type(attention).__module__ != type(model).__module__:
                 yield Refusal(f"the attention {type(attention).__name__} has no reader")
             else:
                 yield from unread_attention(attention, reader.layout.projections)
@@ -357,12 +356,10 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
         """Returns the class and the configuration of a model of any class of transformers."""
-        config: Any = getattr(model, "config", None)
-        if not hasattr(config, "to_json_string") or getattr(_transformers(""), type(model).__name__, None) is not type(
-            model
-        ):
+        name, config = type(model).__name__, getattr(model, "config", None)
+        if not hasattr(config, "to_json_string") or getattr(_transformers(""), name, None) is not type(model):
             return None
-        return {"architecture": type(model).__name__, "arguments": _settings(config)}
+        return {"architecture": name, "arguments": _settings(config)}
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         """Creates any class of transformers from its configuration."""
@@ -396,7 +393,7 @@ class HuggingFaceFamily(AdoptedFamily):
         source = adopted.source
         source.save_pretrained = _refuse_save  # type: ignore[assignment]
         for name, module in list(source.named_modules()):
-            if type(module).__name__ == f"{reader_of(source).word}RelativePositionBias":
+            if type(module).__name__.endswith("RelativePositionBias"):
                 # transformers interpolates the table in every call, also to the size that it has.
                 bias = PairBias(module, partial(module, module.window_size))
                 source.set_submodule(name, bias.train(module.training))
@@ -407,8 +404,7 @@ class HuggingFaceFamily(AdoptedFamily):
                 block.register_forward_pre_hook(_without_mask, with_kwargs=True)
 
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:
-        adapter = super().adapter(source, module, attention)
-        assert isinstance(adapter, HuggingFaceAttention)
+        adapter: Any = super().adapter(source, module, attention)
         adapter.takes_mask = isinstance(reader_of(source).inputs(source), PatchInputs)
         return adapter
 
@@ -455,7 +451,7 @@ def interpolates(source: nn.Module) -> bool:
     """Returns whether a model of transformers resizes its position embeddings: always, or where a call asks for it."""
     reader = reader_of(source)
     return reader.takes_any_size or (
-        reader.input in (images_of, OrderedImages.of_config)
+        reader.inputs(source).dimensions == 3  # no videos
         and all(
             INTERPOLATE in inspect.signature(type(part).forward).parameters for part in (source, reader.body_of(source))
         )
@@ -463,8 +459,9 @@ def interpolates(source: nn.Module) -> bool:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """Returns a configuration as JSON values."""
-    settings = json.loads(config.to_json_string(use_diff=False))
+    """Returns a configuration, or the settings of an image processor, as JSON values."""
+    options = {"use_diff": False} if hasattr(config, "model_type") else {}
+    settings = json.loads(config.to_json_string(**options))
     settings.pop("_name_or_path", None)  # the source path is no part of the model
     return settings
 
@@ -511,17 +508,12 @@ def _processor(source: Path | str, takes_any_size: bool, **options: Any) -> dict
     # Saved without an image processor, with one of another kind, or with one that needs a library that is not there.
     except (OSError, ValueError, ImportError, KeyError, TypeError):
         return {}
-    values: dict[str, Any] = {name: getattr(processor, name, None) for name in PROCESSOR_SETTINGS}
-    settings: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    for name in {"size", "crop_size"} & settings.keys():  # objects with all names of sizes, of which most are None
-        settings[name] = {key: side for key, side in dict(settings[name]).items() if side is not None}
-    if "resample" in settings:
-        settings["resample"] = int(settings["resample"])
+    stated = _settings(processor)
+    settings = {name: stated[name] for name in PROCESSOR_SETTINGS if stated.get(name) is not None}
     # One pair of numbers for rescaling and normalization: pixels are divided by 255, so these are on that scale.
-    rescales = getattr(processor, "do_rescale", True)
-    scale = 255 * float(getattr(processor, "rescale_factor", 1 / 255)) if rescales else 255.0
-    normalizes = getattr(processor, "do_normalize", True) and getattr(processor, "image_mean", None) is not None
-    statistics: Any = (processor.image_mean, processor.image_std) if normalizes else ((0.0,) * 3, (1.0,) * 3)
+    scale = 255 * float(stated.get("rescale_factor") or 1 / 255) if stated.get("do_rescale", True) else 255.0
+    normalizes = stated.get("do_normalize", True) and stated.get("image_mean") is not None
+    statistics: Any = (stated["image_mean"], stated["image_std"]) if normalizes else ((0.0,) * 3, (1.0,) * 3)
     mean, std = (tuple(value / scale for value in values) for values in statistics)
     facts: dict[str, Any] = {"mean": mean, "std": std, "preprocessing": settings}
     # What enters the model: the crop where the processor crops, else the resized image.

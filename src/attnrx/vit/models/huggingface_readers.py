@@ -1,7 +1,7 @@
 """Where the parts of the Vision Transformers of transformers are, one reader per class, and how their inputs enter."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -11,23 +11,7 @@ from torch import nn
 from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.models.module_inputs import Field, ModuleInputs
-from attnrx.vit.models.parts import ModelParts, Refusal
-
-
-def images_of(config: Any) -> ModuleInputs:
-    """Returns the inputs of a class that takes images, and cuts them into patches itself."""
-    return ModuleInputs((Field(("pixel_values",), (config.num_channels, *_pair(config.image_size))),))
-
-
-def spectrograms_of(config: Any) -> ModuleInputs:
-    """Returns the inputs of a class that takes spectrograms [batch, time, mel bins] (AST)."""
-    return ModuleInputs((Field(("input_values",), (config.max_length, config.num_mel_bins)),))
-
-
-def videos_of(config: Any) -> ModuleInputs:
-    """Returns the inputs of a class that takes videos [batch, frames, channels, height, width]."""
-    shape = (config.num_frames, config.num_channels, *_pair(config.image_size))
-    return ModuleInputs((Field(("pixel_values",), shape),))
+from attnrx.vit.models.parts import ModelParts
 
 
 @dataclass(frozen=True)
@@ -35,10 +19,6 @@ class OrderedImages(ModuleInputs):
     """Images whose patches the model would shuffle by random noise (ViTMAE): increasing noise keeps their order."""
 
     patch: tuple[int, int]
-
-    @classmethod
-    def of_config(cls, config: Any) -> "OrderedImages":
-        return cls(images_of(config).fields, _pair(config.patch_size))
 
     def arguments(self, images: ImageBatch) -> tuple[list[Any], dict[str, Tensor]]:
         # ViTMAE sorts the patches by this noise, also where it masks none (mask_ratio 0).
@@ -58,12 +38,6 @@ class PatchInputs(ModuleInputs):
     ABOUT: ClassVar = ("pixel_attention_mask", "spatial_shapes")
     size: int
     """The side of a patch."""
-
-    @classmethod
-    def of_config(cls, config: Any) -> "PatchInputs":
-        # SigLIP 2 takes any aspect ratio up to num_patches; attnrx models have one input shape, so the square of them.
-        side = math.isqrt(config.num_patches) * config.patch_size
-        return cls((Field(("pixel_values",), (config.num_channels, side, side)),), config.patch_size)
 
     def image_in(self, fields: Mapping[str, Any]) -> Any:
         patches, mask, grid = (fields.get(name) for name in (self.name, *self.ABOUT))
@@ -106,10 +80,23 @@ class PatchInputs(ModuleInputs):
 
 
 def _pair(size: int | Iterable[int]) -> tuple[int, int]:
-    if isinstance(size, int):
-        return size, size
-    first, second = size
-    return int(first), int(second)
+    height, width = (size, size) if isinstance(size, int) else size
+    return int(height), int(width)
+
+
+def inputs_of_config(config: Any) -> ModuleInputs:
+    """Returns what a class takes, by the configuration of its body: images, spectrograms [batch, time, mel bins] (AST),
+    videos [batch, frames, channels, height, width], or patches (SigLIP 2).
+    """
+    if hasattr(config, "num_mel_bins"):
+        return ModuleInputs((Field(("input_values",), (config.max_length, config.num_mel_bins)),))
+    if config.model_type.startswith("siglip2"):
+        # SigLIP 2 takes any aspect ratio up to num_patches; attnrx models have one input shape, so the square of them.
+        side = math.isqrt(config.num_patches) * config.patch_size
+        return PatchInputs((Field(("pixel_values",), (config.num_channels, side, side)),), config.patch_size)
+    frames = (config.num_frames,) if hasattr(config, "num_frames") else ()
+    fields = (Field(("pixel_values",), (*frames, config.num_channels, *_pair(config.image_size))),)
+    return OrderedImages(fields, _pair(config.patch_size)) if config.model_type == "vit_mae" else ModuleInputs(fields)
 
 
 CLASS_TOKEN = "class token"
@@ -119,6 +106,7 @@ PREFIX = ("cls_token", "distillation_token", "register_tokens", "class_embedding
 NORMS_BEFORE = ("layernorm_before", "norm1", "layer_norm1")
 HEADS = ("classifier", "cls_classifier", "distillation_classifier")
 CLASSIFIERS = (*HEADS, "classifier.dense")
+OTHER_HEADS = ("fc_norm", "visual_projection", "class_labels_classifier", "bbox_predictor", "neck", "head")
 GATED = ("mlp.up_proj", "mlp.gate_proj", "mlp.down_proj")
 # What a model returns, where it is not one field of the output of transformers; each is [batch, features].
 ANSWERS: Mapping[str, Callable[[Any], Tensor]] = {
@@ -141,137 +129,107 @@ LAYOUT = ModelParts(
 class ModelReader:
     """Where the parts of a class are, how it pools its tokens, and which of its outputs is its answer.
 
-    `word` begins the names of its attention and MLP classes. `body` is the path of the module with the embeddings and
-    the layers, in which the parts are those of `layout`. `answer` is a field of the output, or one of ANSWERS. `heads`
-    are paths, in the source, of modules that follow the body and that no other class has.
+    The parts are those of `layout` in the body, the module with the embeddings and the layers. `answer` is a field of
+    the output, or one of ANSWERS.
     """
 
-    word: str
-    body: str = ""
     layout: ModelParts = LAYOUT
     pooling: str = "class"
     answer: str = "logits"
-    heads: tuple[str, ...] = ()
     takes_any_size: bool = False
-    input: Callable[[Any], ModuleInputs] = images_of
 
     def answer_of(self, output: Any) -> Tensor:
         """Returns the answer, [batch, classes or features]."""
         return ANSWERS[self.answer](output) if self.answer in ANSWERS else output[self.answer]
 
+    def body_path(self, source: nn.Module) -> str:
+        """Returns the path of the module with the embeddings and the layers."""
+        return next((path for path, part in source.named_modules() if "embeddings" in part._modules), "")
+
     def body_of(self, source: nn.Module) -> Any:
-        return source.get_submodule(self.body)
+        return source.get_submodule(self.body_path(source))
 
     def inputs(self, source: nn.Module) -> ModuleInputs:
         """Returns what a model of this class takes."""
-        return self.input(self.body_of(source).config)
+        return inputs_of_config(self.body_of(source).config)
 
     def parts(self, source: nn.Module) -> ModelParts:
         """Returns where the parts of a model of this class are."""
-        body, layout = self.body_of(source), self.layout
+        path, layout = self.body_path(source), self.layout
+        body: Any = source.get_submodule(path)
         blocks, norm, patches, head, pooler = (
-            f"{self.body}.{path}".strip(".") for path in (layout.blocks, layout.norm, layout.patches, "head", "pooler")
+            f"{path}.{name}".strip(".") for name in (layout.blocks, layout.norm, layout.patches, "head", "pooler")
         )
         # [1, tokens, width], or [width] for the class embedding of CLIP.
         tokens = body.get_submodule("embeddings").named_parameters(recurse=False)
         prefix_tokens = sum(token.shape[1] if token.ndim == 3 else 1 for name, token in tokens if name in PREFIX)
         last_block = list(source.get_submodule(blocks).children())[-1:]
+        # The word that begins the names of the classes of a block and its MLP, e.g. ViT; a block may be of a subclass.
+        kinds = [kind for block in last_block for kind in type(block).__mro__ if "transformers." in kind.__module__]
+        word = kinds[0].__name__.removesuffix("Layer").removesuffix("Encoder") if kinds else ""
+        pooling = self.pooling
+        if not getattr(source.config, "use_mean_pooling", True):
+            # BEiT and Data2Vec then take the first token, a class token; VideoMAE, which has none, a patch.
+            pooling = "class" if pooling == "mean" else "the first patch"
         return replace(
             layout, blocks=blocks, patches=patches, norm=norm,
-            mlp_classes=(f"{self.word}MLP", f"{self.word}Intermediate"),
-            gated=dict.fromkeys((f"{self.word}SwiGLUFFN", f"{self.word}GatedMLP"), GATED),
-            heads=(*HEADS, *self.heads, "fc_norm", "visual_projection", norm, head, pooler),
+            mlp_classes=(f"{word}MLP", f"{word}Intermediate"),
+            gated=dict.fromkeys((f"{word}SwiGLUFFN", f"{word}GatedMLP"), GATED),
+            heads=(*HEADS, *OTHER_HEADS, norm, head, pooler),
             num_heads=body.config.num_attention_heads,
             norm_before=next((name for block in last_block for name in NORMS_BEFORE if hasattr(block, name)), None),
-            prefix_tokens=prefix_tokens, has_class_token=prefix_tokens > 0, pooling=self.pooling_of(source.config),
+            prefix_tokens=prefix_tokens, has_class_token=prefix_tokens > 0, pooling=pooling,
         )  # fmt: skip
 
-    def pooling_of(self, config: Any) -> str:
-        """Returns the pooling; some classes choose by their configuration between the class token and the mean."""
-        if not hasattr(config, "use_mean_pooling"):
-            return self.pooling
-        # Without the mean, BEiT and Data2Vec take the first token, a class token; VideoMAE, which has none, a patch.
-        return self.pooling if config.use_mean_pooling else "class" if self.pooling == "mean" else "the first patch"
 
-
-# Fields that the classes of several families share.
-DINO: dict[str, Any] = {"layout": replace(LAYOUT, blocks="encoder.layer"), "takes_any_size": True}
-DINO3: dict[str, Any] = {
-    "layout": replace(
-        LAYOUT, blocks="model.layer", patches="embeddings.patch_embeddings", norm="norm",
-        maps=("mlp.up_proj", "mlp.down_proj"),
-    ),
-    "takes_any_size": True,
-}  # fmt: skip
-TOWER: dict[str, Any] = {
-    "layout": replace(
-        LAYOUT, blocks="encoder.layers", attention="self_attn", patches="embeddings.patch_embedding",
-        norm="post_layernorm", projections=("q_proj", "k_proj", "v_proj", "out_proj"),
-    )
-}  # fmt: skip
+DINO = replace(LAYOUT, blocks="encoder.layer")
+DINO3 = replace(
+    LAYOUT, blocks="model.layer", patches="embeddings.patch_embeddings", norm="norm",
+    maps=("mlp.up_proj", "mlp.down_proj"),
+)  # fmt: skip
+TOWER = replace(
+    LAYOUT, blocks="encoder.layers", attention="self_attn", patches="embeddings.patch_embedding",
+    norm="post_layernorm", projections=("q_proj", "k_proj", "v_proj", "out_proj"),
+)  # fmt: skip
 # Classes whose attention consists of two modules, and whose MLP too.
-NESTED_LAYOUT = replace(
+NESTED = replace(
     LAYOUT, blocks="encoder.layer", mlp=("intermediate", "output"), maps=("intermediate.dense", "output.dense"),
     projections=("attention.query", "attention.key", "attention.value", "output.dense"),
 )  # fmt: skip
-NESTED: dict[str, Any] = {"layout": NESTED_LAYOUT}
 # The same, where the attention returns a tensor instead of a pair.
-NESTED_TENSOR: dict[str, Any] = {"layout": replace(NESTED_LAYOUT, returns_weights=False)}
+NESTED_TENSOR = replace(NESTED, returns_weights=False)
 
-READERS: Mapping[str, ModelReader] = {
-    "ViTForImageClassification": ModelReader("ViT", "vit"),
-    "ViTModel": ModelReader("ViT", answer=CLASS_TOKEN),
-    "DeiTForImageClassification": ModelReader("DeiT", "deit"),
-    "DeiTForImageClassificationWithTeacher": ModelReader("DeiT", "deit"),
-    "DeiTModel": ModelReader("DeiT", answer=CLASS_TOKEN),
-    "ViTMSNForImageClassification": ModelReader("ViTMSN", "vit"),
-    "ViTMSNModel": ModelReader("ViTMSN", answer=CLASS_TOKEN),
-    "ViTMAEModel": ModelReader("ViTMAE", answer=CLASS_TOKEN, input=OrderedImages.of_config),
-    "IJepaForImageClassification": ModelReader("IJepa", "ijepa", pooling="mean"),
-    "IJepaModel": ModelReader("IJepa", pooling="mean", answer="mean"),
-    "BeitForImageClassification": ModelReader("Beit", "beit", pooling="mean"),
-    "BeitModel": ModelReader("Beit", pooling="mean", answer="pooler_output"),
-    "Data2VecVisionForImageClassification": ModelReader("Data2VecVision", "data2vec_vision", pooling="mean", **NESTED),
+# By the classes' names; those of one line have one reader.
+_READERS: Mapping[str, ModelReader] = {
+    # The input of AST's classifier is the mean of the class token and the distillation token.
+    "ViTForImageClassification DeiTForImageClassification DeiTForImageClassificationWithTeacher "
+    "ViTMSNForImageClassification ASTForAudioClassification VivitForVideoClassification": ModelReader(),
+    "ViTModel DeiTModel ViTMSNModel ViTMAEModel VivitModel": ModelReader(answer=CLASS_TOKEN),
+    "IJepaForImageClassification BeitForImageClassification": ModelReader(pooling="mean"),
+    "IJepaModel": ModelReader(pooling="mean", answer="mean"),
+    "BeitModel": ModelReader(pooling="mean", answer="pooler_output"),
+    "Data2VecVisionForImageClassification": ModelReader(NESTED, "mean"),
     # DINOv2's classifier takes the class token and the mean of the patches; "mean", because the patches are needed.
-    "Dinov2ForImageClassification": ModelReader("Dinov2", "dinov2", pooling="mean", **DINO),
-    "Dinov2Model": ModelReader("Dinov2", answer=CLASS_TOKEN, **DINO),
-    "Dinov2WithRegistersForImageClassification": ModelReader(
-        "Dinov2WithRegisters", "dinov2_with_registers", pooling="mean", **DINO
+    "Dinov2ForImageClassification Dinov2WithRegistersForImageClassification": ModelReader(
+        DINO, "mean", takes_any_size=True
     ),
-    "Dinov2WithRegistersModel": ModelReader("Dinov2WithRegisters", answer=CLASS_TOKEN, **DINO),
-    "Dinov2Backbone": ModelReader("Dinov2", answer=MAPS, **DINO),
-    "Dinov2WithRegistersBackbone": ModelReader("Dinov2WithRegisters", answer=MAPS, **DINO),
-    "DINOv3ViTModel": ModelReader("DINOv3ViT", answer=CLASS_TOKEN, **DINO3),
-    "DINOv3ViTBackbone": ModelReader("DINOv3ViT", answer=MAPS, **DINO3),
-    "CLIPVisionModel": ModelReader("CLIP", answer="pooler_output", **TOWER),
-    "CLIPVisionModelWithProjection": ModelReader("CLIP", "vision_model", answer="image_embeds", **TOWER),
+    "Dinov2Model Dinov2WithRegistersModel": ModelReader(DINO, answer=CLASS_TOKEN, takes_any_size=True),
+    "Dinov2Backbone Dinov2WithRegistersBackbone": ModelReader(DINO, answer=MAPS, takes_any_size=True),
+    "DINOv3ViTModel": ModelReader(DINO3, answer=CLASS_TOKEN, takes_any_size=True),
+    "DINOv3ViTBackbone": ModelReader(DINO3, answer=MAPS, takes_any_size=True),
+    "CLIPVisionModel": ModelReader(TOWER, answer="pooler_output"),
+    "CLIPVisionModelWithProjection": ModelReader(TOWER, answer="image_embeds"),
     # The mean of the patches before the last norm.
-    "CLIPForImageClassification": ModelReader("CLIP", "vision_model", pooling="mean without a norm", **TOWER),
-    "SiglipVisionModel": ModelReader("Siglip", pooling="attention", answer="pooler_output", **TOWER),
-    "SiglipForImageClassification": ModelReader("Siglip", "vision_model", pooling="mean", **TOWER),
-    "Siglip2VisionModel": ModelReader(
-        "Siglip2", pooling="attention", answer="pooler_output", input=PatchInputs.of_config, **TOWER
-    ),
+    "CLIPForImageClassification": ModelReader(TOWER, "mean without a norm"),
+    "SiglipVisionModel Siglip2VisionModel": ModelReader(TOWER, "attention", "pooler_output"),
+    "SiglipForImageClassification": ModelReader(TOWER, "mean"),
     # The mean of the patches that are not padded.
-    "Siglip2ForImageClassification": ModelReader(
-        "Siglip2", "vision_model", pooling="mean without padding", input=PatchInputs.of_config, **TOWER
-    ),
-    "YolosForObjectDetection": ModelReader(
-        "Yolos", "vit", pooling="detection tokens", answer="detections",
-        heads=("class_labels_classifier", "bbox_predictor"), **NESTED_TENSOR,
-    ),
-    "DPTForDepthEstimation": ModelReader(
-        "DPTViT", "dpt", pooling="a map of all patches of several layers", answer="depth", heads=("neck", "head"),
-        **NESTED_TENSOR,
-    ),
-    # The mean of the class token and the distillation token.
-    "ASTForAudioClassification": ModelReader("AST", "audio_spectrogram_transformer", input=spectrograms_of),
-    "VideoMAEForVideoClassification": ModelReader(
-        "VideoMAE", "videomae", pooling="mean without a norm", input=videos_of, **NESTED_TENSOR
-    ),
-    "VivitForVideoClassification": ModelReader("Vivit", "vivit", input=videos_of),
-    "VivitModel": ModelReader("Vivit", answer=CLASS_TOKEN, input=videos_of),
-}  # fmt: skip
+    "Siglip2ForImageClassification": ModelReader(TOWER, "mean without padding"),
+    "YolosForObjectDetection": ModelReader(NESTED_TENSOR, "detection tokens", "detections"),
+    "DPTForDepthEstimation": ModelReader(NESTED_TENSOR, "a map of all patches of several layers", "depth"),
+    "VideoMAEForVideoClassification": ModelReader(NESTED_TENSOR, "mean without a norm"),
+}
+READERS: Mapping[str, ModelReader] = {name: reader for names, reader in _READERS.items() for name in names.split()}
 # The part of a saved model of several towers that is read.
 VISION_PARTS: Mapping[str, str] = {
     "CLIPModel": "CLIPVisionModelWithProjection",
@@ -283,13 +241,3 @@ VISION_PARTS: Mapping[str, str] = {
 def reader_of(source: nn.Module) -> ModelReader:
     """Returns the reader of a model whose class is in `READERS`."""
     return READERS[type(source).__name__]
-
-
-def unread_settings(config: Any) -> Iterator[Refusal]:
-    """Yields the settings of a configuration with which a class of READERS has parts that are not read."""
-    if config.output_attentions:
-        yield Refusal("a configuration with output_attentions=True (attnrx attention returns no attention weights)")
-    if getattr(config, "mask_ratio", 0):
-        yield Refusal(f"mask_ratio={config.mask_ratio} removes random patches (load it with mask_ratio=0.0)")
-    if config.model_type == "dpt" and (config.is_hybrid or config.backbone_config is not None):
-        yield Refusal("a DPT whose backbone is a model of its own")

@@ -42,7 +42,6 @@ class InputValidation:
         self._scale = ImageScale(*family.normalization(model))
         self._is_known = family.knows_normalization(model)
         self._has_scale = getattr(family.inputs(model), "is_plain", True)  # not of several tensors in one
-        self._warned = False
 
     def take(self, images: ImageBatch) -> Tensor:
         """Returns the images in the model's dtype.
@@ -68,30 +67,21 @@ class InputValidation:
                 f"{self.what} was given images with NaN or infinity, at indices {first} to "
                 f"{first + len(images) - 1}; remove them."
             )
-        # A value that no pixel on this scale can have needs no further images; other differences do (`notes`).
-        if self._has_scale and self._scale.leaves:
-            self._warn()
         return images.to(self.dtype)
 
     def notes(self) -> list[str]:
         """Returns a note, and warns, if the images are not on the model's scale; a note too if that is unknown."""
-        if not self._has_scale:
+        if not self._has_scale or (self._is_known and self._scale.fits):
             return []
-        if not self._scale.fits:
-            return [self._warn()]
-        return [] if self._is_known else [UNKNOWN_SCALE]
-
-    def _warn(self) -> str:
         note = UNKNOWN_SCALE
         if self._is_known:
             note = (
                 f"the images passed to {self.what} are not on the model's scale, which is {self._scale.describe()}. "
                 "`attnrx.adapt_preprocessing(splits, model)` converts a dataset."
             )
-        if not self._warned:
-            self._warned = True
-            warnings.warn(note, ScaleWarning, stacklevel=5)
-        return note
+        if not self._scale.fits:
+            warnings.warn(note, ScaleWarning, stacklevel=4)
+        return [note]
 
 
 def _by(shape: tuple[int, ...]) -> str:
@@ -116,11 +106,6 @@ class ImageScale:
     @property
     def is_finite(self) -> bool:
         return not self.images or bool(self._ends.isfinite().all())
-
-    @property
-    def leaves(self) -> bool:
-        """Whether a value is impossible for pixels on this scale, independent of later images."""
-        return bool(self.images) and not self._fit(self.mean, self.std)[0]
 
     @property
     def fits(self) -> bool:

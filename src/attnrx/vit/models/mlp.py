@@ -31,7 +31,10 @@ class Pair:
 
 
 class LowRankLinear(nn.Module):
-    """y = second(first(x)): smaller and faster than one matrix below the break-even rank, in out / (in + out)."""
+    """y = second(first(x)): smaller and faster than one matrix below the break-even rank, in out / (in + out).
+
+    `rank` is the number of features between the two factors.
+    """
 
     def __init__(self, inputs: int, outputs: int, rank: int, bias: bool = True):
         super().__init__()
@@ -40,19 +43,7 @@ class LowRankLinear(nn.Module):
         # One bias, after both factors: a bias between them would be one more term of the second.
         self.first = NativeLinear(inputs, rank, bias=False)
         self.second = NativeLinear(rank, outputs, bias=bias)
-
-    @property
-    def rank(self) -> int:
-        """Features between the two factors."""
-        return self.first.out_features
-
-    @property
-    def in_features(self) -> int:
-        return self.first.in_features
-
-    @property
-    def out_features(self) -> int:
-        return self.second.out_features
+        self.in_features, self.rank, self.out_features = inputs, rank, outputs
 
     def forward(self, features: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
         return self.second(self.first(features))
@@ -83,18 +74,14 @@ class FusedMLP(nn.Module):
     def forward(self, features: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
         if may_run_natively(features):
             first, second = linears_of(self.fc1), linears_of(self.fc2)
-            linears = (*first, *second)
-            if first and second and self._is_fused(features, linears):
+            linears, parts = (*first, *second), (self.fc1, self.act, self.fc2, *first, *second)
+            weights = [linear.weight for linear in linears]
+            is_native = first and second and runs_natively(features, *weights) and is_exact_gelu(self.act)
+            if is_native and not any(part._forward_hooks or part._forward_pre_hooks for part in parts):
                 # Whether a GELU follows each map: after the last factor of the first map only.
                 gelus = [*[False] * (len(first) - 1), True, *[False] * len(second)]
-                return native_maps(features, [each.weight for each in linears], [each.bias for each in linears], gelus)
+                return native_maps(features, weights, [each.bias for each in linears], gelus)
         return self.fc2(self.act(self.fc1(features)))
-
-    def _is_fused(self, features: Tensor, linears: Sequence[NativeLinear]) -> bool:
-        if not runs_natively(features, *[linear.weight for linear in linears]):
-            return False
-        parts = (self.fc1, self.act, self.fc2, *linears)
-        return is_exact_gelu(self.act) and not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
 
 
 def linears_of(part: nn.Module) -> tuple[NativeLinear, ...]:

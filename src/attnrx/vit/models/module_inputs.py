@@ -20,8 +20,6 @@ from attnrx.support.shapes import Float, ImageBatch, Tensor
 
 # The attribute of a module with its ModuleInputs; copies of the module keep it.
 ATTRIBUTE = "attnrx_inputs"
-# Integers up to here are exact in a type.
-EXACT = {torch.float64: 2**53, torch.float32: 2**24, torch.float16: 2**11, torch.bfloat16: 2**8}
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,8 @@ class ModuleInputs:
                     f"inputs: {_named(field.path)} is {found}, in the first batch an item of it had the shape "
                     f"{list(field.shape)}; give every item the same shape."
                 )
-            if field.dtype and tensor.numel() and int(tensor.long().abs().max()) > EXACT[dtype]:
+            # Integers are exact up to the inverse of the rounding.
+            if field.dtype and tensor.numel() and int(tensor.long().abs().max()) > 2 / torch.finfo(dtype).eps:
                 raise InvalidInput(f"inputs: {_named(field.path)} has integers that {dtype} cannot hold exactly.")
             rows.append(tensor.to(dtype).reshape(len(tensor), -1))
         if tensors:
@@ -176,22 +175,19 @@ class ModuleInputs:
         positional = [_listed(tree[key]) for key in sorted(key for key in tree if isinstance(key, int))]
         return positional, {key: _listed(value) for key, value in tree.items() if isinstance(key, str)}
 
-    def random(self, like: Tensor, count: int, shape: tuple[int, ...]) -> Tensor:
-        """Returns `count` random inputs of this shape, the same in every call.
-
-        They are normal numbers, and integers between those of the example.
+    def random(self, like: Tensor, count: int) -> Tensor:
+        """Returns random inputs of the shape [count, *shape], in the type of a tensor of any shape, the same in every
+        call: normal numbers, and integers between those of the example.
         """
         generator = torch.Generator().manual_seed(0)
-        if self.is_plain:
-            return torch.randn((count, *shape), generator=generator, dtype=torch.float64).to(like)
         rows = []
         for field in self.fields:
+            size = (count, field.size)
             if field.dtype:
                 low = field.low if field.dtype != "bool" else field.high
-                drawn = torch.randint(low, field.high + 1, (count, field.size), generator=generator).double()
+                rows.append(torch.randint(low, field.high + 1, size, generator=generator).double())
             else:
-                drawn = torch.randn((count, field.size), generator=generator, dtype=torch.float64)
-            rows.append(drawn)
+                rows.append(torch.randn(size, generator=generator, dtype=torch.float64))
         return torch.cat(rows, 1).unflatten(1, self.shape).to(like)
 
 

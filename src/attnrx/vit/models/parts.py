@@ -1,6 +1,5 @@
 """Where the parts of a Vision Transformer are: the one description that every family of another library states."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -113,6 +112,11 @@ class ModelParts:
         """Returns whether only an activation is between the two maps of an MLP of this class."""
         return bool(self.maps) and (self.mlp_classes is None or type(mlp).__name__ in self.mlp_classes)
 
+    def maps_of(self, mlp: nn.Module | None) -> tuple[str, ...]:
+        """Returns the paths of the maps of an MLP of this class, those of gates between the two; () for other kinds."""
+        gated = self.gated.get(type(mlp).__name__, ())
+        return self.maps if not gated and self.compresses(mlp) else gated
+
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields the parts that a model lacks, and attention that is not read."""
         assert isinstance(self.blocks, str)
@@ -170,9 +174,9 @@ def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
     except AttnrxError:
         raise
     except Exception as error:  # a missing attribute, a part of another class, a weight of another shape ...
-        named = re.match(r"'(\w+)' object has no attribute", str(error))
-        parts = [name for name, part in model.named_modules() if named and type(part).__name__ == named[1]]
-        where = f" of {parts[0]}" if len(parts) == 1 and parts[0] else ""
+        part = getattr(error, "obj", None)  # which has no such attribute
+        path = next((path for path, each in model.named_modules() if each is part), "")
+        where = f" of {path}" if path else ""
         raise NotSupported(
             f"{model_name(model)} is not supported: reading {what}{where} raised {type(error).__name__}: "
             f"{described_error(error)}. A part was replaced or removed after the model was created, or has weights of "

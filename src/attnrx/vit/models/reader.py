@@ -1,10 +1,18 @@
-"""Vision Transformers of users' own, whose parts a `Reader` states."""
+"""Vision Transformers of users' own classes: of which a `Reader` states the parts, or whose structure is found.
+
+Blocks with attention of known parts (a fused projection, four projections, or `nn.MultiheadAttention`) are found by
+their names and shapes: DINO, DINOv2, MAE and their descendants, vit-pytorch, `nn.TransformerEncoder`. One pass of
+random images then shows the order of the calls: where patches, tokens before them, norms and MLPs are. Nothing is taken
+for granted: a copy that returns something else is refused, as for every model.
+"""
 
 import copy
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,19 +23,25 @@ from attnrx.support.arguments import (
     NATURAL,
     TEXT,
     described,
-    described_error,
     each,
     either,
     number,
     optional,
     require_fields,
+    user_code,
 )
-from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, UserCodeError
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import containing, copy_module, outermost, random_images
 from attnrx.support.records import from_dict, to_dict
+from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
-from attnrx.vit.models.adopted_family import AdoptedFamily, unsaved_buffers
-from attnrx.vit.models.observation_hooks import evaluating, recording_calls
-from attnrx.vit.models.parts import ModelParts, Refusal, last_linear
+from attnrx.vit.models.adopted_family import AdoptedFamily
+from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
+from attnrx.vit.models.parts import ModelParts, Refusal, last_linear, model_name, require_parts
+from attnrx.vit.models.units import UnitsFamily
+
+# The names of attributes that hold the number of heads.
+HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "num_attention_heads", "h")
 
 
 @dataclass(frozen=True)
@@ -100,18 +114,6 @@ class Reader:
 Factory = Callable[..., nn.Module]
 
 
-@dataclass(frozen=True)
-class Blueprint:
-    """How a module is read and created anew: `factory(**reader.arguments)` returns it with any weights.
-
-    `name` is "module:class" of its class, by which a saved model finds it again.
-    """
-
-    reader: Reader
-    factory: Factory
-    name: str
-
-
 class ModuleModel(Adopted):
     """A user's own Vision Transformer with attnrx attention."""
 
@@ -135,15 +137,14 @@ class ModuleFamily(AdoptedFamily):
         Raises:
             NotSupported: The model lacks a part that the reader names, or differs from what it states.
         """
-        kind = type(model)
-        blueprint = Blueprint(reader, self.factory or kind, f"{kind.__module__}:{kind.__qualname__}")
-        adopted = self.adopt(_with_blueprint(copy.copy(model), blueprint))  # a shallow copy: the model stays as it is
+        # Of a shallow copy: the model stays as it is.
+        adopted = self.adopt(_with_reader(copy.copy(model), reader, self.factory or type(model)))
         # Equal logits do not prove `prefix_tokens`, which a user states: the number is compared with a forward pass.
         images = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
         first_block = self.blocks(adopted.source)[:1]
         with evaluating((adopted,)), recording_calls(first_block, lambda call: call.tokens.shape[1]) as counts:
             adopted(images)
-        prefix, patches = self.parts(adopted.source).prefix_tokens, self.positions(adopted)
+        prefix, patches = reader.prefix_tokens, self.positions(adopted)
         if counts != [prefix + patches]:
             raise NotSupported(
                 f"{adopted.origin.architecture} cannot be adopted: its blocks receive {counts[0]} tokens, and "
@@ -152,17 +153,16 @@ class ModuleFamily(AdoptedFamily):
         return adopted
 
     def adopts(self, model: nn.Module) -> bool:
-        return "attnrx_blueprint" in vars(model)
+        return "attnrx_reader" in vars(model)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         return self.parts(model).refusals(model)
 
     def parts(self, source: nn.Module) -> ModelParts:
-        return vars(source)["attnrx_blueprint"].reader.parts(source)
+        return vars(source)["attnrx_reader"].parts(source)
 
     def origin(self, model: nn.Module) -> Origin:
-        blueprint: Blueprint = vars(model)["attnrx_blueprint"]
-        reader = blueprint.reader
+        name, reader = class_name(model), vars(model)["attnrx_reader"]
         (_, height, width), convolution = reader.input_shape, model.get_submodule(reader.patches)
         down, right = convolution.stride  # type: ignore[misc]
         if height % down or width % right:  # type: ignore[operator]
@@ -171,8 +171,8 @@ class ModuleFamily(AdoptedFamily):
         try:
             described = json.loads(json.dumps(to_dict(reader)))
         except (TypeError, InvalidInput) as error:
-            raise NotSupported(f"the arguments of {blueprint.name} cannot be saved as JSON ({error}).") from error
-        return Origin(blueprint.name, {"reader": described}, image_shape(reader.input_shape), reader.mean, reader.std)
+            raise NotSupported(f"the arguments of {name} cannot be saved as JSON ({error}).") from error
+        return Origin(name, {"reader": described}, image_shape(reader.input_shape), reader.mean, reader.std)
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         """Creates the class from its arguments, or calls the factory.
@@ -182,54 +182,54 @@ class ModuleFamily(AdoptedFamily):
             UserCodeError: The factory raised an exception.
         """
         reader: Reader = from_dict(arguments["reader"], (Reader,), "reader")
-        factory, own = self.factory or imported_class(architecture), dict(reader.arguments)
-        if factory is None:
-            raise NotSupported(
-                f"the class {architecture} of this model has not been imported: import it first, or give a "
-                "function that creates it, attnrx.load(folder, factory=...)."
-            )
-        model = created_by(factory, architecture, own)
-        unsaved = unsaved_buffers(model, meta=True)
-        if unsaved:  # the module itself computes their values: it is created once more, on the CPU
-            with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-                computed = factory(**own)
-            for path, buffers in unsaved.items():
-                for name in buffers:
-                    model.get_submodule(path)._buffers[name] = computed.get_submodule(path)._buffers[name]
-        return _with_blueprint(model, Blueprint(reader, factory, architecture))
+        factory = self.factory or imported_class(architecture)
+        needed = "import it first, or give a function that creates it, attnrx.load(folder, factory=...)"
+        return _with_reader(created_by(factory, architecture, needed, reader.arguments), reader, factory)
 
     def library_model(self, model: nn.Module) -> nn.Module:
         adopted = self._adopted(model)
-        return ModuleFamily(vars(adopted.source)["attnrx_blueprint"].factory)._created(adopted.origin)
+        return ModuleFamily(vars(adopted.source)["attnrx_factory"])._created(adopted.origin)
 
 
-def created_by(factory: Factory, name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
-    """Returns the module that a class or a factory of the user's creates.
+def _with_reader(model: nn.Module, reader: Reader, factory: Factory | None) -> nn.Module:
+    # In __dict__, which shallow and deep copies of the model have too.
+    vars(model).update(attnrx_reader=reader, attnrx_factory=factory)
+    return model
+
+
+def created_by(
+    factory: Factory | None, name: str, needed: str, arguments: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """Returns the module of a user's that a class or a factory creates.
+
+    Args:
+        factory: The class or the function; None where there is none.
+        name: The name "module:class" of the class.
+        needed: What has to be done where there is none.
+        arguments: Those of a `Reader`.
 
     Raises:
-        InvalidInput: It takes other arguments, or returns no module.
+        NotSupported: There is no factory, and no class that was imported, or that creates the module.
+        InvalidInput: It returns no module.
         UserCodeError: It raised an exception.
     """
-    try:
+    if factory is None:
+        raise NotSupported(
+            f"the class {name} of this model has not been imported, or does not create this model without arguments: "
+            f"{needed}."
+        )
+    given = "" if arguments is None else f" with attnrx.Reader(arguments={dict(arguments)})"
+    # With values, also where a model is loaded on the meta device: the code of a module may read those of its buffers.
+    with user_code(f"the factory of {name}{given}"), torch.device("cpu"), torch.random.fork_rng(devices=[]):
         model = factory(**(arguments or {}))
-    except AttnrxError:
-        raise
-    except Exception as error:
-        if isinstance(error, TypeError) and arguments is not None:
-            raise InvalidInput(
-                f"{name} could not be created again with {arguments}: {error}. Give its arguments, "
-                "attnrx.Reader(arguments={...}, ...), or a factory that needs none: attnrx.load(..., factory=...)."
-            ) from error
-        raise UserCodeError(f"the factory of {name} raised {type(error).__name__}: {described_error(error)}") from error
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"the factory of {name} returned {described(model)}: give one that returns the model.")
     return model
 
 
-def _with_blueprint(model: nn.Module, blueprint: Blueprint) -> nn.Module:
-    # In __dict__, which shallow and deep copies of the model have too.
-    vars(model)["attnrx_blueprint"] = blueprint
-    return model
+def class_name(module: nn.Module) -> str:
+    """Returns the name "module:class" of the class of a module, by which a saved model finds it again."""
+    return f"{type(module).__module__}:{type(module).__qualname__}"
 
 
 def imported_class(name: str) -> type[nn.Module] | None:
@@ -240,3 +240,339 @@ def imported_class(name: str) -> type[nn.Module] | None:
     for part in path.split("."):
         target = getattr(target, part, None)
     return target if isinstance(target, type) and issubclass(target, nn.Module) else None
+
+
+# What is found.
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Where the parts of a Vision Transformer are, by their paths, as they were found.
+
+    `blocks` are paths in the model. In a block are `attention`, with its `projections`, `norm_before` it, and the two
+    `maps` of the MLP, () where there are others; `mlp` is the module of these alone, "" if there is none. `patches` is
+    the map that makes `num_patches` patches of an image of `shape`, `norm` what follows the last block, "" for nothing.
+    """
+
+    blocks: tuple[str, ...]
+    attention: str
+    projections: tuple[str, ...]
+    heads: int
+    scale: float | None
+    returns_weights: bool
+    norm_before: str | None
+    mlp: str
+    maps: tuple[str, ...]
+    patches: str
+    num_patches: int
+    prefix_tokens: int
+    norm: str
+    shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+class PairedBlock(nn.Module):
+    """A block of attention and MLP that their owner holds as a pair, each with a residual connection."""
+
+    def __init__(self, attention: nn.Module, norm: nn.Module, mlp: nn.Module):
+        super().__init__()
+        self.norm, self.attention, self.mlp = norm, attention, mlp
+
+    def forward(self, tokens: TokenBatch) -> TokenBatch:
+        tokens = self.attention(self.norm(tokens)) + tokens
+        return self.mlp(tokens) + tokens
+
+
+class TokensFirst(nn.Sequential):
+    """A block of [batch, tokens, width], its only part, that is called with [tokens, batch, width]."""
+
+    def __getattr__(self, name: str) -> Any:
+        # nn.TransformerEncoder reads parts of its first layer.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or name == "0":
+                raise
+            return getattr(self[0], name)
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = self[0](input.transpose(0, 1), *args, **kwargs)
+        if isinstance(output, tuple):
+            return (output[0].transpose(0, 1), *output[1:])
+        return output.transpose(0, 1)
+
+
+class StructureFamily(AdoptedFamily):
+    """Vision Transformers whose structure was found; `WholeFamily` adopts them, as modules of users."""
+
+    name = "structure"
+    library = ""
+    model_type = Adopted
+
+    def adopts(self, model: nn.Module) -> bool:
+        return "attnrx_structure" in vars(model)
+
+    def found(self, model: nn.Module) -> tuple[nn.Module, str] | None:
+        """Returns a copy of a module in which the structure of a Vision Transformer was found, with the path of that;
+        None where there is none.
+        """
+        group = _group_of(model)
+        if group is None:
+            return None
+        holder = nn.Sequential(copy_module(model))
+        blocks, attention = rewritten_(holder, *group[:2])
+        if any(piece.isdigit() for piece in attention.split(".")):  # a part of a list inside a block
+            return None
+        with evaluating([holder]):
+            structure = _observed(holder[0], blocks, attention, group[2])
+        if structure is None:
+            return None
+        path = next(containing([*structure.blocks, structure.patches]))
+        vars(holder[0].get_submodule(path))["attnrx_structure"] = replace(
+            structure,
+            blocks=tuple(block.removeprefix(f"{path}.") for block in structure.blocks),
+            patches=structure.patches.removeprefix(f"{path}."),
+            norm=structure.norm.removeprefix(f"{path}.") if structure.norm.startswith(path) else "",
+        )
+        return holder[0], path
+
+    def recognize_(self, module: nn.Module, path: str, description: Mapping[str, Any]) -> nn.Module:
+        holder = nn.Sequential(module)
+        if (group := _group_of(module)) is not None:
+            rewritten_(holder, *group[:2])
+        structure = from_dict(description["structure"], (Structure,), "structure")
+        expected = (structure.patches, *(f"{block}.{structure.attention}" for block in structure.blocks))
+        require_parts(holder[0], (path, *(f"{path}.{each}".strip(".") for each in expected)), model_name(module))
+        vars(holder[0].get_submodule(path))["attnrx_structure"] = structure
+        return holder[0]
+
+    def parts(self, source: nn.Module) -> ModelParts:
+        found = _structure(source)
+        return ModelParts(
+            blocks=found.blocks, attention=found.attention, patches=found.patches, norm=found.norm,
+            projections=found.projections, num_heads=found.heads, scale=found.scale,
+            returns_weights=found.returns_weights, norm_before=found.norm_before,
+            mlp=(found.mlp,) if found.mlp else found.maps, maps=found.maps if len(found.maps) == 2 else (),
+            prefix_tokens=found.prefix_tokens, has_class_token=found.prefix_tokens > 0,
+            pooling="class" if found.prefix_tokens else "mean",
+        )  # fmt: skip
+
+    def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
+        found = _structure(source)
+        if isinstance(source.get_submodule(found.patches), nn.Conv2d) and input_shape != found.shape:
+            return super().num_patches(source, input_shape)
+        return found.num_patches * input_shape[1] * input_shape[2] // (found.shape[1] * found.shape[2])
+
+    def origin(self, model: nn.Module) -> Origin:
+        found = _structure(model)
+        return Origin(type(model).__name__, {}, found.shape, found.mean, found.std)
+
+    def describe(self, model: nn.Module) -> dict[str, Any]:
+        return {**super().describe(model), "structure": to_dict(_structure(self._adopted(model).source))}
+
+    def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
+        """Changes nothing, where the code of the model takes images of any size."""
+        try:
+            with evaluating([adopted.source]):
+                adopted.source(random_images(adopted.source, (adopted.origin.input_shape[0], height, width), 1))
+        except Exception:  # the code of a module raises errors of any type
+            return super()._resized(adopted, height, width)
+        return adopted.origin
+
+
+def _structure(source: nn.Module) -> Structure:
+    return vars(source)["attnrx_structure"]
+
+
+# By names and shapes.
+
+
+def _projections(part: nn.Module) -> tuple[str, ...] | None:
+    """Returns the paths of the projections of an attention module, () of nn.MultiheadAttention; None of other parts."""
+    if type(part) is nn.MultiheadAttention:
+        plain = part.in_proj_weight is not None and part.bias_k is None and not part.add_zero_attn
+        return () if plain else None
+    if isinstance(part, nn.Sequential | nn.ModuleList) or _heads_of(part) is None:
+        return None
+    linears = {path: each for path, each in part.named_modules() if type(each) is nn.Linear}
+    sides = [(each.in_features, each.out_features) for each in linears.values()]
+    if len(linears) == 2:
+        (width, fused), (inner, last) = sides
+        return tuple(linears) if fused == 3 * inner and last == width else None
+    if len(linears) != 4:
+        return None
+    names = [next((path for path in linears if _letter(path) == letter), "") for letter in "qkv"]
+    output = [path for path in linears if path not in names]
+    if "" in names or len(output) != 1:
+        return None
+    shapes = [linears[path].weight.shape for path in (*names, *output)]
+    return (*names, *output) if len({*shapes[:3], shapes[3][::-1]}) == 1 else None
+
+
+def _letter(path: str) -> str:
+    """Returns which projection a name states: the first letter that is no part of a usual word around it."""
+    name = re.sub(r"^(to|w|fc|in|linear|lin|proj)_?(?=[qkv](uery|ey|alue)?\b|[qkv]_)", "", path.split(".")[-1].lower())
+    return name[:1]
+
+
+def _heads_of(part: nn.Module) -> int | None:
+    """Returns the number of heads that a part states."""
+    values = [getattr(part, name, None) for name in HEADS]
+    return next(
+        (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None
+    )
+
+
+def _group_of(model: nn.Module) -> tuple[tuple[str, ...], str, tuple[str, ...]] | None:
+    """Returns the paths of the blocks with the most weights that have attention, its path in a block, and its
+    projections; None where there are none.
+    """
+    groups: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for path, projections in outermost(model, _projections):
+        block = _block_around(model, path)
+        if block is not None:
+            pattern = re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", block)
+            groups.setdefault((pattern, path.removeprefix(f"{block}."), projections), []).append(block)
+    sizes = {
+        key: sum(parameter.numel() for path in blocks for parameter in model.get_submodule(path).parameters())
+        for key, blocks in groups.items()
+        if len(set(blocks)) == len(blocks)  # one attention in a block
+    }
+    if not sizes:
+        return None
+    key = max(sizes, key=lambda each: sizes[each])
+    return tuple(groups[key]), key[1], key[2]
+
+
+def _block_around(model: nn.Module, attention: str) -> str | None:
+    """Returns the path of the smallest numbered part around an attention that has other linear maps too."""
+    pieces = attention.split(".")
+    for end in range(len(pieces) - 1, 0, -1):
+        path = ".".join(pieces[:end])
+        if not pieces[end - 1].isdigit():
+            continue
+        inside = (name for name, part in model.get_submodule(path).named_modules() if type(part) is nn.Linear)
+        if any(not f"{path}.{name}".startswith(f"{attention}.") for name in inside):
+            return path
+    return None
+
+
+def rewritten_(holder: nn.Sequential, blocks: tuple[str, ...], attention: str) -> tuple[tuple[str, ...], str]:
+    """Makes every block of the module in the holder one part that is called with [batch, tokens, width]; returns the
+    paths of the blocks in the module then, and that of the attention in a block.
+    """
+    model: nn.Module = holder[0]
+    first = model.get_submodule(blocks[0])
+    if type(first) is nn.ModuleList:
+        blocks, attention = _rewritten_pairs_(holder, blocks, attention)
+    module: Any = holder[0].get_submodule(f"{blocks[0]}.{attention}")
+    if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
+        for path in blocks:
+            inner = holder[0].get_submodule(path)
+            inner.get_submodule(attention).batch_first = True  # type: ignore[assignment]
+            holder[0].set_submodule(path, TokensFirst(inner))
+        blocks = tuple(f"{path}.0" for path in blocks)
+    return blocks, attention
+
+
+def _rewritten_pairs_(holder: nn.Sequential, blocks: Sequence[str], attention: str) -> tuple[tuple[str, ...], str]:
+    """Replaces the owner of a list of pairs of attention and MLP by blocks that are called."""
+    model: nn.Module = holder[0]
+    above = blocks[0].rpartition(".")[0]  # the list
+    path = above.rpartition(".")[0]
+    owner = model.get_submodule(path)
+    norms = [part for name, part in owner.named_children() if f"{path}.{name}".strip(".") != above]
+    made = []
+    for block in blocks:
+        pair: Any = model.get_submodule(block)
+        inside = attention.partition(".")[2]  # "" or, in a wrapper with a norm, e.g. "fn"
+        part = pair[0].get_submodule(inside)
+        wrapper = pair[0]
+        norm = getattr(wrapper, "norm", nn.Identity())
+        if wrapper is part and hasattr(part, "norm"):
+            part.norm = nn.Identity()
+        made.append(PairedBlock(part, norm, pair[1]).train(wrapper.training))
+    # What vit-pytorch's Transformer computes: the blocks one after the other, and a norm.
+    parts = OrderedDict(layers=nn.Sequential(*made), norm=norms[0] if norms else nn.Identity())
+    replaced = nn.Sequential(parts).train(owner.training)
+    holder.set_submodule(f"0.{path}".rstrip("."), replaced)
+    return tuple(f"{path}.layers.{index}".lstrip(".") for index in range(len(made))), "attention"
+
+
+# By the order of calls.
+
+
+def _observed(
+    model: nn.Module, blocks: tuple[str, ...], attention: str, projections: tuple[str, ...]
+) -> Structure | None:
+    """Runs the module with random images, and returns its structure as the calls show it; None where they do not."""
+    try:
+        origin = UnitsFamily().origin_inside(model)
+    except NotSupported:
+        return None
+    images = random_images(model, origin.input_shape, 3)
+    named = {part: path for path, part in model.named_modules()}
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it calls no parts
+    try:
+        with recording_calls(named, lambda call: call) as found:
+            model(images)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+    # As the calls end.
+    paths = [named[call.module] for call in found]
+    calls = dict(zip(paths, found, strict=True))
+    layers = (*blocks, *(f"{block}.{attention}" for block in blocks))
+    if any(paths.count(path) != 1 for path in layers):
+        return None
+    tokens, attended = calls[blocks[0]].tokens, calls[f"{blocks[0]}.{attention}"]
+    if any(not isinstance(calls[path].tokens, Tensor) or calls[path].tokens.shape != tokens.shape for path in layers):
+        return None
+    if tokens.ndim != 3 or len(tokens) != 3:
+        return None
+    is_same = (tokens == tokens[:1]).flatten(2).all(2).all(0)
+    prefix = int(is_same.sum())
+    if not bool(is_same[:prefix].all()):  # tokens of no patch behind the patches
+        return None
+    num_patches = tokens.shape[1] - prefix
+    start = next(index for index, path in enumerate(paths) if path.startswith(f"{blocks[0]}."))
+    patches = [named[call.module] for call in found[:start] if _makes(call, num_patches)]
+    if not patches or not num_patches:
+        return None
+    module: Any = attended.module
+    heads = module.num_heads if isinstance(module, nn.MultiheadAttention) else _heads_of(module)
+    scale = getattr(module, "scale", None)
+    norms = [(named[call.module], call) for call in found if hasattr(call.module, "normalized_shape")]
+    before = [path for path, call in norms if call.output is attended.tokens and path.startswith(f"{blocks[0]}.")]
+    after = [path for path, call in norms if call.tokens is calls[blocks[-1]].output_tokens]
+    maps, mlp = _mlp_of(calls[blocks[0]].module, attention)
+    own = [path for path in maps if paths.count(f"{blocks[0]}.{path}") == 1]
+    return Structure(
+        blocks, attention, projections, heads or 0, scale if isinstance(scale, float) else None,
+        isinstance(attended.output, tuple), before[0].removeprefix(f"{blocks[0]}.") if before else None,
+        mlp, tuple(own) if len(own) == len(maps) else (), patches[-1], num_patches, prefix, after[0] if after else "",
+        origin.input_shape, origin.mean, origin.std,
+    )  # fmt: skip
+
+
+def _makes(call: ModuleCall, count: int) -> bool:
+    """Whether a part is a convolution or a linear map that makes so many patches of every image."""
+    if not isinstance(call.module, nn.Conv2d | nn.Linear) or not isinstance(call.output, Tensor):
+        return False
+    features = call.output.shape[1 if isinstance(call.module, nn.Conv2d) else -1]
+    return call.output.numel() == 3 * count * features
+
+
+def _mlp_of(block: nn.Module, attention: str) -> tuple[tuple[str, ...], str]:
+    """Returns the linear maps of a block outside its attention, and the module that contains two alone, "" for none."""
+    maps = tuple(
+        path for path, part in block.named_modules() if type(part) is nn.Linear and not path.startswith(f"{attention}.")
+    )
+    if len(maps) != 2:
+        return maps, ""
+    first, second = (block.get_submodule(path) for path in maps)
+    mlp = next(containing(maps))
+    inside = list(block.get_submodule(mlp).parameters()) if mlp else []
+    is_alone = len(inside) == len([*first.parameters(), *second.parameters()])
+    return maps, mlp if is_alone else ""

@@ -17,11 +17,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from attnrx.support.modules import containing, random_images, tensors_of
-from attnrx.support.shapes import Tensor
+from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.models.mlp import Pair, halve_, keep_units_of_
 from attnrx.vit.models.module_inputs import called
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls, replacing_forward
+from attnrx.vit.models.parts import require_parts
 
 # Pairs of fewer MACs than this share of the largest one's are left out: heads of pooled features, biases of positions.
 LEAST_SHARE = 0.01
@@ -58,6 +59,45 @@ def _is_per_unit(part: nn.Module, units: int) -> bool:
     if isinstance(part, _BatchNorm):
         return part.num_features == units and type(part).__name__ != "SyncBatchNorm"
     return type(part) is nn.Conv2d and part.groups == part.in_channels == part.out_channels == units
+
+
+class Cut(NamedTuple):
+    """Two maps, by their paths, of which so many `units` between them are left; `between` are parts with weights per
+    unit, as in `Pair`.
+    """
+
+    first: str
+    second: str
+    between: tuple[str, ...]
+    units: int
+
+    def shape_(self, module: nn.Module) -> None:
+        """Gives a module that was created anew the shapes of the smaller one.
+
+        Raises:
+            InvalidInput: It has no such parts.
+        """
+        require_parts(module, (self.first, self.second, *self.between), "the module")
+        units = _sides(module.get_submodule(self.first))[1]
+        self.keep_(module, torch.arange(units, device="cpu") < self.units)
+
+    def keep_(self, module: nn.Module, keep: Bool[Tensor, "units"]) -> None:
+        """Removes the units that are not kept, in place."""
+        for path, side in ((self.first, "out"), (self.second, "in")):
+            part: Any = module.get_submodule(path)
+            index = keep.nonzero()[:, 0].to(part.weight.device)
+            dim = int((side == "in") != isinstance(part, nn.ConvTranspose2d))
+            part.weight = nn.Parameter(part.weight.detach().index_select(dim, index), part.weight.requires_grad)
+            if side == "out" and part.bias is not None:
+                part.bias = nn.Parameter(part.bias.detach()[index], part.bias.requires_grad)
+            setattr(part, f"{side}_{'channels' if isinstance(part, CONVOLUTIONS) else 'features'}", len(index))
+        for path in self.between:
+            keep_units_of_(module.get_submodule(path), keep)
+
+
+def input_weight(part: Any) -> Float[Tensor, "units *outputs"]:
+    """Returns the weight of a map by its inputs, [units, outputs, *kernel]: a view, which may be written to."""
+    return part.weight.detach() if isinstance(part, nn.ConvTranspose2d) else part.weight.detach().movedim(1, 0)
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -102,9 +142,8 @@ def _candidates(model: nn.Module, trace: _Trace, around: str | None) -> Iterator
     named, gates, is_around = dict(model.named_modules()), set[str](), around is not None
     order = [path for path in trace.order if not (is_around and path.startswith(f"{around}."))]
     for start, first in enumerate(order):
-        if first not in trace.maps or first in gates:
-            continue
-        if isinstance(named[first], nn.ConvTranspose2d) and not is_around:
+        is_other = isinstance(named[first], nn.ConvTranspose2d) and not is_around
+        if first not in trace.maps or first in gates or is_other:
             continue
         units, between, gate = _sides(named[first])[1], [], ""
         positions = _positions(named[first], trace.maps[first][1])
@@ -267,19 +306,23 @@ def _cuttable(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[P
     cut = partial(_cut, model, images=images, recorded=dict(calls), expected=expected)
     accepted: set[Pair] = set()
     left = list(pairs)
-    while left:
-        # Every map in one pair only: others with it are tried where this one fails.
-        together, taken = [], {path for pair in accepted for path in (pair.first, pair.second)}
-        left = [pair for pair in left if not taken & {pair.first, pair.second}]
-        for pair in left:
-            if not taken & {pair.first, pair.second}:
-                together.append(pair)
-                taken |= {pair.first, pair.second}
+    # Every map in one pair only: others with it are tried where this one fails.
+    while together := _disjoint(left, {path for pair in accepted for path in (pair.first, pair.second)}):
         good = cut(together)
         # One pair that raises an error, or is read by another part too, hides the others: each is then tried alone.
         accepted |= set(good if good is not None else (pair for pair in together if cut([pair])))
         left = [pair for pair in left if pair not in together]
     return [pair for pair in pairs if pair in accepted]
+
+
+def _disjoint(pairs: Sequence[Pair], taken: set[str]) -> list[Pair]:
+    """Returns the first pairs that have no map in common, nor one of those that are taken."""
+    chosen = []
+    for pair in pairs:
+        if not taken & {pair.first, pair.second}:
+            chosen.append(pair)
+            taken = taken | {pair.first, pair.second}
+    return chosen
 
 
 def _cut(

@@ -17,7 +17,7 @@ from attnrx.support.optional import installed_versions, required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
-from attnrx.vit.kernels.fixed_weights import of_weights
+from attnrx.vit.attention.head_linear import of_weights
 from attnrx.vit.models.adopted import HALVES, INTERLEAVED, Adapter, Adopted, Origin, PairBias, image_shape
 from attnrx.vit.models.adopted_family import AdoptedFamily, creating
 from attnrx.vit.models.family import num_outputs
@@ -88,7 +88,7 @@ class TimmModel(Adopted):
     def forward_features(self, images: ImageBatch) -> Float[Tensor, "batch tokens features"]:
         """Returns the features of all tokens after the last norm, as timm does: [batch, prefix + patches, width].
 
-        Pruned and merged patches are restored (`attnrx.models.TokenRestoration`).
+        Pruned and merged patches are restored (`vit/models/token_reduction.py`).
         """
         return self.all_tokens(images)
 
@@ -150,19 +150,17 @@ class TimmAttention(Adapter):
         """
         if attn_mask is not None or is_causal:
             raise NotSupported("attention masks (attn_mask, is_causal) are not supported in an adopted model.")
+        rotation = None
+        if rope is not None:  # concatenated, [(images, heads,) patches, sines and cosines]
+            table = rope if rope.ndim == 4 else rope[(None,) * (4 - rope.ndim)]
+            pairs = table.shape[-1] // 4
+            # A pair has its angle twice: side by side, or in both halves of a row.
+            one_of_two = slice(0, pairs) if self.layout == HALVES else slice(None, None, 2)
+            sin, cos = (side[..., one_of_two].transpose(1, 2) for side in table.chunk(2, -1))
+            rotation = cos, sin
         # BEiT passes its shared bias by the first name, VisionTransformerRelPos by the second; the sum of all is added.
-        rotation = None if rope is None else self._rotation(rope)
         biases = (shared_rel_pos_bias, shared_rel_pos) if self.attention.spec.pair_bias else ()
         return self.mixed(x, self.positions(rotation, *biases))
-
-    def _rotation(self, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines of timm's concatenated table, [(images, heads,) patches, sines and cosines]."""
-        table = rope if rope.ndim == 4 else rope[(None,) * (4 - rope.ndim)]
-        pairs = table.shape[-1] // 4
-        # A pair has its angle twice: side by side, or in both halves of a row.
-        one_of_two = slice(0, pairs) if self.layout == HALVES else slice(None, None, 2)
-        sin, cos = (side[..., one_of_two].transpose(1, 2) for side in table.chunk(2, -1))
-        return cos, sin
 
 
 class TimmFamily(AdoptedFamily):
@@ -211,8 +209,17 @@ class TimmFamily(AdoptedFamily):
             attention, kind = getattr(block, "attn", None), type(block).__name__
             if not isinstance(attention, nn.Module):
                 yield Refusal(f"the block {kind} has no attention module attn")
-            else:
-                yield from _unread(attention)
+                continue
+            # What has parameters and is not read changes the output. Everything else (a scale, an option of the forward
+            # pass) is found by the comparison of logits.
+            submodules = {part for part, module in attention.named_children() if any(True for _ in module.parameters())}
+            parameters = {part for part, _ in attention.named_parameters(recurse=False)}
+            unread = sorted((submodules - ATTENTION_PARTS) | (parameters - ATTENTION_PARAMETERS))
+            if unread:
+                name = type(attention).__name__
+                yield Refusal(f"the attention {name} has parts that are not read ({', '.join(unread)})", NOT_PLAIN)
+            is_fused = getattr(attention, "qkv", None) is not None
+            yield from unread_attention(attention, FUSED if is_fused else SEPARATE)
 
     def origin(self, model: nn.Module) -> Origin:
         """Reads the entrypoint and its arguments, which timm stores on every model that it creates."""
@@ -236,9 +243,20 @@ class TimmFamily(AdoptedFamily):
 
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
         facts = getattr(model, "pretrained_cfg", None) or {}
-        return (
-            {"architecture": facts["architecture"], "arguments": _arguments(model)} if "architecture" in facts else None
-        )
+        if "architecture" not in facts:
+            return None
+        # get_model_args omits the drop rates, which belong to the model when it is trained further.
+        arguments = {**getattr(model, "_model_args", {}), **_timm("models").get_model_args(model)}
+        try:
+            arguments = json.loads(json.dumps({key: _described_layer(value) for key, value in arguments.items()}))
+        except TypeError as error:
+            raise NotSupported(
+                f"{facts['architecture']} was created with an argument that cannot be saved ({error}). Layers can be "
+                "classes of torch.nn and timm.layers, with keywords (functools.partial), and activations and norms "
+                "names, e.g. act_layer='gelu'. For a class of your own give attnrx.load(model, "
+                "reader=attnrx.Reader(...))."
+            ) from error
+        return {"architecture": facts["architecture"], "arguments": arguments}
 
     def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
         source, origin = adopted.source, adopted.origin
@@ -315,9 +333,10 @@ class TimmFamily(AdoptedFamily):
         # describes them.
         sides: list[Any]
         for sides in (weights, biases) if groups > 1 else ():
-            sides[1:3] = [
-                None if rows is None else _repeated(rows, attention.num_kv_heads, groups) for rows in sides[1:3]
-            ]
+            for side, rows in enumerate(sides[1:3], 1):
+                if rows is not None:
+                    heads = rows.unflatten(0, (attention.num_kv_heads, -1))
+                    sides[side] = heads.repeat_interleave(groups, dim=0).flatten(0, 1)
         return weights, biases
 
     def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:
@@ -331,8 +350,7 @@ class TimmFamily(AdoptedFamily):
         }
 
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:
-        adapter = super().adapter(source, module, attention)
-        assert isinstance(adapter, TimmAttention)
+        adapter: Any = super().adapter(source, module, attention)
         adapter.layout = _layout(module)
         return adapter
 
@@ -352,27 +370,10 @@ class TimmFamily(AdoptedFamily):
         return super().head_macs(adopted, tokens - self.parts(adopted.source).prefix_tokens if excludes else tokens)
 
 
-def _arguments(model: Any) -> dict[str, Any]:
-    """Returns the arguments of timm's entrypoint, as JSON values."""
-    # get_model_args omits the drop rates, which belong to the model when it is trained further.
-    arguments = {**getattr(model, "_model_args", {}), **_timm("models").get_model_args(model)}
-    try:
-        return json.loads(json.dumps({key: _described_layer(value) for key, value in arguments.items()}))
-    except TypeError as error:
-        raise NotSupported(
-            f"{model.pretrained_cfg['architecture']} was created with an argument that cannot be saved ({error}). "
-            "Layers can be classes of torch.nn and timm.layers, with keywords (functools.partial), and activations and "
-            "norms names, e.g. act_layer='gelu'. For a class of your own give attnrx.load(model, "
-            "reader=attnrx.Reader(...))."
-        ) from error
-
-
 def _described_layer(value: Any) -> Any:
     """Returns a class of torch.nn or timm.layers, or a partial function of one, as JSON; other values unchanged."""
-    kind: Any = value
-    keywords: Mapping[str, Any] = {}
-    if isinstance(value, partial) and not value.args:
-        kind, keywords = value.func, value.keywords
+    kind: Any
+    kind, keywords = (value.func, value.keywords) if isinstance(value, partial) and not value.args else (value, {})
     for module in LAYER_MODULES if isinstance(kind, type) else ():
         if getattr(importlib.import_module(module), kind.__name__, None) is kind:
             return {LAYER: f"{module}:{kind.__name__}", "keywords": dict(keywords)}
@@ -398,25 +399,6 @@ def _shape(model: Any) -> tuple[int, int, int]:
 
 def _layout(attention: nn.Module) -> str:
     return HALVES if getattr(attention, "rotate_half", False) else INTERLEAVED
-
-
-def _repeated(rows: Tensor, heads: int, groups: int) -> Tensor:
-    """Repeats the rows of every head once for each head of its group."""
-    return rows.unflatten(0, (heads, -1)).repeat_interleave(groups, dim=0).flatten(0, 1)
-
-
-def _unread(attention: nn.Module) -> Iterator[Refusal]:
-    """Yields the parts of an attention module that are not read."""
-    name = type(attention).__name__
-    # What has parameters and is not read changes the output. Everything else (a scale, an option of the forward pass)
-    # is found by the comparison of logits.
-    submodules = {part for part, module in attention.named_children() if any(True for _ in module.parameters())}
-    parameters = {part for part, _ in attention.named_parameters(recurse=False)}
-    unread = sorted((submodules - ATTENTION_PARTS) | (parameters - ATTENTION_PARAMETERS))
-    if unread:
-        yield Refusal(f"the attention {name} has parts that are not read ({', '.join(unread)})", NOT_PLAIN)
-    is_fused = getattr(attention, "qkv", None) is not None
-    yield from unread_attention(attention, FUSED if is_fused else SEPARATE)
 
 
 def _timm(module: str) -> ModuleType:

@@ -1,7 +1,7 @@
 """Attaches a token policy to a model: hooks before its layers, captures of its attention, description and costs."""
 
-from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,12 @@ def attach_tokens_(
         return reduction.train(model.training)  # no token is ever pruned: the model stays bit-identical
     # Hooks, not subclasses: the policy is attached to the blocks of any library, and their own forward methods run on
     # the tokens that are left.
-    _hook_blocks_(blocks_of(model, family), reduction)
+    stages = {layer - 1: stage for stage, layer in enumerate(policy.layers)}  # layers count from 1
+    for index, block in enumerate(blocks_of(model, family)):
+        # The input of a block is the output of the one before.
+        adds = policy.reducer.every_layer == "tokens" and 0 < index < policy.layers[-1]
+        _first_(block, partial(reduction.enter, stages.get(index), adds))
+        _first_(block, partial(reduction.leave, index), returned=True)
     # Methods of the library that are called on the inner model return all patches; the forward pass of attnrx switches
     # the restoration off (`Adopted.forward_pass`).
     if isinstance(model, Substitute):
@@ -60,21 +65,6 @@ def attach_tokens_(
     if layout.pooled != "class":  # "mean" or "max": pruned patches must not count
         family.pooled_norm(model).register_forward_hook(TokenHook(reduction.pooled), with_kwargs=True)
     return reduction.train(model.training)
-
-
-def _hook_blocks_(blocks: Sequence[nn.Module], reduction: TokenReduction) -> None:
-    """Registers the hooks of stages, of scores and of restoration, which run in the reverse order on an input."""
-    policy = reduction.policy
-    # Each hook is put before the existing ones, so on the input of a block `enter` replaces restored tokens by the
-    # present ones first, then they are added to a statistic, then the stage decides. `policy.layers` counts from 1.
-    for stage, layer in enumerate(policy.layers):
-        _first_(blocks[layer - 1], partial(reduction.decide, stage))
-    if policy.reducer.every_layer == "tokens":
-        for block in blocks[1 : policy.layers[-1]]:  # the input of a block is the output of the one before
-            _first_(block, reduction.add_layer)
-    for index, block in enumerate(blocks):
-        _first_(block, reduction.enter)
-        _first_(block, partial(reduction.leave, index), returned=True)
 
 
 class TokenHook:
@@ -154,13 +144,16 @@ def forward_pass(model: nn.Module, restored_blocks: Container[int] | None = None
     return reduction.forward_pass(restored_blocks)
 
 
-def recording_tokens(model: nn.Module, tracked: bool = False) -> AbstractContextManager[list[TokenRun]]:
-    """Returns a context that collects the statistics of the model's tokens, one run per forward pass of this thread.
+@contextmanager
+def recording_tokens(model: nn.Module, tracked: bool = False) -> Iterator[list[TokenRun]]:
+    """Collects the statistics of the model's tokens in the context, one run per forward pass of this thread.
 
-    The list stays empty where the model has no token policy, or one that keeps every patch.
+    The list stays empty where the model has no token policy, or one that keeps every patch. A batch is not chunked. Of
+    nested contexts the innermost one collects. With `tracked` runs state which token represents each patch.
     """
-    reduction = reduction_of(model)
-    return nullcontext([]) if reduction is None else reduction.recording(tracked)
+    reduction, runs = reduction_of(model), list[TokenRun]()
+    with nullcontext() if reduction is None else reduction.call.setting(runs=runs, tracked=tracked):
+        yield runs
 
 
 def token_run(model: nn.Module, images: ImageBatch, tracked: bool = False) -> TokenRun:

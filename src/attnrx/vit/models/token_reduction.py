@@ -1,10 +1,20 @@
-"""Token pruning and merging inside a model: stages before its layers, at which a reducer selects the tokens."""
+"""Token pruning and merging inside a model: stages before its layers, at which a reducer selects the tokens.
+
+Restoration: a block adds an update to every token. A restored patch is the token that represents it, plus its
+difference from that token at the stage where it was merged or pruned: it receives the updates of that token, and keeps
+its difference, which a copy of the merged token loses. Later layers change differences, so that early ones count less:
+the difference before layer l has the weight l / n at the output of layer n. This weight has the smallest error of those
+measured (`benchmarks/dense_features.py`). Stages are undone from the last to the first, only for the blocks whose
+output is requested. The blocks pass the restored tokens to each other, so that every method of a library that runs them
+returns features of all patches: `TokenReduction.leave` stores the present tokens after a block, and `enter` gives them
+to the next one.
+"""
 
 import threading
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +23,7 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import is_recorded
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import CapturedAttention
-from attnrx.vit.kernels.native_merging import can_merge
+from attnrx.vit.kernels.native_attention import can_merge
 from attnrx.vit.maps import REALIZATIONS
 from attnrx.vit.tokens import (
     LayerStatistic,
@@ -76,51 +86,73 @@ class RestorableStage:
         return torch.add(gathered_rows(change, self.sources), self.before, alpha=share)
 
 
-class TokenRestoration:
-    """The restoration of all patches during one forward pass.
+class CallState(threading.local):
+    """The base of the state that modules pass to each other during a forward pass.
 
-    A block adds an update to every token. A restored patch is the token that represents it, plus its difference from
-    that token at the stage where it was merged or pruned: it receives the updates of that token, and keeps its
-    difference, which a copy of the merged token loses. Later layers change differences, so that early ones count less:
-    the difference before layer l has the weight l / n at the output of layer n. This weight has the smallest error of
-    those measured (`benchmarks/dense_features.py`). Stages are undone from the last to the first, only for the blocks
-    whose output is requested.
-
-    The blocks pass the restored tokens to each other, so that every method of a library that runs them returns features
-    of all patches: `leave` stores the present tokens after a block, and `enter` gives them to the next one.
+    The signatures of the modules are those of a library, so such state is stored beside them, and removed at the end of
+    the pass. A thread that calls the same model at the same time has other images, hence other state. A copy or a
+    pickle of a model, even one made during a pass, has no state.
     """
 
-    def __init__(self, prefix: int):
-        self.prefix = prefix
-        self.stages: list[RestorableStage] = []
-        self.present: TokenBatch | None = None
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
-    def enter(self) -> TokenBatch | None:
-        """Returns the present tokens for the next block; None where the previous output was not restored."""
-        present, self.present = self.present, None  # once: the next block may follow an output that is not restored
-        return present
-
-    def leave(self, tokens: TokenBatch, num_layers: int) -> Float[Tensor, "batch all_tokens width"] | None:
-        """Stores the output of the first `num_layers` blocks, and returns the tokens of all patches.
-
-        Returns None where no patch is missing.
+    @contextmanager
+    def setting(self, **values: Any) -> Iterator[None]:
+        """Sets attributes in the context, and their values of before at its end, also after an exception: a hook of a
+        user may run the model inside a forward pass.
         """
-        if not self.stages:
-            return None
-        self.present, patches = tokens, tokens[:, self.prefix :]
-        for stage in reversed(self.stages):
-            patches = stage.restored(patches, num_layers)
-        return torch.cat([tokens[:, : self.prefix], patches], dim=1)
+        before = {name: getattr(self, name) for name in values}
+        try:
+            for name, value in values.items():
+                setattr(self, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
 
-    def representatives(self, layer: int | None) -> Int[Tensor, "batch patches"] | None:
-        """Returns the index, among the patch tokens in a layer (the last one), of the one that represents each patch.
 
-        -1 for a pruned patch; None before the first stage.
+class TokenRun:
+    """Token statistics of one batch in one forward pass.
+
+    `sizes` is None until a token is pruned. `patches` is the number of patches of an image, known from the first stage
+    on. `patch_indices` holds the index of every patch token in the image, -1 for tokens added by a stage; `trail` holds
+    those indices after each stage. `stages` is None unless features of all patches are requested, which are those after
+    `restored_blocks`, or patches are tracked; `present` are the tokens after a block whose output is restored.
+    `image_keys` are those of the reducer. In training, `sampled` holds the mask sampled at each stage: 1 for a kept
+    patch, 0 for a pruned one, with a gradient; a stage that keeps every patch samples none.
+    """
+
+    def __init__(self, restored_blocks: Container[int] = (), is_tracked: bool = False):
+        self.restored_blocks = restored_blocks
+        self.stages: list[RestorableStage] | None = [] if is_tracked else None
+        self.present: TokenBatch | None = None
+        self.sizes: Float[Tensor, "batch tokens"] | None = None
+        self.logarithms: tuple[Tensor, Tensor] | None = None  # some sizes, and their logarithms
+        self.patches = 0
+        self.patch_indices: Int[Tensor, "batch patches"] | None = None
+        self.statistic: LayerStatistic | None = None
+        self.image_keys: Int[Tensor, " batch"] | None = None
+        self.captured = CapturedAttention()
+        self.trail: list[Int[Tensor, "batch kept"]] = []
+        self.sampled: dict[int, Float[Tensor, "batch patches"]] = {}
+        self.is_past_blocks = False
+
+    @property
+    def restores(self) -> bool:
+        """Whether the tokens of all patches are restored after some blocks."""
+        return bool(self.restored_blocks) and self.stages is not None
+
+    def representatives(self, layer: int | None = None) -> Int[Tensor, "batch patches"] | None:
+        """Returns the index, among the patch tokens in a layer (the last one), of the one that represents each patch of
+        the image.
+
+        -1 for a pruned patch; None where features of all patches are not requested, or no patch was pruned or merged.
         """
         # The destinations of each stage are among the tokens after it, which are the patches of the next one: they are
         # composed from the first stage to the last.
         representatives = None
-        for stage in self.stages:
+        for stage in self.stages or ():
             if layer is not None and stage.layer > layer:
                 break
             after = stage.destinations
@@ -133,61 +165,8 @@ class TokenRestoration:
         return representatives
 
 
-class CallState(threading.local):
-    """The base of the state that modules pass to each other during a forward pass.
-
-    The signatures of the modules are those of a library, so such state is stored beside them, and removed at the end of
-    the pass. A thread that calls the same model at the same time has other images, hence other state. A copy or a
-    pickle of a model, even one made during a pass, has no state.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
-
-
-class TokenRun:
-    """Token statistics of one batch in one forward pass.
-
-    `sizes` is None until a token is pruned. `patches` is the number of patches of an image, known from the first stage
-    on. `patch_indices` holds the index of every patch token in the image, -1 for tokens added by a stage; `trail` holds
-    those indices after each stage. `restoration` is None unless features of all patches are requested, which are those
-    after `restored_blocks`, or patches are tracked.
-    `image_keys` are those of the reducer. In training, `sampled` holds the mask sampled at
-    each stage: 1 for a kept patch, 0 for a pruned one, with a gradient; `drawn` holds the stages: one that
-    keeps every patch samples none.
-    """
-
-    def __init__(self, restored_blocks: Container[int] = ()):
-        self.restored_blocks = restored_blocks
-        self.sizes: Float[Tensor, "batch tokens"] | None = None
-        self.logarithms: tuple[Tensor, Tensor] | None = None  # some sizes, and their logarithms
-        self.patches = 0
-        self.patch_indices: Int[Tensor, "batch patches"] | None = None
-        self.statistic: LayerStatistic | None = None
-        self.image_keys: Int[Tensor, " batch"] | None = None
-        self.captured = CapturedAttention()
-        self.trail: list[Int[Tensor, "batch kept"]] = []
-        self.restoration: TokenRestoration | None = None
-        self.sampled: list[Float[Tensor, "batch patches"]] = []
-        self.drawn: list[int] = []
-        self.is_past_blocks = False
-
-    @property
-    def restores(self) -> bool:
-        """Whether the tokens of all patches are restored after some blocks."""
-        return bool(self.restored_blocks) and self.restoration is not None
-
-    def representatives(self, layer: int | None = None) -> Int[Tensor, "batch patches"] | None:
-        """Returns the index, among the patch tokens in a layer (the last one), of the one that represents each patch of
-        the image.
-
-        -1 for a pruned patch; None where features of all patches are not requested, or no patch was pruned or merged.
-        """
-        return None if self.restoration is None else self.restoration.representatives(layer)
-
-
 class _ReductionCall(CallState):
-    """The run of the forward pass in progress, and the list of the innermost `recording` context, if any.
+    """The run of the forward pass in progress, and the list of the innermost `recording_tokens`, if any.
 
     `is_inside` states whether a `forward_pass` context ends the run; otherwise the last hook does. `predictors` are
     those of the model that is called: hooks refer to the reduction of the model that a replica of `DataParallel` was
@@ -210,10 +189,10 @@ class TokenReduction(nn.Module):
     learned reducer always masks: it samples which patches are kept, at `temperature`, in any number.
     The tokens have a gradient with respect to the samples, which is bounded for dropped patches (`sized_softmax`).
 
-    `restored_blocks` are the indices of the blocks whose output has the tokens of all patches (`TokenRestoration`).
+    `restored_blocks` are the indices of the blocks whose output has the tokens of all patches.
 
-    The statistics of a pass exist during the pass; `recording` keeps them for the caller. A method of a library that is
-    called on the inner model and ends before the last block leaves them to the next pass of the same thread.
+    The statistics of a pass exist during the pass; `recording_tokens` keeps them for the caller. A method of a library
+    that is called on the inner model and ends before the last block leaves them to the next pass of the same thread.
     """
 
     def __init__(self, policy: TokenPolicy, shape: Shape, by: str):
@@ -221,18 +200,11 @@ class TokenReduction(nn.Module):
         if by not in REALIZATIONS:
             raise InvalidInput(f"by={by!r}: choose from {', '.join(REALIZATIONS)}.")
         self.policy, self.shape, self.by = policy, shape, by
-        # The kernel of merging removes tokens; a mask keeps every shape.
-        self.uses_kernel = by == "compress"
         predictors = 1 if policy.reducer.one_predictor else len(policy.layers)
         self.stages = nn.ModuleList(policy.reducer.predictor(shape) for _ in range(predictors))
         self.call = _ReductionCall()
         self.temperature = 1.0
         self.restored_blocks: Container[int] = ()
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The number of patches after each stage, for images of the size of the model."""
-        return self.policy.counts(self.shape.layout.patches)
 
     @contextmanager
     def forward_pass(self, restored_blocks: Container[int] | None = None) -> Iterator[None]:
@@ -240,18 +212,12 @@ class TokenReduction(nn.Module):
 
         With `restored_blocks` the tokens of all patches are restored after these blocks only.
         """
-        call = self.call
-        # Restored afterwards, because a hook of a user may run the model inside a forward pass.
-        before = call.run, call.is_inside, call.restored_blocks, call.predictors
-        call.is_inside, call.predictors = True, self.stages
-        if restored_blocks is not None:
-            call.restored_blocks = restored_blocks
-        try:
+        call, before = self.call, self.call.run
+        blocks = call.restored_blocks if restored_blocks is None else restored_blocks
+        with call.setting(run=before, is_inside=True, restored_blocks=blocks, predictors=self.stages):
             yield
-            if call.run is not before[0]:
+            if call.run is not before:
                 self._end()
-        finally:
-            call.run, call.is_inside, call.restored_blocks, call.predictors = before
 
     @contextmanager
     def continuing(self, run: TokenRun) -> Iterator[None]:
@@ -260,23 +226,9 @@ class TokenReduction(nn.Module):
             self.call.run = run
             yield
 
-    @contextmanager
-    def recording(self, tracked: bool = False) -> Iterator[list[TokenRun]]:
-        """Collects the statistics of every forward pass of this thread in the context; a batch is not chunked.
-
-        Of nested contexts the innermost one collects. With `tracked` they state which token represents each patch.
-        """
-        before = self.call.runs, self.call.tracked
-        runs: list[TokenRun] = []
-        self.call.runs, self.call.tracked = runs, tracked
-        try:
-            yield runs
-        finally:
-            self.call.runs, self.call.tracked = before
-
     @property
     def is_recorded(self) -> bool:
-        """Whether a `recording` context collects the forward passes of this thread."""
+        """Whether a context of `recording_tokens` collects the forward passes of this thread."""
         return self.call.runs is not None
 
     def _end(self) -> None:
@@ -334,23 +286,32 @@ class TokenReduction(nn.Module):
 
     def begin(self, images: ImageBatch) -> None:
         """Starts a batch, or a chunk of one."""
-        blocks = self.call.restored_blocks
-        run = self.call.run = TokenRun(self.restored_blocks if blocks is None else blocks)
+        blocks = self.restored_blocks if self.call.restored_blocks is None else self.call.restored_blocks
         # In training every patch stays in its place, so none has to be restored.
-        if (run.restored_blocks or self.call.tracked) and not self.samples_patches:
-            run.restoration = TokenRestoration(self.shape.layout.prefix)
-        run.image_keys = self.policy.reducer.image_keys(images)
+        run = TokenRun(blocks, bool(blocks or self.call.tracked) and not self.samples_patches)
+        self.call.run, run.image_keys = run, self.policy.reducer.image_keys(images)
 
-    def enter(self, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
-        """Returns the present tokens for a block that is called with restored ones; else None."""
-        restoration = self._run.restoration
-        return None if restoration is None else restoration.enter()
+    def enter(self, stage: int | None, adds: bool, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
+        """Returns the tokens for a block, after the stage before it, if any; None for those that it is called with.
+
+        With `adds` they are the output of a layer that the reducer observes.
+        """
+        run = self._run
+        present, run.present = run.present, None  # once: the next block may follow an output that is not restored
+        tokens = tokens if present is None else present
+        if adds:
+            self.add_layer(tokens)
+        return present if stage is None else self.decide(stage, tokens)
 
     def leave(self, block: int, tokens: TokenBatch) -> Float[Tensor, "batch all_tokens width"] | None:
         """Returns the tokens of all patches after a block, if it is one of `restored_blocks`; else None."""
         run, restored = self._run, None
-        if run.restoration is not None and block in run.restored_blocks:
-            restored = run.restoration.leave(tokens, block + 1)
+        if run.stages and block in run.restored_blocks:
+            prefix, run.present = self.shape.layout.prefix, tokens
+            patches = tokens[:, prefix:]
+            for stage in reversed(run.stages):
+                patches = stage.restored(patches, block + 1)
+            restored = torch.cat([tokens[:, :prefix], patches], dim=1)
         run.is_past_blocks = block + 1 == self.shape.depth
         # Restored tokens are pooled unchanged, and so is a class token: `pooled` needs no run.
         if run.is_past_blocks and (self.shape.layout.pooled == "class" or run.restores):
@@ -368,7 +329,7 @@ class TokenReduction(nn.Module):
         its original index; a removed head attends uniformly, as in the masked model. The capture is stored only where
         the next stage `decides` by it.
         """
-        run, every_layer, sizes = self._run, self.policy.reducer.every_layer, self.sizes()
+        run, sizes = self._run, self.sizes()
         if heads != tuple(range(self.shape.heads)):
             captured = replace(
                 captured,
@@ -378,7 +339,7 @@ class TokenReduction(nn.Module):
             )
         if decides:  # full maps are large: only those that the next stage uses are stored, others go into sums
             run.captured = captured
-        observed = getattr(captured, every_layer) if every_layer in ("attention", "class_attention") else None
+        observed = getattr(captured, self.policy.reducer.every_layer, None)  # None for "tokens"
         if observed is not None:
             self.add_layer(observed)
 
@@ -409,15 +370,17 @@ class TokenReduction(nn.Module):
             tokens, prefix, sizes, run.patch_indices, captured.class_attention, captured.attention, run.statistic,
             captured.keys, run.image_keys, captured.value_norms, stage, self.policy.layers[stage],
             self.shape.depth, unmasked=self.by == "compress" and not self.samples_patches, unsized=run.sizes is None,
-            tracked=run.restoration is not None,
+            tracked=run.stages is not None,
         )  # fmt: skip
         if self.samples_patches:
             return self._draw(stage, state)
-        if self.uses_kernel and can_merge(tokens, run.patch_indices.shape[1], count):
+        # The kernel of merging removes tokens; a mask keeps every shape.
+        if self.by == "compress" and can_merge(tokens, run.patch_indices.shape[1], count):
             merged = self.policy.reducer.native_merge(state, count)
             if merged is not None:
                 tokens, run.sizes, run.patch_indices, destinations = merged
-                self._track(RestorableStage(state.layer, state.patches, tokens[:, prefix:], destinations))
+                if run.stages is not None:
+                    run.stages.append(RestorableStage(state.layer, state.patches, tokens[:, prefix:], destinations))
                 run.trail.append(run.patch_indices)
                 return tokens
         return self._applied(state, self.policy.reducer.reduce(state, count, self.predictor(stage)))
@@ -425,39 +388,34 @@ class TokenReduction(nn.Module):
     def _applied(self, state: TokenState, reduction: Reduction) -> Tensor:
         """Returns the tokens that a reduction leaves, and updates the statistics of the run."""
         run = self._run
-        apply = compressed_state if self.by == "compress" else masked_state
-        reduced = apply(state, reduction)
+        if self.by == "compress":
+            reduced, positions = compressed_state(state, reduction), None
+        else:
+            reduced, positions = masked_state(state, reduction)
         run.sizes, run.patch_indices = reduced.sizes, reduced.patch_indices
         run.statistic = reduced.statistic
-        if run.restoration is not None:
+        if run.stages is not None:
             parts = [reduction.tokens] if reduction.extra is None else [reduction.tokens, reduction.extra]
             destinations = reduction.destinations
             if destinations is None:  # a reducer that selects: a kept patch represents itself, a pruned one has none
                 destinations = destinations_of(reduction.kept, torch.full_like(state.patch_indices, -1))
             prunes = reduction.destinations is None
             remaining = torch.cat(parts, dim=1)
-            self._track(RestorableStage(state.layer, state.patches, remaining, destinations, prunes, reduced.positions))
+            run.stages.append(RestorableStage(state.layer, state.patches, remaining, destinations, prunes, positions))
         remaining = reduced.patch_indices
         # The trail of a mask is that of the smaller model: only the patches that remain.
-        if self.by == "mask":
-            number = reduction.kept.shape[1] + (0 if reduction.extra is None else reduction.extra.shape[1])
+        if positions is not None:
             # A stable sort keeps the order of the remaining patches.
             present_mask = (reduced.sizes[:, state.prefix :] > 0).to(torch.int8)
-            remaining = remaining.gather(1, stable_order(present_mask)[:, :number])
+            remaining = remaining.gather(1, stable_order(present_mask)[:, : positions.shape[1]])
         run.trail.append(remaining)
         return reduced.tokens
-
-    def _track(self, stage: RestorableStage) -> None:
-        restoration = self._run.restoration
-        if restoration is not None:
-            restoration.stages.append(stage)
 
     def _draw(self, stage: int, state: TokenState) -> Tensor:
         """Samples the kept patches; every token keeps its index, with size 1 or 0."""
         run, prefix = self._run, state.prefix
         sampled = self.policy.reducer.sample(state, self.predictor(stage), self.temperature)
-        run.sampled.append(sampled.keep)
-        run.drawn.append(stage)
+        run.sampled[stage] = sampled.keep
         sizes = sampled.keep
         # A fused token overwrites a pruned patch, because the number of tokens is fixed in training.
         if sampled.added is not None:
@@ -516,8 +474,8 @@ def _at_all_heads(
     """Returns the statistic of all `count` heads: `values` of `heads` at their indices; the others are zero, or
     attend uniformly over the keys.
     """
-    if values is None or heads == tuple(range(count)):
-        return values
+    if values is None:
+        return None
     statistic = values.new_zeros(values.shape[0], count, *values.shape[2:])
     if attends:
         # Scores of zero: every key has a weight in proportion to its size, in rows of class attention and in full maps.
@@ -530,21 +488,8 @@ def _at_all_heads(
     return statistic
 
 
-class ReducedState(NamedTuple):
-    """The tokens after a stage, with what later stages read of them.
-
-    `positions` are those of the kept and the extra tokens among the patch tokens; None where these are all of them.
-    """
-
-    tokens: TokenBatch
-    sizes: Float[Tensor, "batch tokens"]
-    patch_indices: Int[Tensor, "batch patches"]
-    statistic: LayerStatistic | None
-    positions: Int[Tensor, "batch remaining"] | None
-
-
-def compressed_state(state: TokenState, reduction: Reduction) -> ReducedState:
-    """Returns the remaining tokens, their sizes, their patch indices, and the statistics gathered for them."""
+def compressed_state(state: TokenState, reduction: Reduction) -> TokenState:
+    """Returns the state after a stage: the remaining tokens, their sizes, indices and statistics."""
     kept, extra, prefix = reduction.kept, reduction.extra, state.prefix
     # Without an earlier stage the indices of all patches are those of the tokens.
     indices = kept if state.unsized else state.patch_indices.gather(1, kept)
@@ -555,19 +500,21 @@ def compressed_state(state: TokenState, reduction: Reduction) -> ReducedState:
     statistic = state.statistic
     if statistic is not None:
         first = torch.arange(prefix, device=kept.device).expand(kept.shape[0], -1)
-        statistic = statistic.at(torch.cat([first, prefix + kept], dim=1))
-        statistic = statistic if extra is None else statistic.with_new(extra.shape[1])
+        statistic = statistic.at(torch.cat([first, prefix + kept], dim=1), 0 if extra is None else extra.shape[1])
     if reduction.whole is not None:
         tokens, sizes = reduction.whole
     else:
         parts = [state.tokens[:, :prefix], reduction.tokens, *([] if extra is None else [extra])]
         tokens = torch.cat(parts, dim=1)
         sizes = torch.cat([state.sizes[:, :prefix], remaining_sizes(state, reduction)], dim=1)
-    return ReducedState(tokens, sizes, indices, statistic, positions=None)
+    return replace(state, tokens=tokens, sizes=sizes, patch_indices=indices, statistic=statistic)
 
 
-def masked_state(state: TokenState, reduction: Reduction) -> ReducedState:
-    """Writes kept tokens at their indices and extra tokens at pruned indices; all other patches get size 0."""
+def masked_state(state: TokenState, reduction: Reduction) -> tuple[TokenState, Int[Tensor, "batch remaining"]]:
+    """Returns the state after a stage, and the positions of the kept and the extra tokens among the patch tokens.
+
+    Kept tokens stay at their indices, extra tokens are at those of pruned patches; all other patches have size 0.
+    """
     kept, extra, indices, statistic = reduction.kept, reduction.extra, state.patch_indices, state.statistic
     targets, values = kept, reduction.tokens
     if extra is not None:
@@ -581,7 +528,7 @@ def masked_state(state: TokenState, reduction: Reduction) -> ReducedState:
     sizes = torch.zeros_like(state.sizes[:, state.prefix :]).scatter(1, targets, remaining_sizes(state, reduction))
     tokens = torch.cat([state.tokens[:, : state.prefix], patches], dim=1)
     sizes = torch.cat([state.sizes[:, : state.prefix], sizes], dim=1)
-    return ReducedState(tokens, sizes, indices, statistic, positions=targets)
+    return replace(state, tokens=tokens, sizes=sizes, patch_indices=indices, statistic=statistic), targets
 
 
 def replaced_state(state: TokenState, added: Int[Tensor, "batch added"]) -> tuple[Tensor, LayerStatistic | None]:

@@ -7,7 +7,7 @@ be removed from any of them.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,20 +15,20 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.arguments import described_error, user_code
-from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.errors import NotSupported
 from attnrx.support.modules import random_images
 from attnrx.support.records import from_dict, to_dict
-from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
+from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
-from attnrx.vit.costs.flop_counting import frozen
+from attnrx.vit.costs.model_costs import frozen
 from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.models.adopted import Adopted, Origin
-from attnrx.vit.models.adopted_family import AdoptedFamily, mlp_costs, num_params
+from attnrx.vit.models.adopted_family import AdoptedFamily, matrix_entries, mlp_costs, num_params
 from attnrx.vit.models.family import LayerShapes, num_outputs
-from attnrx.vit.models.mlp import Pair, halve_, hidden_units, keep_units_of_
+from attnrx.vit.models.mlp import Pair, halve_, hidden_units
 from attnrx.vit.models.module_inputs import called, inputs_of
-from attnrx.vit.models.observation_hooks import evaluating, recording_calls
+from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.parts import ModelParts, model_name, require_parts
 from attnrx.vit.models.separate_units import separate_pairs
 from attnrx.vit.spec import AttentionSpec
@@ -131,43 +131,32 @@ class UnitsFamily(AdoptedFamily):
         for pair in found.pairs:
             for path in (pair.first, pair.second, *pair.between):
                 part: Any = found.source.get_submodule(path)
-                if path in pair.between and not isinstance(part, nn.Linear):
-                    continue
                 if isinstance(part, nn.Linear):
                     native_(part)
-                    continue
-                weight = nn.Parameter(part.weight.detach().flatten(1), part.weight.requires_grad)
-                with torch.device("meta"):
-                    linear = NativeLinear(weight.shape[1], weight.shape[0], part.bias is not None)
-                linear.weight, linear.bias = weight, part.bias
-                geometry = {"stride": part.stride, "padding": part.padding, "dilation": part.dilation}
-                convolution = Convolution(linear, part.kernel_size, **geometry)
-                found.source.set_submodule(path, convolution.train(part.training))
+                elif path not in pair.between:
+                    weight = nn.Parameter(part.weight.detach().flatten(1), part.weight.requires_grad)
+                    with torch.device("meta"):
+                        linear = NativeLinear(weight.shape[1], weight.shape[0], part.bias is not None)
+                    linear.weight, linear.bias = weight, part.bias
+                    geometry = {"stride": part.stride, "padding": part.padding, "dilation": part.dilation}
+                    convolution = Convolution(linear, part.kernel_size, **geometry)
+                    found.source.set_submodule(path, convolution.train(part.training))
         if not next(found.source.parameters()).is_meta and not found.pairs[0].positions:
             self._measure_(found, found.origin.input_shape)
 
     def _measure_(self, adopted: Adopted, shape: tuple[int, int, int]) -> None:
         """Measures the places that every MLP runs at, and the MACs of all else, in a forward pass."""
         found, maps = self._units(adopted), self.mlp(adopted)
-        source, named = found.source, dict(found.source.named_modules())
-        between: dict[str, Any] = {path: named[path] for pair in found.pairs for path in pair.between}
-        counted = {path: part for path, part in between.items() if isinstance(part, nn.Conv2d | nn.Linear)}
-        parts = [*(first for first, _ in maps), *counted.values()]
-        with (
-            evaluating((source,)), frozen(source), FlopCounterMode(display=False) as counter,
-            recording_calls(parts, lambda call: (call.module, call.tokens.shape, call.output.numel())) as calls,
-        ):  # fmt: skip
-            called(source, random_images(source, shape, 1))
-        positions = {part: inputs[:-1].numel() for part, inputs, _ in calls}
-        outputs = {part: count for part, _, count in calls}
-        # Of one unit: its places times the entries of its kernel.
-        macs = {path: outputs[part] // len(part.weight) * part.weight[0].numel() for path, part in counted.items()}
+        macs = macs_by_part(found.source, random_images(found.source, shape, 1))
         vars(found)["pairs"] = tuple(
-            replace(pair, positions=positions[first], unit_macs=sum(macs.get(path, 0) for path in pair.between))
+            replace(
+                pair,
+                positions=macs[pair.first] // matrix_entries(first),
+                unit_macs=sum(macs.get(path, 0) for path in pair.between) // first.out_features,  # type: ignore[operator]
+            )
             for pair, (first, _) in zip(found.pairs, maps, strict=True)
         )
-        inside = sum(layer.mlp.macs for layer in self.costs(found).layers)
-        vars(found)["outer_macs"] = counter.get_total_flops() // 2 - inside  # torch counts two operations for one MAC
+        vars(found)["outer_macs"] = macs[""] - sum(layer.mlp.macs for layer in self.costs(found).layers)
 
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
         with torch.device("cpu"):
@@ -188,9 +177,6 @@ class UnitsFamily(AdoptedFamily):
 
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
         return tuple(f"source.{pair.block}".rstrip(".") for pair in self._units(model).pairs)
-
-    def has_plain_units(self, model: nn.Module) -> bool:
-        return True
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         found = self._units(model)
@@ -214,14 +200,10 @@ class UnitsFamily(AdoptedFamily):
         return adopted
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        raise NotSupported(self._unread(model, "tokens cannot be pruned or merged, and attention maps are not shown"))
-
-    def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
-        raise NotSupported(self._unread(model, "the features of patches are not known"))
-
-    def _unread(self, model: nn.Module, what: str) -> str:
-        name = self._units(model).origin.architecture
-        return f"the attention of {name} has no reader, so {what}: prescribe hidden=..., e.g. hidden=total_rank:0.5."
+        raise NotSupported(
+            f"the attention of {self._units(model).origin.architecture} has no reader, so tokens cannot be pruned or "
+            "merged, and attention maps are not shown: prescribe hidden=..., e.g. hidden=total_rank:0.5."
+        )
 
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
         found = self._units(model)
@@ -249,6 +231,15 @@ class UnitsFamily(AdoptedFamily):
 
     def _units(self, model: nn.Module) -> UnitsModel:
         return self._adopted(model)  # type: ignore[return-value]
+
+
+def macs_by_part(model: nn.Module, images: ImageBatch) -> dict[str, int]:
+    """Returns the multiply-accumulates of a forward pass by the paths of the parts, "" for the model itself."""
+    with evaluating((model,)), frozen(model), FlopCounterMode(display=False) as counter:
+        called(model, images)
+    # The names of the parts begin with that of the class. Two operations are one MAC.
+    counts, root = counter.get_flop_counts(), f"{type(model).__name__}."
+    return {f"{name}.".removeprefix(root)[:-1]: sum(each.values()) // 2 for name, each in counts.items()}
 
 
 def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
@@ -290,66 +281,3 @@ def _position_sides(parts: Sequence[nn.Module], convolution: nn.Conv2d | None) -
         for prefix in range(6)
     }
     return [patch * math.isqrt(count) for count in sorted(counts) if count > 3 and math.isqrt(count) ** 2 == count]
-
-
-class Cut(NamedTuple):
-    """Two maps, by their paths, of which so many `units` between them are left; `between` are parts with weights per
-    unit, as in `Pair`.
-    """
-
-    first: str
-    second: str
-    between: tuple[str, ...]
-    units: int
-
-    def shape_(self, module: nn.Module) -> None:
-        """Gives a module that was created anew the shapes of the smaller one.
-
-        Raises:
-            InvalidInput: It has no such parts, or fewer units.
-        """
-        require_parts(module, (self.first, self.second, *self.between), "the module")
-        first: Any = module.get_submodule(self.first)
-        units = first.weight.shape[_dims(first)[1]]
-        if not 0 < self.units <= units:
-            found = f"{units} units in {self.first!r:.80}"
-            raise InvalidInput(f"the module was created with {found}, of which {self.units} should be left.")
-        keep_units_around_(module, self, torch.arange(units, device="cpu") < self.units)
-
-
-def keep_units_around_(module: nn.Module, cut: Cut, keep: Bool[Tensor, "units"]) -> None:
-    """Removes the units that are not kept between two maps of a module, in place."""
-    first, second = module.get_submodule(cut.first), module.get_submodule(cut.second)
-    _take_(first, _dims(first)[1], keep, ("bias",))
-    _take_(second, _dims(second)[0], keep, ())
-    for path in cut.between:
-        keep_units_of_(module.get_submodule(path), keep)
-
-
-def input_weight(part: Any) -> tuple[Tensor, Sequence[int]]:
-    """Returns the weight of a map as [outputs * kernel, units], and the shape [units, ...] of its transpose."""
-    weight = part.weight.detach().movedim(_dims(part)[0], 0)
-    return weight.flatten(1).T, weight.shape
-
-
-def set_input_weight_(part: Any, weight: Tensor, shape: Sequence[int]) -> None:
-    """Sets the weight of a map from [outputs * kernel, units], as `input_weight` returns it."""
-    with torch.no_grad():
-        part.weight.copy_(weight.T.reshape(-1, *shape[1:]).movedim(0, _dims(part)[0]))
-
-
-def _dims(part: nn.Module) -> tuple[int, int]:
-    """Returns the dimensions of the inputs and of the outputs in the weight of a map."""
-    return (0, 1) if isinstance(part, nn.ConvTranspose2d) else (1, 0)
-
-
-def _take_(part: Any, dim: int, keep: Bool[Tensor, "units"], others: Sequence[str]) -> None:
-    index = keep.nonzero()[:, 0].to(part.weight.device)
-    is_input = dim == _dims(part)[0]
-    part.weight = nn.Parameter(part.weight.detach().index_select(dim, index), part.weight.requires_grad)
-    for name in others:
-        tensor = getattr(part, name)
-        if tensor is not None:
-            setattr(part, name, nn.Parameter(tensor.detach()[index], tensor.requires_grad))
-    kind = "channels" if isinstance(part, nn.Conv2d | nn.ConvTranspose2d) else "features"
-    setattr(part, f"{'in' if is_input else 'out'}_{kind}", len(index))

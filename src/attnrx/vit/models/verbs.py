@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attnrx.vit.models.adopted import Adopted
-from attnrx.vit.models.adoption_proof import require_copyable_code, require_plain_weights, require_unchanged
+from attnrx.vit.models.adoption_proof import require_plain_code, require_unchanged
 from attnrx.vit.models.families import OWN
 
 Arguments = ParamSpec("Arguments")
@@ -32,8 +32,7 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         with ordinary_modes(), restored_state(models):
             for model in models:
                 if isinstance(model, Adopted) or any(family.matches(model) for family in OWN):
-                    require_plain_weights(model)
-                    require_copyable_code(model)
+                    require_plain_code(model)
                     require_unchanged(model, model, model.origin.input_shape)  # type: ignore[union-attr, arg-type]
             return function(*args, **kwargs)
 
@@ -54,9 +53,7 @@ def ordinary_modes() -> Iterator[None]:
 
 @contextmanager
 def restored_state(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Restores the mode of every part of the models, `requires_grad` and `grad` of their parameters, and the global
-    random states of torch, numpy and `random`.
-    """
+    """Restores modes of parts, `requires_grad` and `grad`, and the random states of torch, numpy and `random`."""
     modes = [(part, part.training) for model in models for part in model.modules()]
     gradients = [(weight, weight.requires_grad, weight.grad) for model in models for weight in model.parameters()]
     python_state, numpy_state = random.getstate(), np.random.get_state()

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.arguments import described, described_error, user_code
 from attnrx.support.errors import InvalidInput, NotSupported
@@ -19,23 +18,21 @@ from attnrx.support.records import fields_of, of_fields
 from attnrx.support.shapes import Bool, Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.costs import ModelCosts, PartCosts
-from attnrx.vit.costs.flop_counting import frozen
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.adopted_family import AdoptedFamily, num_params
-from attnrx.vit.models.adoption_proof import LIBRARIES, difference_of, require_copyable_code, require_unchanged
+from attnrx.vit.models.adoption_proof import LIBRARIES, difference_of, require_unchanged
 from attnrx.vit.models.chunked_forward import chunked_forward
 from attnrx.vit.models.family import Family, LayerShapes
+from attnrx.vit.models.mlp import Pair
 from attnrx.vit.models.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
 from attnrx.vit.models.parts import model_name, reading_parts, require_parts
-from attnrx.vit.models.reader import created_by, imported_class
-from attnrx.vit.models.structure import StructureFamily
+from attnrx.vit.models.reader import Factory, StructureFamily, class_name, created_by, imported_class
+from attnrx.vit.models.separate_units import Cut, separate_pairs
 from attnrx.vit.models.substitute import Substitute, remove_capturing_
 from attnrx.vit.models.token_hooks import TokenHook
-from attnrx.vit.models.units import Cut, Pair, UnitsFamily, keep_units_around_, separate_pairs
+from attnrx.vit.models.units import UnitsFamily, macs_by_part
 from attnrx.vit.tokens import TokenLayout
-
-Factory = Callable[[], nn.Module]
 
 IMAGE_METHODS = ("get_image_features", "encode_image")  # of models of images and texts
 PROOF_PATCHES = 16  # the most patches per side of the images of a proof
@@ -45,18 +42,17 @@ PROOF_PATCHES = 16  # the most patches per side of the images of a proof
 class Surroundings:
     """What is around the Vision Transformer of a whole module, as JSON values.
 
-    `name` is "module:class" of the user's class, `factory` "module:function" of the function that creates it (None: the
-    class without arguments), `path` that of the Vision Transformer, "" where it is the module itself, and `family` that
-    of its library. `read_blocks` are the indices of the blocks whose patch tokens other parts than the next block read.
-    `sizes` are the numbers per image of every tensor that is returned, by their places, `outputs` the name of the
+    `name` is "module:class" of the user's class, `factory` "module:function" of the function that creates it (None:
+    the class, or its library), `path` that of the Vision Transformer, "" where it is the module itself, and `family`
+    that of its library. `read_blocks` are the indices of the blocks whose patch tokens other parts than the next block
+    read. `sizes` are the numbers per image of every tensor that is returned, by their places, `outputs` the name of the
     `OutputKind`, and `macs` the multiply-accumulates per image outside of the Vision Transformer. `creation` is how a
     library creates the module, if it does: its `library`, and `architecture` and `arguments` (`AdoptedFamily.create`).
     `by_class` is whether the class without arguments creates it. `call` is what images alone are given to: "forward",
-    or one of IMAGE_METHODS where that needs other inputs too.
-    `calls` is the number of images that the Vision Transformer gets for one input. `inputs` are the fields of
-    `ModuleInputs` where the module takes other inputs than images.
-    `cuts` are the pairs of maps around the Vision Transformer of which units were removed, with the units that are left
-    (`units.Cut`).
+    or one of IMAGE_METHODS where that needs other inputs too. `cuts` are the pairs of maps around the Vision
+    Transformer of which units were removed, with the units that are left (`Cut`). `calls` is the number of images that
+    the Vision Transformer gets for one input. `inputs` are the fields of `ModuleInputs` where the module takes other
+    inputs than images.
     """
 
     name: str
@@ -68,28 +64,25 @@ class Surroundings:
     outputs: str
     macs: int
     creation: Mapping[str, Any] | None = None
-    by_class: bool = True
+    by_class: bool = False
     call: str = "forward"
     cuts: tuple[Cut, ...] = ()
     calls: int = 1
     inputs: tuple[tuple[Any, ...], ...] = ()
 
     @property
-    def is_of_class(self) -> bool:
-        """Whether the class without arguments creates the module; that of a library makes one of its default size."""
-        return self.factory is None and self.by_class and self.name.split(".")[0] not in LIBRARIES
+    def needed(self) -> str:
+        """What `load` needs to create a saved module again, "" for nothing."""
+        if self.factory is None and self.creation is not None:
+            return ""
+        if self.by_class:
+            return f"import {self.name.partition(':')[0]} first"
+        given = "..." if self.factory is None else repr(self.factory)
+        return f"attnrx.load(folder, factory={given}) with a function that creates the module with any weights"
 
 
-def _answer(module: nn.Module, around: Surroundings, images: Tensor) -> Any:
-    """Returns what a module returns for images alone."""
-    if around.call == "forward":
-        return called(module, images)
-    features = getattr(module, around.call)(images)
-    return getattr(features, "pooler_output", features)
-
-
-class _Around(nn.Module):
-    """A user's module, with what is around its Vision Transformer."""
+class _OfImages(nn.Module):
+    """A user's module, called with images alone where its forward needs other inputs too."""
 
     def __init__(self, module: nn.Module, around: Surroundings):
         super().__init__()
@@ -100,12 +93,16 @@ class _Around(nn.Module):
         """What the module takes other than images."""
         return inputs_of(self.module) if self.around.call == "forward" else None
 
-
-class _OfImages(_Around):
-    """A user's module that takes images alone, where its forward needs other inputs too."""
-
     def forward(self, images: Tensor) -> Any:
-        return _answer(self.module, self.around, images)
+        return _answer(self.module, self.around.call, images)
+
+
+def _answer(module: nn.Module, call: str, images: Tensor) -> Any:
+    """Returns what a module returns for images alone, which are given to this method."""
+    if call == "forward":
+        return called(module, images)
+    features = getattr(module, call)(images)
+    return getattr(features, "pooler_output", features)
 
 
 class _OtherInputs(NotSupported):
@@ -116,12 +113,7 @@ class _Shape:
     """The user's module without weights, from which one with fresh weights is made; shared by all copies of a model."""
 
     def __init__(self, module: nn.Module):
-        # The values of buffers stay: those that are not saved are computed by the code of the module.
-        memo = {
-            id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-            for parameter in module.parameters()
-        }
-        self.module = copy.deepcopy(module, memo)
+        self.module = _with_weights(module, lambda weight: torch.empty_like(weight, device="meta"))
         remove_capturing_(self.module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Shape":
@@ -129,18 +121,22 @@ class _Shape:
 
     def fresh(self) -> nn.Module:
         """Returns the module with small random weights from seed 0, or with none on the meta device."""
-        is_meta = torch.get_default_device().type == "meta"
-        generator = torch.Generator("cpu").manual_seed(0)
-        memo = {}
-        for parameter in self.module.parameters():
-            value = torch.empty_like(parameter, device="meta" if is_meta else "cpu")
-            memo[id(parameter)] = nn.Parameter(
-                value if is_meta else value.normal_(0, 0.02, generator=generator), parameter.requires_grad
-            )
-        return copy.deepcopy(self.module, memo).eval()
+        device, generator = torch.get_default_device(), torch.Generator("cpu").manual_seed(0)
+        if device.type == "meta":
+            return copy.deepcopy(self.module).eval()
+        drawn = partial(torch.nn.init.normal_, std=0.02, generator=generator)
+        return _with_weights(self.module, lambda weight: drawn(torch.empty_like(weight, device="cpu"))).eval()
 
 
-class Whole(Substitute, _Around):
+def _with_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Returns a copy of a module with other weights, made of each; the values of its buffers stay, since those that are
+    not saved are computed by the code of the module.
+    """
+    weights = {id(each): nn.Parameter(make(each), each.requires_grad) for each in module.parameters()}
+    return copy.deepcopy(module, weights)
+
+
+class Whole(Substitute, _OfImages):
     """A module of the user's own, `module`, in which the Vision Transformer has attnrx attention.
 
     Called with images, or with any arguments of the user's module, it returns what that returns. A module that needs
@@ -180,7 +176,7 @@ class Whole(Substitute, _Around):
 
     def _forward_chunk(self, images: Tensor) -> Any:
         with self.forward_pass():
-            return _answer(self.module, self.around, images)
+            return _answer(self.module, self.around.call, images)
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
@@ -196,6 +192,11 @@ class Whole(Substitute, _Around):
     def forward_pass(self) -> AbstractContextManager[None]:
         """Runs one forward pass in its context; patches are restored after the blocks whose patches are read."""
         return self.trunk.forward_pass(self.around.read_blocks)
+
+    def weights_around(self) -> list[nn.Parameter]:
+        """Returns the weights of all parts around the Vision Transformer."""
+        inside = set(map(id, self.trunk.source.parameters()))
+        return [weight for weight in self.module.parameters() if id(weight) not in inside]
 
     def pairs_around(self) -> tuple[Pair, ...]:
         """Returns the pairs of maps around the Vision Transformer between which every unit, e.g. a channel of a
@@ -236,6 +237,7 @@ class WholeFamily(Family):
     def __init__(self, libraries: Mapping[str, AdoptedFamily], factory: Factory | None = None):
         self.libraries: dict[str, AdoptedFamily] = {family.name: family for family in libraries.values()}
         self.units, self.structure = UnitsFamily(), StructureFamily()
+        self.families = {family.name: family for family in (*self.libraries.values(), self.units, self.structure)}
         self.factory = factory
 
     def trunks_of(self, model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
@@ -267,18 +269,17 @@ class WholeFamily(Family):
     ) -> Whole:
         """Returns a deep copy of a module whose Vision Transformer, at `path`, has attnrx attention in every layer.
 
-        The copy returns what the module returns, which is checked on random images. `path` is that in `rewritten`, by
-        default the module itself. `named` is how a library creates it, where that is known; the module itself is
-        compared with what is created so.
+        The copy returns what the module returns, which is checked on random images. `rewritten` is a copy that becomes
+        the result, and may have other paths, by default one of the module itself. `named` is how a library creates the
+        module, where that is known; the module itself is compared with what is created so.
 
         Raises:
             NotSupported: The outputs differ, are no tensors with one entry per image, or the Vision Transformer is
                 called several times or never.
             InvalidInput: The module has no weights.
         """
-        require_copyable_code(model)
         require_finite_tensors(model.state_dict(), model_name(model))
-        module = copy_module(model if rewritten is None else rewritten)
+        module = copy_module(model) if rewritten is None else rewritten
         source = module.get_submodule(path)
         with reading_parts(source, "its parts"):
             family.require_supported(source)
@@ -288,50 +289,48 @@ class WholeFamily(Family):
             shape = _Shape(module)
             family._install_(trunk, family._converted_attention(source))
         every = tuple(range(len(family.blocks(source))))
-        make = self.factory
-        made = make and (_name(make) if hasattr(make, "__qualname__") else described(make))
-        around = Surroundings(_name(type(model)), made, path, family.name, every, {}, "", 0)
+        make: Any = self.factory
+        if make is not None:
+            make = f"{make.__module__}:{make.__qualname__}" if hasattr(make, "__qualname__") else described(make)
+        around = Surroundings(class_name(model), make, path, family.name, every, {}, "", 0)
         whole = Whole(module, trunk, shape, around)
         whole.training = model.training
         errors: list[_OtherInputs] = []
         if not path:  # the parts of a library's model have no code of a user's, or it is lost when the model is saved
             require_unchanged(model, partial(called, model), whole.input_shape)
-        original = _OfImages(model, around)
-        replaced = _OfImages(model if rewritten is None else rewritten, around)  # its paths may be others
         # A module whose inputs are stated is called with these alone.
         methods = IMAGE_METHODS if path and ATTRIBUTE not in vars(model) else ()
         for call in ("forward", *(name for name in methods if hasattr(model, name))):
-            around = original.around = replaced.around = whole.around = replace(around, call=call)
-            images = _images_of_proof(original, whole, family)
+            whole.around = replace(whole.around, call=call)
+            images = _images_of_proof(model, whole, family)
             try:
-                tensors = _proved(original, whole, family, images)
-                around = whole.around
+                tensors = _proved(model, whole, family, images)
                 break
             except _OtherInputs as error:
                 errors.append(error)
         else:
             raise NotSupported(str(errors[0])) from errors[0]
         family.prove_units(trunk)
-        inputs = vars(model).get(ATTRIBUTE) if around.call == "forward" else None
-        creation = (named or self._creation(model)) if self.factory is None else None
-        if creation and not _is_created(partial(self._by_library, creation), model, original, images, tensors):
-            creation = None
-        kind = imported_class(around.name) if around.is_of_class else None
+        creation, kind = None, None
+        if self.factory is None:
+            creation = named or self._creation(model)
+            if around.name.split(".")[0] not in LIBRARIES:  # whose classes make models of their default sizes
+                kind = imported_class(around.name)
+        creates = partial(_is_created, module=model, call=whole.around.call, images=images, expected=tensors)
+        inputs = vars(model).get(ATTRIBUTE) if whole.around.call == "forward" else None
         whole.around = replace(
-            around,
+            whole.around,
             inputs=() if inputs is None else tuple(map(astuple, inputs.fields)),
-            by_class=kind is not None and _is_created(kind, model, original, images, tensors),
-            creation=creation,
-            sizes=_sizes(tensors),
+            by_class=kind is not None and creates(kind),
+            creation=creation if creation and creates(partial(self._by_library, creation)) else None,
+            sizes=_output_sizes(whole),
             outputs=_kind_of(family, whole, tensors),
-            macs=_outer_macs(replaced, whole, family),
+            macs=_outer_macs(whole, family),
             read_blocks=_read_blocks(whole, family, images[:1]) if every else (),
         )
         if every and not _answers_alike(whole, images, tensors):
             # Its parts after the blocks need the tokens of all patches, though they read one token of them.
             whole.around = replace(whole.around, read_blocks=(*whole.around.read_blocks, every[-1]))
-        if images.shape[1:] != whole.input_shape:
-            whole.around = replace(whole.around, sizes=_sizes(_outputs_at_size(whole)))
         return whole
 
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
@@ -341,17 +340,14 @@ class WholeFamily(Family):
         fresh = whole.shape.fresh()
         family.fit_created_(fresh.get_submodule(whole.around.path), trunk.origin, before)
         vars(whole)["shape"] = _Shape(fresh)
-        outputs = _outputs_at_size(whole)
-        macs = _outer_macs(_OfImages(whole.module, whole.around), whole, family)
-        whole.around = replace(whole.around, sizes=_sizes(outputs), macs=macs)
+        whole.around = replace(whole.around, sizes=_output_sizes(whole), macs=_outer_macs(whole, family))
 
     def keep_units_around_(self, model: nn.Module, pair: Pair, keep: Bool[Tensor, "units"]) -> None:
         """Removes the units that are not kept of one of `Whole.pairs_around`, in place, without a compensation."""
         whole, _, family = self._of(model)
         cut = Cut(pair.first, pair.second, pair.between, int(keep.sum()))
-        keep_units_around_(whole.module, cut, keep)
-        macs = _outer_macs(_OfImages(whole.module, whole.around), whole, family)
-        whole.around = replace(whole.around, cuts=(*whole.around.cuts, cut), macs=macs)
+        cut.keep_(whole.module, keep)
+        whole.around = replace(whole.around, cuts=(*whole.around.cuts, cut), macs=_outer_macs(whole, family))
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         whole, trunk, family = self._of(model)
@@ -366,10 +362,13 @@ class WholeFamily(Family):
             InvalidInput: What was created has another Vision Transformer.
         """
         around = of_fields(Surroundings, description["around"])
-        family = self._family(around.family)
-        # With values, because the code of a module may read those of its buffers.
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            module = family.recognize_(self._created(around), around.path, description)
+        family = self.families[around.family]
+        if self.factory is None and around.creation is not None:
+            create: Factory | None = partial(self._by_library, around.creation)
+        else:
+            create = self.factory or (imported_class(around.name) if around.by_class else None)
+        module = created_by(create, around.name, around.needed)
+        module = family.recognize_(module, around.path, description)
         if around.inputs:
             vars(module)[ATTRIBUTE] = ModuleInputs(tuple(Field(*each) for each in around.inputs))
         require_parts(module, (around.path,), around.name)
@@ -384,24 +383,6 @@ class WholeFamily(Family):
             Cut(*cut).shape_(module)
         return Whole(module, family.shaped(source, description), shape, around)
 
-    def _created(self, around: Surroundings) -> nn.Module:
-        if self.factory is None and around.creation is not None:
-            return self._by_library(around.creation)
-        create = self.factory or (imported_class(around.name) if around.is_of_class else None)
-        if create is None:
-            imports = "has not been imported: import it first, or"
-            problem = imports if around.is_of_class else "without arguments does not create this model:"
-            given = "..." if around.factory is None else repr(around.factory)
-            raise NotSupported(
-                f"the class {around.name} {problem} give attnrx.load(folder, factory={given}), a function that creates "
-                "it with any weights."
-            )
-        return created_by(create, around.name)
-
-    def _family(self, name: str) -> AdoptedFamily:
-        own = {family.name: family for family in (self.units, self.structure)}
-        return own[name] if name in own else self.libraries[name]
-
     def library_model(self, model: nn.Module) -> nn.Module:
         whole, _, _ = self._of(model)
         fresh = whole.shape.fresh()
@@ -411,8 +392,7 @@ class WholeFamily(Family):
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
         whole, trunk, family = self._of(model)
         costs = family.costs_with(trunk, shapes).repeated(whole.around.calls)
-        inside = {id(parameter) for parameter in trunk.source.parameters()}
-        outside = sum(parameter.numel() for parameter in whole.module.parameters() if id(parameter) not in inside)
+        outside = sum(weight.numel() for weight in whole.weights_around())
         classifier = PartCosts(costs.classifier.params + outside, costs.classifier.macs + whole.around.macs)
         return replace(costs, classifier=classifier)
 
@@ -471,20 +451,12 @@ class WholeFamily(Family):
 
     def _of(self, model: nn.Module) -> tuple[Whole, Adopted, AdoptedFamily]:
         whole: Whole = self._own(model)
-        return whole, whole.trunk, self._family(whole.around.family)
+        return whole, whole.trunk, self.families[whole.around.family]
 
 
 def needed_to_load(model: nn.Module) -> str:
     """Returns what `load` needs to create a saved model again, "" for nothing."""
-    if not isinstance(model, Whole):
-        return ""
-    around = model.around
-    if around.factory is None and around.creation is not None:
-        return ""
-    if around.is_of_class:
-        return f"import {around.name.partition(':')[0]} first"
-    given = "..." if around.factory is None else repr(around.factory)
-    return f"attnrx.load(folder, factory={given}) with a function that creates the module with any weights"
+    return model.around.needed if isinstance(model, Whole) else ""
 
 
 def _is_of(part: nn.Module, family: AdoptedFamily) -> bool:
@@ -493,10 +465,6 @@ def _is_of(part: nn.Module, family: AdoptedFamily) -> bool:
         base.__module__.split(".")[0] == family.library and base.__module__ != "timm.layers"
         for base in type(part).__mro__
     )
-
-
-def _name(function: Any) -> str:
-    return f"{function.__module__}:{function.__qualname__}"
 
 
 def named_function(name: str) -> Callable[..., nn.Module]:
@@ -514,9 +482,7 @@ def named_function(name: str) -> Callable[..., nn.Module]:
         ) from error
 
 
-def _is_created(
-    create: Factory, module: nn.Module, original: _OfImages, images: Tensor, expected: Mapping[str, Tensor]
-) -> bool:
+def _is_created(create: Factory, module: nn.Module, call: str, images: Tensor, expected: Mapping[str, Tensor]) -> bool:
     """Whether a function creates the module, up to its weights, with which it has the expected outputs."""
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
@@ -525,14 +491,14 @@ def _is_created(
         created.load_state_dict(module.state_dict())
         # The text of a module shows what its outputs in evaluation do not, as rates of dropout.
         with evaluating((created,)):
-            answer = tensors_of(_answer(created, original.around, images))
+            answer = tensors_of(_answer(created, call, images))
         return repr(created) == repr(module) and not difference_of(expected, answer)
     except Exception:  # the code of a module raises errors of any type
         return False
 
 
-def _outputs_at_size(whole: Whole) -> dict[str, Tensor]:
-    """Returns the outputs for one random image of the size that the Vision Transformer takes.
+def _output_sizes(whole: Whole) -> dict[str, int]:
+    """Returns the sizes of the outputs for one image of the size that the Vision Transformer takes, by their places.
 
     Raises:
         NotSupported: The module does not take such images.
@@ -542,39 +508,34 @@ def _outputs_at_size(whole: Whole) -> dict[str, Tensor]:
         evaluating((whole,)),
         user_code(f"{whole.around.name} does not take images of {height} x {width}: it", NotSupported),
     ):
-        return tensors_of(whole(random_images(whole, whole.input_shape)[:1]))
+        tensors = tensors_of(whole(random_images(whole, whole.input_shape)[:1]))
+    return {name: tensor[0].numel() for name, tensor in tensors.items()}
 
 
 def _images_of_proof(model: nn.Module, whole: Whole, family: AdoptedFamily) -> Tensor:
     """Returns two random images for the proof: small ones where the module interpolates its position embeddings, since
     a pass of a DINOv2 at its stated 518 x 518 pixels takes seven times that of 16 x 16 patches.
     """
-    if whole.attnrx_inputs is not None:
-        return random_images(whole, whole.input_shape)
     patches = whole.trunk.source.get_submodule(family.parts(whole.trunk.source).patches)
-    stride = patches.stride if isinstance(patches, nn.Conv2d) else ()
-    own = whole.trunk.origin.input_shape[1:]
+    stride = patches.stride if isinstance(patches, nn.Conv2d) and whole.attnrx_inputs is None else ()
+    channels, *own = whole.trunk.origin.input_shape
     size = [min(PROOF_PATCHES * step, side) for step, side in zip(stride, own, strict=False)]
-    if len(size) == 2 and tuple(size) != own:
-        small = random_images(whole, (whole.trunk.origin.input_shape[0], *size))
+    if size not in ([], own):
+        small = random_images(whole, (channels, *size))
         with evaluating((model,)), suppress(Exception):  # the code of a module raises errors of any type
-            model(small)
+            _answer(model, whole.around.call, small)
             return small
-    return random_images(whole, whole.trunk.origin.input_shape)
+    return random_images(whole, whole.input_shape)
 
 
-def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    return {name: tensor[0].numel() for name, tensor in tensors.items()}
-
-
-def _proved(model: _OfImages, whole: Whole, family: AdoptedFamily, images: Tensor) -> dict[str, Tensor]:
+def _proved(model: nn.Module, whole: Whole, family: AdoptedFamily, images: Tensor) -> dict[str, Tensor]:
     """Returns the outputs of a module for two images, after they were compared with those of its copy.
 
     Raises:
         _OtherInputs: It does not take images alone.
         NotSupported: They differ, or are no tensors of real numbers with one entry per image.
     """
-    name = whole.around.name
+    name, answer = whole.around.name, partial(_answer, model, whole.around.call)
     source = whole.trunk.source  # of which a method other than `forward` may be called
     patches = source.get_submodule(family.parts(source).patches)
 
@@ -583,14 +544,14 @@ def _proved(model: _OfImages, whole: Whole, family: AdoptedFamily, images: Tenso
 
     with evaluating((model, whole)):
         try:
-            expected = tensors_of(model(images))
+            expected = tensors_of(answer(images))
         except Exception as error:  # the code of a module raises errors of any type
             raise _OtherInputs(
                 f"{name} cannot be adopted: with images of shape {tuple(images.shape)} it raises "
                 f"{type(error).__name__}: {described_error(error)}. Of a module that takes other inputs give "
                 "an example of them, attnrx.load(module, inputs=...), or one around it whose forward takes images."
             ) from error
-        single, again = tensors_of(model(images[:1])), tensors_of(model(images))
+        again, alone = tensors_of(answer(images)), tensors_of(answer(images[:1]))
         with recording_calls((patches,), count) as calls:
             actual = tensors_of(whole._forward_chunk(images))
     if not calls or sum(calls) % len(images):
@@ -605,16 +566,10 @@ def _proved(model: _OfImages, whole: Whole, family: AdoptedFamily, images: Tenso
             f"{name} cannot be adopted: for 2 images it returns {shapes or 'no tensor of real numbers'}, and every "
             "tensor must have one entry per image."
         )
-    # Orders of sums differ by a few roundings; a state that the module keeps may change as little in single precision.
-    for place, tensor in expected.items():
-        change = float((tensor - again[place]).abs().max())
-        if not change <= 100 * torch.finfo(tensor.dtype).eps * max(1.0, float(tensor.abs().max())):
-            raise NotSupported(
-                f"{name} cannot be adopted: it returns something else in every call, by {change:.3g} in the second one."
-            )
-    difference = difference_of({place: tensor[:1] for place, tensor in expected.items()}, single)
-    if difference:
-        raise NotSupported(f"{name} cannot be adopted: an image has other outputs in a batch than alone: {difference}.")
+    for found, size, when in ((again, len(images), "in every call"), (alone, 1, "in a batch than alone")):
+        difference = difference_of({place: tensor[:size] for place, tensor in expected.items()}, found)
+        if difference:
+            raise NotSupported(f"{name} cannot be adopted: an image has other outputs {when}: {difference}.")
     difference = difference_of(expected, actual)
     if difference:
         raise NotSupported(
@@ -654,20 +609,18 @@ def _kind_of(family: AdoptedFamily, whole: Whole, tensors: Mapping[str, Tensor])
     return "logits" if heads or (not whole.around.path and family.heads(whole.trunk)) else "embedding"
 
 
-def _outer_macs(model: _OfImages, whole: Whole, family: AdoptedFamily) -> int:
+def _outer_macs(whole: Whole, family: AdoptedFamily) -> int:
     """Returns the MACs per image outside of the Vision Transformer, or of the parts of it that are read, counted in a
     forward pass.
     """
-    source, path = model.module.get_submodule(whole.around.path), f"_OfImages.module.{whole.around.path}".rstrip(".")
-    with evaluating((model,)), frozen(model), FlopCounterMode(display=False) as counter:
-        model(random_images(whole, whole.input_shape)[:1])
-    counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
+    source, path = whole.trunk.source, f"module.{whole.around.path}".rstrip(".")
+    macs = macs_by_part(_OfImages(whole.module, whole.around), random_images(whole, whole.input_shape)[:1])
     if isinstance(family, StructureFamily):
         inside = [f"{path}.{part}" for part in (*family.block_paths(source), family.parts(source).patches)]
     else:  # its parts too: the module may call a method of it, and not the whole
-        inside = [name for name in counts if f"{name}.".startswith(f"{path}.")]
+        inside = [name for name in macs if f"{name}.".startswith(f"{path}.")]
     parts = [name for name in inside if not any(name.startswith(f"{other}.") for other in inside)]
-    return (counts["Global"] - sum(counts.get(name, 0) for name in parts)) // 2  # two operations are one MAC
+    return macs[""] - sum(macs.get(name, 0) for name in parts)
 
 
 def _read_blocks(whole: Whole, family: AdoptedFamily, images: Tensor) -> tuple[int, ...]:
@@ -694,7 +647,7 @@ def _read_blocks(whole: Whole, family: AdoptedFamily, images: Tensor) -> tuple[i
                 if index + 1 < len(blocks):
                     kept = TokenHook(lambda _, index=index: present[index])
                     hooks.enter_context(blocks[index + 1].register_forward_pre_hook(kept, with_kwargs=True))
-            return tensors_of(_answer(whole.module, whole.around, images))
+            return tensors_of(_answer(whole.module, whole.around.call, images))
 
     def changes(indices: Sequence[int], first: int) -> bool:
         # With the same hooks both times, so that both have the same rounding.

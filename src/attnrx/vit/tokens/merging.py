@@ -8,8 +8,8 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import is_traced
-from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.vit.kernels.native_merging import Merged, native_merge
+from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.vit.kernels.native_attention import Merged, native_merge
 from attnrx.vit.tokens.reducer import (
     Reducer,
     Reduction,
@@ -87,7 +87,10 @@ class Merging(Reducer):
         # `destinations` the row of every patch. Masked patches are removed first: they are in neither set of a round.
         tables, sizes, kept, prefix = self.tables(state), state.sizes[:, state.prefix :], None, 0
         if not state.unmasked:
-            kept = indices_of(state.present_mask > 0, state.num_present)
+            # Different keys, because OpenVINO does not sort stably; integers, because ONNX cannot sort booleans.
+            order = torch.arange(sizes.shape[1], device=sizes.device, dtype=torch.int32)
+            keys = torch.where(state.present_mask > 0, order, order + sizes.shape[1])
+            kept = stable_order(keys, descending=False)[:, : state.num_present]
             tables = {name: gathered_rows(table, kept) for name, table in tables.items()}
             sizes = sizes.gather(1, kept)
         elif merges_by_product(sizes):
@@ -100,7 +103,11 @@ class Merging(Reducer):
             features = self.features(tables, None if state.unsized and is_first else sizes)
             tables = self.first_tables(tables, features) if is_first else tables
             compared = {name: last_rows(table, patches) for name, table in features.items()}
-            merging = self._round(state, compared, sizes, prefix, patches - count)
+            first, second = self.split(state, compared, patches - count)
+            rows = [{name: _rows_of(table, side) for name, table in compared.items()} for side in (first, second)]
+            similarity, nearest = self.closeness(*rows).max(-1)
+            sources = first_best(similarity, patches - count)
+            merging = Round(sizes, _indices_in(first, sources, prefix), second, nearest.gather(1, sources), prefix)
             tables = {name: merging.of(table) for name, table in tables.items()}
             stay, is_first = merging.stay, False
             sizes, kept = merging.sizes, stay if kept is None else kept.gather(1, stay)
@@ -110,15 +117,6 @@ class Merging(Reducer):
         tokens, kept = self.finished(tables), every_row if kept is None else kept
         whole = (tokens, sizes) if prefix else None
         return Reduction(kept, tokens[:, prefix:], sizes=sizes[:, prefix:], destinations=destinations, whole=whole)
-
-    def _round(
-        self, state: TokenState, features: Tables, sizes: Float[Tensor, "batch rows"], prefix: int, most: int
-    ) -> "Round":
-        first, second = self.split(state, features, most)
-        rows = [{name: _rows_of(table, side) for name, table in features.items()} for side in (first, second)]
-        similarity, nearest = self.closeness(*rows).max(-1)
-        sources = first_best(similarity, most)
-        return Round(sizes, _indices_in(first, sources, prefix), second, nearest.gather(1, sources), prefix)
 
 
 class Round:
@@ -201,14 +199,6 @@ def _indices_in(side: Side, positions: Indices, prefix: int) -> Indices:
         return side.gather(1, positions) + prefix
     rows, start = side.step * positions, side.start + prefix
     return rows + start if start else rows
-
-
-def indices_of(present_mask: Bool[Tensor, "batch patches"], num_present: int) -> Int[Tensor, "batch present"]:
-    """Returns the indices of the remaining patches, in order; after them those of others, in images of fewer."""
-    # Different keys, because OpenVINO does not sort stably; integers, because ONNX cannot sort booleans.
-    positions = torch.arange(present_mask.shape[1], device=present_mask.device, dtype=torch.int32)
-    keys = torch.where(present_mask, positions, positions + present_mask.shape[1])
-    return stable_order(keys, descending=False)[:, :num_present]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,11 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.optional import import_plugins
+from attnrx.support.records import from_dict
 from attnrx.support.text_parsing import Language, TextReader, share
-from attnrx.vit.tokens.reducer import Reducer, TokenLayout
+from attnrx.vit.tokens.merging import ToMe, Ward
+from attnrx.vit.tokens.reducer import AttentionReceived, ClassAttention, Reducer, TokenLayout
 
 EXAMPLES = "evit:0.7@4,7,10, spot(variance=false):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
 EVERY = "every"
@@ -66,13 +69,7 @@ class TokenPolicy:
 
     @classmethod
     def staged(cls, reducer: Reducer, ratio: float, layers: tuple[int, ...]) -> "TokenPolicy":
-        """Returns a policy that keeps the same share of the remaining patches at every stage: rho^s after stage s.
-
-        Raises:
-            InvalidInput: The ratio is not in (0, 1].
-        """
-        if not 0 < ratio <= 1:
-            raise InvalidInput(f"a keep ratio of {ratio}: give a share of the tokens in (0, 1], e.g. 0.7.")
+        """Returns a policy that keeps the same share of the remaining patches at every stage: rho^s after stage s."""
         return cls(reducer, layers, _powers(ratio, len(layers)))
 
     def __str__(self) -> str:
@@ -96,7 +93,9 @@ class TokenPolicy:
     def on(self, layout: TokenLayout, depth: int) -> "TokenPolicy":
         """Returns the policy with its layers and shares in a model.
 
-        Raises InvalidInput or NotSupported if it does not fit.
+        Raises:
+            InvalidInput: The model has too few layers or patches.
+            NotSupported: The reducer needs a class token, and the model has none.
         """
         policy, patches = self, layout.patches
         if self.num_pruned is not None:
@@ -108,7 +107,13 @@ class TokenPolicy:
                 )
             keep = tuple((patches - self.num_pruned * stage) / patches for stage in range(1, depth))
             policy = replace(self, layers=tuple(range(2, depth + 1)), keep=keep)
-        policy.require(layout, depth)
+        policy.require_depth(depth)
+        if "class_attention" in self.reducer.needs and not layout.class_token:
+            raise NotSupported(
+                f"{type(self.reducer).__name__} needs the attention of the class token, and this model has none; use a "
+                "reducer without class attention, e.g. random, attention_received or tome."
+            )
+        policy.counts(patches)  # raises if the last stage would keep no patch
         return policy
 
     def describe(self) -> tuple[str, ...]:
@@ -136,13 +141,10 @@ class TokenPolicy:
 
     def tokens(self, layout: TokenLayout, depth: int) -> tuple[int, ...]:
         """Returns the number of tokens in every layer, including prefix tokens and those added by stages."""
-        current, per_layer, counts = layout.tokens, [], dict(zip(self.layers, self.counts(layout.patches), strict=True))
-        for layer in range(1, depth + 1):
-            # A stage that keeps every patch does not run (`TokenReduction.decide`), so it adds no token either.
-            if layer in counts:
-                current = layout.prefix + counts[layer] + (self.reducer.extra if counts[layer] < layout.patches else 0)
-            per_layer.append(current)
-        return tuple(per_layer)
+        current, counts = layout.tokens, dict(zip(self.layers, self.counts(layout.patches), strict=True))
+        # A stage that keeps every patch does not run (`TokenReduction.decide`), so it adds no token either.
+        after = {layer: layout.prefix + n + self.reducer.extra for layer, n in counts.items() if n < layout.patches}
+        return tuple(current := after.get(layer, current) for layer in range(1, depth + 1))
 
     def require_depth(self, depth: int) -> None:
         """Raises InvalidInput for a model with too few layers."""
@@ -157,20 +159,42 @@ class TokenPolicy:
         previous = (layout.patches, *self.counts(layout.patches)[:-1])
         return tuple(count + (self.reducer.extra if count < layout.patches else 0) for count in previous)
 
-    def require(self, layout: TokenLayout, depth: int) -> None:
-        """Raises InvalidInput or NotSupported for a model that the policy does not fit."""
-        self.require_depth(depth)
-        if "class_attention" in self.reducer.needs and not layout.class_token:
-            raise NotSupported(
-                f"{type(self.reducer).__name__} needs the attention of the class token, and this model has none; use a "
-                "reducer without class attention, e.g. random, attention_received or tome."
-            )
-        # Raises if the last stage would keep no patch.
-        self.counts(layout.patches)
-
 
 def _powers(ratio: float, count: int) -> tuple[float, ...]:
     return tuple(ratio**stage for stage in range(1, count + 1))
+
+
+# Every reducer by its name in text.
+REDUCERS: Mapping[str, type[Reducer]] = {
+    "class_attention": ClassAttention,
+    "attention_received": AttentionReceived,
+    "tome": ToMe,
+    "ward": Ward,
+}
+# Stated once, here: `str(reducer)` writes the name that `parse_reducer` reads.
+for _name, _kind in REDUCERS.items():
+    _kind.name = _name
+_REGISTERED: dict[str, type[Reducer]] = {}
+
+
+def register_reducer(name: str, kind: type[Reducer]) -> None:
+    """Makes a reducer of your own known under a name, in texts of policies and in saved models.
+
+    A model that was saved with it can be loaded after the same call only.
+
+    Raises:
+        InvalidInput: Another reducer has this name.
+    """
+    if {**REDUCERS, **_REGISTERED}.get(name, kind) is not kind:
+        raise InvalidInput(f"the token reducer {name} exists already; choose another name.")
+    kind.name = name
+    _REGISTERED[name] = kind
+
+
+def known_reducers() -> Mapping[str, type[Reducer]]:
+    """Returns the reducers of this package and the registered ones, those of other packages among them, by name."""
+    import_plugins()
+    return {**REDUCERS, **_REGISTERED}
 
 
 class PolicyReader(TextReader):
@@ -178,10 +202,6 @@ class PolicyReader(TextReader):
 
     language = Language("policy", "Policies", EXAMPLES, "():,=/@")
     nested = Reducer
-
-    def __init__(self, text: str, registry: Mapping[str, type[Reducer]]):
-        super().__init__(text)
-        self.registry = registry
 
     def read_policy(self) -> TokenPolicy:
         reducer = self.read_reducer()
@@ -195,7 +215,7 @@ class PolicyReader(TextReader):
         if self.token.text == EVERY:
             self.expect("name", EVERY)
             self.expect("end", "the end")
-            if len(ratios) > 1 or not first.text.isdigit() or int(first.text) < 1:
+            if len(ratios) > 1 or not first.text.isdigit():
                 problem = f"give one number before @{EVERY}: the patches to prune before every layer"
                 raise self.problem(first.start, problem)
             return TokenPolicy(reducer, num_pruned=int(first.text))
@@ -208,7 +228,7 @@ class PolicyReader(TextReader):
         return TokenPolicy(reducer, tuple(layers), tuple(ratios))
 
     def read_reducer(self) -> Reducer:
-        name, kind = self.read_name(self.registry, "token reducer")
+        name, kind = self.read_name(known_reducers(), "token reducer")
         return self.build(name, kind, self.read_knobs(name, kind))
 
     read_nested = read_reducer
@@ -221,3 +241,34 @@ class PolicyReader(TextReader):
         if not layer.text.isdigit():
             raise self.problem(layer.start, f"{layer.text} is not the number of a layer")
         return int(layer.text)
+
+
+def parse_policy(text: str) -> TokenPolicy:
+    """Parses a policy, NAME[(knob=value,...)]:RATIO@LAYER,LAYER,..., e.g. `evit:0.7@4,7,10`, or NAME:N@every.
+
+    One ratio is the share of the remaining patches kept at every stage; ratios separated by / are shares of the image's
+    patches, one per stage. `tome:13@every` reduces the patches by 13 before every layer but the first.
+
+    Raises:
+        InvalidInput: The text is no policy; the message marks the place.
+        UnknownName: There is no such reducer.
+    """
+    return PolicyReader(text).read_policy()
+
+
+def parse_reducer(text: str) -> Reducer:
+    """Parses a reducer without stages, NAME[(knob=value,...)], e.g. `ward` or `ward(lengths=false)`.
+
+    Raises:
+        InvalidInput: The text is no reducer.
+        UnknownName: There is no such reducer.
+    """
+    reader = PolicyReader(text)
+    reducer = reader.read_reducer()
+    reader.expect("end", "the end; a reducer is given here without stages")
+    return reducer
+
+
+def policy_from_dict(record: Mapping[str, Any]) -> TokenPolicy:
+    """Builds a policy from the record in a model or a prescription."""
+    return from_dict(record, (TokenPolicy, *known_reducers().values()))

@@ -13,7 +13,7 @@ from torch import nn
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import is_traced, kept
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.vit.kernels.native_merging import Merged
+from attnrx.vit.kernels.native_attention import Merged
 
 PerPatch = Float[Tensor, "batch patches"]
 
@@ -22,12 +22,10 @@ class LayerStatistic(ABC):
     """A statistic of the layers so far for every token, or every pair of tokens (`Reducer.add_layer`)."""
 
     @abstractmethod
-    def at(self, kept: Int[Tensor, "batch kept"]) -> "LayerStatistic":
-        """Returns the statistic of the kept tokens, by their indices among all tokens."""
-
-    @abstractmethod
-    def with_new(self, count: int) -> "LayerStatistic":
-        """Returns the statistic with `count` new tokens, which have no past."""
+    def at(self, kept: Int[Tensor, "batch kept"], num_new: int = 0) -> "LayerStatistic":
+        """Returns the statistic of the kept tokens, by their indices among all tokens, and of so many new ones after
+        them, which have no past.
+        """
 
     @abstractmethod
     def without(self, indices: Int[Tensor, "batch removed"]) -> "LayerStatistic":

@@ -1,27 +1,34 @@
-"""The latency of a candidate relative to its reference, measured in turns under stated conditions."""
+"""Two models compared under stated conditions: their latency, measured in turns, and their memory."""
 
 import gc
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from attnrx.support.arguments import COUNT, one_of, optional, require_fields, whole
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.support.hardware import device_name, on_another_stream
+from attnrx.support.modules import copy_module
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.support.subprocess_runner import shared_subprocess
-from attnrx.vit.costs.conditions import Conditions
 
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# PyTorch needs passes before a recording: libraries of kernels allocate their memory in the first ones.
+PASSES_BEFORE = 3
 # The 97.5 % quantiles of Student's t for the intervals of so many medians, and the parts of a run.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 PARTS = 4
-IN_RUN = f"t over the medians of {PARTS} consecutive parts of one run"
 # The processes of the measurements that are evidence: a run in another process differs by more than its rounds do, and
 # rounds of a run depend on each other. With four the intervals of 32 rounds are 1.3 to 1.7 times as wide
 # (benchmarks/coverage.py).
@@ -31,6 +38,106 @@ PROCESSES = 8
 REPEATED, WARM, MOST_WARM = 0.1, 0.06, 6
 # The roles beside the candidates in one run; blank, as no name of a candidate is.
 REFERENCE, UNCHANGED = "", " "
+
+
+class RecordedCalls:
+    """Calls of a model on a CUDA device, for inference, that replay its kernels as one CUDA graph: for few images or
+    small layers, launching them one by one takes longer than running them.
+
+    The first call with inputs of a shape and type records. A later one copies its inputs to the memory of the recorded
+    ones, and overwrites the outputs of the call before. Weights may change in place; a weight that is replaced by
+    another tensor is not seen.
+    """
+
+    def __init__(self, model: Callable[[Tensor], Any]):
+        self.model = model
+        self._recorded: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, Tensor, Any]] = {}
+
+    @torch.inference_mode()
+    def __call__(self, images: Float[Tensor, "batch *sizes"]) -> Any:
+        """Returns the outputs of the model.
+
+        Raises:
+            NotSupported: The model does something that cannot be recorded, e.g. it waits for the device.
+        """
+        key = images.shape, images.dtype, images.device
+        if key not in self._recorded:
+            self._recorded[key] = self._record(images.clone())
+        graph, inputs, outputs = self._recorded[key]
+        inputs.copy_(images)
+        graph.replay()
+        return outputs
+
+    def _record(self, inputs: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Any]:
+        on_another_stream(lambda: [self.model(inputs) for _ in range(PASSES_BEFORE)])
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                outputs = self.model(inputs)
+        except RuntimeError as error:
+            raise NotSupported(
+                f"this model cannot be recorded as a CUDA graph ({str(error).strip().splitlines()[0]}): run it without "
+                "one (graphs=False)."
+            ) from error
+        return graph, inputs, outputs
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Device, precision, threads and compilation of both models.
+
+    Weights and images are cast to `precision`. `threads` is the number of CPU threads; None keeps the current number.
+    `compiled` runs both models through torch.compile, after clearing its caches, so that an earlier model cannot use up
+    the recompilation limit. `graphs` replays the kernels as one CUDA graph (`RecordedCalls`).
+    """
+
+    device: str = "cpu"
+    precision: str = "float32"
+    threads: int | None = None
+    compiled: bool = False
+    graphs: bool = False
+
+    def __post_init__(self):
+        require_fields(self, precision=one_of(*PRECISIONS))
+        if self.graphs and not self.on_cuda:
+            raise InvalidInput(f"graphs=True on device={self.device!r}: CUDA graphs need device='cuda'.")
+
+    def prepare(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Returns a copy of the model under these conditions, in evaluation mode; the model itself is unchanged.
+
+        With `graphs` the calls are recorded (`RecordedCalls`).
+        """
+        # A copy made in inference mode has inference tensors, for which no derived value can be cached.
+        with torch.inference_mode(mode=False):
+            clone = copy_module(model).eval().to(self.device, PRECISIONS[self.precision])
+        # fullgraph: a part that falls back to eager must fail here instead of being timed as compiled.
+        # dynamic=False: one input shape is measured, and its kernels are specialized to it.
+        ready = torch.compile(clone, fullgraph=True, dynamic=False) if self.compiled else clone
+        return RecordedCalls(ready) if self.graphs else ready
+
+    def prepare_images(self, images: ImageBatch) -> ImageBatch:
+        return images.to(self.device, PRECISIONS[self.precision])
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Sets the number of threads and disables gradients inside the context."""
+        num_threads = torch.get_num_threads()
+        if self.compiled:
+            torch.compiler.reset()
+        try:
+            torch.set_num_threads(self.threads or num_threads)
+            with torch.inference_mode():
+                yield
+        finally:
+            torch.set_num_threads(num_threads)
+
+    @property
+    def on_cuda(self) -> bool:
+        return torch.device(self.device).type == "cuda"
+
+    @property
+    def hardware(self) -> str:
+        return device_name(self.device)
 
 
 @dataclass(frozen=True)
@@ -199,7 +306,8 @@ class LatencyComparison:
     @property
     def interval(self) -> str:
         """How the intervals of the ratios are computed."""
-        return IN_RUN if self.processes == 1 else f"t over the medians of {self.processes} processes"
+        parts = f"{PARTS} consecutive parts of one run" if self.processes == 1 else f"{self.processes} processes"
+        return f"t over the medians of {parts}"
 
     def __str__(self) -> str:
         """Formats the speed with its interval, its factors, its conditions and the median times."""
@@ -306,21 +414,18 @@ def compare_latencies(
     if same in seconds:
         seconds[UNCHANGED] = seconds[same]
 
-    def ratio(slower: str, faster: str) -> Ratio | None:
-        if slower not in seconds or faster not in seconds:
-            return None
-        return Ratio.of(seconds[slower], seconds[faster])
+    original, middle = seconds[REFERENCE], seconds.get(UNCHANGED)
 
     def compared(name: str) -> LatencyComparison:
-        faster = ratio(REFERENCE, name)
-        assert faster is not None
+        own = seconds[name]
         return LatencyComparison(
-            candidate=Timing.of(seconds[name].flatten()), reference=Timing.of(seconds[REFERENCE].flatten()),
-            faster=faster, batch=len(images), image_shape=tuple(images.shape[1:]), rounds=seconds[name].numel(),
+            candidate=Timing.of(own.flatten()), reference=Timing.of(original.flatten()),
+            faster=Ratio.of(original, own), batch=len(images), image_shape=tuple(images.shape[1:]), rounds=own.numel(),
             clock=protocol.resolved_clock, conditions=protocol.conditions, threads=threads,
             hardware=protocol.conditions.hardware, torch_version=torch.__version__, processes=len(runs),
-            unchanged=Timing.of(seconds[UNCHANGED].flatten()) if unchanged is not None else None,
-            by_runtime=ratio(REFERENCE, UNCHANGED), by_compression=ratio(UNCHANGED, name),
+            unchanged=None if middle is None else Timing.of(middle.flatten()),
+            by_runtime=None if middle is None else Ratio.of(original, middle),
+            by_compression=None if middle is None else Ratio.of(middle, own),
         )  # fmt: skip
 
     return {name: compared(name) for name in candidates}
@@ -351,3 +456,83 @@ def _run(models: Mapping[str, nn.Module], images: Tensor, protocol: LatencyProto
         }
         seconds = interleave(runs, rounds=protocol.rounds, warmup=protocol.warmup, clock=protocol.resolved_clock)
         return seconds, torch.get_num_threads()
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Returns the largest memory on a CPU, above that held before, while `run` runs."""
+    # By default the profiler's library logs its start to stderr, and an error on a CPU-only machine.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = run()
+    del result  # kept alive until here: the output of the run is part of its peak
+    assert profiler.profiler is not None
+    results = profiler.profiler.kineto_results
+    assert results is not None
+    # The events of an operation contain its net memory only; the allocator's events include temporary allocations.
+    events = sorted(results.events(), key=lambda event: event.start_ns())
+    # Signed changes in the order of time: the peak is the largest partial sum.
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]  # type: ignore[attr-defined]
+    return max(accumulate(changes), default=0)
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes of the weights, and of the activations and work space of one forward pass at its peak."""
+
+    weights: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """The memory that must be free to run the model."""
+        return self.weights + self.activations
+
+
+@dataclass(frozen=True)
+class MemoryComparison:
+    """The memory of two models for the same batch of images."""
+
+    candidate: PeakMemory
+    reference: PeakMemory
+    batch: int
+    conditions: Conditions
+    hardware: str
+
+    @property
+    def ratio(self) -> float:
+        return self.candidate.total / max(self.reference.total, 1)
+
+
+def compare_memory(
+    candidate: nn.Module, reference: nn.Module, images: ImageBatch, conditions: Conditions | None = None
+) -> MemoryComparison:
+    """Measures a forward pass of both models on the images, one after the other; neither is changed.
+
+    Raises:
+        InvalidInput: There are no images.
+    """
+    if not len(images):
+        raise InvalidInput("measuring memory needs at least one image; the batch is empty.")
+    conditions = replace(conditions or Conditions(), graphs=False)  # a graph keeps the memory of all its kernels
+    with conditions.held():
+        batch = conditions.prepare_images(images)
+        candidate_peak, reference_peak = (_peak(model, batch, conditions) for model in (candidate, reference))
+    return MemoryComparison(candidate_peak, reference_peak, len(images), conditions, conditions.hardware)
+
+
+def _peak(model: nn.Module, batch: Tensor, conditions: Conditions) -> PeakMemory:
+    run = partial(conditions.prepare(model), batch)
+    run()  # the first pass also fills caches and compiles
+    if conditions.on_cuda:
+        # Kernels still running would free or allocate memory inside the measurement.
+        torch.cuda.synchronize(conditions.device)
+        torch.cuda.reset_peak_memory_stats(conditions.device)
+        baseline = torch.cuda.memory_allocated(conditions.device)
+        run()
+        torch.cuda.synchronize(conditions.device)
+        activations = torch.cuda.max_memory_allocated(conditions.device) - baseline
+    else:
+        activations = peak_bytes(run)
+    # `prepare` casts all weights, so they have one size.
+    size = PRECISIONS[conditions.precision].itemsize
+    return PeakMemory(size * sum(parameter.numel() for parameter in model.parameters()), activations)

@@ -1,0 +1,473 @@
+"""Decompositions of matrices: functions of tensors, independent of attention.
+
+First balanced directions of a bilinear form, then directions of the outputs of a linear map, greedy elimination of
+units with a compensation, and the distribution of a total rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attnrx.support.errors import InvalidInput
+from attnrx.support.hardware import one_thread
+from attnrx.support.shapes import Bool, Float, Tensor
+
+__all__ = [
+    "Balanced", "activation_aware", "balance", "break_even_rank", "compensated", "elimination_losses",
+    "factor_directions", "output_pca", "pays", "plain_svd", "read_out", "svd_directions", "unit_losses", "water_fill",
+]  # fmt: skip
+
+# Asymmetries up to this share of a Gram's size are rounding (float32 sums).
+TOLERANCE = 1e-5
+# Singular values are accurate to about d * 2e-16 of the form's scale: below this share, a row divided by one is noise.
+NULL_SHARE = 1e-13
+# Kept features are duplicates if the eigenvalues of their correlations are below this share of the largest one, or if
+# their energy is below this share of the energy of the features that they combine.
+COPY_SHARE = 1e-12
+# The weight of the penalty on changes of the second map, relative to the mean variance of a unit. Of 1e-4 to 0.3 it has
+# the smallest KL divergence on images of other classes than those of the calibration (docs/results/hidden.md).
+RIDGE = 0.1
+# So many eliminated units are deleted from the tables at once.
+BLOCK = 64
+# A later removal counts as more than all earlier ones, so that ties do not change the order of elimination.
+STEP = 1 + 1e-9
+# Of heads, relative to the mean variance: makes the covariance invertible where features are constant or duplicates.
+DAMPING = 1e-8
+
+Weight = Float[Tensor, "outputs inputs"]
+Directions = tuple[Float[Tensor, "most"], Float[Tensor, "most outputs"]]
+"""Strengths, descending, and directions: the squared error of rank r is the sum of the squared strengths beyond it."""
+
+Ranks = tuple[int, ...]
+
+
+# Balanced directions: a bilinear form whose leading terms are the best low-rank form in a metric ----------------------
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """Two changes of basis with strengths between them: left^T diag(strength) right = identity, for every head.
+
+    The form old_left^T old_right of two tables [d, width] becomes sum over r of strength[r] * (left[r] @ old_left)^T
+    (right[r] @ old_right). All directions together are the original form for any input. The first r are the best form
+    of rank r in the metric, with the sum of the discarded squared strengths as squared error. The bases are nested: one
+    `Balanced` serves every rank.
+
+    `strength` is descending and positive. The first `rank[h]` directions of a head have unit energy, left[r] G_left
+    left[r]^T = 1 and the same on the right. The following ones are null: one of their two sides has no energy, so they
+    contribute nothing in the metric, but they can for other inputs. They have no unit energy, and their strength is a
+    placeholder, 1e-13 of the form's scale, so that left, right and the order of the strengths remain finite and valid.
+    """
+
+    left: Float[Tensor, "heads directions directions"]
+    right: Float[Tensor, "heads directions directions"]
+    strength: Float[Tensor, "heads directions"]
+    rank: tuple[int, ...]
+
+
+@one_thread()
+def balance(left_gram: Float[Tensor, "heads d d"], right_gram: Float[Tensor, "heads d d"]) -> Balanced:
+    """Balances the form left . right of two vectors whose second moments are the given Grams (float64 inside).
+
+    With G = R^T R on each side and R_left R_right^T = U diag(s) V^T, the directions are left = diag(1/s) V^T R_right
+    and right = diag(1/s) U^T R_left: square-root balanced truncation, as in model reduction (Moore, 1981). For
+    independently drawn vectors, E (error)^2 is the sum of the discarded s^2, by Eckart and Young on the whitened form.
+    No Gram is inverted; Grams may be singular, zero and of any scale.
+
+    Strengths below about 1e-8 of the form's scale are dominated by the rounding of the Grams; use `svd_directions` if
+    the rows themselves are available. Raises InvalidInput for Grams that are not finite or not symmetric.
+    """
+    return factor_directions(_gram_factor(left_gram), _gram_factor(right_gram))
+
+
+def svd_directions(
+    left_rows: Float[Tensor, "heads d left_width"], right_rows: Float[Tensor, "heads d right_width"]
+) -> Balanced:
+    """Returns the exact singular directions of left_rows^T right_rows, [left_width, right_width], of every head.
+
+    The product is never formed: two thin QR factorizations and one d x d SVD per head preserve the precision of small
+    singular values, which a Gram would lose. The rewritten rows are orthonormal on each side.
+    """
+    left, right = (torch.linalg.qr(rows.detach().double().mT).R for rows in (left_rows, right_rows))
+    return factor_directions(left, right)
+
+
+@one_thread()
+def factor_directions(
+    left_factor: Float[Tensor, "heads left_samples d"], right_factor: Float[Tensor, "heads right_samples d"]
+) -> Balanced:
+    """Balances in the metric of the Grams factor^T factor, given the factors (whose rows may be samples).
+
+    Null directions complete the basis: with L and R the other directions, I - L^T diag(s) R is a projector on the
+    remaining space. Its singular vectors are rotated so that each of them, or its partner, has no energy in the metric.
+    Then right = diag(1/strength) left^-T makes the identity hold to rounding: 2e-16 of the largest |left|^T strength
+    |right|, which is about 1e-15, but more if the two metrics contradict each other over many orders of magnitude.
+    """
+    left_factor, right_factor = left_factor.detach().double(), right_factor.detach().double()
+    heads, _, size = left_factor.shape
+    if heads == 0 or size == 0:
+        empty = left_factor.new_zeros(heads, size, size)
+        return Balanced(empty, empty, empty.new_zeros(heads, size), (0,) * heads)
+    floor = NULL_SHARE * _scale(left_factor, right_factor)
+    rotation, values, directions = torch.linalg.svd(left_factor @ right_factor.mT, full_matrices=False)
+    significant = values > floor[:, None]
+    inverse = torch.where(significant, 1 / values, 0)[..., None]
+    left, right = inverse * (directions @ right_factor), inverse * (rotation.mT @ left_factor)
+    # Head by head from here on, because heads differ in the number of null directions.
+    strength, full = floor[:, None].repeat(1, size), left.new_zeros(heads, size, size)
+    ranks = significant.sum(-1).tolist()
+    for head, rank in enumerate(ranks):
+        strength[head, :rank] = values[head, :rank]
+        full[head, :rank] = left[head, :rank]
+        if rank < size:
+            remaining = torch.eye(size, dtype=full.dtype, device=full.device)
+            remaining -= (left[head, :rank].mT * values[head, :rank]) @ right[head, :rank]
+            # A basis of the row space of this projector, rotated to separate rows with left energy from those without.
+            # A row with left energy has no right energy, because the remaining form is zero in the metric.
+            rows = torch.linalg.svd(remaining).U.mT[: size - rank]
+            rows = torch.linalg.svd(left_factor[head] @ rows.mT, full_matrices=True).Vh @ rows
+            # Divided by the root of their strength, so that both sides have the same size.
+            full[head, rank:] = rows / floor[head].sqrt()
+    # Signs that make the largest entry of every row positive, so that results agree between machines.
+    largest = full.gather(-1, full.abs().argmax(-1, keepdim=True))
+    full = full * torch.where(largest < 0, -1.0, 1.0).to(full.dtype)
+    # Rows of unit length are well conditioned to invert.
+    length = full.norm(dim=-1, keepdim=True)
+    right = torch.linalg.inv(full / length).mT / length / strength[..., None]
+    return Balanced(full, right, strength, tuple(ranks))
+
+
+def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "heads right_samples d"]) -> Tensor:
+    """Returns a bound of the strengths, independent of the units of the features; positive even for a zero form."""
+    energy_left, energy_right = left.square().sum(1), right.square().sum(1)
+    both = (energy_left * energy_right).sqrt().sum(-1)
+    total = (energy_left.sum(-1) * energy_right.sum(-1)).sqrt()
+    either = energy_left.sum(-1) + energy_right.sum(-1)
+    fallback = torch.where(total > 0, total, torch.where(either > 0, either, 1.0))
+    return torch.where(both > 0, both, fallback)
+
+
+def checked_gram(gram: Float[Tensor, "*heads d d"]) -> Float[Tensor, "*heads d d"]:
+    """Returns the symmetric part in float64; raises InvalidInput if it is not finite or not symmetric."""
+    gram = gram.detach().double()
+    limit = TOLERANCE * (gram.abs().max() if gram.numel() else 0.0)
+    if not bool(torch.isfinite(gram).all()) or bool(((gram - gram.mT).abs() > limit).any()):
+        raise InvalidInput("a Gram matrix is not symmetric or not finite; give second moments, features^T features.")
+    return (gram + gram.mT) / 2
+
+
+def _gram_factor(gram: Float[Tensor, "heads d d"]) -> Float[Tensor, "heads d d"]:
+    """Returns R with R^T R = gram, from the correlations, so that badly scaled features keep their precision."""
+    epsilon = torch.finfo(gram.dtype).eps
+    gram = checked_gram(gram)
+    if gram.numel() == 0:
+        return gram
+    # The diagonal of a difference of moments can be slightly negative.
+    spread = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    unit = torch.where(spread > 0, 1 / spread, 0)
+    values, vectors = torch.linalg.eigh(gram * unit[:, :, None] * unit[:, None, :])
+    # Eigenvalues below the rounding of the correlations, in the precision of the given Gram, are noise.
+    cut = gram.shape[-1] * epsilon * values.amax(-1, keepdim=True)
+    root = torch.where(values > cut, values, 0).sqrt()
+    return root[:, :, None] * vectors.mT * spread[:, None, :]
+
+
+def read_out(
+    directions: Balanced,
+    keep: Bool[Tensor, "heads directions"],
+    covariance: Float[Tensor, "features features"] | None = None,
+) -> Float[Tensor, "features kept"]:
+    """Returns the weight that restores the concatenated outputs of all heads from their kept directions.
+
+    A head gives the features left[kept] @ o_h; with K the projection of all heads, each head restored alone has the
+    weight W0 = strength * right. With the `covariance` C of the outputs of all heads, features ordered head by head, it
+    is refitted by least squares over all heads jointly: W = W0 + (1 - W0 K) C K^T (K C K^T)^+ is a minimum of
+    E |o - W K o - constant|^2, the one nearest to W0 if kept features are duplicates.
+    """
+    kept = keep.flatten()  # one row of the block-diagonal projection per direction, head by head
+    projections = torch.block_diag(*directions.left)[kept]
+    weight = torch.block_diag(*(directions.strength[..., None] * directions.right)).mT[:, kept]
+    if covariance is None or not bool(kept.any()):
+        return weight
+    covariance = checked_gram(covariance)
+    missed = torch.eye(len(kept), dtype=weight.dtype) - weight @ projections
+    moved = projections @ covariance
+    moment = moved @ projections.mT
+    energy = moment.diagonal().clamp_min(0)
+    # The energy of a constant feature is rounding, in proportion to the energy of the features that it combines.
+    alive = energy > COPY_SHARE * (projections.square() @ covariance.diagonal().clamp_min(0))
+    # On correlations: kept features differ in scale by many orders of magnitude.
+    unit = torch.where(alive, energy.rsqrt(), 0)
+    inverse = torch.linalg.pinv((moment + moment.mT) / 2 * torch.outer(unit, unit), rtol=COPY_SHARE, hermitian=True)
+    return weight + (missed @ moved.mT * unit) @ inverse * unit
+
+
+# Directions of the outputs of a linear map ----------------------------------------------------------------------------
+
+# Projected on r orthonormal directions V, given as rows, y = W x + b becomes V^T V W x + b: two factors of rank r. All
+# directions together are the original map for any input.
+
+
+def plain_svd(weight: Weight) -> Directions:
+    """Returns the directions of the nearest matrix of every rank in the Frobenius norm (Eckart and Young, 1936)."""
+    left, strength, _ = torch.linalg.svd(weight.detach().double(), full_matrices=False)
+    return strength, left.mT
+
+
+def activation_aware(weight: Weight, moment: Float[Tensor, "inputs inputs"]) -> Directions:
+    """Returns the directions of the least E |W x - W' x|^2 over inputs of this second moment or covariance.
+
+    They are the leading eigenvectors of W M W^T. M may be singular. Raises InvalidInput for moments that are not finite
+    or not symmetric.
+    """
+    weight, moment = weight.detach().double(), checked_gram(moment)
+    basis, inner = output_basis(weight)
+    # The last argument bounds the entries of the moment of the outputs, and so their rounding.
+    return _leading(basis, inner @ moment @ inner.mT, inner.square().sum() * moment.norm())
+
+
+def output_pca(weight: Weight, covariance: Float[Tensor, "outputs outputs"]) -> Directions:
+    """Returns the directions of `activation_aware` from the second moment or covariance of W x alone.
+
+    Statistics outside the range of W, which no output can have, are discarded.
+    """
+    weight, covariance = weight.detach().double(), checked_gram(covariance)
+    basis, _ = output_basis(weight)
+    return _leading(basis, basis.mT @ covariance @ basis, covariance.norm())
+
+
+def pays(rank: int, outputs: int, inputs: int) -> bool:
+    """Whether two factors of this rank have fewer entries and MACs than the matrix that they replace."""
+    return rank < break_even_rank(outputs, inputs)
+
+
+def break_even_rank(outputs: int, inputs: int) -> float:
+    """Returns the rank at which two factors cost as much as the matrix: outputs * inputs / (outputs + inputs)."""
+    return outputs * inputs / (outputs + inputs)
+
+
+def output_basis(weight: Weight) -> tuple[Float[Tensor, "outputs most"], Float[Tensor, "most inputs"]]:
+    """Returns an orthonormal basis of all possible outputs of a matrix, and the matrix in that basis.
+
+    A square rotation in that basis rewrites the matrix exactly, for any data; a rotation of a larger space would not.
+    """
+    outputs, inputs = weight.shape
+    if outputs > inputs:
+        basis, inner = torch.linalg.qr(weight)
+        return basis, inner
+    return torch.eye(outputs, dtype=weight.dtype, device=weight.device), weight
+
+
+def _leading(basis: Tensor, moment: Tensor, bound: Tensor) -> Directions:
+    """Returns the leading eigenvectors of a moment in a basis; strengths within the rounding of numbers as large as
+    `bound` are zero.
+    """
+    # Descending: eigh sorts ascending.
+    values, vectors = (part.flip(-1) for part in torch.linalg.eigh((moment + moment.mT) / 2))
+    rounding = len(moment) * torch.finfo(moment.dtype).eps * bound
+    return torch.where(values > rounding, values, 0).sqrt(), (basis @ vectors).mT
+
+
+# Greedy backward elimination: hidden units, with a compensation by the map that reads them, and heads -----------------
+
+
+def unit_losses(
+    covariance: Float[Tensor, "units units"], weight: Float[Tensor, "outputs units"], ridge: float = RIDGE
+) -> Float[Tensor, "units"]:
+    """Returns for every unit the increase of the error at its removal, in the order of greedy backward elimination.
+
+    `covariance` is that of the activations, `weight` the map that reads them. With P = (covariance + penalty)^-1 the
+    removal of unit u, compensated by the units that remain, adds |w_u|^2 / P_uu to the mean squared error of the output
+    plus the penalty on the change of the weights (Optimal Brain Surgeon; Hassibi and Stork, 1993). Weights and P are
+    updated after every removal by a matrix of rank one. The increases are strictly increasing in that order, so that
+    the k largest are those of the last k units.
+
+    Raises:
+        InvalidInput: The ridge is not positive.
+    """
+    # Removal of a unit is a step of elimination in P: blocks of removals collect their rank-one updates, which are then
+    # applied by products of matrices, as in blocked factorizations. Of the weights only their products with each other
+    # are needed, so that the rows of a block stay in the cache whatever the number of outputs is.
+    weight = weight.detach().double()
+    precision, products = torch.linalg.inv(penalized(covariance, ridge)), weight.mT @ weight
+    losses, left = torch.zeros(len(precision), dtype=torch.float64), torch.arange(len(precision))
+    increase, is_left = torch.finfo(torch.float64).tiny, torch.ones(len(precision), dtype=torch.bool)
+    while bool(is_left.any()):
+        removed, errors, rows, changes = _eliminated(precision, products, is_left)
+        for unit, loss in zip(removed, errors, strict=True):
+            increase = max(loss, increase * STEP)
+            losses[left[unit]] = increase
+        is_left[removed] = False
+        precision.addmm_(rows.T, rows, alpha=-1)
+        products.addmm_(changes.T, rows, alpha=-1).addmm_(rows.T, changes, alpha=-1)
+        # Tables without the removed units are smaller, and copied: at every quarter that is gone.
+        if is_left.double().mean() <= 0.75:
+            chosen = is_left.nonzero()[:, 0]
+            precision, products = (each[chosen].index_select(1, chosen) for each in (precision, products))
+            left, is_left = left[chosen], is_left[chosen]
+    return losses
+
+
+def _eliminated(
+    precision: Float[Tensor, "units units"], products: Float[Tensor, "units units"], is_left: Bool[Tensor, "units"]
+) -> tuple[list[int], list[float], Float[Tensor, "count units"], Float[Tensor, "count units"]]:
+    """Returns the next BLOCK of the units that are left, their errors, and the updates: precision - rows^T rows, and
+    products - changes^T rows - rows^T changes.
+
+    The tables themselves are not changed: products of matrices afterwards take less time than `count` updates.
+    """
+    gone, count = ~is_left, min(BLOCK, int(is_left.sum()))
+    rows, changes = precision.new_zeros(count, len(precision)), precision.new_zeros(count, len(precision))
+    # Only what the choice needs is updated at every step: the diagonal of P and the squared norms of the weights.
+    diagonal, squares = precision.diagonal().clone(), products.diagonal().clone()
+    removed: list[int] = []
+    losses: list[float] = []
+    for step in range(count):
+        errors = squares.clamp_min(0) / diagonal
+        errors[gone] = torch.inf  # also in place of NaN: their diagonals are zero
+        unit = int(errors.argmin())
+        loss, root = float(errors[unit]), diagonal[unit].sqrt()
+        # The rows of this unit in both tables, with the earlier updates of the block.
+        earlier, factors = rows[:step], rows[:step, unit]
+        row = (precision[unit] - factors @ earlier) / root
+        # w_j becomes w_j - row_j w_u / root, with the squared norm |w_j|^2 - 2 row_j (w_u . w_j) / root + row_j^2 loss.
+        product = (products[unit] - changes[:step, unit] @ earlier - factors @ changes[:step]) / root
+        change = product - loss / 2 * row
+        squares -= 2 * row * change
+        diagonal -= row.square()
+        removed.append(unit)
+        losses.append(loss)
+        gone[unit] = True
+        rows[step], changes[step] = row, change
+    return removed, losses, rows, changes
+
+
+def compensated(
+    covariance: Float[Tensor, "units units"],
+    weight: Float[Tensor, "outputs units"],
+    keep: Bool[Tensor, "units"],
+    ridge: float = RIDGE,
+) -> Float[Tensor, "outputs kept"]:
+    """Returns the weight of the kept units that best approximates the output of all units.
+
+    It minimizes the mean squared error about the mean, plus the squared change of the kept weights times `ridge` times
+    the mean variance.
+
+    Raises:
+        InvalidInput: The ridge is not positive.
+    """
+    penalty, weights = penalized(covariance, ridge), weight.detach().double()
+    if not bool(keep.any()):
+        return weights[:, keep]
+    # What the removed units add, projected on those that stay; the penalty is on the diagonal alone.
+    columns = penalty[:, keep]
+    removed = weights[:, ~keep] @ columns[~keep]
+    factor = torch.linalg.cholesky(columns[keep])
+    return weights[:, keep] + torch.cholesky_solve(removed.mT, factor).mT
+
+
+def penalized(covariance: Float[Tensor, "units units"], ridge: float) -> Float[Tensor, "units units"]:
+    """Returns the covariance plus a penalty on the weights, relative to the mean variance.
+
+    Raises:
+        InvalidInput: The ridge is not positive, or the covariance is not symmetric or not finite.
+    """
+    moments = checked_gram(covariance)
+    if not ridge > 0:
+        raise InvalidInput(f"ridge={ridge}: give a positive number, e.g. {RIDGE}.")
+    scale = moments.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny ** 0.5)
+    moments.diagonal().add_(ridge * scale)  # a tensor of its own
+    return moments
+
+
+def elimination_losses(
+    covariance: Float[Tensor, "features features"], gram: Float[Tensor, "units size size"]
+) -> Float[Tensor, "units"]:
+    """Returns for every unit the increase of the error at its removal, in the order of greedy backward elimination.
+
+    The features o of the units are concatenated, with covariance C; `gram` is W^T W of the weights that read each unit.
+    The best affine estimate of the removed features S from the others has the covariance (P_SS)^-1 with P = C^-1, the
+    block form of Optimal Brain Surgeon. The error of a removal is the sum of tr(gram_u ((P_SS)^-1)_uu) over the removed
+    units u. Every step removes the unit with the smallest error. The increases are strictly increasing in that order,
+    so that the k largest are those of the last k units.
+    """
+    units, size = gram.shape[:2]
+    moments, weights = checked_gram(covariance), checked_gram(gram)
+    tiny = torch.finfo(torch.float64).tiny
+    scale = moments.diagonal().mean().clamp_min(tiny)
+    precision = torch.linalg.inv(moments + DAMPING * scale * torch.eye(len(moments), dtype=moments.dtype))
+    features = torch.arange(len(moments)).unflatten(0, (units, size))
+    # Every candidate is evaluated anew, without updates of the inverse: heads are few.
+    losses, removed, error, increase = torch.zeros(units, dtype=torch.float64), [], 0.0, tiny
+    while len(removed) < units:
+        errors = {
+            unit: _error(precision, weights, features, [*removed, unit]) for unit in range(units) if unit not in removed
+        }
+        weakest = min(errors, key=lambda unit: errors[unit])
+        increase = max(errors[weakest] - error, increase * STEP)
+        losses[weakest], error = increase, errors[weakest]
+        removed.append(weakest)
+    return losses
+
+
+def _error(precision: Tensor, weights: Tensor, features: Tensor, removed: list[int]) -> float:
+    rows = features[removed].flatten()
+    left = torch.linalg.inv(precision[rows[:, None], rows])
+    size = features.shape[1]
+    # The diagonal blocks of the removed units, [size, size, removed]; other blocks do not count, as `gram` is per unit.
+    blocks = left.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2)
+    return float((blocks.permute(2, 0, 1) * weights[removed]).sum())
+
+
+# Rank allocation ------------------------------------------------------------------------------------------------------
+
+
+def water_fill(
+    strengths: Sequence[Float[Tensor, "_ _"]], total: int, *, multiple: int = 1, minimum: int = 0
+) -> tuple[Ranks, ...]:
+    """Returns the rank of every unit of every layer that minimizes the sum of the discarded squared strengths.
+
+    `strengths` has one tensor [units, directions] per layer (units are heads; the number of directions may differ
+    between layers), of any sign and in any order; rank r keeps the r strongest directions of a unit. Pass one layer to
+    allocate within a layer, all layers to allocate over the model.
+
+    The ranks sum to `total`, and the result is optimal: gains decrease along a unit, also in steps of `multiple` and
+    above `minimum`, so taking the largest gains is exact (an exchange argument). Ties are broken by layer, unit and
+    index. Every rank is a multiple of `multiple`, which must divide every layer's directions, and at least `minimum`,
+    rounded up to it. Raises InvalidInput for a total out of range or another multiple.
+    """
+    for strength in strengths:
+        require_directions(strength.shape[1], multiple, minimum)
+    # The energy that each step of `multiple` directions adds, [units, steps], descending along a unit.
+    energies = [each.detach().cpu().double().square().sort(dim=1, descending=True).values for each in strengths]
+    layers = [each.unflatten(1, (-1, multiple)).sum(-1) if each.shape[1] else each for each in energies]
+    # In steps of `multiple` from here on; every unit has `floor` steps before any gains are compared.
+    floor, units = -(-minimum // multiple), sum(len(layer) for layer in layers)
+    require_total(total, multiple, units * floor * multiple, sum(layer.numel() for layer in layers) * multiple)
+    gains = [layer[:, floor:] for layer in layers]
+    # An empty tensor first, because `cat` needs one.
+    order = torch.cat([torch.empty(0), *(layer.flatten() for layer in gains)]).argsort(descending=True, stable=True)
+    # Gains decrease along a unit, so the selected steps of a unit are its first ones: their number is its rank.
+    selection = torch.zeros_like(order).index_fill(0, order[: total // multiple - units * floor], 1)
+    parts = selection.split([layer.numel() for layer in gains])
+    counts = [floor + part.view(layer.shape).sum(1) for part, layer in zip(parts, gains, strict=True)]
+    return tuple(tuple((count * multiple).tolist()) for count in counts)
+
+
+def require_total(total: int, multiple: int, least: int, largest: int) -> None:
+    """Raises InvalidInput for a total rank that is out of range, or no multiple."""
+    if multiple < 1 or total % multiple or not least <= total <= largest:
+        raise InvalidInput(
+            f"a total rank of {total} in multiples of {multiple} is not possible: give a multiple between {least} and "
+            f"{largest}."
+        )
+
+
+def require_directions(directions: int, multiple: int, minimum: int) -> None:
+    """Raises InvalidInput for a multiple or a minimum that so many directions do not have."""
+    if multiple < 1 or directions % multiple or not 0 <= minimum <= directions:
+        raise InvalidInput(
+            f"ranks in multiples of {multiple} and at least {minimum} are not possible with {directions} directions: "
+            f"the multiple must divide them, and the minimum must be in 0 to {directions}."
+        )

@@ -1,0 +1,404 @@
+"""Storage formats: folders of image files, and tables of encoded images (parquet files and hub datasets), which the
+`datasets` library reads."""
+
+import glob
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from attnrx.data.images import IMAGE_KEYS, LABEL_KEYS, StoredImages, round_robin
+from attnrx.data.splits import SPLITS
+from attnrx.support.arguments import described_error, require_fields
+from attnrx.support.errors import DataError, nearest
+from attnrx.support.hardware import cache_folder
+from attnrx.support.optional import required_module
+from attnrx.support.records import require_regular
+from attnrx.support.shapes import Int, Tensor
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+
+IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"))
+MAX_CLASSES = 100_000  # of numbers without names; ImageNet-21k has 21,841
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An opened dataset: stored images by split, class names, and notes about decisions made on opening.
+
+    Without class names the images have no labels; those that are stored are zeros, and `remedy` is how labels can be
+    given. `keys` name the training images, by which some are held out; without keys their rows do.
+    """
+
+    splits: Mapping[str, StoredImages]
+    class_names: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    keys: Sequence[str] = ()
+    remedy: str = ""
+
+
+def open_folder(root: Path) -> Opened:
+    """Lists the files of `root/train/<class>/*.jpg` and other splits beside it, or of `root/<class>/*.jpg`.
+
+    Classes are the folders that hold images, in alphabetical order. Without folders of classes, `root/*.jpg` or
+    `root/train/*.jpg`, the images have no labels.
+
+    Raises:
+        DataError: There are no images, or only some splits have folders of classes.
+    """
+    try:
+        folders = {SPLITS[each.name.lower()]: each for each in _subfolders(root) if each.name.lower() in SPLITS}
+        listings = {name: _listed(folder) for name, folder in (folders or {"train": root}).items()}
+    except OSError as error:
+        raise DataError(f"{root} cannot be listed: {error.strerror or error} ({error.filename}).") from error
+    class_names = sorted({word for listing in listings.values() for _, word in listing})
+    if not class_names:
+        raise DataError(
+            f"{root} holds no images: expected {root}/train/<class>/*.jpg or {root}/<class>/*.jpg with one of "
+            f"{', '.join(sorted(IMAGES))}."
+        )
+    # Images without folders of classes are those of the class "".
+    if "" in class_names and len(class_names) > 1:
+        flat = ", ".join(name for name, listing in listings.items() if "" in {word for _, word in listing})
+        raise DataError(
+            f"{root} has folders of classes in some splits and none in {flat}; give all splits folders of classes, or "
+            "none."
+        )
+    splits, keys, number = {}, [], {name: label for label, name in enumerate(class_names)}
+    for name, listing in listings.items():
+        labels = torch.tensor([number[word] for _, word in listing], dtype=torch.int64)
+        order = round_robin(labels)  # so that any prefix is nearly balanced
+        files = [listing[row][0] for row in order.tolist()]
+        splits[name] = _stored_files(files, labels[order])
+        if name == "train":
+            # Relative and with forward slashes, so that the same images are held out on every machine.
+            keys = [file.relative_to(root).as_posix() for file in files]
+    if "" not in class_names:
+        return Opened(splits, tuple(class_names), keys=keys)
+    notes = ("no folders of classes: the images are used without labels",)
+    return Opened(splits, (), notes, keys, remedy="put the images of every class into a folder of their own")
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return [entry for entry in sorted(folder.iterdir()) if entry.is_dir() and entry.name[0] != "."]
+
+
+def _listed(folder: Path) -> list[tuple[Path, str]]:
+    """Returns the images in the folders of the classes, each with the name of its class, or where there are none those
+    in the folder itself, each with "".
+    """
+    listing = []
+    for entry in _subfolders(folder):
+        # In the order of torchvision's ImageFolder.
+        found = sorted(filter(_is_image, entry.rglob("*")), key=lambda path: (str(path.parent), path.name))
+        listing += [(path, entry.name) for path in found]
+    return listing or [(path, "") for path in sorted(folder.iterdir()) if _is_image(path)]
+
+
+def _is_image(path: Path) -> bool:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:  # the name becomes the name of a class, or part of a fingerprint
+        raise DataError(f"the name {str(path)!r} is not UTF-8; rename it.") from error
+    return path.suffix.lower() in IMAGES and not path.name.startswith(".") and not path.is_dir()
+
+
+def _stored_files(files: list[Path], labels: Int[Tensor, "_"]) -> StoredImages:
+    return StoredImages(
+        labels,
+        torch.arange(len(files)),
+        lambda at: require_regular(files[at], DataError).read_bytes(),
+        lambda at: str(files[at]),
+    )
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The names of the columns that hold the image and its label.
+
+    By default image and label are in the first column of IMAGE_KEYS and of LABEL_KEYS (`data.images`) that a table has;
+    without such a label column the images have no labels. `test_column` may name a boolean column: of the test images
+    only the rows with true are used.
+    """
+
+    example = "attnrx.data.Columns(image_column='image')"
+
+    image_column: str | None = None
+    label_column: str | None = None
+    test_column: str | None = None
+
+    def __post_init__(self):
+        require_fields(self)
+
+    def in_table(self, names: Sequence[str], source: str) -> "Columns":
+        """Returns the columns that a table of these names has.
+
+        Raises:
+            DataError: It lacks the image, or a column that was named.
+        """
+        image = self.image_column or next((key for key in IMAGE_KEYS if key in names), "image")
+        label = self.label_column or next((key for key in LABEL_KEYS if key in names), None)
+        for kind, wanted in (("image", image), ("label", label)):
+            if wanted is not None and wanted not in names:
+                raise DataError(
+                    f"{source} has no {kind} column {wanted!r} (it has {', '.join(names)}): {nearest(wanted, names)} "
+                    f'Give --{kind}-column NAME, in Python columns=Columns({kind}_column="NAME").'
+                )
+        return replace(self, image_column=image, label_column=label)
+
+
+def open_hub(
+    hub_id: str,
+    columns: Columns,
+    folder: str | None = None,
+    revision: str | None = None,
+    ignored: Sequence[str] = (),
+) -> Opened:
+    """Downloads a dataset, or finds it in the hub's own cache, and reads the labels.
+
+    `ignored` names splits without use, such as a test split with hidden labels.
+
+    Raises:
+        DataError: The dataset cannot be loaded, has no split to use, or its columns or labels do not fit.
+        NotSupported: `datasets` is not installed.
+    """
+    datasets = required_module("datasets", "data", "hub datasets")
+    try:
+        loaded = datasets.load_dataset(hub_id, data_dir=folder, revision=revision)
+        splits = {str(name): split for name, split in loaded.items() if name not in ignored}
+    except Exception as error:  # of five libraries: network, gating, cache, disk, parsing
+        raise DataError(
+            f"cannot load the hub dataset {hub_id}: {described_error(error).rstrip('.')}. Check the network and, for a "
+            "dataset behind a licence, that you accepted it and are logged in; or give the path of a local copy "
+            "(parquet, a folder of images), or put <name>.parquet into the folder in ATTNRX_DATA."
+        ) from error
+    return _opened(splits, columns, f"the hub dataset {hub_id}")
+
+
+def parquet_columns(files: Sequence[Path], columns: Columns) -> Columns:
+    """Returns the columns of the files; checks that every file is whole, has them and numbers the same classes.
+
+    The class names of a table are those of its first file, so another order would mislabel images.
+
+    Raises:
+        DataError: A file is damaged, lacks a column, or names other classes than the others.
+        NotSupported: `datasets` is not installed.
+    """
+    datasets = required_module("datasets", "data", "parquet files")
+    import pyarrow.parquet as parquet
+
+    first_names = None
+    for file in files:
+        require_regular(file, DataError)
+        try:
+            features = datasets.Features.from_arrow_schema(parquet.read_schema(file))
+        except Exception as error:  # pyarrow's, or of the metadata
+            raise DataError(
+                f"{file} is not a whole parquet file ({described_error(error)}); make or copy it again."
+            ) from error
+        columns = columns.in_table([*features], str(file))
+        names = _class_names(features, columns.label_column)
+        first_names = names if first_names is None else first_names
+        if names != first_names:
+            raise DataError(
+                f"label mismatch between {files[0]} and {file}: their schemas name different classes for "
+                f"{columns.label_column!r}; write both with the same list of classes."
+            )
+    return columns
+
+
+def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
+    """Maps parquet files into memory, grouped into splits by their names, or by a column `split` where the names
+    contain no split, and reads the labels.
+
+    Raises:
+        DataError: A file is damaged or empty, or the labels of the files do not fit together.
+        NotSupported: `datasets` is not installed.
+    """
+    datasets = required_module("datasets", "data", "parquet files")
+    import pyarrow.parquet as parquet
+
+    tables = {}
+    for name, group in _group_by_split(files, root).items():
+        # `datasets` writes a copy for the mapping into the cache folder, once. A copy for every state of the files:
+        # `datasets` looks at their times alone.
+        paths = [file.absolute() for file in group if parquet.read_metadata(file).num_rows]
+        if not paths:
+            raise DataError(f"the {name or 'train'} split of {root} is empty; give it images or remove it.")
+        states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+        copy = cache_folder() / "datasets" / sha256(repr(states).encode()).hexdigest()[:16]
+        try:
+            # Names of files are patterns there.
+            tables[name] = datasets.Dataset.from_parquet(
+                [glob.escape(str(path)) for path in paths], cache_dir=str(copy)
+            )
+        except Exception as error:  # damaged pages, unlike columns, a damaged copy, a full disk
+            raise DataError(
+                f"cannot read {group[0]}{' and its siblings' if len(group) > 1 else ''} as one table: "
+                f"{described_error(error.__cause__ or error)}. The files of a split must be whole and have the same "
+                f"columns; their copy is in {copy}."
+            ) from error
+    return _opened(tables, columns, str(root))
+
+
+def _group_by_split(files: Sequence[Path], root: Path) -> Mapping[str, Sequence[Path]]:
+    """Groups files by the split that their name or folder below `root` names; files without one form the group ""."""
+    groups: dict[str, list[Path]] = defaultdict(list)
+    for file in sorted(files):
+        # A folder above the dataset, e.g. /data/test/set, does not name a split, and one file holds all splits.
+        below = file.relative_to(root) if file.is_relative_to(root) and file != root else Path(file.name)
+        # Whole words: latest.parquet does not name the test split, train-00000-of-00002.parquet the train split.
+        words = re.split(r"[^a-z]+", str(below).lower()) if len(files) > 1 else ()
+        groups[next((SPLITS[word] for word in words if word in SPLITS), "")].append(file)
+    if "" in groups and len(groups) > 1:
+        raise DataError(
+            f"{root} holds files of {', '.join(sorted(name for name in groups if name))}, but {groups[''][0].name} "
+            "belongs to no split; put train, validation or test into every file name, or into its folder's."
+        )
+    return groups
+
+
+def _class_names(features: "datasets.Features", column: str | None) -> tuple[str, ...]:
+    return tuple(getattr(features.get(column), "names", None) or ())
+
+
+def _opened(splits: Mapping[str, "datasets.Dataset"], columns: Columns, source: str) -> Opened:
+    """Returns the images of tables by split."""
+    tables: dict[str, pa.Table] = {name: split.with_format("arrow")[:] for name, split in splits.items()}
+    found = [*dict.fromkeys(name for table in tables.values() for name in table.column_names)]
+    columns = columns.in_table(found, source)
+    for table in tables.values():
+        columns.in_table(table.column_names, source)
+    if columns.label_column is not None:
+        stated = _class_names(next(iter(splits.values())).features, columns.label_column)
+        labels, class_names = _labels(tables, columns.label_column, stated, source)
+        notes, remedy = (), ""
+    else:
+        labels, class_names = {name: torch.zeros(len(table), dtype=torch.int64) for name, table in tables.items()}, ()
+        notes = (f"no label column (it has {', '.join(found)}): the images are used without labels",)
+        remedy = 'name their column (--label-column NAME, in Python columns=Columns(label_column="NAME"))'
+    stored = {}
+    for name, table in tables.items():
+        # One table for all splits of a file; each has its own rows of it.
+        images = _encoded_images(table, columns, source)
+        for split, rows in _rows_by_split(table, name, columns, source).items():
+            stored[split] = _stored_rows(images, labels[name], rows, f"of split {split} of {source}")
+    if columns.test_column is not None and not any(map(_is_test, stored)):
+        raise DataError(
+            f"{source} has no test split (it has {', '.join(stored)}), whose rows the column {columns.test_column!r} "
+            "could choose; omit --test-column, in Python Columns(test_column=...)."
+        )
+    return Opened(stored, class_names, notes, remedy=remedy)
+
+
+def _is_test(split: str) -> bool:
+    return SPLITS.get(split.lower()) == "test"
+
+
+def _wrong_column(kind: str, column: "pa.ChunkedArray", source: str, needed: str) -> DataError:
+    return DataError(
+        f"the {kind} column of {source} holds {column.type}, not {needed}. Give --{kind}-column NAME, in Python "
+        f'columns=Columns({kind}_column="NAME").'
+    )
+
+
+def _encoded_images(table: "pa.Table", columns: Columns, source: str) -> "pa.ChunkedArray":
+    """Returns the column of encoded images; they are decoded in threads, see `LoadedImages`."""
+    import pyarrow.types as kinds
+
+    column = table.column(columns.image_column)
+    kind: Any = column.type
+    is_bytes = kinds.is_binary(kind) or kinds.is_large_binary(kind)
+    if not is_bytes and not (kinds.is_struct(kind) and kind.get_field_index("bytes") >= 0):
+        raise _wrong_column("image", column, source, "encoded images, as bytes or a struct {bytes, path}")
+    return column
+
+
+def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) -> dict[str, Int[Tensor, "rows"]]:
+    """Returns the rows of every split of a table: the table's own split, or those of its column `split`."""
+    has_column = not name and "split" in table.column_names
+    split_of_row = table.column("split").to_pylist() if has_column else [name or "train"] * len(table)
+    values = np.asarray(split_of_row, dtype=object)
+    # A table without rows has no value to group by, but is a split too, so that it can be refused by its name.
+    names = dict.fromkeys(split_of_row) or (name or "train",)
+    found = {str(split): np.flatnonzero(values == split) for split in names}
+    for split in [split for split in found if columns.test_column is not None and _is_test(split)]:
+        if columns.test_column not in table.column_names or str(table.column(columns.test_column).type) != "bool":
+            raise DataError(
+                f"{source} has no column {columns.test_column!r} of true and false (it has "
+                f"{', '.join(table.column_names)}) to choose the test images."
+            )
+        is_selected = np.asarray(table.column(columns.test_column).to_pylist(), dtype=bool)
+        found[split] = found[split][is_selected[found[split]]]
+    return {split: torch.from_numpy(rows) for split, rows in found.items()}
+
+
+def _stored_rows(
+    images: "pa.ChunkedArray", labels: Int[Tensor, "_"], rows: Int[Tensor, "_"], source: str
+) -> StoredImages:
+    """Returns some rows of a column of bytes or of {bytes, path}, of which either may be missing."""
+
+    def image(position: int) -> dict:
+        cell = images[int(rows[position])].as_py()
+        return {"bytes": cell} if isinstance(cell, bytes) else cell or {}
+
+    def content(position: int) -> bytes:
+        record = image(position)
+        if record.get("bytes") is None and record.get("path"):
+            return require_regular(record["path"], DataError).read_bytes()
+        return record.get("bytes") or b""  # decoding nothing raises the error of a corrupt image
+
+    def where(position: int) -> str:
+        path = image(position).get("path")
+        return f"row {int(rows[position])} {source}" + (f" ({path})" if path else "")
+
+    return StoredImages(labels[rows], rows, content, where)
+
+
+def _labels(
+    tables: Mapping[str, "pa.Table"], label_column: str, class_names: tuple[str, ...], source: str
+) -> tuple[dict[str, Int[Tensor, "_"]], tuple[str, ...]]:
+    """Returns every split's labels as numbers of one list of classes, and the names of the classes.
+
+    Labels are words, or numbers that are named by the schema (`class_names`).
+    """
+    values = {name: _label_values(table.column(label_column), source) for name, table in tables.items()}
+    are_words = {name: each.dtype.kind not in "iu" for name, each in values.items()}
+    if len({*are_words.values()}) > 1:
+        kinds = ", ".join(f"{name} has {'words' if words else 'numbers'}" for name, words in are_words.items())
+        raise DataError(f"label mismatch between the splits of {source}: {kinds}; give all splits the same classes.")
+    if all(are_words.values()):
+        # Sorted, so that the numbers do not depend on the order of the rows or splits.
+        class_names = tuple(np.unique(np.concatenate([*values.values()])).tolist())
+        values = {name: np.searchsorted(class_names, each) for name, each in values.items()}
+    elif not class_names:
+        highest = max(int(each.max(initial=-1)) for each in values.values())
+        if highest >= MAX_CLASSES:
+            raise DataError(
+                f"{source} has the label {highest} and no class names, so labels count classes from 0; at most "
+                f"{MAX_CLASSES:,} classes are supported. Number the classes anew, or give them names."
+            )
+        class_names = tuple(map(str, range(highest + 1)))
+    return {name: torch.as_tensor(each, dtype=torch.int64) for name, each in values.items()}, class_names
+
+
+def _label_values(column: "pa.ChunkedArray", source: str) -> np.ndarray:
+    """Returns the words or the numbers of a label column."""
+    import pyarrow.types as kinds
+
+    if column.null_count:
+        row = column.is_null().index(True).as_py()
+        raise DataError(f"{source} has {column.null_count} rows without a label, the first is row {row}; remove them.")
+    if kinds.is_string(column.type) or kinds.is_large_string(column.type):
+        return np.asarray(column.to_pylist())
+    if not kinds.is_integer(column.type):
+        raise _wrong_column("label", column, source, "class numbers or names")
+    return column.to_numpy().astype(np.int64)

@@ -1,1 +1,0 @@
-"""Backends: `Eager` is the reference; the others equal it to rounding."""
