@@ -337,7 +337,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def measure(model: nn.Module, data: ImageSet, arguments: argparse.Namespace) -> dict[str, list[Row]]:
     """Makes the three tables."""
     policy = parse_policy(f"random:{arguments.stages}")  # for its stages; any reducer would do
-    policy.require(family_of(model).token_layout(model), len(family_of(model).attention(model)))
+    policy = policy.on(family_of(model).token_layout(model), len(family_of(model).attention(model)))
     models = reducing(model, policy, arguments)
     clean = clean_relevance(model, data, arguments)
     tables = {"layers": list(agreement_of_layers(clean, policy, arguments.seed))}

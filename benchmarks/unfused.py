@@ -30,7 +30,7 @@ from attnrx.vit.attention import (
     Native,
     ScoreFactors,
 )
-from attnrx.vit.attention.head_linear import in_buckets
+from attnrx.vit.attention.forms import in_buckets
 from attnrx.vit.costs import Conditions, device_name, interleave
 from attnrx.vit.models import build_model, family_of
 from attnrx.vit.spec import AttentionSpec

@@ -33,5 +33,5 @@ def test_rules_and_policies() -> None:
 def test_options() -> None:
     assert SHARES("90%,0.5") == (0.9, 0.5)
     assert parse_losses(("keep_ratio:20%",), {}, True) == parse_losses(("keep_ratio:0.2",), {}, True)
-    with pytest.raises(ArgumentTypeError, match="numbers with commas"):
+    with pytest.raises(ArgumentTypeError, match="with commas between them"):
         SHARES("90%%")

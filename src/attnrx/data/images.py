@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import repeat
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -276,6 +276,9 @@ class ImageSet(ABC):
         return self._pass(Pass(batch_size, seed, augmentation, torch.device(device), shard, start))
 
 
+Rows = TypeVar("Rows", bound="RowImages")
+
+
 @dataclass(frozen=True, eq=False)
 class RowImages(ImageSet):
     """Some rows of a store that can be read in any order; the store has the `labels` of all its rows, or None."""
@@ -287,7 +290,7 @@ class RowImages(ImageSet):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def take(self, count: int) -> Self:
+    def take(self: Rows, count: int) -> Rows:
         """Returns `count` rows: going round the classes where the store has labels, else evenly spread.
 
         Datasets are often sorted by class, so the first rows would be one class.

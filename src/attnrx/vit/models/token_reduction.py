@@ -507,7 +507,9 @@ def compressed_state(state: TokenState, reduction: Reduction) -> TokenState:
         parts = [state.tokens[:, :prefix], reduction.tokens, *([] if extra is None else [extra])]
         tokens = torch.cat(parts, dim=1)
         sizes = torch.cat([state.sizes[:, :prefix], remaining_sizes(state, reduction)], dim=1)
-    return replace(state, tokens=tokens, sizes=sizes, patch_indices=indices, statistic=statistic)
+    # What the layer before the stage computed is about the tokens before it.
+    past = dict.fromkeys(("class_attention", "attention", "keys", "value_norms"))
+    return replace(state, tokens=tokens, sizes=sizes, patch_indices=indices, statistic=statistic, **past)
 
 
 def masked_state(state: TokenState, reduction: Reduction) -> tuple[TokenState, Int[Tensor, "batch remaining"]]:
