@@ -3,7 +3,6 @@
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.support.modules import copy_module, random_images
 from attnrx.support.records import fields_of, from_dict, of_fields, to_dict
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
@@ -47,27 +46,6 @@ from attnrx.vit.models.separate_units import unmixed
 from attnrx.vit.models.token_reduction import reduction_of
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
-
-
-@contextmanager
-def creating(library: str, name: str, arguments: Mapping[str, Any], pretrained: bool) -> Iterator[None]:
-    """Creates a model of a library inside the context, with weights from seed 0 or downloaded ones.
-
-    Raises:
-        CheckpointError: The weights cannot be downloaded.
-        InvalidInput: The library takes no such arguments.
-    """
-    with torch.random.fork_rng(devices=[]):  # libraries draw weights from the global generator
-        torch.manual_seed(0)
-        try:
-            yield
-        except Exception as error:  # errors of several packages and types
-            if pretrained:
-                raise CheckpointError(
-                    f"{library} could not load the weights of {name} ({type(error).__name__}: {error}). Give a file "
-                    "with weights=..., or pretrained=False for fresh weights."
-                ) from error
-            raise InvalidInput(f"{library} cannot create {name} with {dict(arguments)}: {error}") from error
 
 
 class AdoptedFamily(Family):
@@ -274,11 +252,33 @@ class AdoptedFamily(Family):
             CheckpointError: The weights or the configuration cannot be read or downloaded.
             NotSupported: The library is not installed, or the models are of no library.
         """
-        raise NotSupported(f"models of the family {self.name} have no names: {name!r:.80}.")
+        if not self.has(name) and (names := self.names()):
+            raise UnknownName(f"{self.library} model", name, names)
+        with torch.random.fork_rng(devices=[]):  # libraries draw weights from the global generator
+            torch.manual_seed(0)
+            try:
+                return self.make(name, pretrained, arguments)
+            except AttnrxError:
+                raise
+            except Exception as error:  # errors of several packages and types
+                if pretrained:
+                    raise CheckpointError(
+                        f"{self.library} could not load the weights of {name} ({type(error).__name__}: {error}). Give "
+                        "a file with weights=..., or pretrained=False for fresh weights."
+                    ) from error
+                raise InvalidInput(f"{self.library} cannot create {name} with {arguments}: {error}") from error
+
+    def names(self) -> Sequence[str]:
+        """Returns the names of the library's models; () where it has no list of them."""
+        return ()
 
     def has(self, name: str) -> bool:
-        """Returns whether the library has a model of this name."""
-        return False
+        """Returns whether the library lists a model of this name."""
+        return name in self.names()
+
+    def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+        """Calls the library for `initialized`, which names it in errors."""
+        raise NotSupported(f"models of the family {self.name} have no names: {name!r:.80}.")
 
     def instance(
         self, name: str, *, weights: Path | str | None = None, pretrained: bool | None = None, **arguments: Any

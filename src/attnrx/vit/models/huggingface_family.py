@@ -20,7 +20,7 @@ from attnrx.support.shapes import ImageBatch, Tensor, TokenBatch
 from attnrx.support.storage import read_json
 from attnrx.vit.attention import Attention
 from attnrx.vit.models.adopted import HALVES, Adapter, Adopted, Origin, PairBias, image_shape
-from attnrx.vit.models.adopted_family import AdoptedFamily, creating
+from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.huggingface_readers import (
     READERS,
@@ -284,14 +284,14 @@ class HuggingFaceFamily(AdoptedFamily):
         filter_ = RESAMPLES[settings.get("resample", 2)]
         return ImageGeometry(shape[1:], channels, resize, target, filter_, center="floor", alpha=alpha)
 
-    def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
+    def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
         try:
             config = _transformers("AutoConfig").from_pretrained(name, **arguments)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"hf:{name} has no readable configuration: {error}") from error
         # Weights are drawn on the CPU, so that they do not depend on the default device.
         device = "meta" if torch.get_default_device().type == "meta" else "cpu"
-        with creating("transformers", name, arguments, pretrained=False), torch.device(device):
+        with torch.device(device):
             kind = _class_of(config)
             return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
 

@@ -4,7 +4,7 @@ import copy
 import importlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.optional import installed_versions, required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.attention.head_linear import of_weights
 from attnrx.vit.models.adopted import HALVES, INTERLEAVED, Adapter, Adopted, Origin, PairBias, image_shape
-from attnrx.vit.models.adopted_family import AdoptedFamily, creating
+from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.parts import NOT_PLAIN, ModelParts, Refusal, unread_attention
 from attnrx.vit.models.substitute import Substitute
@@ -175,15 +175,15 @@ class TimmFamily(AdoptedFamily):
         # As timm does for a pretrained file: position embeddings are resampled to the model's image size.
         return importlib.import_module(type(model).__module__).checkpoint_filter_fn(state, model)
 
-    def has(self, name: str) -> bool:
-        return bool(_timm("models").is_model(name.partition(".")[0]))  # without the tag of pretrained weights
+    def names(self) -> Sequence[str]:
+        return _timm("models").list_models()
 
-    def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        models = _timm("models")
-        if ":" not in name and not self.has(name):
-            raise UnknownName("timm model", name, models.list_models())
-        with creating("timm", name, arguments, pretrained):
-            return models.create_model(name, pretrained=pretrained, **arguments)
+    def has(self, name: str) -> bool:
+        # The address of a hub, or a name without the tag of pretrained weights.
+        return ":" in name or bool(_timm("models").is_model(name.partition(".")[0]))
+
+    def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+        return _timm("models").create_model(name, pretrained=pretrained, **arguments)
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
         """Returns what timm's evaluation transform does (`timm.data.create_transform`)."""

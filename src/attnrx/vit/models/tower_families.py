@@ -1,7 +1,7 @@
 """The families of torchvision's VisionTransformer and of open_clip's image towers."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from attnrx.support.errors import NotSupported, UnknownName
 from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
-from attnrx.vit.models.adopted_family import AdoptedFamily, creating
+from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.input_validation import IMAGENET
 from attnrx.vit.models.parts import ModelParts, Refusal, last_linear
 
@@ -38,16 +38,12 @@ class TorchvisionFamily(AdoptedFamily):
             classifiers=last_linear(source, "heads"), prefix_tokens=1, has_class_token=True,
         )  # fmt: skip
 
-    def has(self, name: str) -> bool:
+    def names(self) -> Sequence[str]:
         models = _torchvision("models")
-        return name in models.list_models(module=models)
+        return models.list_models(module=models)
 
-    def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        models = _torchvision("models")
-        if not self.has(name):
-            raise UnknownName("torchvision model", name, models.list_models(module=models))
-        with creating("torchvision", name, arguments, pretrained):
-            return models.get_model(name, weights="DEFAULT" if pretrained else None, **arguments)
+    def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+        return _torchvision("models").get_model(name, weights="DEFAULT" if pretrained else None, **arguments)
 
     def input_format(self, name: str) -> dict[str, Any]:
         transform = _torchvision("models").get_model_weights(name).DEFAULT.transforms()
@@ -140,19 +136,15 @@ class OpenClipFamily(AdoptedFamily):
             patches="conv1", norm="ln_post", heads=("ln_post",), prefix_tokens=1, has_class_token=True, pooling=pooling,
         )  # fmt: skip
 
-    def has(self, name: str) -> bool:
-        return name in _open_clip("").list_models()
+    def names(self) -> Sequence[str]:
+        return _open_clip("").list_models()
 
-    def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        """Returns the image tower alone; `arguments` override fields of its configuration."""
-        library, models = _open_clip(""), _open_clip(".model")
-        if name not in library.list_models():
-            raise UnknownName("open_clip model", name, library.list_models())
-        config = library.get_model_config(name)
+    def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+        """Creates the image tower alone; `arguments` override fields of its configuration."""
+        config = _open_clip("").get_model_config(name)
         fields, quick_gelu = {**config["vision_cfg"], **arguments}, config.get("quick_gelu", False)
-        with creating("open_clip", name, arguments, pretrained=False):
-            # Private, but without the text tower that the public constructors create as well.
-            return models._build_vision_tower(config["embed_dim"], fields, quick_gelu)
+        # Private, but without the text tower that the public constructors create as well.
+        return _open_clip(".model")._build_vision_tower(config["embed_dim"], fields, quick_gelu)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields other classes than VisionTransformer, and other blocks than ResidualAttentionBlock."""
