@@ -234,7 +234,7 @@ def of_transformers() -> Iterator[Architecture]:
     configuration.
     """
     transformers: Any = importlib.import_module("transformers")
-    readers = importlib.import_module("attnrx.vit.models.huggingface_readers").READERS
+    readers = importlib.import_module("attnrx.vit.models.huggingface_family").READERS
     tasks = importlib.import_module("transformers.models.auto.modeling_auto")
     listed = [each for task in TASKS for each in getattr(tasks, f"MODEL_FOR_{task}_MAPPING_NAMES").values()]
     others = [name for each in listed for name in ((each,) if isinstance(each, str) else each)]

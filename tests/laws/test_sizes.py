@@ -13,7 +13,7 @@ from attnrx.data.model_data import preprocessing_of
 from attnrx.support.errors import DataError, InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models import accepting, attach_tokens_, family_of, reduction_of
-from attnrx.vit.models.huggingface_readers import reader_of
+from attnrx.vit.models.huggingface_family import reader_of
 from attnrx.vit.tokens import ClassAttention, TokenPolicy, ToMe, Ward
 from attnrx_lab.tokens import (
     EViT,

@@ -22,7 +22,7 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.attention.head_linear import fixed_weights
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.checkpoint import save_weights
-from attnrx.vit.models.huggingface_readers import READERS, reader_of
+from attnrx.vit.models.huggingface_family import READERS, reader_of
 from attnrx.vit.models.mlp import LowRankLinear
 from attnrx.vit.models.reader import ModuleFamily
 from attnrx.vit.models.token_hooks import attach_tokens_

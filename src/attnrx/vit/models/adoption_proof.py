@@ -33,7 +33,7 @@ def require_plain_code(model: nn.Module) -> None:
     and a `forward` that was replaced by a function. Bound methods and partial functions are copied.
     """
     for path, part in model.named_modules():
-        name, hooks = _path(path), part._forward_pre_hooks.values()
+        name, hooks = path or "the model itself", part._forward_pre_hooks.values()
         problem = None
         # By names, because importing PEFT or torch._dynamo takes seconds.
         if any(base.__module__.startswith("peft.") for base in type(part).__mro__):
@@ -60,10 +60,6 @@ def require_plain_code(model: nn.Module) -> None:
             raise NotSupported(problem)
 
 
-def _path(name: str) -> str:
-    return name or "the model itself"
-
-
 def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shape: tuple[int, int, int]) -> None:
     """Raises NotSupported if hooks or replaced `forward` methods of users change what `run`, which runs the model,
     returns for images of this shape; those that only observe are allowed.
@@ -86,7 +82,7 @@ def require_unchanged(model: nn.Module, run: Callable[[Tensor], Any], input_shap
                 owner.clear()
                 owner.update(items)  # in the order in which hooks run
     if difference_of(expected, actual):  # up to rounding, because hooks switch fused kernels off
-        parts = list(dict.fromkeys(_path(path) for path, _, _ in added))
+        parts = list(dict.fromkeys(path or "the model itself" for path, _, _ in added))
         raise NotSupported(
             f"a hook or a replaced forward of {', '.join(parts[:4])} changes the outputs of {type(model).__name__}. It "
             "would be lost where parts are replaced, and when the model is saved: remove it (handle.remove(), or del "

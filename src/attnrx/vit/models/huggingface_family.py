@@ -1,10 +1,12 @@
-"""The family of the Vision Transformers of transformers, with or without a classifier."""
+"""The family of the Vision Transformers of transformers, with or without a classifier: where the parts of a class are,
+one reader per class, and how its models are adopted.
+"""
 
 import inspect
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,15 +24,152 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.models.adopted import HALVES, Adapter, Adopted, Origin, PairBias, image_shape
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.family import num_outputs
-from attnrx.vit.models.huggingface_readers import (
-    READERS,
-    VISION_PARTS,
-    PatchInputs,
-    reader_of,
-)
-from attnrx.vit.models.module_inputs import ModuleInputs
+from attnrx.vit.models.module_inputs import ModuleInputs, PatchInputs, inputs_of_config
 from attnrx.vit.models.parts import ModelParts, Refusal, unread_attention
 from attnrx.vit.models.token_reduction import reduction_of
+
+CLASS_TOKEN = "class token"
+MAPS = "feature_maps"  # of a backbone, which is adopted as a whole module because they are several
+# Parameters of the embeddings, and names of modules, over all classes of READERS: a class has some of each.
+PREFIX = ("cls_token", "distillation_token", "register_tokens", "class_embedding", "detection_tokens")
+NORMS_BEFORE = ("layernorm_before", "norm1", "layer_norm1")
+HEADS = ("classifier", "cls_classifier", "distillation_classifier")
+CLASSIFIERS = (*HEADS, "classifier.dense")
+OTHER_HEADS = ("fc_norm", "visual_projection", "class_labels_classifier", "bbox_predictor", "neck", "head")
+GATED = ("mlp.up_proj", "mlp.gate_proj", "mlp.down_proj")
+# What a model returns, where it is not one field of the output of transformers; each is [batch, features].
+ANSWERS: Mapping[str, Callable[[Any], Tensor]] = {
+    CLASS_TOKEN: lambda output: output.last_hidden_state[:, 0],
+    "mean": lambda output: output.last_hidden_state.mean(1),
+    # The class logits and the box of every detection token, one after the other.
+    "detections": lambda output: torch.cat([output.logits, output.pred_boxes], dim=-1).flatten(1),
+    "depth": lambda output: output.predicted_depth.flatten(1),
+}
+
+
+# Where the parts of most classes are, in the body of a model.
+LAYOUT = ModelParts(
+    "layers", "attention", "embeddings.patch_embeddings.projection", "layernorm", classifiers=CLASSIFIERS,
+    projections=("q_proj", "k_proj", "v_proj", "o_proj"), returns_weights=True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelReader:
+    """Where the parts of a class are, how it pools its tokens, and which of its outputs is its answer.
+
+    The parts are those of `layout` in the body, the module with the embeddings and the layers. `answer` is a field of
+    the output, or one of ANSWERS.
+    """
+
+    layout: ModelParts = LAYOUT
+    pooling: str = "class"
+    answer: str = "logits"
+    takes_any_size: bool = False
+
+    def answer_of(self, output: Any) -> Tensor:
+        """Returns the answer, [batch, classes or features]."""
+        return ANSWERS[self.answer](output) if self.answer in ANSWERS else output[self.answer]
+
+    def body_path(self, source: nn.Module) -> str:
+        """Returns the path of the module with the embeddings and the layers."""
+        return next((path for path, part in source.named_modules() if "embeddings" in part._modules), "")
+
+    def body_of(self, source: nn.Module) -> Any:
+        return source.get_submodule(self.body_path(source))
+
+    def inputs(self, source: nn.Module) -> ModuleInputs:
+        """Returns what a model of this class takes."""
+        return inputs_of_config(self.body_of(source).config)
+
+    def parts(self, source: nn.Module) -> ModelParts:
+        """Returns where the parts of a model of this class are."""
+        path, layout = self.body_path(source), self.layout
+        body: Any = source.get_submodule(path)
+        blocks, norm, patches, head, pooler = (
+            f"{path}.{name}".strip(".") for name in (layout.blocks, layout.norm, layout.patches, "head", "pooler")
+        )
+        # [1, tokens, width], or [width] for the class embedding of CLIP.
+        tokens = body.get_submodule("embeddings").named_parameters(recurse=False)
+        prefix_tokens = sum(token.shape[1] if token.ndim == 3 else 1 for name, token in tokens if name in PREFIX)
+        last_block = list(source.get_submodule(blocks).children())[-1:]
+        # The word that begins the names of the classes of a block and its MLP, e.g. ViT; a block may be of a subclass.
+        kinds = [kind for block in last_block for kind in type(block).__mro__ if "transformers." in kind.__module__]
+        word = kinds[0].__name__.removesuffix("Layer").removesuffix("Encoder") if kinds else ""
+        pooling = self.pooling
+        if not getattr(source.config, "use_mean_pooling", True):
+            # BEiT and Data2Vec then take the first token, a class token; VideoMAE, which has none, a patch.
+            pooling = "class" if pooling == "mean" else "the first patch"
+        return replace(
+            layout, blocks=blocks, patches=patches, norm=norm,
+            mlp_classes=(f"{word}MLP", f"{word}Intermediate"),
+            gated=dict.fromkeys((f"{word}SwiGLUFFN", f"{word}GatedMLP"), GATED),
+            heads=(*HEADS, *OTHER_HEADS, norm, head, pooler),
+            num_heads=body.config.num_attention_heads,
+            norm_before=next((name for block in last_block for name in NORMS_BEFORE if hasattr(block, name)), None),
+            prefix_tokens=prefix_tokens, has_class_token=prefix_tokens > 0, pooling=pooling,
+        )  # fmt: skip
+
+
+DINO = replace(LAYOUT, blocks="encoder.layer")
+DINO3 = replace(
+    LAYOUT, blocks="model.layer", patches="embeddings.patch_embeddings", norm="norm",
+    maps=("mlp.up_proj", "mlp.down_proj"),
+)  # fmt: skip
+TOWER = replace(
+    LAYOUT, blocks="encoder.layers", attention="self_attn", patches="embeddings.patch_embedding",
+    norm="post_layernorm", projections=("q_proj", "k_proj", "v_proj", "out_proj"),
+)  # fmt: skip
+# Classes whose attention consists of two modules, and whose MLP too.
+NESTED = replace(
+    LAYOUT, blocks="encoder.layer", mlp=("intermediate", "output"), maps=("intermediate.dense", "output.dense"),
+    projections=("attention.query", "attention.key", "attention.value", "output.dense"),
+)  # fmt: skip
+# The same, where the attention returns a tensor instead of a pair.
+NESTED_TENSOR = replace(NESTED, returns_weights=False)
+
+# By the classes' names; those of one line have one reader.
+_READERS: Mapping[str, ModelReader] = {
+    # The input of AST's classifier is the mean of the class token and the distillation token.
+    "ViTForImageClassification DeiTForImageClassification DeiTForImageClassificationWithTeacher "
+    "ViTMSNForImageClassification ASTForAudioClassification VivitForVideoClassification": ModelReader(),
+    "ViTModel DeiTModel ViTMSNModel ViTMAEModel VivitModel": ModelReader(answer=CLASS_TOKEN),
+    "IJepaForImageClassification BeitForImageClassification": ModelReader(pooling="mean"),
+    "IJepaModel": ModelReader(pooling="mean", answer="mean"),
+    "BeitModel": ModelReader(pooling="mean", answer="pooler_output"),
+    "Data2VecVisionForImageClassification": ModelReader(NESTED, "mean"),
+    # DINOv2's classifier takes the class token and the mean of the patches; "mean", because the patches are needed.
+    "Dinov2ForImageClassification Dinov2WithRegistersForImageClassification": ModelReader(
+        DINO, "mean", takes_any_size=True
+    ),
+    "Dinov2Model Dinov2WithRegistersModel": ModelReader(DINO, answer=CLASS_TOKEN, takes_any_size=True),
+    "Dinov2Backbone Dinov2WithRegistersBackbone": ModelReader(DINO, answer=MAPS, takes_any_size=True),
+    "DINOv3ViTModel": ModelReader(DINO3, answer=CLASS_TOKEN, takes_any_size=True),
+    "DINOv3ViTBackbone": ModelReader(DINO3, answer=MAPS, takes_any_size=True),
+    "CLIPVisionModel": ModelReader(TOWER, answer="pooler_output"),
+    "CLIPVisionModelWithProjection": ModelReader(TOWER, answer="image_embeds"),
+    # The mean of the patches before the last norm.
+    "CLIPForImageClassification": ModelReader(TOWER, "mean without a norm"),
+    "SiglipVisionModel Siglip2VisionModel": ModelReader(TOWER, "attention", "pooler_output"),
+    "SiglipForImageClassification": ModelReader(TOWER, "mean"),
+    # The mean of the patches that are not padded.
+    "Siglip2ForImageClassification": ModelReader(TOWER, "mean without padding"),
+    "YolosForObjectDetection": ModelReader(NESTED_TENSOR, "detection tokens", "detections"),
+    "DPTForDepthEstimation": ModelReader(NESTED_TENSOR, "a map of all patches of several layers", "depth"),
+    "VideoMAEForVideoClassification": ModelReader(NESTED_TENSOR, "mean without a norm"),
+}
+READERS: Mapping[str, ModelReader] = {name: reader for names, reader in _READERS.items() for name in names.split()}
+# The part of a saved model of several towers that is read.
+VISION_PARTS: Mapping[str, str] = {
+    "CLIPModel": "CLIPVisionModelWithProjection",
+    "SiglipModel": "SiglipVisionModel",
+    "Siglip2Model": "Siglip2VisionModel",
+}
+
+
+def reader_of(source: nn.Module) -> ModelReader:
+    """Returns the reader of a model whose class is in `READERS`."""
+    return READERS[type(source).__name__]
 
 
 def is_transformers_folder(folder: Path | str) -> bool:
@@ -205,16 +344,12 @@ class HuggingFaceFamily(AdoptedFamily):
         kind = PROBLEMS.get(source.config.problem_type, "logits")
         return kind if reader_of(source).answer == "logits" else "embedding"
 
-    def load(self, name: Path | str, **changes: Any) -> Adopted:
+    def load(self, name: Path | str) -> Adopted:
         """Reads a model from a local folder, or from the hub by its id, and adopts it in evaluation mode.
 
         A model is read as the class that it was saved as, if it is one of `READERS`, else as an image classifier; of
         CLIP and SigLIP the image tower is read. Mean, std and image size come from the image processor in the same
         folder; without one they are 0.5 and the size in the configuration.
-
-        Args:
-            name: The folder or the id.
-            **changes: Fields of the configuration, in place of the saved ones.
 
         Raises:
             CheckpointError: The model cannot be read, or weights are missing.
@@ -222,7 +357,7 @@ class HuggingFaceFamily(AdoptedFamily):
         """
         try:
             kind = _class_of(_transformers("AutoConfig").from_pretrained(name))
-            model, report = kind.from_pretrained(name, output_loading_info=True, **changes)
+            model, report = kind.from_pretrained(name, output_loading_info=True)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise CheckpointError(
                 f"hf:{name} cannot be read as an image classifier or an image tower: {error} Give a folder written by "

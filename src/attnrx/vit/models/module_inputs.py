@@ -7,9 +7,9 @@ leading axes are the channels.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -189,6 +189,91 @@ class ModuleInputs:
             else:
                 rows.append(torch.randn(size, generator=generator, dtype=torch.float64))
         return torch.cat(rows, 1).unflatten(1, self.shape).to(like)
+
+
+@dataclass(frozen=True)
+class OrderedImages(ModuleInputs):
+    """Images whose patches the model would shuffle by random noise (ViTMAE): increasing noise keeps their order."""
+
+    patch: tuple[int, int]
+
+    def arguments(self, images: ImageBatch) -> tuple[list[Any], dict[str, Tensor]]:
+        # ViTMAE sorts the patches by this noise, also where it masks none (mask_ratio 0).
+        count = (images.shape[2] // self.patch[0]) * (images.shape[3] // self.patch[1])
+        noise = torch.arange(count, device=images.device, dtype=images.dtype)
+        return [], {"pixel_values": images, "noise": noise.expand(images.shape[0], -1)}
+
+
+@dataclass(frozen=True)
+class PatchInputs(ModuleInputs):
+    """Images that are cut into patches before they enter the model (SigLIP 2), as its image processor does it.
+
+    Images of any aspect ratio have up to so many patches, the rest of which is padding: those are one channel
+    [patches, features + 3] in attnrx, whose last columns are the mask of patches, and height and width in patches.
+    """
+
+    ABOUT: ClassVar = ("pixel_attention_mask", "spatial_shapes")
+    size: int
+    """The side of a patch."""
+
+    def image_in(self, fields: Mapping[str, Any]) -> Any:
+        patches, mask, grid = (fields.get(name) for name in (self.name, *self.ABOUT))
+        if patches is None or mask is None or grid is None:
+            return patches
+        patches, mask, grid = (torch.as_tensor(each) for each in (patches, mask, grid))
+        columns = (mask[..., None], grid[..., None, :].expand(*mask.shape, 2))
+        return torch.cat([patches, *(column.to(patches) for column in columns)], dim=-1).unsqueeze(-3)
+
+    def arguments(self, images: ImageBatch) -> tuple[list[Any], dict[str, Tensor]]:
+        if self.is_padded(images.shape[1:]):
+            patches, mask, grid = images[:, 0].split((self.features, 1, 2), dim=-1)
+            # Rounded: half precision has all integers up to 2048.
+            mask, grid = mask[..., 0].round().long(), grid[:, 0].round().long().cpu()
+        else:
+            cut = images.unflatten(3, (-1, self.size)).unflatten(2, (-1, self.size))  # ..., down, size, right, size
+            # On the CPU, because the model reads the grid of every image as Python integers.
+            grid = torch.tensor([cut.shape[2], cut.shape[4]], device="cpu").expand(images.shape[0], -1)
+            # Channels last within a patch, the order of the linear patch embedding: [batch, patches, features].
+            patches = cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+            mask = torch.ones(patches.shape[:2], dtype=torch.long, device=images.device)
+        return [], {self.name: patches, **dict(zip(self.ABOUT, (mask, grid), strict=True))}
+
+    def require_exportable(self, shape: Sequence[int]) -> None:
+        if shape[0] == 1:
+            raise NotSupported(
+                "a model of padded patches resizes its position embeddings to the grid of every image, of which "
+                "transformers reads the sides as Python integers: a file has one grid. Export the model that was "
+                "loaded for square images, or save the result without a file (onnx=False)."
+            )
+
+    @property
+    def features(self) -> int:
+        """Numbers of one patch."""
+        return self.size**2 * self.fields[0].shape[0]
+
+    def is_padded(self, shape: Sequence[int]) -> bool:
+        """Returns whether inputs of this shape are padded patches."""
+        return shape[0] == 1 and shape[2] == self.features + 3
+
+
+def _pair(size: int | Iterable[int]) -> tuple[int, int]:
+    height, width = (size, size) if isinstance(size, int) else size
+    return int(height), int(width)
+
+
+def inputs_of_config(config: Any) -> ModuleInputs:
+    """Returns what a class takes, by the configuration of its body: images, spectrograms [batch, time, mel bins] (AST),
+    videos [batch, frames, channels, height, width], or patches (SigLIP 2).
+    """
+    if hasattr(config, "num_mel_bins"):
+        return ModuleInputs((Field(("input_values",), (config.max_length, config.num_mel_bins)),))
+    if config.model_type.startswith("siglip2"):
+        # SigLIP 2 takes any aspect ratio up to num_patches; attnrx models have one input shape, so the square of them.
+        side = math.isqrt(config.num_patches) * config.patch_size
+        return PatchInputs((Field(("pixel_values",), (config.num_channels, side, side)),), config.patch_size)
+    frames = (config.num_frames,) if hasattr(config, "num_frames") else ()
+    fields = (Field(("pixel_values",), (*frames, config.num_channels, *_pair(config.image_size))),)
+    return OrderedImages(fields, _pair(config.patch_size)) if config.model_type == "vit_mae" else ModuleInputs(fields)
 
 
 def inputs_of(module: nn.Module) -> ModuleInputs | None:
