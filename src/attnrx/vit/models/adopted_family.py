@@ -277,7 +277,12 @@ class AdoptedFamily(Family):
         return name in self.names()
 
     def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-        """Calls the library for `initialized`, which names it in errors."""
+        """Calls the library for `initialized`, which names it in errors.
+
+        Raises:
+            CheckpointError: The configuration cannot be read.
+            NotSupported: The models are of no library.
+        """
         raise NotSupported(f"models of the family {self.name} have no names: {name!r:.80}.")
 
     def instance(

@@ -144,11 +144,33 @@ def require_equal_logits(models: tuple[Adopted, Adopted], because: str, blocks: 
         expected = _outputs(first, images, "it cannot be run on images of its input shape")
         actual = _outputs(second, images, because)
     difference = difference_of({"": expected}, {"": actual})
-    if difference:
-        where, reason = _first_difference(models, blocks, attention, images, because)
-        raise NotSupported(
-            f"{first.origin.architecture} cannot be adopted: {reason}. On random images {difference}. {where}"
+    if not difference:
+        return
+    outputs: list[list[Tensor]] = []
+    for model in models:
+        parts = [model.get_submodule(path) for block in blocks for path in (f"{block}.{attention}", block)]
+        # Recording also switches the last-layer class-token shortcut off, so that both models process all tokens.
+        with evaluating((model,)), recording_calls(parts, lambda call: (call.module, call.output_tokens)) as calls:
+            model(images)
+        outputs.append([dict(calls)[part] for part in parts])
+    # Also true for NaN.
+    pairs = list(zip(*outputs, strict=False))
+    differs = [not float((one - other).abs().max()) <= rounding_limit(one) for one, other in pairs]
+    index = next((index for index, is_other in enumerate(differs) if is_other and index % 2), None)
+    if index is None:
+        where = f"The outputs of all {len(outputs[0]) // 2} blocks are equal."
+        because = "the parts after the blocks differ, or the head uses other tokens"
+    else:
+        one, other = pairs[index]
+        where = (
+            f"The first block that differs is block {index // 2 + 1} of {len(outputs[0]) // 2}, by "
+            f"{float((one - other).abs().max()):.3g}, and its largest output is {float(one.abs().max()):.3g}."
         )
+        if not differs[index - 1]:
+            because = "the MLP or a norm of a block computes something else, while its attention is equal"
+    raise NotSupported(
+        f"{first.origin.architecture} cannot be adopted: {because}. On random images {difference}. {where}"
+    )
 
 
 def _outputs(model: Adopted, images: Tensor, because: str) -> Float[Tensor, "images features"]:
@@ -165,35 +187,6 @@ def _outputs(model: Adopted, images: Tensor, because: str) -> Float[Tensor, "ima
             f"{model.origin.architecture} cannot be adopted: {because}. On random images of shape "
             f"{tuple(images.shape)} {part or 'the model itself'} raises {type(error).__name__}: {error}"
         ) from error
-
-
-def _first_difference(
-    models: tuple[Adopted, Adopted], blocks: Sequence[str], attention: str, images: Tensor, because: str
-) -> tuple[str, str]:
-    """Returns where the outputs of the blocks first differ by more than rounding, and why."""
-    outputs: list[list[Tensor]] = []
-    for model in models:
-        parts = [model.get_submodule(path) for block in blocks for path in (f"{block}.{attention}", block)]
-        # Recording also switches the last-layer class-token shortcut off, so that both models process all tokens.
-        with evaluating((model,)), recording_calls(parts, lambda call: (call.module, call.output_tokens)) as calls:
-            model(images)
-        outputs.append([dict(calls)[part] for part in parts])
-    # Also true for NaN.
-    pairs = zip(*outputs, strict=False)
-    differs = [not float((one - other).abs().max()) <= rounding_limit(one) for one, other in pairs]
-    index = next((index for index, is_other in enumerate(differs) if is_other and index % 2), None)
-    if index is None:
-        return (
-            f"The outputs of all {len(outputs[0]) // 2} blocks are equal.",
-            "the parts after the blocks differ, or the head uses other tokens",
-        )
-    expected, actual = outputs[0][index], outputs[1][index]
-    where = (
-        f"The first block that differs is block {index // 2 + 1} of {len(outputs[0]) // 2}, by "
-        f"{float((expected - actual).abs().max()):.3g}, and its largest output is {float(expected.abs().max()):.3g}."
-    )
-    of_mlp = "the MLP or a norm of a block computes something else, while its attention is equal"
-    return where, because if differs[index - 1] else of_mlp
 
 
 # The layers that are described: their arguments are attributes of the same names. Not those that end in probabilities

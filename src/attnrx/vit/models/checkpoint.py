@@ -123,8 +123,7 @@ def save_weights(
             **FOR_TRANSFORMERS,
         }
         write_json(new / "config.json", sealed(record))
-        processor = family.processor_config(model)
-        if processor:
+        if processor := family.processor_config(model):
             name = "preprocessor_config.json"
             write_json(new / name, {"kind": PARTS[name], **processor})
         if write_beside is not None:

@@ -5,6 +5,7 @@ operations of PyTorch alone. Blocks of timm and transformers get a class that tr
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import is_not
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -70,6 +71,7 @@ def fused_block(
         modules: The modules of the block.
         outputs: How many tokens are computed, the first ones; default: all.
     """
+    attention = modules.attention
     # The global hooks are those of a counter of operations, for example, which counts by module.
     if (
         not may_be_fused(tokens)
@@ -79,10 +81,9 @@ def fused_block(
         or (not tokens.is_meta and torch.is_autocast_enabled(tokens.device.type))
         or torch_module._global_forward_hooks
         or torch_module._global_forward_pre_hooks
+        or type(attention) is not Attention
+        or type(modules.mlp) is not FusedMLP
     ):
-        return None
-    attention = modules.attention
-    if type(attention) is not Attention or type(modules.mlp) is not FusedMLP:
         return None
     if tokens.device.type != "cpu":
         return _by_operations(tokens, modules, attention, outputs)
@@ -121,26 +122,21 @@ class _Known:
             for inside in (part._modules, part._parameters):
                 self._found += [(inside, name, value) for name, value in inside.items()]
         self._dicts = [vars(part) for part in parts]
-        self._classes = [(part, type(part)) for part in parts if part is not attention]
+        self._parts = [part for part in parts if part is not attention]
+        self._classes = list(map(type, self._parts))
 
     def is_current(self, plan: LayerPlan, modules: BlockModules) -> bool:
         """Whether this is the block of these modules, as they are now."""
         now = (*modules.norms, modules.mlp, *modules.factors, *modules.others)
-        if plan is not self._plan or len(now) != len(self._given):
+        if plan is not self._plan or len(now) != len(self._given) or any(map(is_not, now, self._given)):
             return False
-        for part, before in zip(now, self._given, strict=True):
-            if part is not before:
-                return False
         for found, name, value in self._found:
             if found.get(name) is not value:
                 return False
         for own in self._dicts:
             if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
                 return False
-        for part, kind in self._classes:
-            if type(part) is not kind:
-                return False
-        return self.block.is_current()
+        return not any(map(is_not, map(type, self._parts), self._classes)) and self.block.is_current()
 
 
 # By attention, so that a block keeps nothing of a call, and copies of it have nothing of it.
@@ -184,9 +180,8 @@ def _known_parts(modules: BlockModules, attention: Attention) -> tuple[Any, ...]
     query, key = sides["query"], sides["key"]
     if not type(query) is type(key) is type(value) is HeadLinear or type(output) is not OutputProjection:
         return None
-    for norm in modules.norms:
-        if not is_layer_norm(type(norm)):
-            return None
+    if not all(map(is_layer_norm, map(type, modules.norms))):
+        return None
     projections = query, key, value, output
     parts = (*modules.norms, attention, scores, *projections, modules.mlp, fc1, act, fc2, *modules.others)
     return projections, first, second, has_gelu, parts
