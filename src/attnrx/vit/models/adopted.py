@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
+from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention, AttentionContext, Positions
 from attnrx.vit.attention.head_linear import of_weights
 from attnrx.vit.models.chunked_forward import chunked_forward, is_watched, require_images
@@ -196,7 +196,12 @@ class Adopted(Substitute):
             NotSupported: Tokens are pruned or merged under gradient checkpointing.
         """
         reduction, last = reduction_of(self), self.last
-        recomputed = _is_recomputed(self.source)
+        # Gradient checkpointing: timm and open_clip use it in both modes, transformers in training only.
+        # In the dictionary of the instance, where the libraries switch it on: a missing attribute is looked up slowly.
+        recomputed = torch.is_grad_enabled() and any(
+            vars(part).get("grad_checkpointing") or (part.training and vars(part).get("gradient_checkpointing"))
+            for part in self.source.modules()
+        )
         if recomputed and reduction is not None:
             raise NotSupported(
                 "gradient checkpointing computes the blocks again in the backward pass, without the state of tokens "
@@ -221,16 +226,6 @@ class Adopted(Substitute):
         `images` have the input shape of the model, [batch, channels, height, width] for pictures.
         """
         return self.source(images)
-
-
-def _is_recomputed(source: nn.Module) -> bool:
-    """Returns whether the library computes its blocks again in the backward pass (gradient checkpointing)."""
-    # timm and open_clip do so in both modes, transformers in training only.
-    # In the dictionary of the instance, where the libraries switch it on: a missing attribute is looked up slowly.
-    return torch.is_grad_enabled() and any(
-        vars(part).get("grad_checkpointing") or (part.training and vars(part).get("gradient_checkpointing"))
-        for part in source.modules()
-    )
 
 
 class Adapter(nn.Module):
@@ -360,7 +355,10 @@ def attention_from_projections(
         for side in (0, 1):
             bias = biases[side]
             weights[side], biases[side] = weights[side][by_head], None if bias is None else bias[by_head]
-        norms |= {name: _reordered(norms[name], order) for name in ("query_norm", "key_norm") if name in norms}
+        for name in norms.keys() & {"query_norm", "key_norm"}:  # their parameters are one for each direction
+            norms[name] = copy.deepcopy(norms[name])
+            for parameter in norms[name].parameters():
+                parameter.data = parameter.data[order.to(parameter.device)].clone()
     tensors = {f"{path}.weight": weight for path, weight in zip(PROJECTION_PATHS, weights, strict=True)}
     named_biases = zip(PROJECTION_PATHS, biases, strict=True)
     tensors |= {f"{path}.bias": bias for path, bias in named_biases if bias is not None}
@@ -372,11 +370,3 @@ def attention_from_projections(
     attention.inner_norms.update({name: norms[name] for name in spec.inner_norms})
     attention.pack_()
     return attention
-
-
-def _reordered(norm: nn.Module, order: Int[Tensor, "directions"]) -> nn.Module:
-    """Returns a copy of a norm whose parameters, one for each direction, are in this order."""
-    copied = copy.deepcopy(norm)
-    for parameter in copied.parameters():
-        parameter.data = parameter.data[order.to(parameter.device)].clone()
-    return copied
