@@ -663,9 +663,10 @@ class AdoptedFamily(Family):
                     spec,
                     num_tokens,
                     mlp_costs(mlp, num_tokens, *change),
-                    PartCosts(num_params(block) - sum(map(num_params, mlp)) - projection_params(layer_attention)),
+                    # Inner norms of the attention are not counted by its spec.
+                    PartCosts(num_params(block) - sum(map(num_params, (*mlp, own.scores, own.value, own.output)))),
                 )
-                for block, mlp, layer_attention, spec, change, num_tokens in zip(
+                for block, mlp, own, spec, change, num_tokens in zip(
                     blocks, mlps, self.attention(adopted), shapes.attention, changes, tokens.tokens, strict=True
                 )
             ),
@@ -750,11 +751,6 @@ def _fuse_mlp_(block: nn.Module, parts: ModelParts) -> None:
 
 def num_params(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def projection_params(attention: Attention) -> int:
-    """Returns the parameters of an attention layer that its spec counts, without inner norms."""
-    return sum(num_params(part) for part in (attention.scores, attention.value, attention.output))
 
 
 def matrix_entries(module: nn.Module) -> int:
