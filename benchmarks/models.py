@@ -29,8 +29,7 @@ from torch import nn
 from attnrx.support.errors import AttnrxError
 from attnrx.vit.models import LIBRARIES
 from attnrx.vit.models.adopted_family import AdoptedFamily
-from attnrx.vit.models.separate_units import separate_pairs
-from attnrx.vit.models.units import UnitsFamily
+from attnrx.vit.models.units import UnitsFamily, separate_pairs
 from attnrx.vit.models.whole import WholeFamily
 
 WHOLE = WholeFamily(LIBRARIES)
@@ -172,8 +171,8 @@ def reason_of(error: AttnrxError) -> str:
 
 
 def by_structure(make: Callable[[], nn.Module]) -> tuple[tuple[str, ...], str]:
-    """Finds the MLPs of a model on the meta device, by shapes alone; returns its axes, or why it has none."""
-    with torch.device("meta"):
+    """Finds the MLPs of a model with weights, as `attnrx.load` does; returns its axes, or why it has none."""
+    with torch.device("cpu"):
         model = make().eval()
         try:
             pairs, _ = separate_pairs(model, UnitsFamily().origin_inside(model).input_shape)

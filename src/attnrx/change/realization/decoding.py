@@ -25,7 +25,7 @@ from attnrx.support.modules import copy_module, rows_of
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import ModuleCall, evaluating, family_of, observing_calls
 from attnrx.vit.models.mlp import Pair
-from attnrx.vit.models.separate_units import input_weight
+from attnrx.vit.models.units import input_weight
 from attnrx.vit.models.whole import Whole
 from attnrx.vit.outputs import Map, output_kind_of
 

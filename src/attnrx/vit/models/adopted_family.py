@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.support.modules import copy_module, random_images
+from attnrx.support.modules import copy_module
 from attnrx.support.records import fields_of, from_dict, of_fields, to_dict
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.support.storage import require_finite_tensors
@@ -40,9 +40,7 @@ from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.family import Family, LayerShapes, num_outputs, require_ordinary_weights
 from attnrx.vit.models.fused_block import fuse_
 from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, Pair, halve_, hidden_units, keep_units_of_, rank_of
-from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.parts import ModelParts, Refusal, changed_linears, model_name, reading_parts
-from attnrx.vit.models.separate_units import unmixed
 from attnrx.vit.models.token_reduction import reduction_of
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
@@ -112,22 +110,6 @@ class AdoptedFamily(Family):
     def recognize_(self, module: nn.Module, path: str, description: Mapping[str, Any]) -> nn.Module:
         """Returns a module of a user's, which contains a model of this family at `path`, as it was adopted."""
         return module
-
-    def prove_units(self, adopted: Adopted) -> None:
-        """Raises NotSupported where MLPs may be of any class, and the hidden units of one are not separate."""
-        source, parts = adopted.source, self.parts(adopted.source)
-        pairs = adopted.pairs if parts.mlp_classes is None and self.has_plain_units(adopted) else ()
-        if not pairs:
-            return
-        with evaluating((source,)):
-            separate = unmixed(source, pairs, random_images(source, adopted.origin.input_shape, 1))
-        for index, pair in enumerate(pairs):
-            if pair not in separate:
-                raise NotSupported(
-                    f"{adopted.origin.architecture} cannot be adopted: in block {index} more than an activation is "
-                    f"between the maps {parts.maps} of the MLP, or their order is another one. State maps=None in the "
-                    "reader for an MLP of another kind (e.g. with a gate), which is then not compressed."
-                )
 
     def recomputed(self, module: nn.Module) -> nn.Module | None:
         """Returns a module with the values of a module's unsaved buffers; None where its library computes none."""
@@ -224,7 +206,6 @@ class AdoptedFamily(Family):
         )
         # A model that was changed after its creation would be saved, and loaded as another one.
         self._require_rebuilt(adopted)
-        self.prove_units(adopted)
         return adopted
 
     def library_model(self, model: nn.Module) -> nn.Module:

@@ -38,7 +38,7 @@ from attnrx.vit.models.adopted import Adopted, Origin, image_shape
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
 from attnrx.vit.models.parts import ModelParts, Refusal, last_linear, model_name, require_parts
-from attnrx.vit.models.units import UnitsFamily
+from attnrx.vit.models.units import UnitsFamily, unmixed
 
 # The names of attributes that hold the number of heads.
 HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "num_attention_heads", "h")
@@ -139,6 +139,7 @@ class ModuleFamily(AdoptedFamily):
         """
         # Of a shallow copy: the model stays as it is.
         adopted = self.adopt(_with_reader(copy.copy(model), reader, self.factory or type(model)))
+        prove_units(self, adopted)
         # Equal logits do not prove `prefix_tokens`, which a user states: the number is compared with a forward pass.
         images = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
         first_block = self.blocks(adopted.source)[:1]
@@ -189,6 +190,23 @@ class ModuleFamily(AdoptedFamily):
     def library_model(self, model: nn.Module) -> nn.Module:
         adopted = self._adopted(model)
         return ModuleFamily(vars(adopted.source)["attnrx_factory"])._created(adopted.origin)
+
+
+def prove_units(family: AdoptedFamily, adopted: Adopted) -> None:
+    """Raises NotSupported where MLPs may be of any class, and the hidden units of one are not separate."""
+    source, parts = adopted.source, family.parts(adopted.source)
+    pairs = adopted.pairs if parts.mlp_classes is None and family.has_plain_units(adopted) else ()
+    if not pairs:
+        return
+    with evaluating((source,)):
+        separate = unmixed(source, pairs, random_images(source, adopted.origin.input_shape, 1))
+    for index, pair in enumerate(pairs):
+        if pair not in separate:
+            raise NotSupported(
+                f"{adopted.origin.architecture} cannot be adopted: in block {index} more than an activation is "
+                f"between the maps {parts.maps} of the MLP, or their order is another one. State maps=None in the "
+                "reader for an MLP of another kind (e.g. with a gate), which is then not compressed."
+            )
 
 
 def _with_reader(model: nn.Module, reader: Reader, factory: Factory | None) -> nn.Module:
@@ -247,29 +265,11 @@ def imported_class(name: str) -> type[nn.Module] | None:
 
 @dataclass(frozen=True)
 class Structure:
-    """Where the parts of a Vision Transformer are, by their paths, as they were found.
+    """What was found of a Vision Transformer: its parts, its input format, and the number of patches of such images."""
 
-    `blocks` are paths in the model. In a block are `attention`, with its `projections`, `norm_before` it, and the two
-    `maps` of the MLP, () where there are others; `mlp` is the module of these alone, "" if there is none. `patches` is
-    the map that makes `num_patches` patches of an image of `shape`, `norm` what follows the last block, "" for nothing.
-    """
-
-    blocks: tuple[str, ...]
-    attention: str
-    projections: tuple[str, ...]
-    heads: int
-    scale: float | None
-    returns_weights: bool
-    norm_before: str | None
-    mlp: str
-    maps: tuple[str, ...]
-    patches: str
+    parts: ModelParts
+    origin: Origin
     num_patches: int
-    prefix_tokens: int
-    norm: str
-    shape: tuple[int, int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
 
 
 class PairedBlock(nn.Module):
@@ -325,48 +325,36 @@ class StructureFamily(AdoptedFamily):
         if any(piece.isdigit() for piece in attention.split(".")):  # a part of a list inside a block
             return None
         with evaluating([holder]):
-            structure = _observed(holder[0], blocks, attention, group[2])
-        if structure is None:
+            observed = _observed(holder[0], blocks, attention, group[2])
+        if observed is None:
             return None
-        path = next(containing([*structure.blocks, structure.patches]))
-        vars(holder[0].get_submodule(path))["attnrx_structure"] = replace(
-            structure,
-            blocks=tuple(block.removeprefix(f"{path}.") for block in structure.blocks),
-            patches=structure.patches.removeprefix(f"{path}."),
-            norm=structure.norm.removeprefix(f"{path}.") if structure.norm.startswith(path) else "",
-        )
+        path, structure = observed
+        vars(holder[0].get_submodule(path))["attnrx_structure"] = structure
         return holder[0], path
 
     def recognize_(self, module: nn.Module, path: str, description: Mapping[str, Any]) -> nn.Module:
         holder = nn.Sequential(module)
         if (group := _group_of(module)) is not None:
             rewritten_(holder, *group[:2])
-        structure = from_dict(description["structure"], (Structure,), "structure")
-        expected = (structure.patches, *(f"{block}.{structure.attention}" for block in structure.blocks))
+        structure: Structure = from_dict(description["structure"], (Structure, ModelParts, Origin), "structure")
+        parts = structure.parts
+        expected = (parts.patches, *(f"{block}.{parts.attention}" for block in parts.blocks))
         require_parts(holder[0], (path, *(f"{path}.{each}".strip(".") for each in expected)), model_name(module))
         vars(holder[0].get_submodule(path))["attnrx_structure"] = structure
         return holder[0]
 
     def parts(self, source: nn.Module) -> ModelParts:
-        found = _structure(source)
-        return ModelParts(
-            blocks=found.blocks, attention=found.attention, patches=found.patches, norm=found.norm,
-            projections=found.projections, num_heads=found.heads, scale=found.scale,
-            returns_weights=found.returns_weights, norm_before=found.norm_before,
-            mlp=(found.mlp,) if found.mlp else found.maps, maps=found.maps if len(found.maps) == 2 else (),
-            prefix_tokens=found.prefix_tokens, has_class_token=found.prefix_tokens > 0,
-            pooling="class" if found.prefix_tokens else "mean",
-        )  # fmt: skip
+        return _structure(source).parts
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
-        found = _structure(source)
-        if isinstance(source.get_submodule(found.patches), nn.Conv2d) and input_shape != found.shape:
+        found, (_, height, width) = _structure(source), input_shape
+        shape = found.origin.input_shape
+        if isinstance(source.get_submodule(found.parts.patches), nn.Conv2d) and input_shape != shape:
             return super().num_patches(source, input_shape)
-        return found.num_patches * input_shape[1] * input_shape[2] // (found.shape[1] * found.shape[2])
+        return found.num_patches * height * width // (shape[1] * shape[2])
 
     def origin(self, model: nn.Module) -> Origin:
-        found = _structure(model)
-        return Origin(type(model).__name__, {}, found.shape, found.mean, found.std)
+        return replace(_structure(model).origin, architecture=type(model).__name__)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         return {**super().describe(model), "structure": to_dict(_structure(self._adopted(model).source))}
@@ -505,8 +493,10 @@ def _rewritten_pairs_(holder: nn.Sequential, blocks: Sequence[str], attention: s
 
 def _observed(
     model: nn.Module, blocks: tuple[str, ...], attention: str, projections: tuple[str, ...]
-) -> Structure | None:
-    """Runs the module with random images, and returns its structure as the calls show it; None where they do not."""
+) -> tuple[str, Structure] | None:
+    """Runs the module with random images, and returns the path and the structure of its Vision Transformer, as the
+    calls show them; None where they do not.
+    """
     try:
         origin = UnitsFamily().origin_inside(model)
     except NotSupported:
@@ -548,12 +538,19 @@ def _observed(
     after = [path for path, call in norms if call.tokens is calls[blocks[-1]].output_tokens]
     maps, mlp = _mlp_of(calls[blocks[0]].module, attention)
     own = [path for path in maps if paths.count(f"{blocks[0]}.{path}") == 1]
-    return Structure(
-        blocks, attention, projections, heads or 0, scale if isinstance(scale, float) else None,
-        isinstance(attended.output, tuple), before[0].removeprefix(f"{blocks[0]}.") if before else None,
-        mlp, tuple(own) if len(own) == len(maps) else (), patches[-1], num_patches, prefix, after[0] if after else "",
-        origin.input_shape, origin.mean, origin.std,
+    maps = maps if len(own) == len(maps) else ()
+    path = next(containing([*blocks, patches[-1]]))
+    parts = ModelParts(
+        blocks=tuple(block.removeprefix(f"{path}.") for block in blocks), attention=attention,
+        patches=patches[-1].removeprefix(f"{path}."),
+        norm=after[0].removeprefix(f"{path}.") if after and after[0].startswith(path) else "",
+        projections=projections, num_heads=heads or 0, scale=scale if isinstance(scale, float) else None,
+        returns_weights=isinstance(attended.output, tuple),
+        norm_before=before[0].removeprefix(f"{blocks[0]}.") if before else None,
+        mlp=(mlp,) if mlp else maps, maps=maps if len(maps) == 2 else (),
+        prefix_tokens=prefix, has_class_token=prefix > 0, pooling="class" if prefix else "mean",
     )  # fmt: skip
+    return path, Structure(parts, origin, num_patches)
 
 
 def _makes(call: ModuleCall, count: int) -> bool:

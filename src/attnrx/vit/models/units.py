@@ -1,24 +1,33 @@
-"""Models that no reader reads: of these the hidden units of MLPs are read (`separate_units`), and nothing else.
+"""Models that no reader reads: of these the hidden units of MLPs are read, and nothing else.
 
 Swin, Hiera, SAM, PVT, SegFormer, MaxViT, ConvNeXt and decoders have MLPs like every Vision Transformer, and units can
-be removed from any of them.
+be removed from any of them. The maps are found by the order of calls, and proved on random images.
+
+Pairs are two linear maps, or convolutions of which the second is 1 x 1, between which every unit is computed from
+itself alone. In a gated MLP (SwiGLU) a unit is the product of two outputs, of two maps or of the halves of one: the map
+that is called first is the first of the pair, and the other one is between them, with weights per unit.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.arguments import described_error, user_code
 from attnrx.support.errors import NotSupported
-from attnrx.support.modules import random_images
+from attnrx.support.modules import containing, random_images, tensors_of
 from attnrx.support.records import from_dict, to_dict
-from attnrx.support.shapes import Float, ImageBatch, Tensor
+from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.costs.model_costs import frozen
@@ -26,16 +35,18 @@ from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.models.adopted import Adopted, Origin
 from attnrx.vit.models.adopted_family import AdoptedFamily, matrix_entries, mlp_costs, num_params
 from attnrx.vit.models.family import LayerShapes, num_outputs
-from attnrx.vit.models.mlp import Pair, halve_, hidden_units
+from attnrx.vit.models.mlp import Pair, halve_, hidden_units, keep_units_of_
 from attnrx.vit.models.module_inputs import called, inputs_of
-from attnrx.vit.models.observation_hooks import evaluating
+from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls, replacing_forward
 from attnrx.vit.models.parts import ModelParts, model_name, require_parts
-from attnrx.vit.models.separate_units import separate_pairs
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 
 # The sides of images that are tried on a model that does not state its own.
 SIDES = (224, 256, 384, 512, 1024, 192, 128, 96, 64, 32)
+# Pairs of fewer MACs than this share of the largest one's are left out: heads of pooled features, biases of positions.
+LEAST_SHARE = 0.01
+CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 class Convolution(nn.Module):
@@ -119,7 +130,7 @@ class UnitsFamily(AdoptedFamily):
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
         """Makes the maps of all pairs linear maps; finds the pairs where they are not known."""
-        found = self._units(adopted)
+        found = self._own(adopted)
         if not found.pairs:
             pairs, head = separate_pairs(found.source, found.origin.input_shape)
             vars(found).update(pairs=pairs, head=head)
@@ -141,12 +152,12 @@ class UnitsFamily(AdoptedFamily):
                     geometry = {"stride": part.stride, "padding": part.padding, "dilation": part.dilation}
                     convolution = Convolution(linear, part.kernel_size, **geometry)
                     found.source.set_submodule(path, convolution.train(part.training))
-        if not next(found.source.parameters()).is_meta and not found.pairs[0].positions:
+        if not found.pairs[0].positions:
             self._measure_(found, found.origin.input_shape)
 
     def _measure_(self, adopted: Adopted, shape: tuple[int, int, int]) -> None:
         """Measures the places that every MLP runs at, and the MACs of all else, in a forward pass."""
-        found, maps = self._units(adopted), self.mlp(adopted)
+        found, maps = self._own(adopted), self.mlp(adopted)
         macs = macs_by_part(found.source, random_images(found.source, shape, 1))
         vars(found)["pairs"] = tuple(
             replace(
@@ -176,10 +187,10 @@ class UnitsFamily(AdoptedFamily):
         return False
 
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
-        return tuple(f"source.{pair.block}".rstrip(".") for pair in self._units(model).pairs)
+        return tuple(f"source.{pair.block}".rstrip(".") for pair in self._own(model).pairs)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        found = self._units(model)
+        found = self._own(model)
         pairs = [to_dict(pair) for pair in found.pairs]
         own = {"attention": [], "pairs": pairs, "outer_macs": found.outer_macs, "head": found.head}
         return {**super().describe(model), **own}
@@ -201,12 +212,12 @@ class UnitsFamily(AdoptedFamily):
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
         raise NotSupported(
-            f"the attention of {self._units(model).origin.architecture} has no reader, so tokens cannot be pruned or "
+            f"the attention of {self._own(model).origin.architecture} has no reader, so tokens cannot be pruned or "
             "merged, and attention maps are not shown: prescribe hidden=..., e.g. hidden=total_rank:0.5."
         )
 
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
-        found = self._units(model)
+        found = self._own(model)
         head = found.source.get_submodule(found.head) if found.head else nn.Identity()
         return (head,) if num_outputs(head) else ()
 
@@ -215,7 +226,7 @@ class UnitsFamily(AdoptedFamily):
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
         """Returns the costs of the MLPs; all other parts count as patches."""
-        found, maps = self._units(model), self.mlp(model)
+        found, maps = self._own(model), self.mlp(model)
         before = hidden_units(maps)
         layers, inside = [], 0
         for pair, linears, spec, ranks_of, count, now in zip(
@@ -228,9 +239,6 @@ class UnitsFamily(AdoptedFamily):
             layers.append(layer_costs(spec, pair.positions, mlp, PartCosts()))
         outside = PartCosts(num_params(found.source) - inside, found.outer_macs)
         return ModelCosts(outside, tuple(layers), PartCosts(), 0)
-
-    def _units(self, model: nn.Module) -> UnitsModel:
-        return self._adopted(model)  # type: ignore[return-value]
 
 
 def macs_by_part(model: nn.Module, images: ImageBatch) -> dict[str, int]:
@@ -281,3 +289,356 @@ def _position_sides(parts: Sequence[nn.Module], convolution: nn.Conv2d | None) -
         for prefix in range(6)
     }
     return [patch * math.isqrt(count) for count in sorted(counts) if count > 3 and math.isqrt(count) ** 2 == count]
+
+
+# The search.
+
+
+def _is_map(part: nn.Module) -> bool:
+    """Whether a part is a linear map of the features of every position, or of the patch around it."""
+    if type(part) in CONVOLUTIONS:
+        return part.groups == 1 and part.padding_mode == "zeros" and isinstance(part.padding, tuple)  # type: ignore[union-attr]
+    return type(part) in (nn.Linear, NativeLinear)
+
+
+def _is_second(part: nn.Module) -> bool:
+    """Whether a map is one of the features of every position, so that it has one column for each of them."""
+    if not isinstance(part, CONVOLUTIONS):
+        return True
+    return isinstance(part, nn.Conv2d) and part.kernel_size == part.stride == (1, 1) and part.padding == (0, 0)
+
+
+def _units_last(part: nn.Module, features: Tensor) -> Tensor:
+    return features.movedim(1, -1) if isinstance(part, CONVOLUTIONS) else features
+
+
+def _sides(part: Any) -> tuple[int, int]:
+    """Returns the numbers of inputs and outputs of a map."""
+    if isinstance(part, CONVOLUTIONS):
+        return part.in_channels, part.out_channels
+    return part.in_features, part.out_features
+
+
+def _is_per_unit(part: nn.Module, units: int) -> bool:
+    """Whether a part has weights of its own for each of so many units, and computes each from itself."""
+    if isinstance(part, _BatchNorm):
+        return part.num_features == units and type(part).__name__ != "SyncBatchNorm"
+    return type(part) is nn.Conv2d and part.groups == part.in_channels == part.out_channels == units
+
+
+class Cut(NamedTuple):
+    """Two maps, by their paths, of which so many `units` between them are left; `between` are parts with weights per
+    unit, as in `Pair`.
+    """
+
+    first: str
+    second: str
+    between: tuple[str, ...]
+    units: int
+
+    def shape_(self, module: nn.Module) -> None:
+        """Gives a module that was created anew the shapes of the smaller one.
+
+        Raises:
+            InvalidInput: It has no such parts.
+        """
+        require_parts(module, (self.first, self.second, *self.between), "the module")
+        units = _sides(module.get_submodule(self.first))[1]
+        self.keep_(module, torch.arange(units, device="cpu") < self.units)
+
+    def keep_(self, module: nn.Module, keep: Bool[Tensor, "units"]) -> None:
+        """Removes the units that are not kept, in place."""
+        for path, side in ((self.first, "out"), (self.second, "in")):
+            part: Any = module.get_submodule(path)
+            index = keep.nonzero()[:, 0].to(part.weight.device)
+            dim = int((side == "in") != isinstance(part, nn.ConvTranspose2d))
+            part.weight = nn.Parameter(part.weight.detach().index_select(dim, index), part.weight.requires_grad)
+            if side == "out" and part.bias is not None:
+                part.bias = nn.Parameter(part.bias.detach()[index], part.bias.requires_grad)
+            setattr(part, f"{side}_{'channels' if isinstance(part, CONVOLUTIONS) else 'features'}", len(index))
+        for path in self.between:
+            keep_units_of_(module.get_submodule(path), keep)
+
+
+def input_weight(part: Any) -> Float[Tensor, "units *outputs"]:
+    """Returns the weight of a map by its inputs, [units, outputs, *kernel]: a view, which may be written to."""
+    return part.weight.detach() if isinstance(part, nn.ConvTranspose2d) else part.weight.detach().movedim(1, 0)
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+
+
+class _Trace(NamedTuple):
+    """A forward pass: the parts without parts in the order of their calls, the shapes of the input and of the output of
+    every map that is called once, and its output, the parts that are called once with a tensor, and what was returned.
+    """
+
+    order: list[str]
+    maps: dict[str, tuple[torch.Size, torch.Size, Tensor]]
+    once: set[str]
+    output: Any
+
+
+def _traced(model: nn.Module, images: Tensor) -> _Trace:
+    paths = {part: path for path, part in model.named_modules()}
+
+    def keep(call: ModuleCall) -> tuple[nn.Module, int, tuple[torch.Size, torch.Size, Tensor] | None]:
+        shapes = (call.tokens.shape, call.output.shape, call.output) if _is_map(call.module) else None
+        return call.module, 1 if isinstance(call.tokens, Tensor) else 2, shapes
+
+    with evaluating((model,)), recording_calls(paths, keep) as calls:
+        output = called(model, images)
+    numbers = Counter[str]()
+    for part, number, _ in calls:
+        numbers[paths[part]] += number
+    once = {path for path, number in numbers.items() if number == 1}
+    leaves = [paths[part] for part, _, _ in calls if isinstance(part, _BatchNorm) or not list(part.children())]
+    maps = {paths[part]: shapes for part, _, shapes in calls if shapes is not None and paths[part] in once}
+    return _Trace(leaves, maps, once, output)
+
+
+def _candidates(model: nn.Module, trace: _Trace, around: str | None) -> Iterator[Pair]:
+    """Yields two maps after one another where the second has as many inputs as the first has outputs, and no other
+    part with weights is between them than such with weights per unit.
+
+    With `around`, the second may be a convolution of any kernel, and each may be transposed.
+    """
+    named, gates, is_around = dict(model.named_modules()), set[str](), around is not None
+    order = [path for path in trace.order if not (is_around and path.startswith(f"{around}."))]
+    for start, first in enumerate(order):
+        is_other = isinstance(named[first], nn.ConvTranspose2d) and not is_around
+        if first not in trace.maps or first in gates or is_other:
+            continue
+        units, between, gate = _sides(named[first])[1], [], ""
+        positions = _positions(named[first], trace.maps[first][1])
+        for path in order[start + 1 :]:
+            part = named[path]
+            if path in trace.maps:
+                inputs, outputs, _ = trace.maps[path]
+                fits = (is_around or _is_second(part)) and _sides(part)[0] == units
+                fits = fits and positions == _positions(part, inputs)
+                block = next((above for above in containing((first, path)) if above in trace.once), None)
+                if fits and block is not None:
+                    gates.add(gate)
+                    yield Pair(first, path, tuple(between), block)
+                # A gate is a map of the same features to as many units.
+                is_gate = _sides(part) == _sides(named[first]) and positions == _positions(part, outputs)
+                if gate or is_around or fits or not is_gate or not _is_second(part):
+                    break
+                gate = path
+                between.append(path)
+            elif _is_per_unit(part, units):
+                between.append(path)
+            elif any(True for _ in part.parameters()):
+                break
+
+
+def _positions(part: nn.Module, shape: torch.Size) -> int:
+    return shape.numel() // shape[1 if isinstance(part, CONVOLUTIONS) else -1]
+
+
+def separate_pairs(
+    model: nn.Module, shape: tuple[int, int, int], around: str | None = None
+) -> tuple[tuple[Pair, ...], str]:
+    """Returns the pairs of maps whose units are separate, and the path of the map that makes the output, "" for none.
+
+    Three forward passes on random images. In the second one half of the entries that the first map of every pair
+    returns are changed for the second image: of what the second map receives the same entries change. In the third the
+    first map, and the parts between, have half of their units: the second one receives the other half as before, and
+    the model returns what it returned. With `around` those outside of the part of this path, where units may be
+    channels of any convolutions.
+    """
+    images = random_images(model, shape, 1)
+    work, head = _separate(model, images, around)
+    if around is None and (
+        halved := _halved_(model, images, {path for pair in work for path in (pair.first, pair.second)})
+    ):
+        work, head = _separate(model, images, around)
+        for path in halved.keys() - {pair.first.rpartition(".")[0] for pair in work}:
+            model.set_submodule(path, halved[path])
+    least = LEAST_SHARE * max(work.values(), default=0)
+    return tuple(pair for pair in work if work[pair] >= least), head
+
+
+def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dict[Pair, int], str]:
+    """Returns the pairs with the MACs of both maps, and the path of the map that makes the output."""
+    trace, named, head = _traced(model, images), dict(model.named_modules()), ""
+    outputs = tensors_of(trace.output)
+    if len(outputs) == 1:
+        (tensor,) = outputs.values()
+        made = [path for path, (_, _, output) in trace.maps.items() if output.data_ptr() == tensor.data_ptr()]
+        head = made[-1] if made and trace.maps[made[-1]][1].numel() == tensor.numel() else ""
+    pairs = [pair for pair in _candidates(model, trace, around) if around is not None or pair.second != head]
+    work = {
+        pair: _positions(named[pair.first], trace.maps[pair.first][1])
+        * sum(named[path].weight.numel() for path in (pair.first, pair.second))  # type: ignore[operator, union-attr]
+        for pair in pairs
+    }
+    del trace, outputs
+    with evaluating((model,)):
+        pairs = unmixed(model, pairs, images)
+        # Around a Vision Transformer a map may be the second of one pair and the first of the next one.
+        tried = [pairs] if around is None else [[pair] for pair in pairs]
+        return {pair: work[pair] for some in tried for pair in _cuttable(model, some, images)}, head
+
+
+def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn.Module]:
+    """Replaces linear maps of twice as many outputs as the next map has inputs by their halves, in place, except
+    `others`; returns these maps by their paths.
+    """
+    trace, named = _traced(model, images), dict(model.named_modules())
+    maps = [path for path in trace.order if path in trace.maps]
+    return {
+        path: halve_(model, path)
+        for path, after in pairwise(maps)
+        if not {path, after} & others
+        and {type(named[path]), type(named[after])} <= {nn.Linear, NativeLinear}
+        and trace.maps[path][1][:-1] == trace.maps[after][0][:-1]
+        and _sides(named[path])[1] == 2 * _sides(named[after])[0]
+    }
+
+
+def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
+    """Returns the pairs of which every entry is computed from itself; with a convolution between, every unit.
+
+    `images` is one random image, [1, channels, height, width].
+    """
+    separate = [False] * len(pairs)
+    masks: dict[int, Tensor] = {}
+
+    def change(index: int, part: nn.Module, _: object, output: Tensor) -> Tensor:
+        last = _units_last(part, output)
+        if len(last) % 2:
+            return output
+        base = last.chunk(2)[0]
+        has_convolution = any(isinstance(model.get_submodule(path), nn.Conv2d) for path in pairs[index].between)
+        generator = torch.Generator().manual_seed(index)
+        size = base.shape[-1:] if has_convolution else base.shape
+        masks[index] = (torch.rand(size, generator=generator) < 0.5).to(base.device).expand(base.shape)
+        changed = base + masks[index] * (1 + 4 * base.abs().max())
+        both = torch.cat([base, changed])
+        return both.movedim(-1, 1) if isinstance(part, CONVOLUTIONS) else both
+
+    def compare(index: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        last = _units_last(part, _first_tensor(args, kwargs))
+        if index not in masks or last.shape != (2 * len(masks[index]), *masks[index].shape[1:]):
+            return
+        base, changed = last.chunk(2)
+        difference, mask = (changed - base).abs(), masks.pop(index)
+        largest = difference.amax()
+        separate[index] = bool(largest > 0) and bool((difference * ~mask).amax() <= 1e-3 * largest)
+
+    def repeat(_: nn.Module, __: object, output: Tensor) -> Tensor:
+        return torch.cat([output.chunk(2)[0]] * 2)
+
+    with ExitStack() as hooks:
+        for index, pair in enumerate(pairs):
+            first, second = model.get_submodule(pair.first), model.get_submodule(pair.second)
+            hooks.enter_context(first.register_forward_hook(partial(change, index)))
+            hooks.enter_context(second.register_forward_pre_hook(partial(compare, index), with_kwargs=True))
+            for part in map(model.get_submodule, pair.between):
+                if _is_map(part):  # a gate: earlier changes are in its inputs
+                    hooks.enter_context(part.register_forward_hook(repeat))
+        called(model, images.expand(2, *images.shape[1:]))
+    return [pair for pair, is_separate in zip(pairs, separate, strict=True) if is_separate]
+
+
+def _half(units: int, device: torch.device) -> Tensor:
+    """Returns about half of the units, drawn from a seed, in order."""
+    drawn = torch.randperm(units, generator=torch.Generator().manual_seed(units), device="cpu")
+    return drawn[: (units + 1) // 2].sort().values.to(device)
+
+
+def _cuttable(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pair]:
+    """Returns the pairs that compute the same with half of their units, as far as the kept units are concerned."""
+
+    def keep(call: ModuleCall) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+        inputs = _units_last(call.module, call.tokens)
+        return call.module, (inputs[..., _half(inputs.shape[-1], inputs.device)], call.output)
+
+    # By the second map: the half of its inputs that is kept, and its outputs.
+    with recording_calls((model.get_submodule(pair.second) for pair in pairs), keep) as calls:
+        expected = tensors_of(called(model, images))
+    cut = partial(_cut, model, images=images, recorded=dict(calls), expected=expected)
+    accepted: set[Pair] = set()
+    left = list(pairs)
+    # Every map in one pair only: others with it are tried where this one fails.
+    while together := _disjoint(left, {path for pair in accepted for path in (pair.first, pair.second)}):
+        good = cut(together)
+        # One pair that raises an error, or is read by another part too, hides the others: each is then tried alone.
+        accepted |= set(good if good is not None else (pair for pair in together if cut([pair])))
+        left = [pair for pair in left if pair not in together]
+    return [pair for pair in pairs if pair in accepted]
+
+
+def _disjoint(pairs: Sequence[Pair], taken: set[str]) -> list[Pair]:
+    """Returns the first pairs that have no map in common, nor one of those that are taken."""
+    chosen = []
+    for pair in pairs:
+        if not taken & {pair.first, pair.second}:
+            chosen.append(pair)
+            taken = taken | {pair.first, pair.second}
+    return chosen
+
+
+def _cut(
+    model: nn.Module,
+    pairs: Sequence[Pair],
+    images: Tensor,
+    recorded: Mapping[nn.Module, tuple[Tensor, Tensor]],
+    expected: Mapping[str, Tensor],
+) -> list[Pair] | None:
+    """Runs the model with half of the units of these pairs; returns those that pass, None if the model does not.
+
+    The second map of every pair returns what it returned before, so that all others have the inputs of before.
+    """
+    passed = []
+
+    def shorter(path: str, *args: Any, **kwargs: Any) -> Tensor:
+        part = model.get_submodule(path)
+        output = _units_last(part, type(part).forward(part, *args, **kwargs))
+        kept = output[..., _half(output.shape[-1], output.device)]
+        return kept.movedim(-1, 1) if isinstance(part, CONVOLUTIONS) else kept
+
+    def given(pair: Pair, *args: Any, **kwargs: Any) -> Tensor:
+        second = model.get_submodule(pair.second)
+        (inputs, output), found = recorded[second], _units_last(second, _first_tensor(args, kwargs))
+        if found.shape == inputs.shape and _are_close(inputs, found):
+            passed.append(pair)
+        return output
+
+    with ExitStack() as stack:
+        for pair in pairs:
+            units = _sides(model.get_submodule(pair.first))[1]
+            mask = torch.zeros(units, dtype=torch.bool, device="cpu")
+            mask[_half(units, mask.device)] = True
+            stack.enter_context(replacing_forward(model.get_submodule(pair.first), partial(shorter, pair.first)))
+            stack.enter_context(replacing_forward(model.get_submodule(pair.second), partial(given, pair)))
+            for path in pair.between:
+                stack.enter_context(_with_units(model.get_submodule(path), mask))
+        try:
+            outputs = tensors_of(called(model, images))
+        except Exception:  # the code of a module raises errors of any type
+            return None
+    is_same = outputs.keys() == expected.keys() and all(_are_close(expected[name], outputs[name]) for name in outputs)
+    return passed if is_same else None
+
+
+@contextmanager
+def _with_units(part: nn.Module, mask: Tensor) -> Iterator[None]:
+    """Gives a part the kept units only, inside the context."""
+    before = dict(vars(part)), dict(part._parameters), dict(part._buffers)
+    keep_units_of_(part, mask)
+    try:
+        yield
+    finally:
+        vars(part).update(before[0])
+        part._parameters.update(before[1])
+        part._buffers.update(before[2])
+
+
+def _are_close(expected: Tensor, found: Tensor) -> bool:
+    # Products of other shapes round otherwise; a mix of units changes the entries by their own size.
+    largest = max(float(expected.abs().max()), 1e-30) if expected.numel() else 1.0
+    return expected.shape == found.shape and bool((expected - found).abs().max() <= 1e-3 * largest)

@@ -27,11 +27,10 @@ from attnrx.vit.models.mlp import Pair
 from attnrx.vit.models.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
 from attnrx.vit.models.parts import model_name, reading_parts, require_parts
-from attnrx.vit.models.reader import Factory, StructureFamily, class_name, created_by, imported_class
-from attnrx.vit.models.separate_units import Cut, separate_pairs
+from attnrx.vit.models.reader import Factory, StructureFamily, class_name, created_by, imported_class, prove_units
 from attnrx.vit.models.substitute import Substitute, remove_capturing_
 from attnrx.vit.models.token_hooks import TokenHook
-from attnrx.vit.models.units import UnitsFamily, macs_by_part
+from attnrx.vit.models.units import Cut, UnitsFamily, macs_by_part, separate_pairs
 from attnrx.vit.tokens import TokenLayout
 
 IMAGE_METHODS = ("get_image_features", "encode_image")  # of models of images and texts
@@ -310,7 +309,7 @@ class WholeFamily(Family):
                 errors.append(error)
         else:
             raise NotSupported(str(errors[0])) from errors[0]
-        family.prove_units(trunk)
+        prove_units(family, trunk)
         creation, kind = None, None
         if self.factory is None:
             creation = named or self._creation(model)
