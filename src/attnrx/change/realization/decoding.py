@@ -25,7 +25,7 @@ from attnrx.support.modules import copy_module, rows_of
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import ModuleCall, evaluating, family_of, observing_calls
 from attnrx.vit.models.mlp import Pair
-from attnrx.vit.models.units import input_weight
+from attnrx.vit.models.units import input_weight, units_last
 from attnrx.vit.models.whole import Whole
 from attnrx.vit.outputs import Map, output_kind_of
 
@@ -164,12 +164,11 @@ def _outputs(model: Whole, batch: _Batch) -> Float[Tensor, "images numbers"]:
 def _remove_(model: Whole, pair: Pair, batches: list[_Batch]) -> None:
     """Removes units between two maps, compensated by those that are left on the given images."""
     second = model.module.get_submodule(pair.second)
-    is_convolution = isinstance(second, nn.Conv2d | nn.ConvTranspose2d)
     weight = input_weight(second).flatten(1).T
     moment = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64)
 
     def add(call: ModuleCall) -> None:
-        rows = (call.tokens.movedim(1, -1) if is_convolution else call.tokens).flatten(0, -2)
+        rows = units_last(second, call.tokens).flatten(0, -2)
         rows = rows[:: max(len(rows) // ROWS, 1)].double().cpu()
         moment.add_(rows.T @ rows / len(rows))
 
@@ -197,7 +196,7 @@ def _fit_(model: Whole, batches: list[_Batch], steps: int, seed: int) -> tuple[f
     fitted = [batch for index, batch in enumerate(batches) if index % HELD_OUT] or batches
     weights = nn.ParameterList(model.weights_around())
     before = _divergence(model, held_out)
-    if not held_out or not len(weights):
+    if not len(weights):
         return before, before
 
     def error(generator: torch.Generator) -> Float[Tensor, ""]:
@@ -210,8 +209,6 @@ def _fit_(model: Whole, batches: list[_Batch], steps: int, seed: int) -> tuple[f
 
 
 def _divergence(model: Whole, batches: list[_Batch]) -> float:
-    if not batches:
-        return 0.0
     with evaluating((model,)):
         rows = torch.cat([_outputs(model, batch) for batch in batches])
         targets = torch.cat([batch.targets for batch in batches])

@@ -154,11 +154,9 @@ class ModuleInputs:
         """Returns the positional and the named arguments of the module for a packed batch."""
         if self.is_plain:
             # Of any height and width.
-            key, channels = self.fields[0].path[0], self.fields[0].shape[:-2]
+            channels = self.fields[0].shape[:-2]
             if len(channels) != 1:
                 images = images.unflatten(1, channels) if channels else images[:, 0]
-            if len(self.fields[0].path) == 1:
-                return ([images], {}) if isinstance(key, int) else ([], {key: images})
             parts = [images]
         else:
             sizes = [field.size for field in self.fields]

@@ -35,7 +35,7 @@ from attnrx.support.modules import containing, copy_module, outermost, random_im
 from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
-from attnrx.vit.models.adopted_family import AdoptedFamily
+from attnrx.vit.models.adopted_family import AdoptedFamily, num_params
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
 from attnrx.vit.models.parts import ModelParts, Refusal, last_linear, model_name, require_parts
 from attnrx.vit.models.units import UnitsFamily, unmixed
@@ -344,20 +344,20 @@ class StructureFamily(AdoptedFamily):
         return holder[0]
 
     def parts(self, source: nn.Module) -> ModelParts:
-        return _structure(source).parts
+        return vars(source)["attnrx_structure"].parts
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
-        found, (_, height, width) = _structure(source), input_shape
+        found, (_, height, width) = vars(source)["attnrx_structure"], input_shape
         shape = found.origin.input_shape
         if isinstance(source.get_submodule(found.parts.patches), nn.Conv2d) and input_shape != shape:
             return super().num_patches(source, input_shape)
         return found.num_patches * height * width // (shape[1] * shape[2])
 
     def origin(self, model: nn.Module) -> Origin:
-        return replace(_structure(model).origin, architecture=type(model).__name__)
+        return replace(vars(model)["attnrx_structure"].origin, architecture=type(model).__name__)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        return {**super().describe(model), "structure": to_dict(_structure(self._adopted(model).source))}
+        return {**super().describe(model), "structure": to_dict(vars(self._adopted(model).source)["attnrx_structure"])}
 
     def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
         """Changes nothing, where the code of the model takes images of any size."""
@@ -367,10 +367,6 @@ class StructureFamily(AdoptedFamily):
         except Exception:  # the code of a module raises errors of any type
             return super()._resized(adopted, height, width)
         return adopted.origin
-
-
-def _structure(source: nn.Module) -> Structure:
-    return vars(source)["attnrx_structure"]
 
 
 # By names and shapes.
@@ -423,7 +419,7 @@ def _group_of(model: nn.Module) -> tuple[tuple[str, ...], str, tuple[str, ...]] 
             pattern = re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", block)
             groups.setdefault((pattern, path.removeprefix(f"{block}."), projections), []).append(block)
     sizes = {
-        key: sum(parameter.numel() for path in blocks for parameter in model.get_submodule(path).parameters())
+        key: sum(num_params(model.get_submodule(path)) for path in blocks)
         for key, blocks in groups.items()
         if len(set(blocks)) == len(blocks)  # one attention in a block
     }

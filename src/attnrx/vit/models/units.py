@@ -8,10 +8,11 @@ itself alone. In a gated MLP (SwiGLU) a unit is the product of two outputs, of t
 that is called first is the first of the pair, and the other one is between them, with weights per unit.
 """
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -308,7 +309,7 @@ def _is_second(part: nn.Module) -> bool:
     return isinstance(part, nn.Conv2d) and part.kernel_size == part.stride == (1, 1) and part.padding == (0, 0)
 
 
-def _units_last(part: nn.Module, features: Tensor) -> Tensor:
+def units_last(part: nn.Module, features: Tensor) -> Tensor:
     return features.movedim(1, -1) if isinstance(part, CONVOLUTIONS) else features
 
 
@@ -508,7 +509,7 @@ def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pai
     masks: dict[int, Tensor] = {}
 
     def change(index: int, part: nn.Module, _: object, output: Tensor) -> Tensor:
-        last = _units_last(part, output)
+        last = units_last(part, output)
         if len(last) % 2:
             return output
         base = last.chunk(2)[0]
@@ -521,7 +522,7 @@ def unmixed(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[Pai
         return both.movedim(-1, 1) if isinstance(part, CONVOLUTIONS) else both
 
     def compare(index: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        last = _units_last(part, _first_tensor(args, kwargs))
+        last = units_last(part, _first_tensor(args, kwargs))
         if index not in masks or last.shape != (2 * len(masks[index]), *masks[index].shape[1:]):
             return
         base, changed = last.chunk(2)
@@ -554,7 +555,7 @@ def _cuttable(model: nn.Module, pairs: Sequence[Pair], images: Tensor) -> list[P
     """Returns the pairs that compute the same with half of their units, as far as the kept units are concerned."""
 
     def keep(call: ModuleCall) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-        inputs = _units_last(call.module, call.tokens)
+        inputs = units_last(call.module, call.tokens)
         return call.module, (inputs[..., _half(inputs.shape[-1], inputs.device)], call.output)
 
     # By the second map: the half of its inputs that is kept, and its outputs.
@@ -597,13 +598,13 @@ def _cut(
 
     def shorter(path: str, *args: Any, **kwargs: Any) -> Tensor:
         part = model.get_submodule(path)
-        output = _units_last(part, type(part).forward(part, *args, **kwargs))
+        output = units_last(part, type(part).forward(part, *args, **kwargs))
         kept = output[..., _half(output.shape[-1], output.device)]
         return kept.movedim(-1, 1) if isinstance(part, CONVOLUTIONS) else kept
 
     def given(pair: Pair, *args: Any, **kwargs: Any) -> Tensor:
         second = model.get_submodule(pair.second)
-        (inputs, output), found = recorded[second], _units_last(second, _first_tensor(args, kwargs))
+        (inputs, output), found = recorded[second], units_last(second, _first_tensor(args, kwargs))
         if found.shape == inputs.shape and _are_close(inputs, found):
             passed.append(pair)
         return output
@@ -615,27 +616,16 @@ def _cut(
             mask[_half(units, mask.device)] = True
             stack.enter_context(replacing_forward(model.get_submodule(pair.first), partial(shorter, pair.first)))
             stack.enter_context(replacing_forward(model.get_submodule(pair.second), partial(given, pair)))
-            for path in pair.between:
-                stack.enter_context(_with_units(model.get_submodule(path), mask))
+            for part in map(model.get_submodule, pair.between):
+                halved = copy.deepcopy(part)
+                keep_units_of_(halved, mask)
+                stack.enter_context(replacing_forward(part, halved.forward))
         try:
             outputs = tensors_of(called(model, images))
         except Exception:  # the code of a module raises errors of any type
             return None
     is_same = outputs.keys() == expected.keys() and all(_are_close(expected[name], outputs[name]) for name in outputs)
     return passed if is_same else None
-
-
-@contextmanager
-def _with_units(part: nn.Module, mask: Tensor) -> Iterator[None]:
-    """Gives a part the kept units only, inside the context."""
-    before = dict(vars(part)), dict(part._parameters), dict(part._buffers)
-    keep_units_of_(part, mask)
-    try:
-        yield
-    finally:
-        vars(part).update(before[0])
-        part._parameters.update(before[1])
-        part._buffers.update(before[2])
 
 
 def _are_close(expected: Tensor, found: Tensor) -> bool:

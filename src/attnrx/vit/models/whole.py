@@ -119,10 +119,8 @@ class _Shape:
         return self
 
     def fresh(self) -> nn.Module:
-        """Returns the module with small random weights from seed 0, or with none on the meta device."""
-        device, generator = torch.get_default_device(), torch.Generator("cpu").manual_seed(0)
-        if device.type == "meta":
-            return copy.deepcopy(self.module).eval()
+        """Returns the module with small random weights from seed 0."""
+        generator = torch.Generator("cpu").manual_seed(0)
         drawn = partial(torch.nn.init.normal_, std=0.02, generator=generator)
         return _with_weights(self.module, lambda weight: drawn(torch.empty_like(weight, device="cpu"))).eval()
 
@@ -327,9 +325,14 @@ class WholeFamily(Family):
             macs=_outer_macs(whole, family),
             read_blocks=_read_blocks(whole, family, images[:1]) if every else (),
         )
-        if every and not _answers_alike(whole, images, tensors):
-            # Its parts after the blocks need the tokens of all patches, though they read one token of them.
-            whole.around = replace(whole.around, read_blocks=(*whole.around.read_blocks, every[-1]))
+        if every:
+            is_alike = False
+            # Without hooks, where the last block may compute the class token alone.
+            with evaluating((whole,)), suppress(Exception):  # e.g. a norm with one weight per token
+                is_alike = not difference_of(tensors, tensors_of(whole._forward_chunk(images)))
+            if not is_alike:
+                # Its parts after the blocks need the tokens of all patches, though they read one token of them.
+                whole.around = replace(whole.around, read_blocks=(*whole.around.read_blocks, every[-1]))
         return whole
 
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
@@ -576,15 +579,6 @@ def _proved(model: nn.Module, whole: Whole, family: AdoptedFamily, images: Tenso
             "plain softmax attention, or the module changes or replaces a part in its forward."
         )
     return expected
-
-
-def _answers_alike(whole: Whole, images: Tensor, expected: Mapping[str, Tensor]) -> bool:
-    """Whether the copy returns the same without hooks, where its last block may compute the class token alone."""
-    with evaluating((whole,)):
-        try:
-            return not difference_of(expected, tensors_of(whole._forward_chunk(images)))
-        except Exception:  # e.g. a norm with one weight per token
-            return False
 
 
 def _kind_of(family: AdoptedFamily, whole: Whole, tensors: Mapping[str, Tensor]) -> str:
