@@ -309,7 +309,8 @@ def _is_second(part: nn.Module) -> bool:
     return isinstance(part, nn.Conv2d) and part.kernel_size == part.stride == (1, 1) and part.padding == (0, 0)
 
 
-def units_last(part: nn.Module, features: Tensor) -> Tensor:
+def units_last(part: nn.Module, features: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "batch *sizes"]:
+    """Returns the inputs or outputs of a map with the units as the last axis."""
     return features.movedim(1, -1) if isinstance(part, CONVOLUTIONS) else features
 
 
