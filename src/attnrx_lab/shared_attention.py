@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import of_weights
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention.backends import Bucket, BucketValues, HeadOutputs, Mixture, ScoreFactors
 from attnrx.vit.attention.forms import Keys, Queries, ScoreForm, register_form
-from attnrx.vit.attention.head_linear import of_weights
 from attnrx.vit.kernels.compilation import address, define, kernel_threads, require_inference, required_library
 from attnrx.vit.kernels.native_attention import described_heads, num_features, require_heads
 from attnrx.vit.spec import AttentionSpec

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from attnrx.support.modules import of_weights
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention.backends import Bucket, ScoreFactors
 from attnrx.vit.attention.forms import Keys, Queries, ScoreForm, register_form
-from attnrx.vit.attention.head_linear import of_weights, padding_index
+from attnrx.vit.attention.head_linear import padding_index
 from attnrx.vit.spec import AttentionSpec
 
 

@@ -51,7 +51,7 @@ def scores(count: int = 200, spread: float = 1.0) -> torch.Tensor:
 
 def test_a_draw_is_hard_and_can_be_learned_from() -> None:
     given = scores()
-    keep = sampled_keep(given, torch.ones(4, 200), 1.0)
+    keep = sampled_keep(given, torch.ones(4, 200))
     assert set(keep.detach().unique().tolist()) == {0.0, 1.0}
     keep.sum().backward()
     assert given.grad is not None
@@ -60,17 +60,17 @@ def test_a_draw_is_hard_and_can_be_learned_from() -> None:
 
 def test_patches_are_drawn_as_often_as_their_scores_say() -> None:
     given = torch.tensor([0.2, 0.8]).log().expand(1, 20000, 2)
-    assert sampled_keep(given, torch.ones(1, 20000), 0.7).mean().item() == pytest.approx(0.2, abs=0.01)
+    assert sampled_keep(given, torch.ones(1, 20000)).mean().item() == pytest.approx(0.2, abs=0.01)
 
 
 def test_what_has_left_stays_away_and_the_last_patch_never_leaves() -> None:
     there = (torch.arange(200) % 3 == 0).double().expand(4, -1)
-    keep = sampled_keep(scores(), there, 1.0)
+    keep = sampled_keep(scores(), there)
     assert bool((keep <= there).all())
     hopeless = torch.stack([torch.full((4, 200), -60.0), torch.zeros(4, 200)], dim=-1).requires_grad_()
     with torch.no_grad():
         hopeless[:, 7, 0] = -50.0
-    keep = sampled_keep(hopeless, torch.ones(4, 200), 1.0)
+    keep = sampled_keep(hopeless, torch.ones(4, 200))
     assert keep.sum(1).tolist() == [1.0] * 4
     assert bool((keep[:, 7] == 1).all())
     keep.sum().backward()
@@ -201,7 +201,7 @@ def selected(policy: TokenPolicy, patches: int):
     """In the place of a draw: what inference selects, stage by stage."""
     counts = itertools.cycle(policy.counts(patches))
 
-    def draw(scores, there, temperature, prunes_one=False):
+    def draw(scores, there, prunes_one=False):
         kept = best(odds(scores).detach(), (there > 0).to(scores.dtype), next(counts))
         keep = torch.zeros_like(there).scatter(1, kept, 1.0)
         return keep + scores[..., 0] - scores[..., 0].detach()

@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.data.model_data import preprocessing_of
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.support.modules import fixed_weights
 from attnrx.verbs.load import load
 from attnrx.verbs.save import push_to_hub
 from attnrx.vit.attention import Attention
-from attnrx.vit.attention.head_linear import fixed_weights
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.checkpoint import save_weights
 from attnrx.vit.models.huggingface_family import READERS, reader_of

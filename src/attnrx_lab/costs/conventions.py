@@ -90,13 +90,14 @@ def layer_norm_features(layer: LayerCosts) -> int:
 
 def predictor_norm_features(policy: TokenPolicy, shape: Shape) -> int:
     """Returns the features that the norms of the predictors of a policy divide for one image."""
-    patches = shape.layout.patches
-    stages = zip(policy.state(shape.layout), policy.counts(patches), strict=True)
+    layout = shape.layout
+    tokens = policy.tokens(layout, policy.layers[-1])
+    stages = zip(policy.layers, policy.counts(layout.patches), strict=True)
     with torch.device("meta"):  # no memory, no random numbers
         predictor = policy.reducer.predictor(shape)
     norms = [module for module in predictor.modules() if isinstance(module, nn.LayerNorm)]
     # A stage that prunes nothing runs no predictor.
-    at_work = sum(number for number, count in stages if count < patches)
+    at_work = sum(tokens[layer - 2] - layout.prefix for layer, count in stages if count < layout.patches)
     return at_work * sum(math.prod(norm.normalized_shape) for norm in norms)
 
 

@@ -57,10 +57,10 @@ class Soft(Reducer):
         """Returns the MACs of the predictor of the scores."""
         return self.scores.predictor_macs(shape, patches, count)
 
-    def sample(self, state: TokenState, predictor: nn.Module, temperature: float) -> SampledTokens:
+    def sample(self, state: TokenState, predictor: nn.Module) -> SampledTokens:
         if not isinstance(self.scores, Predicting):
-            return super().sample(state, predictor, temperature)
-        return self.sampled(state, *self.scores.sampled_mask(state, predictor, temperature, self.extra > 0))
+            return super().sample(state, predictor)
+        return self.sampled(state, *self.scores.sampled_mask(state, predictor, self.extra > 0))
 
     @abstractmethod
     def sampled(self, state: TokenState, keep: PerPatch, scores: KeepDrop) -> SampledTokens:

@@ -30,15 +30,15 @@ class Predicting(Selecting):
         """Returns the probability of keep."""
         return relevance.sigmoid()
 
-    def sample(self, state: TokenState, predictor: nn.Module, temperature: float) -> SampledTokens:
-        return SampledTokens(self.sampled_mask(state, predictor, temperature)[0], state.patches)
+    def sample(self, state: TokenState, predictor: nn.Module) -> SampledTokens:
+        return SampledTokens(self.sampled_mask(state, predictor)[0], state.patches)
 
     def sampled_mask(
-        self, state: TokenState, predictor: nn.Module, temperature: float, prunes_one: bool = False
+        self, state: TokenState, predictor: nn.Module, prunes_one: bool = False
     ) -> tuple[PerPatch, KeepDrop]:
         """Returns a mask that is sampled from the scores (`sampled_keep`), and the scores."""
         scores = self.keep_scores(state, predictor)
-        return sampled_keep(scores, state.sizes[:, state.prefix :], temperature, prunes_one), scores
+        return sampled_keep(scores, state.sizes[:, state.prefix :], prunes_one), scores
 
 
 def odds(scores: KeepDrop) -> PerPatch:
@@ -46,7 +46,7 @@ def odds(scores: KeepDrop) -> PerPatch:
     return scores[..., 0] - scores[..., 1]
 
 
-def sampled_keep(scores: KeepDrop, present_mask: PerPatch, temperature: float, prunes_one: bool = False) -> PerPatch:
+def sampled_keep(scores: KeepDrop, present_mask: PerPatch, prunes_one: bool = False) -> PerPatch:
     """Samples 1 (keep) or 0 (prune) for every patch by the straight-through Gumbel-softmax of its scores.
 
     Pruned patches stay pruned. An image always keeps a patch: if the sample prunes all, the patch of the highest score
@@ -54,7 +54,7 @@ def sampled_keep(scores: KeepDrop, present_mask: PerPatch, temperature: float, p
     overwrites a pruned patch by a new token, the patch of the lowest score is pruned if the sample keeps all.
     """
     # In half precision the Gumbel noise can be infinite.
-    sample = nn.functional.gumbel_softmax(scores.float(), tau=temperature, hard=True, dim=-1)[..., 0]
+    sample = nn.functional.gumbel_softmax(scores.float(), hard=True, dim=-1)[..., 0]
     keep = sample.to(present_mask.dtype) * present_mask
     highest = scores[..., 0].detach().masked_fill(present_mask == 0, float("-inf")).argmax(1, keepdim=True)
     keeps_none = (keep.detach().sum(1, keepdim=True) == 0).to(keep.dtype)

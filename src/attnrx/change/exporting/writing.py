@@ -36,14 +36,13 @@ from attnrx.nouns.evidence import FAILS, Finding, judged
 from attnrx.support.arguments import BATCH, IMAGES, TEXT, checked, each, either, instance, one_of, optional
 from attnrx.support.atomic_writes import flush, temporary_folder
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
-from attnrx.support.modules import copy_module, joined, tensors_of
+from attnrx.support.modules import copy_module, fixed_weights, joined, tensors_of
 from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
 from attnrx.support.records import fields_of, to_dict
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_sha256, write_json, write_text
 from attnrx.vit.attention import Attention, AttentionCapture, Backend, Portable, using
-from attnrx.vit.attention.head_linear import fixed_weights
 from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
 from attnrx.vit.costs.measured import PRECISIONS as TIMED_PRECISIONS
 from attnrx.vit.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights

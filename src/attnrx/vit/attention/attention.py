@@ -11,7 +11,7 @@ from torch import nn
 
 from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
-from attnrx.support.modules import is_traced
+from attnrx.support.modules import has_fixed_weights, is_traced
 from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
 from attnrx.vit.attention.backends import (
     AttentionCapture,
@@ -32,7 +32,6 @@ from attnrx.vit.attention.head_linear import (
     OutputProjection,
     PackedWeights,
     addresses_of,
-    has_fixed_weights,
     joint_product,
     parameters_of,
 )
@@ -80,7 +79,10 @@ class Attention(nn.Module):
         self.kept_patches: Callable[[], Int[Tensor, "batch kept"] | None] | None = None
         self.backend: Backend = backend or Auto()
         self._packed: PackedWeights | None = None
-        self.equal_heads = _equal_heads(spec)
+        # Heads and their width, where all have one that needs no padding, and nothing else happens between the
+        # projections.
+        is_plain = has_equal_heads(spec) and not (spec.inner_norms or spec.pair_bias)
+        self.equal_heads = (len(spec.heads), spec.ranks[0]) if is_plain and Fused.width(spec) == spec.ranks[0] else None
         self._plans_of: Backend | None = None
         self._plans: dict[AttentionContext, LayerPlan] = {}
 
@@ -117,7 +119,7 @@ class Attention(nn.Module):
             rotation = None
             if isinstance(scores, RotaryForm):
                 rotation = scores.rotation_table(required_rotation(positions))
-            bias = self._bias(positions, None)
+            bias = self._bias(positions, tokens.shape[1])
             features = JointFeatures(joint, plan.rows, plan.value_dims, self.spec.scale, rotation, bias)
             return self._projected(plan.backend.attend_fused_qkv(features), plan.value_dims)
         parts = () if joint is None else joint.split_with_sizes([sum(rows) for _, rows in shared], -1)
@@ -196,13 +198,17 @@ class Attention(nn.Module):
         # Otherwise the padding is free: zero columns are added to the weight, not to the features.
         return self.output.padded(features, value_dims)
 
-    def _bias(self, positions: Positions | None, queries: int | None) -> Tensor | None:
-        """Returns the bias of pairs, of the first `queries` tokens as queries (default: all); None without one."""
-        if positions is None or positions.bias is None:
+    def _bias(self, positions: Positions | None, queries: int) -> Tensor | None:
+        """Returns the bias of pairs of the stored heads, of the first `queries` tokens as queries; None without one."""
+        bias, heads = None if positions is None else positions.bias, self.spec.heads
+        if bias is None:
             if not self.spec.pair_bias:
                 return None
             raise InvalidInput("a layer with a bias per pair of tokens was called without it.")
-        return positions.bias_of(self.spec.heads, positions.bias.shape[2] if queries is None else queries)
+        # Indexing copies, so all heads and all queries are returned as they are.
+        if heads != tuple(range(bias.shape[1])):
+            bias = torch.cat([bias[:, head : head + 1] for head in heads], 1)
+        return bias if queries == bias.shape[2] else bias[:, :, :queries]
 
     def _score_factors(
         self,
@@ -303,14 +309,6 @@ class Attention(nn.Module):
         # Orthonormal factors change no singular value: the SVD of W_O W_V needs only the product of two small R.
         factors = [torch.linalg.qr(side.mT, mode="r").R for side in (rows[..., :-1], columns)]
         return {"value_factor": factors[0], "readout_factor": factors[1], "value_bias": rows[..., -1].clone()}
-
-
-def _equal_heads(spec: AttentionSpec) -> tuple[int, int] | None:
-    """Returns the number of heads and their width where all have one that needs no padding, and nothing else happens
-    between the projections; else None.
-    """
-    is_plain = has_equal_heads(spec) and not (spec.inner_norms or spec.pair_bias)
-    return (len(spec.heads), spec.ranks[0]) if is_plain and Fused.width(spec) == spec.ranks[0] else None
 
 
 def _table(side: HeadLinear, rows: tuple[int, ...], ranks: tuple[int, ...], width: int) -> Tensor:

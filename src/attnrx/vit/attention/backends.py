@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from attnrx.support.modules import is_recorded, kept
+from attnrx.support.modules import has_fixed_weights, is_recorded, kept
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.attention.head_linear import has_fixed_weights
 from attnrx.vit.kernels.compilation import native_library
 from attnrx.vit.kernels.native_attention import JointFeatures, native_attention, native_joint_attention
 from attnrx.vit.spec import AttentionSpec

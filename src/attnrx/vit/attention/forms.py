@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.modules import kept
+from attnrx.support.modules import has_fixed_weights, kept
 from attnrx.support.optional import import_plugins
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention.backends import Bucket, ScoreFactors
-from attnrx.vit.attention.head_linear import HeadLinear, has_fixed_weights
+from attnrx.vit.attention.head_linear import HeadLinear
 from attnrx.vit.kernels.native_attention import RotationTable
 from attnrx.vit.spec import AttentionSpec
 
@@ -68,18 +68,6 @@ class Positions:
             return self
         patches = max(count - self.prefix, 0)
         return replace(self, cos=self.cos[:, :patches], sin=self.sin[:, :patches])
-
-    def bias_of(self, heads: tuple[int, ...], queries: int) -> Float[Tensor, "images _ queries keys"] | None:
-        """Returns the bias of these original heads for the first `queries` tokens as queries."""
-        if self.bias is None:
-            return None
-        # Indexing copies, so all heads and all queries are returned as they are.
-        bias = (
-            self.bias
-            if heads == tuple(range(self.bias.shape[1]))
-            else torch.cat([self.bias[:, head : head + 1] for head in heads], 1)
-        )
-        return bias if queries == bias.shape[2] else bias[:, :, :queries]
 
 
 def _gathered(table: Float[Tensor, "_ patches heads pairs"], indices: Int[Tensor, "images kept"]) -> Tensor:

@@ -219,25 +219,21 @@ def token_costs(policy: TokenPolicy, shape: Shape, specs: Sequence[AttentionSpec
     Raises:
         InvalidInput, NotSupported: The policy does not fit the model.
     """
-    layout, patches, depth = shape.layout, shape.layout.patches, len(specs)
+    layout, depth = shape.layout, len(specs)
     policy = policy.on(layout, depth)
-    masked = by == "mask"
-    stage_patches = (patches,) * len(policy.layers) if masked else policy.state(layout)
-    stages = zip(policy.layers, stage_patches, policy.counts(patches), strict=True)
-    at_work = [(layer, number, count) for layer, number, count in stages if count < patches]
-    # A stage before layer l (from 1) compares the keys of layer l - 1, which are padded to the largest rank of a head.
-    directions = {layer: max((*specs[layer - 2].ranks, 1)) for layer in policy.layers}
-    macs = sum(
-        policy.reducer.predictor_macs(replace(shape, directions=directions[layer]), number, count)
-        for layer, number, count in at_work
-    )
+    tokens = (layout.tokens,) * depth if by == "mask" else policy.tokens(layout, depth)
+    macs = 0
+    for layer, count in zip(policy.layers, policy.counts(layout.patches), strict=True):
+        if count < layout.patches:
+            # A stage before layer l (from 1) has the tokens of layer l - 1, and compares the keys of that layer, which
+            # are padded to the largest rank of a head.
+            compared = replace(shape, directions=max((*specs[layer - 2].ranks, 1)))
+            macs += policy.reducer.predictor_macs(compared, tokens[layer - 2] - layout.prefix, count)
     with torch.device("meta"):  # for its parameters only: no memory, no random numbers
         predictor = policy.reducer.predictor(shape)
     numbers = sum(parameter.numel() for parameter in predictor.parameters())
-    return TokenCosts(
-        tokens=(layout.tokens,) * depth if masked else policy.tokens(layout, depth),
-        predictors=PartCosts((1 if policy.reducer.one_predictor else len(policy.layers)) * numbers, macs),
-    )
+    predictors = 1 if policy.reducer.one_predictor else len(policy.layers)
+    return TokenCosts(tokens, PartCosts(predictors * numbers, macs))
 
 
 def count_params(model: nn.Module) -> int:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import of_weights
 from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention, AttentionContext, Positions
-from attnrx.vit.attention.head_linear import of_weights
 from attnrx.vit.models.chunked_forward import chunked_forward, is_watched, require_images
 from attnrx.vit.models.mlp import Pair
 from attnrx.vit.models.substitute import Substitute

@@ -36,10 +36,9 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: Imag
         return run(images)
     chunk_size = max(context.threads * WARM // (largest * images.element_size()), 1)
     reduction = reduction_of(model)
-    is_recorded = reduction is not None and reduction.is_recorded  # the statistics of the tokens of a batch
     if (
         len(images) <= chunk_size
-        or is_recorded
+        or (reduction is not None and reduction.call.runs is not None)  # the tokens of a whole batch are recorded
         or any(is_watched(part) or (isinstance(part, Attention) and part.backend.watches) for part in model.modules())
     ):
         return run(images)

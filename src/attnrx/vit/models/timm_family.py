@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import of_weights
 from attnrx.support.optional import installed_versions, required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
-from attnrx.vit.attention.head_linear import of_weights
 from attnrx.vit.models.adopted import HALVES, INTERLEAVED, Adapter, Adopted, Origin, PairBias, image_shape
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.family import num_outputs

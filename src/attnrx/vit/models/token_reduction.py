@@ -186,7 +186,7 @@ class TokenReduction(nn.Module):
     """A policy attached to one model: `by="compress"` removes pruned tokens, `by="mask"` keeps every shape.
 
     A masked token keeps its index and has size 0: no other token attends to it, and pooling ignores it. In training a
-    learned reducer always masks: it samples which patches are kept, at `temperature`, in any number.
+    learned reducer always masks: it samples which patches are kept, in any number.
     The tokens have a gradient with respect to the samples, which is bounded for dropped patches (`sized_softmax`).
 
     `restored_blocks` are the indices of the blocks whose output has the tokens of all patches.
@@ -203,7 +203,6 @@ class TokenReduction(nn.Module):
         predictors = 1 if policy.reducer.one_predictor else len(policy.layers)
         self.stages = nn.ModuleList(policy.reducer.predictor(shape) for _ in range(predictors))
         self.call = _ReductionCall()
-        self.temperature = 1.0
         self.restored_blocks: Container[int] = ()
 
     @contextmanager
@@ -225,11 +224,6 @@ class TokenReduction(nn.Module):
         with self.forward_pass():
             self.call.run = run
             yield
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a context of `recording_tokens` collects the forward passes of this thread."""
-        return self.call.runs is not None
 
     def _end(self) -> None:
         run, self.call.run = self.call.run, None
@@ -414,7 +408,7 @@ class TokenReduction(nn.Module):
     def _draw(self, stage: int, state: TokenState) -> Tensor:
         """Samples the kept patches; every token keeps its index, with size 1 or 0."""
         run, prefix = self._run, state.prefix
-        sampled = self.policy.reducer.sample(state, self.predictor(stage), self.temperature)
+        sampled = self.policy.reducer.sample(state, self.predictor(stage))
         run.sampled[stage] = sampled.keep
         sizes = sampled.keep
         # A fused token overwrites a pruned patch, because the number of tokens is fixed in training.

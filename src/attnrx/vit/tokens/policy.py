@@ -153,12 +153,6 @@ class TokenPolicy:
                 f"stages before the layers {self.layers} of a model that has {depth}; give layers from 2 to {depth}."
             )
 
-    def state(self, layout: TokenLayout) -> tuple[int, ...]:
-        """Returns the number of patches at the input of each stage, including those added by earlier stages."""
-        # Counts exclude the extra token of a stage, which the next stage receives as one more patch.
-        previous = (layout.patches, *self.counts(layout.patches)[:-1])
-        return tuple(count + (self.reducer.extra if count < layout.patches else 0) for count in previous)
-
 
 def _powers(ratio: float, count: int) -> tuple[float, ...]:
     return tuple(ratio**stage for stage in range(1, count + 1))

@@ -207,7 +207,7 @@ class Reducer(ABC):
         """Returns a number for every image that a selection depends on; None where it depends on none."""
         return None
 
-    def sample(self, state: TokenState, predictor: nn.Module, temperature: float) -> SampledTokens:
+    def sample(self, state: TokenState, predictor: nn.Module) -> SampledTokens:
         """Samples, in a training step, which patches a learned reducer keeps.
 
         A sample equal to the selection of inference gives the tokens of `reduce`; gradients flow through `keep`.
