@@ -26,7 +26,7 @@ from attnrx.vit.attention.backends import (
     ScoreFactors,
     has_equal_heads,
 )
-from attnrx.vit.attention.forms import Positions, RotaryForm, form_of, in_buckets, required_rotation, row_pairs
+from attnrx.vit.attention.forms import Positions, RotaryForm, form_of, in_buckets, row_pairs
 from attnrx.vit.attention.head_linear import (
     HeadLinear,
     OutputProjection,
@@ -116,9 +116,7 @@ class Attention(nn.Module):
         joint = joint_product(source, shared, self._packed)
         # Under autocast the product has a lower precision than the tokens.
         if plan.joint and key_tokens is None and joint is not None and joint.dtype == tokens.dtype:
-            rotation = None
-            if isinstance(scores, RotaryForm):
-                rotation = scores.rotation_table(required_rotation(positions))
+            rotation = scores.rotation_table(positions) if isinstance(scores, RotaryForm) else None
             bias = self._bias(positions, tokens.shape[1])
             features = JointFeatures(joint, plan.rows, plan.value_dims, self.spec.scale, rotation, bias)
             return self._projected(plan.backend.attend_fused_qkv(features), plan.value_dims)
@@ -194,7 +192,10 @@ class Attention(nn.Module):
     def _projected(self, features: Tensor, value_dims: tuple[int, ...]) -> TokenBatch:
         if "output_norm" in self.inner_norms:
             # Zeros of the padding would change the statistics of the norm.
-            return self.output(self.inner_norms["output_norm"](self._unpadded(features, value_dims)))
+            head_dim, (width,) = self.spec.head_dim, set(value_dims)
+            if width != head_dim:
+                features = features.unflatten(-1, (len(value_dims), width))[..., :head_dim].flatten(2)
+            return self.output(self.inner_norms["output_norm"](features))
         # Otherwise the padding is free: zero columns are added to the weight, not to the features.
         return self.output.padded(features, value_dims)
 
@@ -242,12 +243,6 @@ class Attention(nn.Module):
         parts = features.unflatten(-1, (len(rows), width))  # batch, tokens, heads, width
         normed = self.inner_norms[name](parts[..., :rank])
         return F.pad(normed, (0, width - rank)).flatten(2)
-
-    def _unpadded(self, features: Tensor, value_dims: tuple[int, ...]) -> Tensor:
-        head_dim, (width,) = self.spec.head_dim, set(value_dims)
-        if width == head_dim:
-            return features
-        return features.unflatten(-1, (len(value_dims), width))[..., :head_dim].flatten(2)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy or a pickle has: neither the plans of the shapes that this layer was called with, nor the

@@ -162,29 +162,27 @@ class RotaryForm(DenseForm):
     def at_positions(
         self, features: Float[Tensor, "batch tokens rows"], rows: tuple[int, ...], positions: Positions | None
     ) -> Float[Tensor, "batch tokens rows"]:
-        positions = required_rotation(positions)
-        assert positions.cos is not None and positions.sin is not None
+        cos, sin, prefix = required_rotation(positions)
         # A gather instead of a loop over the pairs of every head: each row times the cosine of its column, plus its
         # partner times the signed sine. The column after the last, cosine 1 and sine 0, is that of rows that stay.
-        heads, pairs = positions.cos.shape[2:]
+        heads, pairs = cos.shape[2:]
         column, partner, sign = rotation_index(self.spec, rows, heads, pairs, features.device)
-        count, prefix = features.shape[1], positions.prefix
-        first, rest = features[:, : min(prefix, count)], features[:, prefix:]
+        first, rest = features[:, : min(prefix, features.shape[1])], features[:, prefix:]
         if not rest.shape[1]:  # the queries of the last-layer class-token shortcut
             return features
-        cos, sin = (side.flatten(2).to(features.dtype) for side in (positions.cos, positions.sin))
+        cos, sin = (side.flatten(2).to(features.dtype) for side in (cos, sin))
         cos = F.pad(cos, (0, 1), value=1.0)[..., column]
         sin = F.pad(sin, (0, 1))[..., column] * sign.to(features.dtype)
         return torch.cat([first, rest * cos + rest[..., partner] * sin], dim=1)
 
-    def rotation_table(self, positions: Positions) -> RotationTable:
+    def rotation_table(self, positions: Positions | None) -> RotationTable:
         """Returns the rotations of the kept pairs for the C++ kernel, in float32."""
-        assert positions.cos is not None and positions.sin is not None
-        spec, (heads, frequencies) = self.spec, positions.cos.shape[2:]
+        cos, sin, prefix = required_rotation(positions)
+        spec, (heads, frequencies) = self.spec, cos.shape[2:]
         pairs = spec.pairs or ()
         counts = [len(head_pairs) for head_pairs in pairs]
         stills = [rank - 2 * count for rank, count in zip(spec.ranks, counts, strict=True)]
-        sides = [side.flatten(2).float().contiguous() for side in (positions.cos, positions.sin)]
+        sides = [side.flatten(2).float().contiguous() for side in (cos, sin)]
         if heads == 1 and all(head_pairs == tuple(range(frequencies)) for head_pairs in pairs):
             columns = [0] * len(pairs)  # an uncompressed layer: all heads use the table as it is
         else:
@@ -192,7 +190,7 @@ class RotaryForm(DenseForm):
             index = pair_columns(spec, heads, frequencies, sides[0].device)
             sides = [side.index_select(2, index) for side in sides]
             columns = [0, *itertools.accumulate(counts)][: len(counts)]
-        return RotationTable(sides[0], sides[1], [*columns, *counts, *stills, positions.prefix])
+        return RotationTable(sides[0], sides[1], [*columns, *counts, *stills, prefix])
 
 
 @kept
@@ -221,11 +219,11 @@ def in_buckets(
     return [part.view(*part.shape[:2], *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def required_rotation(positions: Positions | None) -> Positions:
-    """Returns the positions; raises InvalidInput where they have no rotations."""
+def required_rotation(positions: Positions | None) -> tuple[Tensor, Tensor, int]:
+    """Returns the cosines, the sines and the prefix of positions; raises InvalidInput where they have no rotations."""
     if positions is None or positions.cos is None or positions.sin is None:
         raise InvalidInput("a layer of the rotary form was called without the rotations of its tokens.")
-    return positions
+    return positions.cos, positions.sin, positions.prefix
 
 
 @kept

@@ -32,13 +32,7 @@ class HeadLinear(nn.Module):
         """Returns `rows[h]` features for every head h, times a factor; features beyond the head's own are zero."""
         if rows == self.rows and factor == 1.0:
             return self(tokens)
-        return linear_map(tokens, *of_weights(self, (rows, factor), lambda: self._scaled(rows, factor)))
-
-    def _scaled(self, rows: tuple[int, ...], factor: float) -> "WeightAndBias":
-        weight, bias = self.spread(rows)
-        if factor == 1.0:
-            return weight, bias
-        return weight * factor, None if bias is None else bias * factor
+        return linear_map(tokens, *of_weights(self, (rows, factor), lambda: self.spread(rows, factor)))
 
     def augmented(self) -> Float[Tensor, "rows augmented"]:
         """Returns the rows with their bias (or zero) as the last column, in float64 on the CPU."""
@@ -46,14 +40,17 @@ class HeadLinear(nn.Module):
         bias = self.weight.new_zeros(self.weight.shape[0]) if self.bias is None else self.bias
         return torch.cat([self.weight, bias[:, None]], dim=1).detach().cpu().double()
 
-    def spread(self, rows: tuple[int, ...]) -> "WeightAndBias":
-        """Returns weight and bias with zero rows for the padding."""
-        if rows == self.rows:
-            return self.weight, self.bias
-        # One gather pads all heads: every row of the padding reads the zero row that is appended last.
-        index = padding_index(self.rows, rows, self.weight.device)
-        weight = F.pad(self.weight, (0, 0, 0, 1)).index_select(0, index)
-        return weight, None if self.bias is None else F.pad(self.bias, (0, 1)).index_select(0, index)
+    def spread(self, rows: tuple[int, ...], factor: float = 1.0) -> "WeightAndBias":
+        """Returns weight and bias, times a factor, with zero rows for the padding."""
+        weight, bias = self.weight, self.bias
+        if rows != self.rows:
+            # One gather pads all heads: every row of the padding reads the zero row that is appended last.
+            index = padding_index(self.rows, rows, weight.device)
+            weight = F.pad(weight, (0, 0, 0, 1)).index_select(0, index)
+            bias = None if bias is None else F.pad(bias, (0, 1)).index_select(0, index)
+        if factor == 1.0:
+            return weight, bias
+        return weight * factor, None if bias is None else bias * factor
 
 
 WeightAndBias = tuple[Tensor, Tensor | None]

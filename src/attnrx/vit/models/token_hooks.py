@@ -11,7 +11,7 @@ from torch import nn
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.records import to_dict
 from attnrx.support.shapes import ImageBatch, Tensor
-from attnrx.vit.attention import Attention, AttentionCapture, capture_uniform
+from attnrx.vit.attention import AttentionCapture, capture_uniform
 from attnrx.vit.models.family import Family
 from attnrx.vit.models.observation_hooks import blocks_of, evaluating
 from attnrx.vit.models.substitute import Substitute
@@ -60,8 +60,21 @@ def attach_tokens_(
         reduction.restored_blocks = range(len(layers))
     _first_(family.patch_embedding(model), reduction.begin)
     for index, layer in enumerate(layers, 1):
-        _capture_(layer, index, reduction)
         layer.kept_patches = reduction.kept_patches
+        # A stage runs on the input of a layer, so it needs what is captured in the layer before.
+        decides = index + 1 in policy.layers
+        quantities = set(policy.reducer.needs) if decides else set()
+        if index < policy.layers[-1] and policy.reducer.every_layer in ("attention", "class_attention"):
+            quantities.add(policy.reducer.every_layer)
+        # Before the first stage all sizes are 1, and any backend computes the layer.
+        uses_sizes = reduction.counts_sizes or policy.reducer.learned
+        if quantities or (uses_sizes and index >= policy.layers[0]):
+            stored = layer.spec.heads if layer.spec.attends else ()
+            receive = partial(reduction.add_capture, stored, decides=decides)
+            wanted = tuple(sorted(quantities))
+            layer.backend = AttentionCapture(reduction.sizes, receive, wanted, reduction.log_sizes)
+            if quantities and not stored:
+                layer.register_forward_hook(partial(capture_uniform, layer.backend))
     if layout.pooled != "class":  # "mean" or "max": pruned patches must not count
         family.pooled_norm(model).register_forward_hook(TokenHook(reduction.pooled), with_kwargs=True)
     return reduction.train(model.training)
@@ -98,24 +111,6 @@ def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None], returned:
     hooks.clear()
     (module.register_forward_hook if returned else module.register_forward_pre_hook)(TokenHook(run), with_kwargs=True)
     hooks.update(later)
-
-
-def _capture_(layer: Attention, index: int, reduction: TokenReduction) -> None:
-    """Makes a layer's attention use token sizes and capture the statistics that the reducer needs."""
-    policy = reduction.policy
-    # A stage runs on the input of a layer, so it needs what is captured in the layer before.
-    quantities = set(policy.reducer.needs) if index + 1 in policy.layers else set()
-    if index < policy.layers[-1] and policy.reducer.every_layer in ("attention", "class_attention"):
-        quantities.add(policy.reducer.every_layer)
-    statistics = tuple(sorted(quantities))
-    # Before the first stage all sizes are 1, and any backend computes the layer.
-    uses_sizes = reduction.counts_sizes or policy.reducer.learned
-    if statistics or (uses_sizes and index >= policy.layers[0]):
-        heads = layer.spec.heads if layer.spec.attends else ()
-        receive = partial(reduction.add_capture, heads, decides=index + 1 in policy.layers)
-        layer.backend = AttentionCapture(reduction.sizes, receive, statistics, reduction.log_sizes)
-        if statistics and not heads:
-            layer.register_forward_hook(partial(capture_uniform, layer.backend))
 
 
 def described_tokens(model: nn.Module) -> dict[str, Any] | None:
