@@ -9,7 +9,7 @@ import torch
 from attnrx.support.errors import InvalidInput
 from attnrx.training import TrainingConfig, train
 from attnrx.training.checkpoints import load_optimizer_, optimizer_tensors
-from attnrx.training.step import Schedule, WeightMean, build_optimizer, set_learning_rate
+from attnrx.training.step import Schedule, WeightMean, build_optimizer
 from support.cases import CONFIGS, images, model
 from support.tiny_runs import config, splits
 from support.tiny_runs import model as model_of_runs
@@ -25,8 +25,7 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay() -> None:
     for name, parameter in vit.named_parameters():
         expected = 0.2 if name.endswith("strength") else 0.3 if parameter.ndim > 1 else 0.0
         assert decay[id(parameter)] == expected, name
-    set_learning_rate(optimizer, 0.5)
-    assert sorted(group["lr"] for group in optimizer.param_groups) == [0.5, 0.5, 2.5]
+    assert sorted(group["factor"] for group in optimizer.param_groups) == [1.0, 1.0, 5.0]
 
 
 def test_strength_decay_shrinks_strengths_and_nothing_else() -> None:

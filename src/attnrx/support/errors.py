@@ -12,8 +12,7 @@ class UnknownName(AttnrxError):
     """An unknown name of a model, dataset, rule, option or recipe."""
 
     def __init__(self, kind: str, name: str, valid: Iterable[str]):
-        names = sorted(valid)
-        super().__init__(f"unknown {kind} {name!r}: {nearest(name, names)}")
+        super().__init__(f"unknown {kind} {name!r}: {nearest(name, valid)}")
 
 
 class InvalidInput(AttnrxError, ValueError):

@@ -1,8 +1,8 @@
-"""The name of a device, the cache folder, whether measurements are allowed, work on one thread or on another stream."""
+"""The name of a device, the cache folder, whether measurements are allowed, and work on one thread."""
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,12 +48,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def on_another_stream(work: Callable[[], object]) -> None:
-    """Runs `work` as PyTorch requires of what comes before the recording of a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-Cell = str | int | float | bool | None
-
 # What begins code, emphasis, a tag, a cell, mathematics or a character reference, and a bracket that ends the text of a
 # link; other brackets, as those of intervals, mark nothing.
 MARKDOWN = re.compile(r"([\\`*_<>|~$&]|\](?=[(\[:]))")

@@ -67,7 +67,9 @@ class Schedule:
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """Returns AdamW with groups for matrices (with weight decay), biases and norms (without), and strengths."""
+    """Returns AdamW with groups for matrices (with weight decay), biases and norms (without), and strengths; the
+    `factor` of a group is that of its learning rate.
+    """
     strengths = {id(strength) for strength in strengths_of(model)}  # by identity: tensors compare elementwise
     groups: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -84,12 +86,6 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
         for kind, parameters in groups.items()
     ]
     return torch.optim.AdamW(parameter_groups, lr=config.learning_rate, fused=True)  # fused: a few kernels for all
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the learning rate of every group, times the group's factor."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group["factor"]
 
 
 def strengths_of(model: nn.Module) -> list[nn.Parameter]:
@@ -281,7 +277,8 @@ class Learner:
         config, images, labels = self.config, batch.images.to(self.dtype), batch.labels
         # Of dropout and sampled tokens: other numbers in every process, since each has other images.
         torch.manual_seed(derived_seed(config.seed, STEP, step, self.shard[0]))
-        set_learning_rate(self.optimizer, self.schedule.rate(step))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule.rate(step) * group["factor"]
         if self.features is not None:
             self.features.clear()  # the blocks append to it in every forward pass
         with self.autocast():

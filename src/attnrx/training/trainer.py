@@ -258,11 +258,6 @@ def _limited(images: ImageSet, classes: int) -> ImageSet:
     return images.limited_to(classes) if isinstance(images, IndexedImages | FixedImages) else images
 
 
-def with_labels(images: ImageSet, classes: int) -> ImageSet | None:
-    """Returns the images for a measurement of accuracy; None without labels, or if the model has no logit per class."""
-    return _limited(images, classes) if classes > 1 and images.label_problem is None else None
-
-
 def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
     """Returns the Accelerate object of the launched processes, after checking their parallel mode and number.
 
@@ -324,7 +319,11 @@ class _Run:
         self.config, self.accelerator = learner.config, learner.accelerator
         self.checkpoints, self.history = Checkpoints(folder), list[dict[str, Any]]()
         classes = num_logits(learner.target)  # never sharded
-        self.validation, self.test = (with_labels(images, classes) for images in (splits.validation, splits.test))
+        # None where no accuracy is measured: without labels, or if the model has no logit per class.
+        self.validation, self.test = (
+            _limited(images, classes) if classes > 1 and images.label_problem is None else None
+            for images in (splits.validation, splits.test)
+        )
         # A learner counts the right answers of a step in any case, also where there is nothing to compare with.
         self.is_labelled = classes > 1 and splits.train.label_problem is None
         self.step, self.seconds, self.began = 0, 0.0, time.perf_counter()

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnrx.support.arguments import COUNT, one_of, optional, require_fields, whole
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
-from attnrx.support.hardware import device_name, on_another_stream
+from attnrx.support.hardware import device_name
 from attnrx.support.modules import copy_module
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, ImageBatch, Tensor
@@ -69,7 +69,13 @@ class RecordedCalls:
         return outputs
 
     def _record(self, inputs: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Any]:
-        on_another_stream(lambda: [self.model(inputs) for _ in range(PASSES_BEFORE)])
+        # On another stream, as PyTorch requires of what comes before the recording of a CUDA graph.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(PASSES_BEFORE):
+                self.model(inputs)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):

@@ -65,16 +65,13 @@ class LayerCosts:
     @property
     def parts(self) -> dict[str, PartCosts]:
         """Every part by its name; together they are the layer."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _FACTS}
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: part for name, part in parts.items() if isinstance(part, PartCosts)}
 
     @property
     def total(self) -> PartCosts:
         """The whole layer."""
         return _sum(self.parts.values())
-
-
-# The fields that are no parts of the sum.
-_FACTS = ("directions", "spec", "tokens")
 
 
 @dataclass(frozen=True, repr=False)

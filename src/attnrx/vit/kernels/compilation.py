@@ -173,7 +173,7 @@ def _built_by(command: list[str]) -> ctypes.CDLL:
     # of that name is replaced, not followed.
     with TemporaryDirectory(dir=folder) as temporary:
         library = Path(temporary) / "library.so"
-        build(command, library)
+        output_of([*command, *map(str, SOURCES), "-o", str(library)])
         library.chmod(0o600)
         path = library.replace(folder / f"native-{key}-{sha256(library.read_bytes()).hexdigest()}.so")
     try:
@@ -184,10 +184,6 @@ def _built_by(command: list[str]) -> ctypes.CDLL:
 
 def _sha256(text: str) -> str:
     return sha256(text.encode()).hexdigest()
-
-
-def build(command: list[str], path: Path) -> None:
-    output_of([*command, *map(str, SOURCES), "-o", str(path)])
 
 
 def output_of(command: list[str]) -> str:
