@@ -61,10 +61,8 @@ def colour_step(share: float) -> int:
     return min(LEVELS - 1, max(0, int(share * LEVELS)))  # the highest value would begin one more step
 
 
-def treatment(prescription: Prescription | None, diagnosis: Diagnosis | None) -> dict[str, Any] | None:
+def treatment(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str, Any]:
     """Returns the prescription: the rules, and one reason per head."""
-    if prescription is None:
-        return None
     pairs = zip(prescription.layers, _heads(prescription, diagnosis), strict=True)
     removed = prescription.removed_share
     return {
@@ -99,10 +97,8 @@ def _reasons(layer: LayerPrescription, heads: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def changes(prescription: Prescription | None, diagnosis: Diagnosis | None) -> dict[str, Any] | None:
-    """Returns what was removed, in words, and one heat map per map that lost ranks."""
-    if prescription is None:
-        return None
+def changes(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str, Any] | None:
+    """Returns what was removed, in words, and one heat map per map that lost ranks; None where nothing was."""
     facts, figures = [], []
     for title, (columns, rows) in ranks(prescription, diagnosis).items():
         parts = [part for row in rows for part in row if part is not None]
@@ -192,10 +188,8 @@ def _rank_cells(layer: int, columns: Sequence[str], row: Sequence[Rank]) -> Iter
             yield Cell(number(kept), colour_step(kept / max(full, 1)), f"layer {layer}, {name}: {words}")
 
 
-def maps(diagnosis: Diagnosis | None) -> dict[str, Any] | None:
-    """Returns effective ranks and selectivity as open figures, and the other readings as folded ones."""
-    if diagnosis is None:
-        return None
+def maps(diagnosis: Diagnosis) -> dict[str, Any] | None:
+    """Returns effective ranks and selectivity as open figures, and other readings as folded ones, if there are any."""
     layers = diagnosis.layers
     # Readings with one number per head that all layers have, because a map needs a row for every layer.
     per_head = [

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -162,22 +162,26 @@ def render(content: ReportContent) -> str:
         environment.globals[function.__name__] = function
     # A record may have any values, e.g. paths.
     environment.globals["json_text"] = partial(json.dumps, indent=1, default=str, ensure_ascii=False)
-    decided, records = (content.prescription, content.diagnosis), content.records
+    diagnosis, records = content.diagnosis, content.records
     provenance = {"records": records, "summary": f"Records of {', '.join(records)}"} if records else None
-    # The name, which is the anchor and the file name of the template, the title, and the data, None for a section that
-    # the content has nothing for. A section with a "summary" is folded: the page shows this line until it is opened.
-    every_section = (
-        ("verdict", "Result", verdict(content.evidence, records)),
-        ("changes", "What changed", changes(*decided)),
-        ("outputs", "Outputs", outputs(content.outputs)),
-        ("tokens", "Tokens", tokens(content.tokens)),
-        ("prescription", "Prescription", treatment(*decided)),
-        ("maps", "Layers and heads", maps(content.diagnosis)),
-        ("evidence", "Evidence", findings(content.evidence)),
-        ("costs", "Costs", costs(content.evidence or Evidence((), {}))),
-        ("provenance", "Provenance", provenance),
-    )
-    sections = [(*names, data) for *names, data in every_section if data is not None]
+    # The name, which is the anchor and the file name of the template, the title, and the data: of a part, by a function
+    # that may find nothing to show. With a "summary" a section is folded: the page shows this line until it is opened.
+    every_section: list[tuple[str, str, Any, Callable[[Any], dict[str, Any] | None]]] = [
+        ("verdict", "Result", records, partial(verdict, content.evidence)),
+        ("changes", "What changed", content.prescription, partial(changes, diagnosis=diagnosis)),
+        ("outputs", "Outputs", content.outputs, outputs),
+        ("tokens", "Tokens", content.tokens, tokens),
+        ("prescription", "Prescription", content.prescription, partial(treatment, diagnosis=diagnosis)),
+        ("maps", "Layers and heads", diagnosis, maps),
+        ("evidence", "Evidence", content.evidence, findings),
+        ("costs", "Costs", content.evidence, costs),
+        ("provenance", "Provenance", provenance, dict),
+    ]
+    sections = [
+        (name, title, data)
+        for name, title, part, data_of in every_section
+        if part is not None and (data := data_of(part)) is not None
+    ]
     script = (TEMPLATES / "script.js").read_text(encoding="utf-8")
     return environment.get_template("report.html.j2").render(
         title=content.title,
@@ -226,8 +230,8 @@ def model_card(
         markdown_table(("", ""), rows) if rows else "",
         "## How to use it",
         USE.format(outputs=returned),
-        *_prescribed(prescription),
-        *_evidence(evidence),
+        *([] if prescription is None else _prescribed(prescription)),
+        *([] if evidence is None else _evidence(evidence)),
     ]
     text = "\n\n".join(block for block in blocks if block) + "\n\n"
     return text + _seal(text)
@@ -262,9 +266,7 @@ def _head(facts: Mapping[str, Any], evidence: Evidence, task: str) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _prescribed(prescription: Prescription | None) -> list[str]:
-    if prescription is None:
-        return []
+def _prescribed(prescription: Prescription) -> list[str]:
     rows = [(str(index), plain(list(ranks), 32)) for index, ranks in enumerate(prescription.ranks)]
     # Directions of heads of different ranks are padded to the largest number.
     num_directions = max((layer.qk.keep.shape[1] for layer in prescription.layers), default=0)
@@ -274,9 +276,7 @@ def _prescribed(prescription: Prescription | None) -> list[str]:
     return ["## Prescription", origin, markdown_table(columns, rows) if rows else ""]
 
 
-def _evidence(evidence: Evidence | None) -> list[str]:
-    if evidence is None:
-        return []
+def _evidence(evidence: Evidence) -> list[str]:
     columns = ("result", "check", "claim", "value", "limit", "95 % interval", "n")
     # Nested records would not fit into a sentence.
     about = {name: value for name, value in evidence.about.items() if isinstance(value, str | int | float)}

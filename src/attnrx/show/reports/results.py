@@ -256,10 +256,8 @@ def _rows(evidence: Evidence) -> Iterator[tuple[str, ...]]:
             yield title, number(old / scale) + prefix, number(new / scale) + prefix, change
 
 
-def findings(evidence: Evidence | None) -> dict[str, Any] | None:
+def findings(evidence: Evidence) -> dict[str, Any]:
     """Returns the evidence table; the order of the findings within a check is preserved."""
-    if evidence is None:
-        return None
     shown, elsewhere = by_severity(evidence)
     groups: dict[str, list[Finding]] = {}
     for finding in shown:

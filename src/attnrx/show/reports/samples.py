@@ -189,10 +189,8 @@ def _label(samples: MapSamples | TokenSamples, index: int) -> str:
     return samples.labels[index] if samples.labels else f"image {index}"
 
 
-def outputs(samples: MapSamples | None) -> dict[str, Any] | None:
+def outputs(samples: MapSamples) -> dict[str, Any]:
     """Returns, per image, the map that every model returns, all on the scale of the original's."""
-    if samples is None:
-        return None
     first = next(iter(samples.maps.values()))
     images = []
     for index, picture in enumerate(samples.images):
@@ -209,10 +207,8 @@ def outputs(samples: MapSamples | None) -> dict[str, Any] | None:
     return {"images": images, "ramp": as_uri(colour(torch.linspace(0, 1, 128)[None], 0.0, 1.0))}
 
 
-def tokens(samples: TokenSamples | None) -> dict[str, Any] | None:
+def tokens(samples: TokenSamples) -> dict[str, Any]:
     """Returns the policy as a table, and per image a picture per stage."""
-    if samples is None:
-        return None
     policy, stages = samples.policy, []
     for layer, keep, left, count in zip(
         policy.layers, policy.keep, samples.left.unbind(1), samples.tokens, strict=True
