@@ -415,26 +415,23 @@ def compare_latencies(
     if unchanged is not None:
         models[same] = unchanged
     runs = _runs(models, images, protocol)
-    threads = runs[0][1]
     seconds = {name: torch.stack([found[name] for found, _ in runs]) for name in models}  # [processes, rounds]
     if same in seconds:
         seconds[UNCHANGED] = seconds[same]
-
     original, middle = seconds[REFERENCE], seconds.get(UNCHANGED)
-
-    def compared(name: str) -> LatencyComparison:
-        own = seconds[name]
-        return LatencyComparison(
+    return {
+        name: LatencyComparison(
             candidate=Timing.of(own.flatten()), reference=Timing.of(original.flatten()),
             faster=Ratio.of(original, own), batch=len(images), image_shape=tuple(images.shape[1:]), rounds=own.numel(),
-            clock=protocol.resolved_clock, conditions=protocol.conditions, threads=threads,
+            clock=protocol.resolved_clock, conditions=protocol.conditions, threads=runs[0][1],
             hardware=protocol.conditions.hardware, torch_version=torch.__version__, processes=len(runs),
             unchanged=None if middle is None else Timing.of(middle.flatten()),
             by_runtime=None if middle is None else Ratio.of(original, middle),
             by_compression=None if middle is None else Ratio.of(middle, own),
-        )  # fmt: skip
-
-    return {name: compared(name) for name in candidates}
+        )
+        for name, own in seconds.items()
+        if name in candidates
+    }  # fmt: skip
 
 
 # The seconds of every model in the rounds of one process, and the number of threads.
