@@ -67,93 +67,47 @@ _PACKAGES = {
     "training": "attnrx.training",
 }
 
-__all__ = [
-    "AttnrxError",
-    "Diagnosis",
-    "Evidence",
-    "Finding",
-    "Prescription",
-    "Reader",
-    "Shrunk",
-    "Spectrum",
-    "TrainingConfig",
-    "__version__",
-    "adapt_preprocessing",
-    "checks",
-    "diagnose",
-    "distill",
-    "elastic",
-    "export",
-    "load",
-    "load_data",
-    "plan",
-    "prescribe",
-    "push_to_hub",
-    "realize",
-    "repair",
-    "rules",
-    "save",
-    "shrink",
-    "train",
-    "use_backend",
-    "verify",
-    "write_report",
-]
-
-# The same names once more, because type checkers and editors do not evaluate `__getattr__`.
-if TYPE_CHECKING:
-    from attnrx import data, training  # noqa: F401
-    from attnrx.change import exporting, realization  # noqa: F401
-    from attnrx.change.exporting import export
-    from attnrx.change.realization import realize
-    from attnrx.change.realization.distillation import distill
-    from attnrx.change.realization.repair import repair
-    from attnrx.data import load_data
-    from attnrx.data.model_data import adapt_preprocessing
-    from attnrx.decide import diagnostics, planning, rules  # noqa: F401
-    from attnrx.decide.diagnosing import diagnose
-    from attnrx.decide.planning import plan
-    from attnrx.nouns.diagnosis import Diagnosis
-    from attnrx.nouns.evidence import Evidence, Finding
-    from attnrx.nouns.prescription import Prescription
-    from attnrx.show import checks, reports  # noqa: F401
-    from attnrx.show.reports import write_report
+# The same names once more, as exports (`as`): type checkers and editors evaluate neither `__getattr__` nor `__all__`.
+if TYPE_CHECKING:  # isort: off
+    from attnrx import data as data, training as training
+    from attnrx.change import exporting as exporting, realization as realization
+    from attnrx.change.exporting import export as export
+    from attnrx.change.realization import realize as realize
+    from attnrx.change.realization.distillation import distill as distill
+    from attnrx.change.realization.repair import repair as repair
+    from attnrx.data import load_data as load_data
+    from attnrx.data.model_data import adapt_preprocessing as adapt_preprocessing
+    from attnrx.decide import diagnostics as diagnostics, planning as planning, rules as rules
+    from attnrx.decide.diagnosing import diagnose as diagnose
+    from attnrx.decide.planning import plan as plan
+    from attnrx.nouns.diagnosis import Diagnosis as Diagnosis
+    from attnrx.nouns.evidence import Evidence as Evidence, Finding as Finding
+    from attnrx.nouns.prescription import Prescription as Prescription
+    from attnrx.show import checks as checks, reports as reports
+    from attnrx.show.reports import write_report as write_report
     from attnrx.support import storage as serialization  # noqa: F401
-    from attnrx.support.errors import AttnrxError
-    from attnrx.training import TrainingConfig, losses, train  # noqa: F401
-    from attnrx.verbs.elastic import elastic
-    from attnrx.verbs.load import load
-    from attnrx.verbs.prescribe import prescribe
-    from attnrx.verbs.save import push_to_hub, save
-    from attnrx.verbs.shrink import Shrunk, shrink
-    from attnrx.verbs.verify import verify
-    from attnrx.vit import costs, models, tokens  # noqa: F401
-    from attnrx.vit.models import Reader, use_backend
-    from attnrx.vit.spectrum import Spectrum
-
-
-# Names of earlier versions, and what to use now.
-_FORMER = {
-    "refine": "attnrx.repair, which fits queries and keys with the other maps of a block",
-    "to_svda": "attnrx_lab.conversion.to_svda",
-    "control_prescriptions": "attnrx_lab.rules.control_prescriptions",
-    "measure_divergence": "attnrx_lab.rules.measure_divergence",
-    "measure_sublayers": "heads=, hidden= or tokens=: linear maps in place of sublayers did not pay",
-    "Budget": "attnrx.plan",
-    "ViTConfig": "attnrx_lab.vision_transformer.ViTConfig",
-    "prescribe_within": "attnrx.plan",
-}
+    from attnrx.support.errors import AttnrxError as AttnrxError
+    from attnrx.training import TrainingConfig as TrainingConfig, losses as losses, train as train
+    from attnrx.verbs.elastic import elastic as elastic
+    from attnrx.verbs.load import load as load
+    from attnrx.verbs.prescribe import prescribe as prescribe
+    from attnrx.verbs.save import push_to_hub as push_to_hub, save as save
+    from attnrx.verbs.shrink import Shrunk as Shrunk, shrink as shrink
+    from attnrx.verbs.verify import verify as verify
+    from attnrx.vit import costs as costs, models as models, tokens as tokens
+    from attnrx.vit.models import Reader as Reader, use_backend as use_backend
+    from attnrx.vit.spectrum import Spectrum as Spectrum
+else:
+    __all__ = sorted(["__version__", "checks", "rules", *HOMES])
 
 
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(_PACKAGES[name])
-    if name in _FORMER:
-        raise AttributeError(f"attnrx.{name} was removed; use {_FORMER[name]} (CHANGELOG.md).")
     if name not in HOMES:
-        raise AttributeError(f"module 'attnrx' has no attribute {name!r}; it offers {', '.join(sorted(__all__))}.")
+        raise AttributeError(f"module 'attnrx' has no attribute {name!r}; it offers {', '.join(__dir__())}.")
     return getattr(importlib.import_module(HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_PACKAGES})
+    return sorted({"__version__", *HOMES, *_PACKAGES})
