@@ -17,7 +17,7 @@ from attnrx.data import Augmentation, Columns
 from attnrx.data.model_data import splits_for
 from attnrx.decide.diagnostics import DIAGNOSTICS
 from attnrx.decide.planning import PlanSettings, Target
-from attnrx.show.checks import CHECKS
+from attnrx.show.checks import Accuracy, Calibration, Costs, Features, Fidelity, Latency, Promises
 from attnrx.support.errors import AttnrxError, InvalidInput, UserCodeError
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig, initialize_
@@ -108,7 +108,7 @@ SETTINGS: Mapping[type, Mapping[str, Any]] = {
     PlanSettings: {},
     Repair: {},
     Target: {"quantity": "macs", "limit": 0.5},
-    **{check: {} for name, check in CHECKS.items() if name != "retrieval"},
+    **{check: {} for check in (Accuracy, Calibration, Costs, Features, Fidelity, Latency, Promises)},
     **{diagnostic: {} for diagnostic in DIAGNOSTICS.values()},
 }
 

@@ -6,8 +6,9 @@ import pytest
 
 from attnrx.support.errors import AttnrxError, InvalidInput
 from attnrx.support.records import to_dict
+from attnrx.support.text_parsing import Registry
 from attnrx.vit import tokens
-from attnrx.vit.tokens import REDUCERS, Reducer, TokenLayout, TokenPolicy, ToMe, known_reducers, parse_policy
+from attnrx.vit.tokens import REDUCERS, Reducer, TokenLayout, TokenPolicy, ToMe, parse_policy
 from attnrx.vit.tokens import policy as policy_module
 from attnrx_lab.tokens import Random, Spot
 from support.cases import REDUCTIONS
@@ -43,7 +44,7 @@ POLICIES = [
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_a_policy_survives_its_text(policy: TokenPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_module, "_REGISTERED", {**known_reducers(), "nested": Nested})
+    monkeypatch.setitem(REDUCERS, "nested", Nested)
     assert parse_policy(str(policy)) == policy
 
 
@@ -119,7 +120,7 @@ def test_what_cannot_be_read_is_said(text: str, said: str) -> None:
 
 
 def test_a_reducer_of_ones_own_has_a_name_after_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_module, "_REGISTERED", {})
+    monkeypatch.setattr(policy_module, "REDUCERS", Registry("token reducer", ToMe))
     with pytest.raises(AttnrxError, match="mine"):
         parse_policy("mine:0.7@4")
     tokens.register_reducer("mine", Mine)

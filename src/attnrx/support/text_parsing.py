@@ -17,6 +17,7 @@ from types import NoneType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.optional import import_plugins
 
 Kind = TypeVar("Kind")
 
@@ -66,40 +67,76 @@ class Token:
     start: int
 
 
-@dataclass(frozen=True)
-class Language:
-    """A language: its noun for messages, examples, its signs, and the error class."""
+def text_name(kind: type) -> str:
+    """Returns the name of a class in texts: its own `name`, else that of the class, `total_rank` of `TotalRank`."""
+    own = vars(kind).get("name")
+    return own if isinstance(own, str) else re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
-    noun: str
-    plural: str
-    examples: str
-    signs: str
-    error: type[InvalidInput] = InvalidInput
+
+def spelled_knobs(part: Any, nested: type | None = None) -> str:
+    """Returns the knobs of a dataclass instance as text: those without a default by position, the others by name where
+    they differ from it.
+    """
+    knobs = []
+    for name, field in knobs_of(type(part), nested).items():
+        value = getattr(part, name)
+        if value != field.default:
+            # All digits of a float, so that the text gives an equal part; true, false and none as the grammar has them.
+            text = str(value).lower() if isinstance(value, bool | None) else str(value)
+            knobs.append(text if field.default is dataclasses.MISSING else f"{name}={text}")
+    return ",".join(knobs)
+
+
+class Registry(dict[str, type[Kind]]):
+    """The classes of a `noun` by their names in texts, among them those that other packages register."""
+
+    def __init__(self, noun: str, *kinds: type[Kind]):
+        super().__init__({text_name(kind): kind for kind in kinds})
+        self.noun = noun
+
+    def register(self, kind: type[Kind], name: str = "") -> None:
+        """Adds a class by its name in texts, by default that of the class in snake case.
+
+        Raises:
+            InvalidInput: Another class has this name.
+        """
+        name = name or text_name(kind)
+        if self.get(name, kind) is not kind:
+            raise InvalidInput(f"the {self.noun} {name} exists already; choose another name.")
+        self[name] = kind
+
+    def known(self) -> Mapping[str, type[Kind]]:
+        """Returns the classes, after the import of the packages that register some."""
+        import_plugins()
+        return self
 
 
 class TextReader:
     """Recursive-descent reader of a text; the methods of subclasses consume the tokens of their rule.
 
+    A subclass states the `noun` and `examples` of its texts for messages, its signs, and the class of its errors;
     `nested` is the class of knobs that are calls themselves, which `read_nested` reads.
 
     Raises:
-        InvalidInput: (the `error` of the language) The text has another form; the message names the character.
+        InvalidInput: (the `error` of the class) The text has another form; the message names the character.
         UnknownName: The text has an unknown name or knob.
     """
 
-    language: ClassVar[Language]
+    noun: ClassVar[str]
+    plural: ClassVar[str]
+    examples: ClassVar[str]
+    signs: ClassVar[str]
+    error: ClassVar[type[InvalidInput]] = InvalidInput
     nested: ClassVar[type | None] = None
 
     def __init__(self, text: str):
         self.text, self.position = text, 0
         if text.count("(") > DEEPEST:
-            raise self.language.error(
-                f"a {self.language.noun} in text may have {DEEPEST} brackets, found {text.count('(')}."
-            )
+            raise self.error(f"a {self.noun} in text may have {DEEPEST} brackets, found {text.count('(')}.")
 
     @property
     def token(self) -> Token:
-        """The next token; an unreadable character raises the error of the language."""
+        """The next token; an unreadable character raises the error of the class."""
         rest = self.text[self.position :].lstrip()
         if not rest:
             return Token("end", "the end", len(self.text.rstrip()))
@@ -107,7 +144,7 @@ class TextReader:
         # A number must not be followed by a letter or a dot, so that 0.5x or 1.2.3 are errors and not two tokens. A
         # sign is read as part of a number.
         match = re.match(
-            rf"(?P<number>{NUMBER}%?)(?![\w.])|(?P<name>{NAME})|(?P<sign>[{re.escape(self.language.signs)}])",
+            rf"(?P<number>{NUMBER}%?)(?![\w.])|(?P<name>{NAME})|(?P<sign>[{re.escape(self.signs)}])",
             rest,
         )
         if match is None or match.lastgroup is None:
@@ -125,7 +162,7 @@ class TextReader:
         return token.kind == kind
 
     def expect(self, kind: str, wanted: str) -> Token:
-        """Consumes the next token and returns it; one of another kind raises the error of the language."""
+        """Consumes the next token and returns it; one of another kind raises the error of the class."""
         token = self.token
         if not self.take(kind):
             raise self.problem(token.start, f"expected {wanted}, found {token.text!r}")
@@ -133,10 +170,8 @@ class TextReader:
 
     def problem(self, start: int, problem: str) -> InvalidInput:
         """Returns the error with the position of the problem and examples of valid texts."""
-        noun, plural, examples = self.language.noun, self.language.plural, self.language.examples
-        return self.language.error(
-            f"the {noun} {self.text!r}, at character {start + 1}: {problem}. {plural} read like {examples}."
-        )
+        where = f"the {self.noun} {self.text!r}, at character {start + 1}"
+        return self.error(f"{where}: {problem}. {self.plural} read like {self.examples}.")
 
     def read_name(self, registry: Mapping[str, Kind], noun: str) -> tuple[Token, Kind]:
         """Reads the name of a class in a registry; returns it with the class.

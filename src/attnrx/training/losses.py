@@ -14,9 +14,8 @@ from torch import nn
 from attnrx.data.model_data import normalization_of
 from attnrx.support.arguments import BELOW_ONE, COUNT, POSITIVE, Kind, optional, require_fields
 from attnrx.support.errors import InvalidInput
-from attnrx.support.optional import import_plugins
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.support.text_parsing import Language, TextReader, knobs_of
+from attnrx.support.text_parsing import Registry, TextReader, knobs_of, text_name
 from attnrx.vit.models import TokenRun, family_of, load_model, recording_blocks
 
 TeacherSource = tuple[str, str | None]
@@ -67,15 +66,10 @@ class Loss(ABC):
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
         """Returns the value of the term, before its weight."""
 
-    @classmethod
-    def text_name(cls) -> str:
-        """Returns the name in text: that of the class in snake case."""
-        return "".join("_" + letter.lower() if letter.isupper() else letter for letter in cls.__name__)[1:]
-
     @property
     def name(self) -> str:
         """The name under which the term is logged."""
-        return self.text_name()
+        return text_name(type(self))
 
 
 @dataclass(frozen=True)
@@ -210,22 +204,13 @@ def teacher_outputs(context: LossContext, source: TeacherSource) -> Answer:
     return context.memory[source]
 
 
-LOSSES: dict[str, type[Loss]] = {kind.text_name(): kind for kind in (Distillation, FeatureDistillation, Task)}
-
-
-def register_loss(kind: type[Loss]) -> None:
-    """Adds a loss to LOSSES by its name in texts, that of its class in snake case."""
-    LOSSES[kind.text_name()] = kind
-
-
-def known_losses() -> Mapping[str, type[Loss]]:
-    """Returns LOSSES, with those that other packages register, by name."""
-    import_plugins()
-    return LOSSES
+LOSSES = Registry[Loss]("loss", Distillation, FeatureDistillation, Task)
+register_loss, known_losses = LOSSES.register, LOSSES.known
 
 
 class _Reader(TextReader):
-    language = Language("loss", "Losses", "target_rank:16:0.1 or distillation(runs/teacher,temperature=2)", "():,=/")
+    noun, plural, signs = "loss", "Losses", "():,=/"
+    examples = "target_rank:16:0.1 or distillation(runs/teacher,temperature=2)"
 
 
 def parse_loss(text: str, shared: Mapping[str, Any] | None = None) -> Loss:

@@ -6,7 +6,6 @@ one per token.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -47,7 +46,6 @@ class Bounds(Check):
     noise of standard deviation NOISE.
     """
 
-    name: ClassVar[str] = "bounds"
     images: int = 256
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:

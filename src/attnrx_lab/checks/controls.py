@@ -39,9 +39,7 @@ class Controls(Check):
     without a rule are the candidate's.
     """
 
-    name: ClassVar[str] = "controls"
     needs: ClassVar[tuple[str, ...]] = ("labels", "decisions")
-    on_request: ClassVar[bool] = True
     prescriptions: Mapping[str, tuple[Prescription, ...]] | None = None
     realize: Callable[[Prescription], nn.Module] | None = None
     draws: int = 10

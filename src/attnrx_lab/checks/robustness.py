@@ -41,8 +41,6 @@ class Robustness(Check):
     reports.
     """
 
-    name: ClassVar[str] = "robustness"
-    on_request: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("labels", "logits")
     corruptions: tuple[str, ...] = FEW
     severities: tuple[int, ...] = SEVERITIES

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -39,8 +38,6 @@ class Transfer(Check):
     uses both. `most_drop` limits, in points, the loss of the candidate; None only reports.
     """
 
-    name: ClassVar[str] = "transfer"
-    on_request: ClassVar[bool] = True
     training: ImageSet | None = None
     classes: int | None = None
     per_class: int | None = None

@@ -30,7 +30,7 @@ from attnrx.support.arguments import COUNT, number, one_of, require_fields, whol
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import rows_of
 from attnrx.support.shapes import Tensor
-from attnrx.support.text_parsing import Language, TextReader
+from attnrx.support.text_parsing import TextReader
 
 BATCH = "batch"
 # The statements of the script beside the file: the facts are its metadata.
@@ -544,7 +544,8 @@ FORMATS: Mapping[str, type[Format]] = {
 
 
 class _FormatReader(TextReader):
-    language = Language("format", "Formats", "onnx, onnx(opset=18) or int8(images=128)", "(),=")
+    noun, plural, signs = "format", "Formats", "(),="
+    examples = "onnx, onnx(opset=18) or int8(images=128)"
 
 
 def parse_format(text: str) -> Format:

@@ -2,35 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 
-from attnrx.decide.rules.rule import And, ByLayer, EnergyRetention, Or, Rule, TotalRank, UniformRank, rule_name
+from attnrx.decide.rules.rule import And, ByLayer, EnergyRetention, Or, Rule, TotalRank, UniformRank
 from attnrx.nouns.prescription import TokenPrescription
 from attnrx.support.errors import InvalidInput, InvalidRule, UnknownName
-from attnrx.support.optional import import_plugins
-from attnrx.support.text_parsing import Language, TextReader, split_named
+from attnrx.support.text_parsing import Registry, TextReader, split_named
 from attnrx.vit.maps import LAYER_MAPS, MAPS, TOKENS
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
 # The rules by their names in texts; those of papers and matched controls are registered by the laboratory.
-RULES: dict[str, type[Rule]] = {rule_name(kind): kind for kind in (EnergyRetention, TotalRank, UniformRank, ByLayer)}
-
-
-def register_rule(kind: type[Rule]) -> None:
-    """Adds a rule by its name in texts, that of its class in snake case.
-
-    Raises:
-        InvalidInput: Another rule has this name.
-    """
-    name = rule_name(kind)
-    if RULES.get(name, kind) is not kind:
-        raise InvalidInput(f"the rule {name} exists already; give the class another name.")
-    RULES[name] = kind
-
-
-def known_rules() -> Mapping[str, type[Rule]]:
-    """Returns the rules of this package and the registered ones, those of other packages among them, by name."""
-    import_plugins()
-    return RULES
-
+RULES = Registry[Rule]("rule", EnergyRetention, TotalRank, UniformRank, ByLayer)
+register_rule, known_rules = RULES.register, RULES.known
 
 RulesLike = str | Rule | Mapping[str, str | Rule | TokenPolicy | TokenPrescription | None]
 """The rules of several maps: one text, a mapping from maps to rules or their texts, or the rule of qk alone."""
@@ -106,7 +87,7 @@ class _Reader(TextReader):
     #   any    = all { "|" all }
     #   all    = single { "&" single }
     #   single = "(" any ")" | call, in which the knobs of controls and `by_layer` are rules
-    language = Language("rule", "Rules", EXAMPLES, "&|():,;=", InvalidRule)
+    noun, plural, examples, signs, error = "rule", "Rules", EXAMPLES, "&|():,;=", InvalidRule
     nested = Rule
 
     def read_any(self) -> Rule:

@@ -2,9 +2,7 @@
 strength, and the combinations of rules.
 """
 
-import dataclasses
 import math
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +18,7 @@ from attnrx.nouns.prescription import ScoreDecision
 from attnrx.support.arguments import COUNT, NATURAL, SHARE, Kind, each, either, instance, one_of, require_fields
 from attnrx.support.errors import InvalidInput, InvalidRule, NotSupported
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.support.text_parsing import knobs_of
+from attnrx.support.text_parsing import knobs_of, spelled_knobs, text_name
 from attnrx.vit.maps import HEADS, HIDDEN, LAYER_MAPS
 from attnrx.vit.spectrum import Spectrum
 
@@ -80,7 +78,8 @@ class Rule(ABC):
 
     def __str__(self) -> str:
         parts = "; ".join(str(part) for part in inner_rules(self))
-        return rule_name(type(self)) + (f"({parts})" if parts else "") + _spell_knobs(self)
+        knobs = spelled_knobs(self)  # without those that are rules
+        return text_name(type(self)) + (f"({parts})" if parts else "") + (f":{knobs}" if knobs else "")
 
 
 def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
@@ -372,11 +371,6 @@ class ByLayer(Rule):
         return self.rules[layer].decide(diagnosis, layer)
 
 
-def rule_name(kind: type[Rule]) -> str:
-    """Returns the name of a rule in text: `EnergyRetention` is `energy_retention`."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
-
-
 def inner_rules(rule: Rule) -> tuple[Rule, ...]:
     """Returns the rules that are fields of a rule."""
     values = [getattr(rule, name) for name in knobs_of(type(rule), Rule)]  # a rule, a tuple of rules, or a knob
@@ -411,16 +405,3 @@ def in_metric(rule: Rule, metric: str) -> Rule:
             changed[name] = tuple(in_metric(part, metric) for part in value)
     # Stated by the parts alone, so that the text of the rule names a metric once for each of them.
     return replace(rule, metric=None, **changed)
-
-
-def _spell_knobs(rule: Rule) -> str:
-    """Returns the knobs: those without a default by position, the others by name where they differ from it."""
-    knobs = []
-    for field in knobs_of(type(rule), Rule).values():
-        value = getattr(rule, field.name)
-        # repr keeps all digits of a float, so that the text gives an equal rule; names are written without quotes.
-        if field.default is not dataclasses.MISSING and value != field.default:
-            knobs.append(f"{field.name}={value}" if isinstance(value, str) else f"{field.name}={value!r}")
-        elif field.default is dataclasses.MISSING and not isinstance(value, Rule | tuple):
-            knobs.append(repr(value))
-    return ":" + ",".join(knobs) if knobs else ""

@@ -13,11 +13,10 @@ from attnrx.show.checks.check import Check, Comparison, possible_checks, require
 from attnrx.show.checks.costs import Costs, Latency, Promises
 from attnrx.show.checks.outputs import Accuracy, Calibration, Features, Fidelity, Retrieval
 from attnrx.support.errors import InvalidInput
-from attnrx.support.text_parsing import Language, TextReader
+from attnrx.support.text_parsing import Registry, TextReader
 
-CHECKS: dict[str, type[Check]] = {
-    check.name: check for check in (Accuracy, Fidelity, Calibration, Costs, Latency, Promises, Features, Retrieval)
-}
+CHECKS = Registry[Check]("check", Accuracy, Fidelity, Calibration, Costs, Latency, Promises, Features, Retrieval)
+register_check = CHECKS.register
 
 __all__ = [
     "CHECKS", "Accuracy", "Calibration", "Check", "Comparison", "Costs", "Features", "Fidelity", "Latency",
@@ -26,28 +25,17 @@ __all__ = [
 ]  # fmt: skip
 
 
-_REGISTERED: dict[str, type[Check]] = {}
-
-
-def register_check(kind: type[Check]) -> None:
-    """Adds a check by its name; a package whose modules entry points of the group `attnrx.checks` name calls it."""
-    _REGISTERED[kind.name] = kind
-
-
 @cache
 def all_checks() -> Mapping[str, type[Check]]:
-    """Returns CHECKS and the checks of other packages (entry points of the group `attnrx.checks`) by name."""
-    others = {entry.name: entry.load() for entry in entry_points(group="attnrx.checks")}
-    return {**CHECKS, **others, **_REGISTERED}
+    """Returns CHECKS, with those of other packages (entry points of the group `attnrx.checks`), by name."""
+    for entry in entry_points(group="attnrx.checks"):
+        CHECKS.register(entry.load(), entry.name)
+    return CHECKS
 
 
 class _Reader(TextReader):
-    language = Language(
-        "list of checks",
-        "Checks",
-        "accuracy,costs or accuracy,robustness(severities=3,corruptions=gaussian_noise/fog)",
-        "(),=/",
-    )
+    noun, plural, signs = "list of checks", "Checks", "(),=/"
+    examples = "accuracy,costs or accuracy,robustness(severities=3,corruptions=gaussian_noise/fog)"
 
 
 def parse_checks(text: str) -> tuple[Check, ...]:
@@ -69,4 +57,4 @@ def parse_checks(text: str) -> tuple[Check, ...]:
 
 def standard_checks() -> tuple[Check, ...]:
     """Returns the checks that do not need to be requested, with their defaults."""
-    return tuple(check() for check in CHECKS.values() if not check.on_request)
+    return Accuracy(), Fidelity(), Calibration(), Costs(), Latency()

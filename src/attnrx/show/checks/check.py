@@ -17,7 +17,7 @@ from attnrx.support.arguments import COUNT, NOT_NEGATIVE, Kind, optional, requir
 from attnrx.support.errors import DataError, InvalidInput, NonFiniteOutputs
 from attnrx.support.records import to_dict
 from attnrx.support.shapes import Int, Tensor
-from attnrx.support.text_parsing import knobs_of
+from attnrx.support.text_parsing import knobs_of, text_name
 from attnrx.vit.models import FAMILIES
 from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, output_kind_of
 
@@ -160,8 +160,7 @@ class Check(ABC):
     """
 
     name: ClassVar[str]
-    on_request: ClassVar[bool] = False
-    """Whether the check runs only if it is requested by name: it needs its own input, or takes long."""
+    """The name in texts and findings: by default that of the class in snake case."""
 
     needs: ClassVar[tuple[str, ...]] = ()
     """What the check needs of images, outputs and models: see `unmet_needs`."""
@@ -171,6 +170,9 @@ class Check(ABC):
 
     kinds: ClassVar[Mapping[str, Kind]] = {}
     """The values of knobs that their types do not state."""
+
+    def __init_subclass__(cls):
+        cls.name = text_name(cls)
 
     def __post_init__(self):
         # Counts, and shares and limits. Not infinity: JSON has none, so evidence with it could not be read again.

@@ -40,7 +40,6 @@ class Costs(Check):
     Parameters are counted with numel, MACs with torch's FLOP counter on the unpadded eager backend.
     """
 
-    name: ClassVar[str] = "costs"
     needs: ClassVar[tuple[str, ...]] = ("layers",)
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
@@ -156,7 +155,6 @@ class Latency(Check):
     `library` the reference is the model as implemented by its own library.
     """
 
-    name: ClassVar[str] = "latency"
     measures_speed: ClassVar[bool] = True
     kinds: ClassVar[Mapping[str, Kind]] = {"faster": optional(number(0.0, expected="a speed above 0, e.g. 1.5"))}
     batch: int = 32
@@ -196,8 +194,6 @@ class Promises(Check):
     and batch size are those of the plan. `promised` replaces the record of the prescription (`Plan.predictions`).
     """
 
-    name: ClassVar[str] = "promises"
-    on_request: ClassVar[bool] = True
     measures_speed: ClassVar[bool] = True
     within: float = 0.1
     rounds: int = 32

@@ -51,7 +51,6 @@ class Accuracy(Check):
     loss. With None the change is only reported.
     """
 
-    name: ClassVar[str] = "accuracy"
     needs: ClassVar[tuple[str, ...]] = ("labels", "decisions")
     most_drop: float | None = 1.0
 
@@ -86,7 +85,6 @@ class Calibration(Check):
     `most_rise` limits the change, in points; with None the change is only reported.
     """
 
-    name: ClassVar[str] = "calibration"
     needs: ClassVar[tuple[str, ...]] = ("labels", "logits")
     bins: int = 15
     most_rise: float | None = None
@@ -124,9 +122,6 @@ class Metric(Check):
     The findings are the means of both models, and the mean of the change per image, all with intervals over images.
     """
 
-    name: ClassVar[str] = "metric"
-    on_request: ClassVar[bool] = True
-
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         judgement, predictions, seed = current_judgement(), comparison.predictions, comparison.seed
         if judgement.metric is None:
@@ -163,7 +158,6 @@ class Fidelity(Check):
     `most_discrepancy` (a share) and `least_agreement` (in %) are limits for the candidate against the reference.
     """
 
-    name: ClassVar[str] = "fidelity"
     kinds: ClassVar[Mapping[str, Kind]] = {"least_agreement": optional(PERCENT)}
     most_discrepancy: float | None = None
     least_agreement: float | None = None
@@ -255,8 +249,6 @@ class Features(Check):
     images. Pruned and merged patches are restored. `most_error` is a limit for the mean relative squared error.
     """
 
-    name: ClassVar[str] = "features"
-    on_request: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("layers",)
     most_error: float | None = None
 
@@ -292,8 +284,6 @@ class Retrieval(Check):
     group of at most k + 1 images has no others, and is not counted.
     """
 
-    name: ClassVar[str] = "retrieval"
-    on_request: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("embeddings",)
     kinds: ClassVar[Mapping[str, Kind]] = {"ks": NEIGHBOURS}
     ks: tuple[int, ...] = (1, 5, 10)

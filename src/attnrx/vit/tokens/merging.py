@@ -210,6 +210,8 @@ class ToMe(Merging):
     never more than one round; here it is before a layer (`tome:N@every` is the closest schedule).
     """
 
+    name: ClassVar[str] = "tome"
+
     def native_merge(self, state: TokenState, count: int) -> Merged:
         return native_merge(state.tokens, state.sizes, state.patch_indices, state.keys, count)
 

@@ -18,9 +18,8 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.optional import import_plugins
 from attnrx.support.records import from_dict
-from attnrx.support.text_parsing import Language, TextReader, share
+from attnrx.support.text_parsing import Registry, TextReader, share
 from attnrx.vit.tokens.merging import ToMe, Ward
 from attnrx.vit.tokens.reducer import AttentionReceived, ClassAttention, Reducer, TokenLayout
 
@@ -158,17 +157,8 @@ def _powers(ratio: float, count: int) -> tuple[float, ...]:
     return tuple(ratio**stage for stage in range(1, count + 1))
 
 
-# Every reducer by its name in text.
-REDUCERS: Mapping[str, type[Reducer]] = {
-    "class_attention": ClassAttention,
-    "attention_received": AttentionReceived,
-    "tome": ToMe,
-    "ward": Ward,
-}
-# Stated once, here: `str(reducer)` writes the name that `parse_reducer` reads.
-for _name, _kind in REDUCERS.items():
-    _kind.name = _name
-_REGISTERED: dict[str, type[Reducer]] = {}
+REDUCERS = Registry[Reducer]("token reducer", ClassAttention, AttentionReceived, ToMe, Ward)
+known_reducers = REDUCERS.known
 
 
 def register_reducer(name: str, kind: type[Reducer]) -> None:
@@ -179,22 +169,14 @@ def register_reducer(name: str, kind: type[Reducer]) -> None:
     Raises:
         InvalidInput: Another reducer has this name.
     """
-    if {**REDUCERS, **_REGISTERED}.get(name, kind) is not kind:
-        raise InvalidInput(f"the token reducer {name} exists already; choose another name.")
+    REDUCERS.register(kind, name)
     kind.name = name
-    _REGISTERED[name] = kind
-
-
-def known_reducers() -> Mapping[str, type[Reducer]]:
-    """Returns the reducers of this package and the registered ones, those of other packages among them, by name."""
-    import_plugins()
-    return {**REDUCERS, **_REGISTERED}
 
 
 class PolicyReader(TextReader):
     """Reads policies; every method consumes the tokens of one rule of the grammar."""
 
-    language = Language("policy", "Policies", EXAMPLES, "():,=/@")
+    noun, plural, examples, signs = "policy", "Policies", EXAMPLES, "():,=/@"
     nested = Reducer
 
     def read_policy(self) -> TokenPolicy:
@@ -222,7 +204,7 @@ class PolicyReader(TextReader):
         return TokenPolicy(reducer, tuple(layers), tuple(ratios))
 
     def read_reducer(self) -> Reducer:
-        name, kind = self.read_name(known_reducers(), "token reducer")
+        name, kind = self.read_name(REDUCERS.known(), "token reducer")
         return self.build(name, kind, self.read_knobs(name, kind))
 
     read_nested = read_reducer
@@ -265,4 +247,4 @@ def parse_reducer(text: str) -> Reducer:
 
 def policy_from_dict(record: Mapping[str, Any]) -> TokenPolicy:
     """Builds a policy from the record in a model or a prescription."""
-    return from_dict(record, (TokenPolicy, *known_reducers().values()))
+    return from_dict(record, (TokenPolicy, *REDUCERS.known().values()))

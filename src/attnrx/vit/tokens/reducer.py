@@ -2,7 +2,6 @@
 keep the patches of the highest attention.
 """
 
-import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,6 +12,7 @@ from torch import nn
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import is_traced, kept
 from attnrx.support.shapes import Float, Int, Tensor
+from attnrx.support.text_parsing import spelled_knobs, text_name
 from attnrx.vit.kernels.native_attention import Merged
 
 PerPatch = Float[Tensor, "batch patches"]
@@ -161,7 +161,7 @@ class Reducer(ABC):
     a training with it makes meaningful.
     """
 
-    name: ClassVar[str] = ""  # the name in text, set by REDUCERS
+    name: ClassVar[str]  # in texts, where it is not that of the class in snake case
     proportional: ClassVar[bool] = False
     extra: ClassVar[int] = 0
     # These four may depend on the knobs; a reducer whose knobs decide sets them in __post_init__.
@@ -218,15 +218,8 @@ class Reducer(ABC):
         raise NotSupported(f"{self} has no scores that can be trained.")
 
     def __str__(self) -> str:
-        knobs = []
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if value != field.default:
-                # Booleans and None in the spelling of the grammar: true, false, none.
-                text = str(value)
-                knobs.append(f"{field.name}={text.lower() if isinstance(value, bool | None) else text}")
-        name = self.name or type(self).__name__
-        return f"{name}({','.join(knobs)})" if knobs else name
+        knobs = spelled_knobs(self, Reducer)
+        return text_name(type(self)) + (f"({knobs})" if knobs else "")
 
 
 class Selecting(Reducer):
