@@ -146,7 +146,6 @@ class PerturbationRobustness(Loss):
     first stage, because after it an image and its noisy copy may have different patches.
     """
 
-    kinds: ClassVar[Mapping[str, Kind]] = {"scale": POSITIVE}
     scale: float = 0.05
     weight: float = 1.0
     layers: tuple[int, ...] = ()

@@ -71,7 +71,7 @@ def _shrink_options(parser: Parser) -> None:
     options.add_out(
         parser, "the folder of the model, its evidence, report, card and model.onnx", "runs/shrunk", folder=True
     )
-    options.add_arguments(parser, "shrink", "batch", "threads", "seed", effort=options.EFFORTS, to="FORMAT")
+    options.add_arguments(parser, "shrink", "batch", "threads", "seed", "effort", to="FORMAT")
     option(parser, "--no-onnx", bool, "write no model.onnx")
     options.add_device(parser)
 
@@ -130,7 +130,7 @@ def _elastic_options(parser: Parser) -> None:
     budgets = parser.add_mutually_exclusive_group(required=True)
     options.add_arguments(budgets, "elastic", faster="TIMES", macs="SHARES", params="SHARES")
     options.add_out(parser, "the folder of the sizes; load PATH@macs=0.65 or PATH@faster=1.4", folder=True)
-    options.add_arguments(parser, "elastic", "batch", "threads", "seed", effort=options.EFFORTS)
+    options.add_arguments(parser, "elastic", "batch", "threads", "seed", "effort")
     options.add_device(parser)
 
 
@@ -160,9 +160,9 @@ def _train_options(parser: Parser) -> None:
     option(parser, "--tokens", "POLICY", tokens)
     knobs = parser.add_argument_group("training")
     fields = {name: field.value for name, field in options.parameters("TrainingConfig").items()}
-    # Those that are one number or a flag.
-    plain = [name for name, kind in fields.items() if kind is bool or not getattr(kind, "several", True)]
-    options.add_arguments(knobs, "TrainingConfig", *plain, precision=("bf16", "fp32"), parallel=("ddp", "fsdp"))
+    # Those that are one number, a flag or a choice.
+    plain = [name for name, kind in fields.items() if kind != "TEXT" and not getattr(kind, "several", False)]
+    options.add_arguments(knobs, "TrainingConfig", *plain)
     option(knobs, "--losses", "LOSS", LOSSES, nargs="+")
     option(knobs, "--no-task", bool, "train without the task loss: labels are not read")
     option(knobs, "--teacher", "MODEL", "the teacher of distillation losses: a folder or timm:NAME")

@@ -201,6 +201,8 @@ def _literal(default: ast.expr | None) -> Any:
 
 
 def _type_of(function: str, name: str, hint: ast.expr | None) -> Any:
+    if isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == "Literal":
+        return ast.literal_eval(hint.slice)
     words = set(re.findall(r"\w+", "" if hint is None else ast.unparse(hint)))
     if "bool" in words:
         return bool
@@ -221,7 +223,6 @@ SEED = Number(int, lambda kinds: kinds.SEED)
 BATCH = Number(int, lambda kinds: kinds.BATCH)
 STEPS = Number(int, lambda kinds: kinds.whole(0, 10**6), "STEPS")
 POINTS = Number(float, lambda kinds: kinds.number(0.0, 100.0, above=False), "POINTS", unit="pt")
-EFFORTS = ("quick", "normal", "thorough")  # `planning.plan_settings.EFFORTS`, whose import would load torch for --help
 
 
 def device(text: str) -> str:

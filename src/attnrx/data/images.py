@@ -89,6 +89,8 @@ class Augmentation:
     it needs the whole pictures, so only splits that stream can do it.
     """
 
+    example = "attnrx.data.Augmentation()"
+
     padding: int = 4
     flip: bool = True
     area: tuple[float, float] | None = None

@@ -85,13 +85,15 @@ def checked(**stated: Kind) -> Callable[[Function], Function]:
     return decorate
 
 
-def require_fields(item: Any, **kinds: Kind) -> None:
-    """Validates the fields of a dataclass, in its __post_init__: by these kinds, and by their annotations elsewhere.
+def require_fields(item: Any, by_type: Mapping[Any, Kind] | None = None, /, **kinds: Kind) -> None:
+    """Validates the fields of a dataclass, in its __post_init__: by these kinds, else by those of `by_type` and of
+    their annotations.
 
     Raises:
         InvalidInput: A field has a value of another kind; the message names class and field.
     """
-    for name, kind in {**_annotated(type(item)), **kinds}.items():
+    typed = {field.name: by_type[field.type] for field in fields(item) if field.type in by_type} if by_type else {}
+    for name, kind in {**_annotated(type(item)), **typed, **kinds}.items():
         # The classes are frozen, and a number of numpy becomes one of Python.
         object.__setattr__(item, name, kind.checked(getattr(item, name), type(item).__name__, name))
 

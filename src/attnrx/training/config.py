@@ -1,26 +1,12 @@
 """All settings of a training run."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from attnrx.data import Augmentation
-from attnrx.support.arguments import (
-    COUNT,
-    FLAG,
-    NOT_NEGATIVE,
-    POSITIVE,
-    RATE,
-    SEED,
-    each,
-    instance,
-    one_of,
-    optional,
-    require_fields,
-)
+from attnrx.support.arguments import COUNT, NOT_NEGATIVE, POSITIVE, RATE, SEED, optional, require_fields
 from attnrx.support.errors import InvalidInput
 from attnrx.training.losses import Loss, Task
-
-PRECISIONS = ("bf16", "fp32")
-PARALLEL = ("ddp", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -80,30 +66,17 @@ class TrainingConfig:
     strength_init: float | None = None
     strength_decay: float = 0.0
     strength_learning_rate: float = 1.0
-    precision: str = "bf16"
+    precision: Literal["bf16", "fp32"] = "bf16"
     compile: bool = False
-    parallel: str = "ddp"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
     ema: float | None = None
     seed: int = 42
     checkpoint_every: int = 500
 
     def __post_init__(self):
-        require_fields(
-            self,
-            **dict.fromkeys(("epochs", "batch_size", "checkpoint_every"), COUNT),
-            learning_rate=POSITIVE,
-            **dict.fromkeys(("weight_decay", "strength_decay", "strength_learning_rate"), NOT_NEGATIVE),
-            **dict.fromkeys(("min_learning_rate", "warmup_learning_rate", "predictor_learning_rate"), NOT_NEGATIVE),
-            warmup_epochs=optional(NOT_NEGATIVE),
-            **dict.fromkeys(("gradient_clip", "strength_init"), optional(POSITIVE)),
-            losses=each(instance("a loss", Loss), "losses, e.g. (attnrx.training.losses.Task(),)", least=1),
-            augmentation=optional(instance("an Augmentation, e.g. attnrx.data.Augmentation()", Augmentation)),
-            compile=FLAG,
-            precision=one_of(*PRECISIONS),
-            ema=optional(RATE),
-            parallel=one_of(*PARALLEL),
-            seed=SEED,
-        )
+        by_type = {int: COUNT, float: NOT_NEGATIVE, float | None: optional(POSITIVE)}
+        optionals = {"warmup_epochs": optional(NOT_NEGATIVE), "ema": optional(RATE)}
+        require_fields(self, by_type, learning_rate=POSITIVE, seed=SEED, **optionals)
         for name in ("min_learning_rate", "warmup_learning_rate"):
             self._require(name, 0 <= getattr(self, name) <= self.learning_rate, "lies between 0 and learning_rate")
         warmup = self.warmup_epochs

@@ -53,14 +53,15 @@ class Loss(ABC):
     Every loss is a mean over the images of its process, so that the average over processes is the mean over all images.
     """
 
+    example: ClassVar[str] = "attnrx.training.losses.Task()"
     reads_labels: ClassVar[bool] = False
     reads_features: ClassVar[bool] = False
     kinds: ClassVar[Mapping[str, Kind]] = {}
-    """The ranges of options, beside their types."""
+    """The ranges of options that are not those of their types: positive numbers, counts."""
     weight: float
 
     def __post_init__(self):
-        require_fields(self, weight=POSITIVE, **self.kinds)
+        require_fields(self, {float: POSITIVE, int | None: optional(COUNT)}, **self.kinds)
 
     @abstractmethod
     def __call__(self, context: LossContext) -> Float[Tensor, ""]:
@@ -115,7 +116,6 @@ class Distillation(TeacherLoss):
     timm:NAME, then with `weights`, a local file. Labels are not used: with this loss alone, training needs none.
     """
 
-    kinds: ClassVar[Mapping[str, Kind]] = {"temperature": POSITIVE}
     teacher: str
     temperature: float = 1.0
     weight: float = 0.5
@@ -146,7 +146,6 @@ class FeatureDistillation(TeacherLoss):
     """
 
     reads_features: ClassVar[bool] = True
-    kinds: ClassVar[Mapping[str, Kind]] = {"last": optional(COUNT)}
     teacher: str
     last: int | None = None
     weight: float = 1.0

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -26,7 +26,7 @@ from attnrx.verbs.load import load, preflight
 from attnrx.verbs.save import save
 from attnrx.verbs.shrink import (
     BELOW_ONE,
-    COMMON_KINDS,
+    MODEL_OR_NAME,
     ShrinkRun,
     load_original,
     phase_shares,
@@ -42,7 +42,7 @@ SHARES = each(BELOW_ONE, "budgets: shares above 0 and below 1, e.g. (0.8, 0.6)")
 SPEEDS = each(FASTER, "budgets: numbers above 1, e.g. (1.3, 1.6)")
 
 
-@checked(**COMMON_KINDS, faster=SPEEDS, macs=SHARES, params=SHARES)
+@checked(model=MODEL_OR_NAME, faster=SPEEDS, macs=SHARES, params=SHARES)
 @verb
 def elastic(  # noqa: PLR0913  (a keyword for every target)
     model: nn.Module | str | Path,
@@ -54,7 +54,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     params: Sequence[float] = (),
     batch: int = 32,
     threads: int | None = None,
-    effort: str = "quick",
+    effort: Literal["quick", "normal", "thorough"] = "quick",
     inputs: Callable[[Any], Any] | None = None,
     weights: str | Path | None = None,
     columns: Columns | None = None,

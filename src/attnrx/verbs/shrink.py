@@ -11,7 +11,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ from attnrx.data.model_data import ModelBatches, adapt_preprocessing, num_classe
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import Plan, PlanSettings, Target, plan_sharing
 from attnrx.decide.planning.measured_costs import file_speeds, final_protocol, rounds_of
-from attnrx.decide.planning.plan_settings import DROP, EFFORTS, target_of
+from attnrx.decide.planning.plan_settings import DROP, target_of
 from attnrx.decide.planning.planner import Planner
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import KIND as EVIDENCE
@@ -58,7 +58,7 @@ from attnrx.show.reports import (
     summary_of,
     write_report,
 )
-from attnrx.support.arguments import FASTER, checked, instance, number, one_of, optional
+from attnrx.support.arguments import FASTER, checked, instance, number, optional
 from attnrx.support.atomic_writes import Parts as ReplacedFiles
 from attnrx.support.atomic_writes import file_lock, require_absent
 from attnrx.support.display import Sentence
@@ -134,7 +134,6 @@ PHASE_SHARES = {
 }
 
 MODEL_OR_NAME = instance("a model, a folder or a name, e.g. 'timm:vit_tiny_patch16_224'", nn.Module, str, Path)
-COMMON_KINDS = {"model": MODEL_OR_NAME, "effort": one_of(*EFFORTS)}  # of `shrink` and `elastic`
 BELOW_ONE = number(0.0, math.nextafter(1.0, 0.0), "a share of the original's above 0 and below 1, e.g. 0.6")
 POINTS = number(0.0, 100.0, "points of accuracy from 0 to 100, e.g. 1", above=False)
 
@@ -362,7 +361,7 @@ def result_parts(fingerprint: str) -> ReplacedFiles:
 
 
 @checked(
-    **COMMON_KINDS,
+    model=MODEL_OR_NAME,
     faster=optional(FASTER),
     macs=optional(BELOW_ONE),
     params=optional(BELOW_ONE),
@@ -380,7 +379,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     max_drop: float | None = None,
     batch: int = 32,
     threads: int | None = None,
-    effort: str = "quick",
+    effort: Literal["quick", "normal", "thorough"] = "quick",
     to: str | None = None,
     inputs: Callable[[Any], Any] | None = None,
     weights: str | Path | None = None,

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -229,7 +229,7 @@ class FineTuning:
     keep_ratio: float = 2.0
     distillation: float = 0.5
     similarity: float = 0.0
-    precision: str = "bf16"
+    precision: Literal["bf16", "fp32"] = "bf16"
     images: int | None = None
 
 

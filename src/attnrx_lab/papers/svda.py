@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -81,7 +81,7 @@ class SvdaExperiment(Experiment):
     seed: int = 42
     epochs: int = 80
     batch_size: int = 256
-    precision: str = "bf16"
+    precision: Literal["bf16", "fp32"] = "bf16"
     strength_init: float | None = None
     strength_learning_rate: float = 1.0
     draws: int = 10

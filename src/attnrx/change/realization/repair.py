@@ -14,7 +14,7 @@ from attnrx.change.decompositions import RIDGE
 from attnrx.change.realization.distillation import HELD_OUT, Fitted, descend_, improve_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
-from attnrx.support.arguments import COUNT, NATURAL, RATE, SEED, checked, number, optional, require_fields
+from attnrx.support.arguments import COUNT, NATURAL, POSITIVE, RATE, SEED, checked, optional, require_fields
 from attnrx.support.errors import InvalidInput, NotSupported, ScaleWarning
 from attnrx.support.modules import copy_module, rows_of
 from attnrx.support.progress import track
@@ -71,16 +71,8 @@ class Repair:
     macs: float | None = None
 
     def __post_init__(self):
-        require_fields(
-            self,
-            steps=NATURAL,
-            learning_rate=RATE,
-            images=COUNT,
-            tokens=COUNT,
-            ridge=number(0.0),
-            seed=SEED,
-            macs=optional(number(0.0)),
-        )
+        positive = {"ridge": POSITIVE, "macs": optional(POSITIVE)}
+        require_fields(self, {int: COUNT}, steps=NATURAL, learning_rate=RATE, seed=SEED, **positive)
 
 
 @checked()

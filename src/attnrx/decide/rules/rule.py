@@ -48,19 +48,18 @@ class Rule(ABC):
     """The kinds of its knobs, where they are not those of their types: natural numbers, shares, rules."""
 
     def __post_init__(self):
+        rule = instance(RULE, Rule)
         by_type = {
             int: NATURAL,
             float: SHARE,
             int | float: either(
                 "a whole number of directions, or a share above 0, at most 1, e.g. 0.5", NATURAL, SHARE
             ),
-            Rule: instance(RULE, Rule),
-            tuple[Rule, ...]: each(instance(RULE, Rule), "a tuple of rules", least=1),
+            Rule: rule,
+            tuple[Rule, ...]: each(rule, "a tuple of rules", least=1),
         }
-        kinds = {name: by_type[knob.type] for name, knob in knobs_of(type(self), Rule).items() if knob.type in by_type}
-        multiple = {"multiple": COUNT} if "multiple" in kinds else {}
         try:
-            require_fields(self, **{**kinds, **multiple, **self.kinds})
+            require_fields(self, by_type, **self.kinds)
         except InvalidInput as error:
             raise InvalidRule(str(error)) from None
 
@@ -230,6 +229,7 @@ class UniformRank(Rule):
     """
 
     default_metric: ClassVar[str | None] = "weights"
+    kinds: ClassVar[Mapping[str, Kind]] = {"multiple": COUNT}
 
     rank: int | float
     multiple: int = 1
@@ -255,7 +255,7 @@ class TotalRank(Rule):
     """
 
     default_metric: ClassVar[str | None] = "mix"
-    kinds: ClassVar[Mapping[str, Kind]] = {"scope": one_of("layer", "model")}
+    kinds: ClassVar[Mapping[str, Kind]] = {"scope": one_of("layer", "model"), "multiple": COUNT}
 
     rank: int | float
     scope: str = "layer"

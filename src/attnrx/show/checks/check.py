@@ -17,7 +17,7 @@ from attnrx.support.arguments import COUNT, NOT_NEGATIVE, Kind, optional, requir
 from attnrx.support.errors import DataError, InvalidInput, NonFiniteOutputs
 from attnrx.support.records import to_dict
 from attnrx.support.shapes import Int, Tensor
-from attnrx.support.text_parsing import knobs_of, text_name
+from attnrx.support.text_parsing import text_name
 from attnrx.vit.models import FAMILIES
 from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, output_kind_of
 
@@ -176,9 +176,8 @@ class Check(ABC):
 
     def __post_init__(self):
         # Counts, and shares and limits. Not infinity: JSON has none, so evidence with it could not be read again.
-        kinds = {int: COUNT, float: NOT_NEGATIVE, int | None: optional(COUNT), float | None: optional(NOT_NEGATIVE)}
-        by_type = {knob.name: kinds[knob.type] for knob in knobs_of(type(self)).values() if knob.type in kinds}
-        require_fields(self, **{**by_type, **self.kinds})
+        by_type = {int: COUNT, float: NOT_NEGATIVE, int | None: optional(COUNT), float | None: optional(NOT_NEGATIVE)}
+        require_fields(self, by_type, **self.kinds)
 
     def require(self, comparison: Comparison) -> None:  # noqa: B027  (most checks need nothing else)
         """Raises InvalidInput if the comparison lacks an input of the check, e.g. a prescription or training images."""
