@@ -1,7 +1,7 @@
 """Kinds of arguments, and the decorator that validates the arguments of a public function before it does any work.
 
-    @checked(effort=one_of("quick", "normal"))
-    def shrink(model: nn.Module, effort: str, seed: int = 0, ...):
+    @checked(faster=optional(FASTER))
+    def shrink(model: nn.Module, faster: float | None = None, batch: int = 32, ...):
 
 A value of another kind raises InvalidInput: `shrink(batch=0): give a whole number of 1 or more.`
 """

@@ -101,7 +101,8 @@ class Registry(dict[str, type[Kind]]):
             InvalidInput: Another class has this name.
         """
         name = name or text_name(kind)
-        if self.get(name, kind) is not kind:
+        # By its path: a cell of a notebook that runs again defines its class again.
+        if repr(self.get(name, kind)) != repr(kind):
             raise InvalidInput(f"the {self.noun} {name} exists already; choose another name.")
         self[name] = kind
 

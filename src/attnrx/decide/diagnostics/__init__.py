@@ -2,14 +2,12 @@
 
 from attnrx.decide.diagnostics.diagnostic import Diagnostic, Geometry, Moments, Panel
 from attnrx.decide.diagnostics.spectral_shape import SpectralShape
-from attnrx.support.optional import import_plugins
+from attnrx.support.text_parsing import Registry
 from attnrx.vit.spectrum import Spectrum
 
-DIAGNOSTICS: dict[str, type[Diagnostic]] = {
-    "spectral_shape": SpectralShape,
-    "geometry": Geometry,
-    "moments": Moments,
-}
+DIAGNOSTICS = Registry[Diagnostic]("diagnostic", SpectralShape, Geometry, Moments)
+_OTHERS = Registry[Diagnostic]("diagnostic")
+register_diagnostic = _OTHERS.register  # with default options, to the standard ones
 
 __all__ = [
     "DIAGNOSTICS",
@@ -22,13 +20,6 @@ __all__ = [
     "suited_diagnostics",
 ]
 
-_REGISTERED: dict[str, type[Diagnostic]] = {}
-
-
-def register_diagnostic(kind: type[Diagnostic]) -> None:
-    """Adds a diagnostic, with its default options, to the standard ones."""
-    _REGISTERED[kind.__name__] = kind
-
 
 def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) -> tuple[Diagnostic, ...]:
     """Returns the standard diagnostics, and `Moments` for layers that need them, with their default options.
@@ -38,6 +29,5 @@ def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) 
     """
     if spectra and not any(spectrum.heads for spectrum in spectra):  # attention that is not read, or has been removed
         return (Moments(),)
-    import_plugins()
-    standard = (SpectralShape(), Geometry(), *(kind() for kind in _REGISTERED.values()))
+    standard = (SpectralShape(), Geometry(), *(kind() for kind in _OTHERS.known().values()))
     return (*standard, Moments()) if moments or any(spectrum.norms == "none" for spectrum in spectra) else standard
