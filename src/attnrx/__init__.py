@@ -36,7 +36,7 @@ HOMES = {
     "load_data": "attnrx.data",
     "adapt_preprocessing": "attnrx.data.model_data",
     "plan": "attnrx.decide.planning",
-    "prescribe": "attnrx.verbs.prescribe",
+    "prescribe": "attnrx.decide.rules.prescribing",
     "push_to_hub": "attnrx.verbs.save",
     "realize": "attnrx.change.realization",
     "repair": "attnrx.change.realization.repair",
@@ -90,7 +90,7 @@ if TYPE_CHECKING:  # isort: off
     from attnrx.training import TrainingConfig as TrainingConfig, losses as losses, train as train
     from attnrx.verbs.elastic import elastic as elastic
     from attnrx.verbs.load import load as load
-    from attnrx.verbs.prescribe import prescribe as prescribe
+    from attnrx.decide.rules.prescribing import prescribe as prescribe
     from attnrx.verbs.save import push_to_hub as push_to_hub, save as save
     from attnrx.verbs.shrink import Shrunk as Shrunk, shrink as shrink
     from attnrx.verbs.verify import verify as verify

@@ -13,11 +13,11 @@ from attnrx.change.realization import prescribed_tokens, realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import PlanSettings
 from attnrx.decide.planning.cost_table import prescribed_costs
+from attnrx.decide.rules.prescribing import prescribe
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.show.checks import Comparison
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.models import (
     attach_tokens_,

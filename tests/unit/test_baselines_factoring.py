@@ -10,8 +10,8 @@ from torch import nn
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.rules.prescribing import prescribe
 from attnrx.support.errors import NotSupported
-from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.models import family_of

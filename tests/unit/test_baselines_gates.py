@@ -6,8 +6,8 @@ import torch
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning.cost_table import prescribed_costs
+from attnrx.decide.rules.prescribing import prescribe
 from attnrx.support.errors import NotSupported
-from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.costs import count_params
 from attnrx.vit.models import family_of
 from attnrx_lab.baselines import GatedBaseline, GatedModel, gates, prescribe_gates

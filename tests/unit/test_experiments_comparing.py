@@ -9,10 +9,10 @@ import torch
 
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.rules.prescribing import prescribe
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
 from attnrx.support.storage import read_json
-from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.maps import LAYER_MAPS
 from attnrx.vit.models import family_of
 from attnrx_lab.comparison import Method, MethodBench, compare_methods

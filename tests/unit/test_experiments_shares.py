@@ -6,10 +6,10 @@ from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import prescribed_costs
 from attnrx.decide.rules import ByLayer, parse_rule
+from attnrx.decide.rules.prescribing import prescribe
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidInput
-from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.models import family_of
 from attnrx_lab.baselines.compressor import GRID, largest_share
 from attnrx_lab.comparison.methods import Template, costs_at

@@ -49,6 +49,10 @@ def test_every_setting_of_a_fit_is_recorded_and_read_again(tmp_path: Path) -> No
     assert recorded_fits({"repair": 300, "refine": 0}) == (Repair(300),) and recorded_fits({}) == ()
     with pytest.raises(InvalidInput, match="refined in 200 steps"):
         recorded_fits({"refine": 200})
+    with pytest.raises(InvalidInput, match="unknown setting 'rate'"):
+        recorded_fits({"repair": 2, "settings": {"repair": {"rate": 0.1}}})
+    with pytest.raises(InvalidInput, match="learning_rate"):
+        recorded_fits({"repair": 2, "settings": {"repair": {"learning_rate": [0.1]}}})
 
 
 def test_every_fit_is_repeated_with_its_recorded_settings(monkeypatch: pytest.MonkeyPatch) -> None:

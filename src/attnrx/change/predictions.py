@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from attnrx.data import FixedImages, ImageSet, require_labelled
+from attnrx.data import ImageSet, require_labelled
 from attnrx.support.modules import rows_of
 from attnrx.support.progress import track
 from attnrx.support.shapes import Bool, Float, Int, Tensor
@@ -138,24 +138,3 @@ def predict(
                 parts[role].append(stored(outputs_of(model, batch.images)))
     outputs = {role: torch.cat(rows) for role, rows in parts.items()}
     return Predictions(outputs, torch.cat(labels), output_kind_of(first))
-
-
-class KeptOutputs:
-    """The outputs of a model by image, computed when they are needed, and kept."""
-
-    def __init__(self, model: nn.Module):
-        self.model, self.rows = model, dict[int, Tensor]()  # by the hash of the image
-
-    def of(self, images: FixedImages, batch_size: int = BATCH) -> Float[Tensor, "images numbers"]:
-        """Returns the outputs for images, on the CPU."""
-        hashes: list[int] = images.hashes.tolist()
-        missing = [index for index, image in enumerate(hashes) if image not in self.rows]
-        if missing:
-            others = images.at(torch.tensor(missing))
-            found = predict({"original": self.model}, others, batch_size, task="outputs of the original")
-            self.add(others, found.outputs["original"])
-        return torch.stack([self.rows[image] for image in hashes])
-
-    def add(self, images: FixedImages, rows: Float[Tensor, "images numbers"]) -> None:
-        """Adds the outputs for images, which were computed elsewhere."""
-        self.rows.update(zip(images.hashes.tolist(), stored(rows), strict=True))

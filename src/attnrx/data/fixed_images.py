@@ -20,7 +20,7 @@ import torch
 from attnrx.data.images import Batch, Pass, RowImages, digest, require_labelled
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError, InvalidInput
-from attnrx.support.hardware import cache_folder
+from attnrx.support.hardware import cache_folder, restored_random_states
 from attnrx.support.preprocessing import Normalization
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, UInt8
@@ -40,18 +40,14 @@ def seeded_draws(seed: int, generators: Iterable[torch.Generator] = ()) -> Itera
 
     Random transforms of a user's dataset draw from these, so one reading can be repeated and leaves no trace.
     """
-    states = random.getstate(), np.random.get_state()
     own = [(generator, generator.get_state()) for generator in generators]
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=list(devices)):
+    with restored_random_states():
         torch.default_generator.manual_seed(seed)  # not `torch.manual_seed`, which seeds other devices too
         random.seed(seed)
         np.random.seed(seed % 2**32)
         try:
             yield
         finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
             for generator, state in own:
                 generator.set_state(state)
 

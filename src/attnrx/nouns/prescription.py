@@ -10,20 +10,12 @@ import torch
 
 from attnrx.support import records as fields
 from attnrx.support.display import Displayed
-from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
+from attnrx.support.errors import FingerprintMismatch, InvalidInput
 from attnrx.support.records import Invalid, below
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.support.storage import (
-    building_from_tensors,
-    json_text,
-    read_record,
-    read_tensors_of,
-    require_finite_tensors,
-    require_only_tensors,
-    tensors_below,
-    write_with_tensors,
-)
+from attnrx.support.storage import json_text, layer_tensors, read_with_tensors, tensors_below, write_with_tensors
 from attnrx.vit.maps import (
+    FITS,
     HEADS,
     HIDDEN,
     LAYER_MAPS,
@@ -360,11 +352,7 @@ class Prescription(Displayed):
 
     def _tensors(self) -> dict[str, Tensor]:
         """Returns the tensors of the file by their names in it."""
-        tensors = {
-            f"layers.{index}.{name}": tensor
-            for index, layer in enumerate(self.layers)
-            for name, tensor in layer.tensors.items()
-        }
+        tensors = layer_tensors(layer.tensors for layer in self.layers)
         if self.tokens is not None:
             # safetensors stores contiguous tensors only.
             learned = self.tokens.predictors or {}
@@ -378,29 +366,23 @@ class Prescription(Displayed):
         Raises:
             CheckpointError: A file is missing, damaged, edited or of another kind.
         """
-        path = Path(path)
-        # From cheap to costly: kind and version, every field, then the tensors, whose checksum is in the record.
-        record = read_record(path, KIND, SCHEMA, RECORD)
-        tensors = read_tensors_of(path, record)
-        require_finite_tensors(tensors, f"the tensors of {path}")
-        tokens = None
-        with building_from_tensors(path):
-            layers = tuple(
-                _from_record(layer, tensors_below(f"layers.{index}.", tensors))
-                for index, layer in enumerate(record["layers"])
-            )
-            if TOKENS in record:
-                facts, policy = record[TOKENS], parse_policy(record["rules"][TOKENS])
-                learned = tensors_below("tokens.", tensors) if facts["trained"] else None
-                tokens = TokenPrescription(policy, learned, facts["seed"])
+        return read_with_tensors(path, KIND, SCHEMA, RECORD, Prescription._of_file, Prescription._tensors)
+
+    @classmethod
+    def _of_file(cls, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "Prescription":
+        parts, tokens = (tensors_below(f"layers.{index}.", tensors) for index in range(len(record["layers"]))), None
+        layers = tuple(map(_from_record, record["layers"], parts))
+        if TOKENS in record:
+            facts, policy = record[TOKENS], parse_policy(record["rules"][TOKENS])
+            learned = tensors_below("tokens.", tensors) if facts["trained"] else None
+            tokens = TokenPrescription(policy, learned, facts["seed"])
         loaded = cls(layers, record["rules"], record["fingerprint"], record["about"], tokens)
         # A number that follows from the layers: it finds a layer that was edited by hand.
         if abs(loaded.removed_share - record["removed_share"]) > 1e-9:
-            raise CheckpointError(
-                f"{path}: removed_share is {record['removed_share']}, its layers give {loaded.removed_share}; the file "
+            raise InvalidInput(
+                f"removed_share is {record['removed_share']}, its layers give {loaded.removed_share}; the file "
                 "was edited or damaged, make it again."
             )
-        require_only_tensors(tensors, loaded._tensors(), path)
         return loaded
 
     def require(self, fingerprint: str) -> None:
@@ -501,25 +483,8 @@ PLAN = fields.Record(
     open=True,
 )
 # The settings of fits beside their steps (`realization.realizing.fits_record`).
-SEED, COUNT, RATE = fields.Integer(), fields.Integer(1, 10**6), fields.Number(1e-12, 1.0)
-FIT_SETTINGS = fields.Record(
-    more={
-        "refine": fields.Record(open=True),  # of earlier versions, as below
-        "repair": fields.Record(
-            more={
-                "learning_rate": RATE,
-                "images": COUNT,
-                "tokens": COUNT,
-                "ridge": fields.Number(1e-30),
-                "seed": SEED,
-                "macs": fields.Optional(fields.Number(1e-30)),
-            }
-        ),
-        "distill": fields.Record(
-            more={"learning_rates": fields.Items(RATE, 1, 100), "batch": fields.Integer(2, 10**6), "seed": SEED}
-        ),
-    }
-)
+# `refine` is of earlier versions, as below. The fits validate their settings themselves (`Repair`, `Distill`).
+FIT_SETTINGS = fields.Record(more=dict.fromkeys(("refine", *FITS), fields.JSON_OBJECT))
 # The options of `attnrx realize`, which are used for the matched controls too, and the classes into which the original
 # puts the images of the repair, for the check `shift`.
 REALIZED = fields.Record(

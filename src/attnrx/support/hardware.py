@@ -1,11 +1,13 @@
-"""The name of a device, the cache folder, whether measurements are allowed, and work on one thread."""
+"""Devices, the cache folder, whether measurements are allowed, random states, and work on one thread."""
 
 import os
 import platform
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 
 CACHE, MEASURE = "ATTNRX_CACHE", "ATTNRX_MEASURE"
@@ -28,6 +30,19 @@ def cache_folder() -> Path:
     if os.environ.get(CACHE):
         return Path(os.environ[CACHE])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnrx"
+
+
+@contextmanager
+def restored_random_states() -> Iterator[None]:
+    """Restores the states of the global random generators of Python, NumPy and torch after the context."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def may_measure() -> bool:

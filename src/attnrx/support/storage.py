@@ -8,8 +8,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from safetensors.torch import save as encode_tensors
 
 from attnrx.support.atomic_writes import write_atomically
 from attnrx.support.errors import CheckpointError, InvalidInput
-from attnrx.support.records import DEEPEST_JSON, Field, nesting, require_regular, validated
+from attnrx.support.records import DEEPEST_JSON, Field, Part, nesting, require_regular, validated
 from attnrx.support.shapes import Tensor
 
 SEAL = "sha256_of_the_rest"
@@ -167,25 +166,9 @@ def tensors_below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-@contextmanager
-def building_from_tensors(path: Path | str) -> Iterator[None]:
-    """Raises CheckpointError if a tensor of a file is missing, or if a part that is built from it refuses one."""
-    try:
-        yield
-    except KeyError as error:
-        raise CheckpointError(f"{path} needs the tensor {error}, which is not in its folder; make it again.") from None
-    except InvalidInput as error:
-        raise CheckpointError(f"{path} and its tensors disagree: {error}") from error
-
-
-def require_only_tensors(stored: Iterable[str], used: Iterable[str], path: Path | str) -> None:
-    """Raises CheckpointError for a tensor beside a JSON file that no field of the file refers to."""
-    others = sorted({*stored} - {*used})
-    if others:
-        raise CheckpointError(
-            f"{path}: its tensors include {others[0]!r}, which nothing in the file refers to. The files were edited, "
-            "or are of two versions; make them again."
-        )
+def layer_tensors(layers: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the tensors of all layers by their names in a file: layers.3.NAME."""
+    return {f"layers.{index}.{name}": tensor for index, layer in enumerate(layers) for name, tensor in layer.items()}
 
 
 def _tensors_path(path: Path | str, sha256: str) -> Path:
@@ -276,6 +259,39 @@ def read_record(path: Path | str, kind: str, schema: int, fields: Field) -> dict
     check_schema(record, kind, schema, path)
     validated({name: value for name, value in record.items() if name not in ("kind", "schema")}, fields, path)
     return record
+
+
+def read_with_tensors(
+    path: Path | str,
+    kind: str,
+    schema: int,
+    fields: Field,
+    build: Callable[[dict[str, Any], dict[str, Tensor]], Part],
+    tensors_of: Callable[[Part], Mapping[str, Tensor]],
+) -> Part:
+    """Returns what `build` makes of a record that `write_with_tensors` wrote, and of its tensors: those that
+    `tensors_of` returns for the result.
+
+    Raises:
+        CheckpointError: A file is missing, damaged, of another kind or version, or a tensor is missing or not used.
+        InvalidInput: A tensor is not finite.
+    """
+    # From cheap to costly: kind and version, every field, then the tensors, whose checksum is in the record.
+    record = read_record(path, kind, schema, fields)
+    tensors = read_tensors_of(path, record)
+    require_finite_tensors(tensors, str(path))
+    try:
+        part = build(record, tensors)
+    except KeyError as error:
+        raise CheckpointError(f"{path} needs the tensor {error}, which is not in its folder; make it again.") from None
+    except InvalidInput as error:
+        raise CheckpointError(f"the parts of {path} disagree: {error}") from error
+    if others := sorted(tensors.keys() - tensors_of(part).keys()):
+        raise CheckpointError(
+            f"{path}: its tensors include {others[0]!r}, which nothing in the file refers to. The files were edited, "
+            "or are of two versions; make them again."
+        )
+    return part
 
 
 def require_finite_tensors(tensors: Mapping[str, Tensor], what: str) -> None:

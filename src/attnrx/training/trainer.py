@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from attnrx.data import FixedImages, ImageSet, Splits, require_labels
+from attnrx.data import ImageSet, Splits, require_labels
 from attnrx.data.model_data import normalization_of, num_classes, splits_for
-from attnrx.data.user_data import IndexedImages
 from attnrx.support.arguments import checked
 from attnrx.support.errors import DataError, InvalidInput, NotSupported, TrainingDiverged, TrainingInterrupted
 from attnrx.support.hardware import device_name
@@ -239,7 +238,7 @@ def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Spli
         )
     if config.reads_labels:
         require_labels(splits.train)
-        splits = replace(splits, train=_limited(splits.train, classes))
+        splits = replace(splits, train=splits.train.limited_to(classes))
     normalization = normalization_of(model)
     return splits if normalization == splits.normalization else splits.renormalized(normalization)
 
@@ -248,14 +247,6 @@ def num_logits(model: nn.Module) -> int:
     """Returns the number of logits of an image; 0 for a model of embeddings."""
     heads = family_of(model).heads(model)
     return num_outputs(heads[0]) if heads else 0
-
-
-def _limited(images: ImageSet, classes: int) -> ImageSet:
-    """Returns the images with a check of their labels, where these are a user's; named datasets are checked on loading.
-
-    The labels are checked on the CPU, because on a GPU a label out of range ends the process.
-    """
-    return images.limited_to(classes) if isinstance(images, IndexedImages | FixedImages) else images
 
 
 def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
@@ -321,7 +312,7 @@ class _Run:
         classes = num_logits(learner.target)  # never sharded
         # None where no accuracy is measured: without labels, or if the model has no logit per class.
         self.validation, self.test = (
-            _limited(images, classes) if classes > 1 and images.label_problem is None else None
+            images.limited_to(classes) if classes > 1 and images.label_problem is None else None
             for images in (splits.validation, splits.test)
         )
         # A learner counts the right answers of a step in any case, also where there is nothing to compare with.

@@ -20,7 +20,6 @@ from attnrx.change import exporting
 from attnrx.change.exporting import Format, parse_format
 from attnrx.change.exporting.exported import KIND as EXPORTED
 from attnrx.change.exporting.exported import files_of_export, present_exports, present_script
-from attnrx.change.predictions import KeptOutputs
 from attnrx.change.realization import realize_and_fit
 from attnrx.change.realization.decoding import fit_decoder, map_share, smaller_decoder
 from attnrx.change.realization.distillation import HELD_OUT, Distill
@@ -534,7 +533,6 @@ class ShrinkRun:
     settings: PlanSettings
     about: Mapping[str, Any]
     planned_model: nn.Module  # the original, or a copy of it with a smaller decoder
-    outputs: KeptOutputs  # of the original
     measured: dict[str, Planner] = field(default_factory=dict)  # for plans, by cost
 
     @classmethod
@@ -576,9 +574,9 @@ class ShrinkRun:
             fewer = max(settings.sensitivity_images // 2, MIN_SENSITIVITY_IMAGES)
             settings = replace(settings, sensitivity_images=min(fewer, settings.sensitivity_images))
         planned = images.planned.take(min(settings.num_images, len(images.planned)))
-        planned_model, outputs = original, KeptOutputs(original)
+        planned_model = original
         begin("diagnosing")
-        if decoder and (smaller := smaller_decoder(outputs, images.planned, settings.seed)) is not None:
+        if decoder and (smaller := smaller_decoder(original, images.planned, settings.seed)) is not None:
             planned_model, divergence = smaller
             # The search of ten plans gained 5 % in 53 CPU seconds, of which the fit of the decoder needs fewer.
             settings = replace(settings, trials=-(-settings.trials // 2))
@@ -589,7 +587,7 @@ class ShrinkRun:
         diagnosed = planned.take(min(wanted, len(planned)))
         diagnosis = diagnose(planned_model, diagnosed, moments=True, batch_size=32)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
-        return cls(original, diagnosis, planned, images, splits.class_names, settings, about, planned_model, outputs)
+        return cls(original, diagnosis, planned, images, splits.class_names, settings, about, planned_model)
 
     def result(self, target: Target) -> Shrunk:
         """Returns the smaller model of a target: plans, realizes, fits and verifies it."""
@@ -600,7 +598,7 @@ class ShrinkRun:
         chosen = plan.with_predictions
         slim, fits = self._realized(chosen, log)
         if self.has_smaller_decoder:
-            slim, line = fit_decoder(slim, self.outputs, self.images.planned, self.settings.seed)
+            slim, line = fit_decoder(slim, self.original, self.images.planned, self.settings.seed)
             log(line)
             # The blocks are those of the original, which the prescription is about.
             chosen = replace(chosen, fingerprint=model_fingerprint(self.original))

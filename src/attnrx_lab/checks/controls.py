@@ -1,7 +1,7 @@
 """Controls: the candidate against controls with the same number of directions, chosen by other criteria."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from statistics import fmean, stdev
 from typing import Any, ClassVar
@@ -143,7 +143,8 @@ def recorded_fits(record: Mapping[str, Any]) -> tuple[Fit, ...]:
     """Returns the fits of a record, in their order; records of earlier versions have the steps only.
 
     Raises:
-        InvalidInput: An earlier version refined the queries and keys of the model, which is not repeated.
+        InvalidInput: An earlier version refined the queries and keys of the model, which is not repeated; or a setting
+            is unknown or not valid.
     """
     if record.get("refine"):
         raise InvalidInput(
@@ -153,5 +154,8 @@ def recorded_fits(record: Mapping[str, Any]) -> tuple[Fit, ...]:
     found = []
     for name, (kind, count) in KINDS.items():
         if record.get(name):
-            found.append(of_fields(kind, {count: record[name], **record.get("settings", {}).get(name, {})}))
+            settings = {count: record[name], **record.get("settings", {}).get(name, {})}
+            if unknown := sorted(settings.keys() - {field.name for field in fields(kind)}):
+                raise InvalidInput(f"the record of {name} has the unknown setting {unknown[0]!r}; realize again.")
+            found.append(of_fields(kind, settings))
     return tuple(found)

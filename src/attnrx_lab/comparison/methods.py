@@ -13,11 +13,11 @@ from attnrx.change.realization.realizing import fits_of, realize_and_fit
 from attnrx.data import ImageSet
 from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.rules import parse_rules, prescribe_maps, split_maps
+from attnrx.decide.rules.prescribing import prescribe
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import TokenPrescription
 from attnrx.support.errors import InvalidInput, NoOpPrescription, UnknownName
 from attnrx.support.text_parsing import split_named
-from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.maps import FITS, TOKENS
 from attnrx.vit.models import family_of

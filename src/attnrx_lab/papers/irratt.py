@@ -12,6 +12,7 @@ from attnrx.change.realization import realize
 from attnrx.data import ImageSet, Splits
 from attnrx.data.model_data import adapt_preprocessing
 from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.rules.prescribing import prescribe
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
@@ -21,7 +22,6 @@ from attnrx.support.records import to_dict
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Task
 from attnrx.verbs.load import load
-from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec
 from attnrx_lab.costs import Compression, outer_norm_features, priced

@@ -13,6 +13,7 @@ from attnrx.change.realization import realize
 from attnrx.data import ImageSet, Splits, load_data
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.rules import EnergyRetention, Rule
+from attnrx.decide.rules.prescribing import prescribe
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
@@ -21,7 +22,6 @@ from attnrx.support.errors import NoOpPrescription, UnknownName
 from attnrx.support.progress import Log
 from attnrx.training import TrainingConfig, train
 from attnrx.verbs.load import load
-from attnrx.verbs.prescribe import prescribe
 from attnrx.vit.models import build_model
 from attnrx_lab.checks import Bounds, Controls
 from attnrx_lab.papers.experiment import (

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from attnrx.change.decompositions import compensated, unit_losses
-from attnrx.change.predictions import KeptOutputs
+from attnrx.change.predictions import predict
 from attnrx.change.realization.distillation import HELD_OUT, descend_, improve_
-from attnrx.data import FixedImages, ImageSet
+from attnrx.data import ImageSet
 from attnrx.support.modules import copy_module, rows_of
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import ModuleCall, evaluating, family_of, observing_calls
@@ -62,13 +62,11 @@ def map_share(macs: float) -> float:
     return min(1.0, MAP_MACS / macs)
 
 
-def smaller_decoder(outputs: KeptOutputs, images: FixedImages, seed: int = 0) -> tuple[Whole, float] | None:
+def smaller_decoder(model: nn.Module, images: ImageSet, seed: int = 0) -> tuple[Whole, float] | None:
     """Returns a copy of a model of maps with fewer units around its Vision Transformer, and its mean divergence on
     images that it was not fitted to; None where there are none, they cost little, or the copy loses too much.
-
-    The outputs of the model that are computed for it are kept.
     """
-    model, images = outputs.model, images.take(min(FIRST[0], len(images)))
+    images = images.take(min(FIRST[0], len(images)))
     if not isinstance(model, Whole) or not isinstance(output_kind_of(model), Map):
         return None
     pairs = model.pairs_around()
@@ -79,7 +77,6 @@ def smaller_decoder(outputs: KeptOutputs, images: FixedImages, seed: int = 0) ->
         batches = _batches(model, images)
         if len(batches) < 2:
             return None
-        outputs.add(images, torch.cat([batch.targets for batch in batches]))
         for pair in pairs:
             _remove_(small, pair, batches)
     before, after = (family_of(each).costs(each).macs for each in (model, small))
@@ -89,17 +86,18 @@ def smaller_decoder(outputs: KeptOutputs, images: FixedImages, seed: int = 0) ->
     return (small, divergence) if divergence <= TOLERATED else None
 
 
-def fit_decoder(model: nn.Module, outputs: KeptOutputs, images: FixedImages, seed: int = 0) -> tuple[nn.Module, str]:
-    """Returns a copy of a model whose weights around the Vision Transformer are fitted to the outputs of another one,
+def fit_decoder(model: nn.Module, original: nn.Module, images: ImageSet, seed: int = 0) -> tuple[nn.Module, str]:
+    """Returns a copy of a model whose weights around the Vision Transformer are fitted to the outputs of the original,
     and a line about it.
     """
     assert isinstance(model, Whole)
     fitted, images = copy_module(model), images.take(min(LAST[0], len(images)))
+    targets = predict({"original": original}, images, task="outputs of the original").outputs["original"]
     with evaluating((fitted,)):
-        batches = _batches(fitted, images, outputs.of(images))
+        batches = _batches(fitted, images, targets)
     if not batches:
         return model, "the decoder is not fitted: the Vision Transformer inside was not called once per image"
-    steps = round(map_share(family_of(outputs.model).costs(outputs.model).macs) * LAST[1])
+    steps = round(map_share(family_of(original).costs(original).macs) * LAST[1])
     before, after = _fit_(fitted, batches, steps, seed)
     return fitted, f"decoder fitted: divergence {before:.3g} to {after:.3g} on images it was not fitted to"
 

@@ -11,7 +11,7 @@ from attnrx.decide.rules.parsing import (
     register_rule,
     split_maps,
 )
-from attnrx.decide.rules.prescribing import OUTPUT_METRICS, prescribe_maps, require_remainder
+from attnrx.decide.rules.prescribing import OUTPUT_METRICS, prescribe_maps
 from attnrx.decide.rules.rule import (
     And,
     ByLayer,
@@ -43,7 +43,6 @@ __all__ = [
     "parse_rules",
     "prescribe_maps",
     "register_rule",
-    "require_remainder",
     "rewritten",
     "score_bound",
     "split_maps",

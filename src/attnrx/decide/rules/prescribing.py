@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from attnrx.change.decompositions import (
     Balanced,
@@ -27,10 +28,15 @@ from attnrx.nouns.prescription import (
     Prescription,
     ScoreDecision,
 )
+from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import InvalidInput, InvalidRule, MissingMoments, NoOpPrescription, NotSupported, UnknownName
+from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.maps import HEADS, HIDDEN, LINEAR_MAPS, UNIT_MAPS
+from attnrx.support.storage import require_finite_tensors
+from attnrx.vit.maps import HEADS, HIDDEN, LINEAR_MAPS, TOKENS, UNIT_MAPS
+from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens, require_ordinary_weights
+from attnrx.vit.models.verbs import verb
 from attnrx.vit.spectrum import Spectrum
 
 # The metrics of vo, fc1 and fc2. centered: the mean square of the outputs about their mean on the data. weights: the
@@ -53,6 +59,58 @@ NEEDS = {
 }
 
 
+GIVEN_RULES = "rules: a text such as 'qk=total_rank:0.5', a Rule, or a mapping from maps to them"
+
+
+@checked(rules=instance(GIVEN_RULES, str, Rule, Mapping))
+@verb
+def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescription:
+    """Applies pruning rules to a diagnosis and returns the prescription.
+
+    Args:
+        diagnosis: The diagnosis of the model; or the model itself, for a prescription of tokens alone.
+        rules: The rule of every map, as one text or a mapping: "qk=total_rank:0.5 vo=total_rank:0.75
+            fc1=uniform_rank:0.5 tokens=ward:0.7@4,7,10". A rule without a map name applies to qk. Every rule may state
+            its metric, e.g. `uniform_rank:0.5,metric=weights` for the plain SVD (see `rules.METRICS` for qk,
+            `rules.OUTPUT_METRICS` for vo, fc1 and fc2). The rule for tokens is a token policy, or an earlier token
+            prescription with trained predictors (`prescribed_tokens`).
+
+    Returns:
+        The prescription: for every map the directions that are kept, with the reasons.
+
+    Raises:
+        NoOpPrescription: The rules keep everything.
+        InvalidInput: Rules with a model in place of a diagnosis.
+        InvalidRule: A rule is outside its range, does not apply to its map, or removes a map in all layers.
+
+    Examples:
+        >>> diagnosis = rx.diagnose(rx.load("svda:digits"), torch.randn(64, 1, 16, 16))
+        >>> prescription = rx.prescribe(diagnosis, "qk=total_rank:0.5")
+        >>> [sum(ranks) for ranks in prescription.ranks]  # of 4 heads with 16 directions, in each layer
+        [32, 32, 32]
+    """
+    read, tokens = parse_rules(rules)
+    if isinstance(diagnosis, nn.Module):
+        diagnosis = _without_readings(diagnosis, read)
+    return _with_remainder(prescribe_maps(diagnosis, {**read, TOKENS: tokens}))
+
+
+def _without_readings(model: nn.Module, rules: Mapping[str, Rule]) -> Diagnosis:
+    """Returns a diagnosis of the spectra alone: a token policy needs no readings, and its user need not diagnose."""
+    if rules:
+        raise InvalidInput(
+            "prescribe was given a model, and rules need the readings of a diagnosis: diagnose the model on images and "
+            "pass the diagnosis, or give a token policy alone."
+        )
+    require_all_tokens(model, "prescribe for")
+    require_ordinary_weights(model)
+    require_finite_tensors(model.state_dict(), "the model")
+    family = family_of(model)
+    layers = tuple(LayerDiagnosis(layer.spectrum(), {}) for layer in family.attention(model))
+    about = {"family": family.name, "data": None, "versions": installed_versions("attnrx", "torch")}
+    return Diagnosis(layers, model_fingerprint(model), about)
+
+
 def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -> Prescription:
     """Returns a prescription for every map that `rules` names, in every layer.
 
@@ -65,7 +123,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
     metrics, and all information of the diagnosis about its model and data.
 
     A rule may remove all directions of a map, e.g. to compare with a model without it; `attnrx.prescribe` refuses that
-    (`require_remainder`). Without `refit` the decisions about hidden units are not ones to realize (`decide_hidden`).
+    (`_with_remainder`). Without `refit` the decisions about hidden units are not ones to realize (`decide_hidden`).
 
     Raises:
         NoOpPrescription: The prescription changes nothing.
@@ -122,7 +180,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
     return Prescription(layers, texts, diagnosis.fingerprint, diagnosis.about, tokens)
 
 
-def require_remainder(prescription: Prescription) -> Prescription:
+def _with_remainder(prescription: Prescription) -> Prescription:
     """Returns the prescription; raises InvalidRule if it removes a map as a whole, in all layers and heads."""
     for name, rule in prescription.rules.items():
         decisions = [layer.decisions.get(name) for layer in prescription.layers]  # None: all of the map stays

@@ -1,15 +1,14 @@
 """The boundary of a public function that works on models: what it requires of them, and what it leaves unchanged."""
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
+from attnrx.support.hardware import restored_random_states
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.adoption_proof import require_plain_code, require_unchanged
 from attnrx.vit.models.families import OWN
@@ -56,14 +55,10 @@ def restored_state(models: Sequence[nn.Module]) -> Iterator[None]:
     """Restores modes of parts, `requires_grad` and `grad`, and the random states of torch, numpy and `random`."""
     modes = [(part, part.training) for model in models for part in model.modules()]
     gradients = [(weight, weight.requires_grad, weight.grad) for model in models for weight in model.parameters()]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices):
+        with restored_random_states():
             yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
         for part, training in modes:
             part.training = training
         for weight, requires_grad, gradient in gradients:
