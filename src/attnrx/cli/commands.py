@@ -614,7 +614,7 @@ def _parts_table(costs: "rx.costs.ModelCosts") -> str:
     """Returns the table of the parts with nonzero costs, and their sum."""
     parts = [(name.replace("_", " "), part) for name, part in costs.parts.items() if part.params or part.macs]
     rows = [(name, f"{each.params:,}", f"{each.macs:,}") for name, each in (*parts, ("all", costs.total))]
-    return aligned_table(("part", "options.parameters", "MACs"), tuple(rows))
+    return aligned_table(("part", "parameters", "MACs"), tuple(rows))
 
 
 def _token_lines(costs: "rx.costs.ModelCosts") -> tuple[str, ...]:

@@ -118,10 +118,6 @@ class FixedImages(Displayed, RowImages):
         """The name, the number of images, and a hash of all labels and contents, which is independent of the name."""
         return self.name + digest("", self.store.numbers[self.rows], [self.hashes.numpy().tobytes()])
 
-    def at(self, positions: Int[Tensor, "chosen"] | slice) -> "FixedImages":
-        """Returns the images at these positions."""
-        return replace(self, rows=self.rows[positions])
-
     def limited_to(self, num_classes: int) -> "FixedImages":
         """Returns the set itself; raises DataError for an image without a label below `num_classes`."""
         require_labelled(self.store.numbers[self.rows], num_classes, self.name)

@@ -29,6 +29,7 @@ from attnrx.support.pictures import open_picture, pixels_of
 from attnrx.support.preprocessing import ImageGeometry, Normalization, without_waiting
 from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
 
+Images = TypeVar("Images", bound="ImageSet")  # the class of a method that returns its own
 UNLABELLED = -1  # no class number, so it cannot equal an answer
 Box = tuple[int, int, int, int]  # top, left, height, width
 ATTEMPTS = 10  # tries at a crop that fits inside the picture, as torchvision's RandomResizedCrop makes
@@ -232,12 +233,30 @@ class ImageSet(ABC):
         """A short text that two sets share only if they hold the same images: name, count and a hash."""
 
     @abstractmethod
-    def take(self, count: int) -> "ImageSet":
-        """Returns the first `count` images, balanced over the classes where the labels are known beforehand.
+    def at(self: Images, positions: Int[Tensor, "chosen"]) -> Images:
+        """Returns the images at these positions."""
+
+    @abstractmethod
+    def _labels(self) -> Int[Tensor, "images"] | None:
+        """Returns the labels where they are known before the images are read; None elsewhere."""
+
+    def take(self: Images, count: int) -> Images:
+        """Returns `count` images: going round the classes where the labels are known beforehand, else evenly spread.
 
         Raises:
             DataError: The set holds fewer images, or `count` is below 1.
         """
+        if not 1 <= count <= len(self):
+            raise DataError(
+                f"{count} images were requested of a split that holds {len(self)}; ask for 1 to {len(self)}."
+            )
+        return self.at(self._spread(count))
+
+    def _spread(self, count: int) -> Int[Tensor, "chosen"]:
+        """Returns the positions of `count` images of all classes, because a dataset may be sorted by class."""
+        # Both orders are fixed, so that a run can be repeated; the evenly spread rows stay in storage order.
+        labels = self._labels()
+        return torch.arange(count) * len(self) // count if labels is None else round_robin(labels)[:count]
 
     def limited_to(self, num_classes: int) -> "ImageSet":
         """Returns the images with a check that labels are below `num_classes`, where the labels are a user's; those of
@@ -284,9 +303,6 @@ class ImageSet(ABC):
         return self._pass(Pass(batch_size, seed, augmentation, torch.device(device), shard, start))
 
 
-Rows = TypeVar("Rows", bound="RowImages")
-
-
 @dataclass(frozen=True, eq=False)
 class RowImages(ImageSet):
     """Some rows of a store that can be read in any order; the store has the `labels` of all its rows, or None."""
@@ -298,16 +314,11 @@ class RowImages(ImageSet):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def take(self: Rows, count: int) -> Rows:
-        """Returns `count` rows: going round the classes where the store has labels, else evenly spread.
+    def at(self: Images, positions: Int[Tensor, "chosen"]) -> Images:
+        return replace(self, rows=self.rows[positions])
 
-        Datasets are often sorted by class, so the first rows would be one class.
-        """
-        require_count(count, len(self))
-        labels = self.store.labels
-        # Both orders are fixed, so that a run can be repeated; the evenly spread rows stay in storage order.
-        spread = torch.arange(count) * len(self) // count if labels is None else round_robin(labels[self.rows])[:count]
-        return replace(self, rows=self.rows[spread])
+    def _labels(self) -> Int[Tensor, "images"] | None:
+        return None if self.store.labels is None else self.store.labels[self.rows]
 
 
 def digest(name: str, labels: Int[Tensor, "images *labels"], samples: Iterable[bytes]) -> str:
@@ -323,12 +334,6 @@ def evenly_spaced(count: int, maximum: int = 64) -> list[int]:
     # float64, because float32 has no whole numbers above 2**24
     """Returns at most `maximum` positions of `count`, from the first to the last."""
     return torch.linspace(0, count - 1, min(count, maximum), dtype=torch.float64).round().long().tolist()
-
-
-def require_count(count: int, held: int) -> None:
-    """Raises DataError for a number of images that a split cannot give."""
-    if not 1 <= count <= held:
-        raise DataError(f"{count} images were requested of a split that holds {held}; ask for 1 to {held}.")
 
 
 def require_labelled(labels: Int[Tensor, "images *labels"], num_classes: int | None = None, name: str = "data") -> None:
@@ -495,7 +500,10 @@ class LoadedImages(Displayed, RowImages):
         """Yields the pixels of every step, decoded by several threads ahead of their use."""
         # In order, so that the first corrupt image is the same one in every run.
         waiting: deque[tuple[Tensor, Draws | None, Iterator[Tensor]]] = deque()
-        pool = ThreadPoolExecutor(_threads())
+        # Decoding releases the GIL, so one thread per usable core; above 16 memory bandwidth is the limit. macOS and
+        # Windows have no sched_getaffinity.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        pool = ThreadPoolExecutor(max(1, min(16, cores)))
 
         def collected() -> tuple[Tensor, Draws | None, Tensor]:
             rows, draws, pictures = waiting.popleft()
@@ -543,12 +551,6 @@ class LoadedImages(Displayed, RowImages):
         labels = self.store.labels[rows] if self.numbers is None else self.numbers[self.store.labels[rows]]
         labels, sources = (without_waiting(each, order.device) for each in (labels, self.store.sources[rows]))
         return Batch(self.normalization.apply(images.float() / 255), labels, sources)
-
-
-def _threads() -> int:
-    """Returns how many images are decoded at once: decoding releases the GIL, so one thread per usable core."""
-    # macOS and Windows have no sched_getaffinity; above 16 threads memory bandwidth is the limit.
-    return max(1, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 
 def from_tensors(

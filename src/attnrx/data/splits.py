@@ -96,7 +96,7 @@ class MissingImages(ImageSet):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise DataError(self._reason)
 
-    __len__ = take = _pass = _refuse
+    __len__ = take = at = _labels = _pass = _refuse
 
     @property
     def fingerprint(self) -> str:
@@ -277,7 +277,7 @@ def distinct_splits(splits: Splits) -> Splits:
     }
     notes: list[str] = []
     new = {
-        name: replace(stored[name], rows=stored[name].rows[torch.tensor(positions, dtype=torch.long)])
+        name: stored[name].at(torch.tensor(positions, dtype=torch.long))
         for name, positions in _new_positions(hashes, notes).items()
     }
     return replace(splits, **new, notes=(*splits.notes, *notes)) if notes else splits

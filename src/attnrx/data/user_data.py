@@ -39,9 +39,7 @@ from attnrx.data.images import (
     Pass,
     digest,
     evenly_spaced,
-    require_count,
     require_labelled,
-    round_robin,
 )
 from attnrx.support.arguments import user_code
 from attnrx.support.errors import DataError, InvalidInput
@@ -262,7 +260,10 @@ class _ItemReader:
             return torch.full((count,), UNLABELLED)
         needs = LABELS.get(self.outputs, NUMBERS)
         try:
-            found = [_tensor_of(UNLABELLED if label is None else label) for label in given]
+            values = [UNLABELLED if label is None else label for label in given]
+            # A mask may be a PIL picture.
+            values = [np.array(label) if hasattr(label, "convert") else label for label in values]
+            found = [torch.as_tensor(label).detach().cpu() for label in values]
             numbers = torch.stack(found) if isinstance(labels, list) else found[0]
         except (TypeError, ValueError, RuntimeError):  # names of classes, or of several shapes
             raise InvalidInput(f"the labels of {self.argument} are {reprlib.repr(labels)}; {needs}.") from None
@@ -328,11 +329,6 @@ class _ItemReader:
         )
 
 
-def _tensor_of(label: Any) -> Tensor:
-    """Returns a label as a tensor on the CPU; a mask may be a PIL picture."""
-    return torch.as_tensor(np.array(label) if hasattr(label, "convert") else label).detach().cpu()
-
-
 @dataclass(frozen=True, eq=False)
 class IndexedImages(ImageSet):
     """Rows of a dataset with an index, read anew in every pass with the transforms of the dataset, and the DataLoader
@@ -374,18 +370,8 @@ class IndexedImages(ImageSet):
         # The rows stand for the labels, of which only those of the sampled images are read.
         return digest(self.name, torch.tensor(self.rows), contents)
 
-    def take(self, count: int) -> "IndexedImages":
-        """Returns `count` rows: going round the classes where the dataset lists its labels, else evenly spread."""
-        require_count(count, len(self))
-        return self._at(self._chosen(count))
-
-    def _at(self, positions: Int[Tensor, "chosen"]) -> "IndexedImages":
+    def at(self, positions: Int[Tensor, "chosen"]) -> "IndexedImages":
         return replace(self, rows=[self.rows[position] for position in positions.tolist()])
-
-    def _chosen(self, count: int) -> Int[Tensor, "chosen"]:
-        """Returns the positions of `count` rows of all classes, because a dataset may be sorted by class."""
-        labels = self._labels()
-        return torch.arange(count) * len(self) // count if labels is None else round_robin(labels)[:count]
 
     def limited_to(self, num_classes: int) -> "IndexedImages":
         """Returns the same images; those without a label below `num_classes` raise DataError where they are read."""
@@ -395,7 +381,7 @@ class IndexedImages(ImageSet):
         return replace(self, num_classes=num_classes)
 
     def _pass(self, order: Pass) -> Iterator[Batch]:
-        steps = [self._at(positions).rows for positions, _ in order.steps(len(self))]
+        steps = [self.at(positions).rows for positions, _ in order.steps(len(self))]
         for batch in self._read_batches(steps):
             if self.num_classes is not None:
                 require_labelled(batch.labels, self.num_classes, self.reading.argument)
@@ -405,7 +391,7 @@ class IndexedImages(ImageSet):
         """Reads the rows once, or `limit` of them."""
         chosen, notes = self, list(self.notes)
         if len(self) > limit:
-            chosen = self._at(self._chosen(limit).sort().values)
+            chosen = self.at(self._spread(limit).sort().values)
             notes.append(f"{self.reading.argument}: {limit:,} of its {len(self):,} images are used")
         size = BATCH if self.loader is None else self.loader.batch_size or BATCH
         total = -(-len(chosen) // size)

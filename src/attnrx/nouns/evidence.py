@@ -7,26 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.support import records as fields
-from attnrx.support.arguments import described
 from attnrx.support.display import Displayed, Sentence
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
-from attnrx.support.records import Invalid, below
 from attnrx.support.storage import read_record, write_json
 from attnrx.support.tables import aligned_table
 
 KIND, SCHEMA = "attnrx evidence", 2
 HOLDS, FAILS, UNDECIDED, REPORTED = OUTCOMES = ("holds", "fails", "undecided", "reported")
-
-
-# As `Finding.__post_init__`, but with the path of the field in the file.
-def _require_verdict(finding: Mapping[str, Any], where: str) -> None:
-    """Checks that a finding has a limit if and only if it has an outcome, and that low <= high."""
-    low, high = finding["low"], finding["high"]
-    if (finding["limit"] is None) != (finding["outcome"] == REPORTED):
-        limit, outcome = described(finding["limit"]), described(finding["outcome"])
-        raise Invalid(below(where, "outcome"), f"is {outcome} with the limit {limit}")
-    if low is not None and high is not None and low > high:
-        raise Invalid(below(where, "low"), f"is {low}, above high, which is {high}")
 
 
 FINDING = fields.Record(
@@ -43,8 +30,7 @@ FINDING = fields.Record(
         "deciding_n": fields.Optional(fields.Integer()),
         "seed": fields.Optional(fields.Integer()),
         "details": fields.JSON_OBJECT,
-    },
-    then=_require_verdict,
+    }
 )
 RECORD = fields.Record(
     {
@@ -84,6 +70,8 @@ class Finding(Displayed):
                 f"finding {self.claim!r} has the limit {self.limit} and the outcome {self.outcome!r}: a claim with a "
                 f"limit {HOLDS}, {FAILS} or is {UNDECIDED}, a quantity without one is {REPORTED}."
             )
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise InvalidInput(f"finding {self.claim!r} has the interval [{self.low}, {self.high}]: low is above high.")
 
     @property
     def is_claim(self) -> bool:
@@ -289,10 +277,13 @@ class Evidence(Displayed):
             CheckpointError: The file is missing, damaged, edited or of another kind.
         """
         record = read_record(path, KIND, SCHEMA, RECORD)
-        # JSON has no NaN, and null in its place.
-        values = [math.nan if finding["value"] is None else finding["value"] for finding in record["findings"]]
-        pairs = zip(record["findings"], values, strict=True)
-        evidence = cls(tuple(Finding(**{**finding, "value": value}) for finding, value in pairs), record["about"])
+        for finding in record["findings"]:
+            if finding["value"] is None:  # JSON has no NaN, and null in its place
+                finding["value"] = math.nan
+        try:
+            evidence = cls(tuple(Finding(**finding) for finding in record["findings"]), record["about"])
+        except InvalidInput as error:
+            raise CheckpointError(f"{path}: {error}") from error
         # The outcome is stored for readers of the file, and is computed again so that an edited file is found.
         if evidence.outcome != record["outcome"]:
             raise CheckpointError(

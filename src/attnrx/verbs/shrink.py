@@ -254,7 +254,7 @@ class Shrunk:
         or the file of another format with its evidence.
         """
         is_onnx, images = path.stem == "model", self.images
-        calibration = None if is_onnx or images is None else images.planned.take(min(form.wanted, len(images.planned)))
+        calibration = None if is_onnx or images is None else images.planned
         settings = {"precision": exporting.precision_for(self.model, form), "calibration": calibration}
         names = exporting.fitting_names(self.model, self.class_names)
         file = exporting.export(self.model, path, to=form, class_names=names, **settings)

@@ -272,7 +272,6 @@ def _in_runtime(
     """
     form, batch = candidate.form, candidate.images.batch
     runtime = form.runtime_at(candidate.images.precision)
-    calibration = images.take(min(form.wanted, len(images)))
     try:
         unchanged = export(
             reference,
@@ -280,7 +279,7 @@ def _in_runtime(
             to=form,
             batch=DYNAMIC if batch is None else batch,
             precision=candidate.images.precision,
-            calibration=calibration,
+            calibration=images,
         )
     except NotSupported as error:
         notes.append(f"the unchanged model has no file as {form.name}, so the speed is not divided: {error}")

@@ -531,12 +531,11 @@ def file_speeds(
     form = settings.form
     assert form is not None
     settings.log(f"timing files of {settings.to}: {', '.join(models)}")
-    calibration = images.take(min(form.wanted, len(images)))
     # In this process, because the runtime of a file allocates its memory itself, and reads the file while it is timed.
     with TemporaryDirectory() as folder:
         files = {
             name: write_exported(
-                ExportSubject.of(model, form, precision=precision_for(model, form), calibration=calibration),
+                ExportSubject.of(model, form, precision=precision_for(model, form), calibration=images),
                 Path(folder) / f"{index}{form.suffix}",
                 form,
                 are_compared,

@@ -346,10 +346,10 @@ class Planner:
             allowed = max(min(trial.step.cost * factor * limit / ratio, LARGEST * unchanged), least)
         enough = [timed for timed in timings if timed[1] <= largest_ratio]
         enough = enough or [timed for timed in timings if timed[1] <= limit]
-        best = min(enough, key=_divergence, default=None)
+        best = min(enough, key=lambda timed: timed[0].divergence, default=None)
         near = [timed for timed in timings if timed[1] <= MISSED * limit]
         if self.settings.adjusts and near:
-            closest = min(near, key=_divergence)
+            closest = min(near, key=lambda timed: timed[0].divergence)
             # A plan that is fast enough but answers far worse is of less use than one that nearly is.
             if best is None or max(2 * closest[0].divergence, TOLERATED) < best[0].divergence:
                 best = closest
@@ -507,10 +507,6 @@ class Planner:
         cost = f"{100 * step.cost:.1f} % of the {self.minimized}"
         self.log(f"a plan of {cost}: {100 * change:+.1f} points of accuracy")
         return -100 * change <= drop
-
-
-def _divergence(timed: tuple[Trial, float]) -> float:
-    return timed[0].divergence
 
 
 def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, PredictedQuantity]:

@@ -92,7 +92,18 @@ def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescriptio
     read, tokens = parse_rules(rules)
     if isinstance(diagnosis, nn.Module):
         diagnosis = _without_readings(diagnosis, read)
-    return _with_remainder(prescribe_maps(diagnosis, {**read, TOKENS: tokens}))
+    prescription = prescribe_maps(diagnosis, {**read, TOKENS: tokens})
+    for name, rule in prescription.rules.items():
+        decisions = [layer.decisions.get(name) for layer in prescription.layers]  # None: all of the map stays
+        if not any(
+            decision is None or any(decision.ranks if isinstance(decision, OutputDecision) else decision.keep.flatten())
+            for decision in decisions
+        ):
+            raise InvalidRule(
+                f"{name}={rule} removes all of {name} in every layer. Keep more, or make such a model on purpose with "
+                "attnrx.rules.prescribe_maps."
+            )
+    return prescription
 
 
 def _without_readings(model: nn.Module, rules: Mapping[str, Rule]) -> Diagnosis:
@@ -122,8 +133,8 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
     no reading, because tokens are selected for every image at run time. The prescription records the rules with their
     metrics, and all information of the diagnosis about its model and data.
 
-    A rule may remove all directions of a map, e.g. to compare with a model without it; `attnrx.prescribe` refuses that
-    (`_with_remainder`). Without `refit` the decisions about hidden units are not ones to realize (`decide_hidden`).
+    A rule may remove all directions of a map, e.g. to compare with a model without it; `prescribe` refuses that.
+    Without `refit` the decisions about hidden units are not ones to realize (`decide_hidden`).
 
     Raises:
         NoOpPrescription: The prescription changes nothing.
@@ -178,21 +189,6 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         )
     texts = {name: str(rule) for name, rule in stated.items()}
     return Prescription(layers, texts, diagnosis.fingerprint, diagnosis.about, tokens)
-
-
-def _with_remainder(prescription: Prescription) -> Prescription:
-    """Returns the prescription; raises InvalidRule if it removes a map as a whole, in all layers and heads."""
-    for name, rule in prescription.rules.items():
-        decisions = [layer.decisions.get(name) for layer in prescription.layers]  # None: all of the map stays
-        if not any(
-            decision is None or any(decision.ranks if isinstance(decision, OutputDecision) else decision.keep.flatten())
-            for decision in decisions
-        ):
-            raise InvalidRule(
-                f"{name}={rule} removes all of {name} in every layer. Keep more, or make such a model on purpose with "
-                "attnrx.rules.prescribe_maps."
-            )
-    return prescription
 
 
 def _require_changeable(diagnosis: Diagnosis, names: Collection[str]) -> None:
