@@ -11,12 +11,11 @@ from torch import nn
 from attnrx.data import Splits
 from attnrx.support.atomic_writes import temporary_folder
 from attnrx.support.errors import CheckpointError
-from attnrx.support.records import JSON_OBJECT, Integer, Items, Number, Record, Text, to_dict, validated
+from attnrx.support.records import JSON_OBJECT, Integer, Items, Number, Record, Text, to_dict
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import (
-    check_schema,
     file_sha256,
-    read_json,
+    read_record,
     read_tensors,
     require_finite_tensors,
     write_json,
@@ -76,9 +75,7 @@ class Checkpoints:
         # Not skipped in favour of an older one: whether steps are repeated is the user's decision.
         path = checkpoints[-1]
         try:
-            record = read_json(path / "state.json")
-            check_schema(record, KIND, SCHEMA, path / "state.json")
-            validated(record, STATE, path / "state.json")
+            record = read_record(path / "state.json", KIND, SCHEMA, STATE)
             if self.path(record["step"]) != path:
                 raise CheckpointError(f"{path / 'state.json'}: step is {record['step']}, and its folder {path.name}.")
             return record, read_tensors(path / "state.safetensors", record["sha256"])

@@ -25,9 +25,9 @@ from attnrx.support.errors import DataError, InvalidInput, NotSupported, Trainin
 from attnrx.support.hardware import device_name
 from attnrx.support.optional import installed_versions, required_module
 from attnrx.support.progress import Log, no_log, track
-from attnrx.support.records import Record, validated
+from attnrx.support.records import Record
 from attnrx.support.shapes import Tensor
-from attnrx.support.storage import check_schema, fingerprint, read_json, write_json, write_text
+from attnrx.support.storage import fingerprint, read_record, write_json, write_text
 from attnrx.training.checkpoints import (
     HISTORY,
     IDENTITY,
@@ -136,9 +136,7 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
     path = folder / "training.json"
     if not path.exists():
         return None
-    record = read_json(path)
-    check_schema(record, KIND, SCHEMA, path)
-    validated(record, Record({"identity": IDENTITY}, HISTORY, open=True), path)
+    record = read_record(path, KIND, SCHEMA, Record({"identity": IDENTITY}, HISTORY, open=True))
     trained = load_model(folder).state_dict()
     require_same_run(record["identity"], requested, folder, fingerprint(trained))
     # Into the caller's model, which a run that trains changes in place too.
