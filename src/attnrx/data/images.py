@@ -314,7 +314,7 @@ class RowImages(ImageSet):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def at(self: Images, positions: Int[Tensor, "chosen"]) -> Images:
+    def at(self, positions: Int[Tensor, "chosen"]) -> "RowImages":
         return replace(self, rows=self.rows[positions])
 
     def _labels(self) -> Int[Tensor, "images"] | None:
