@@ -29,7 +29,9 @@ from attnrx.support.pictures import open_picture, pixels_of
 from attnrx.support.preprocessing import ImageGeometry, Normalization, without_waiting
 from attnrx.support.shapes import Bool, Float, Int, Tensor, UInt8
 
-Images = TypeVar("Images", bound="ImageSet")  # the class of a method that returns its own
+# The class of a method that returns its own.
+Images = TypeVar("Images", bound="ImageSet")
+Rows = TypeVar("Rows", bound="RowImages")
 UNLABELLED = -1  # no class number, so it cannot equal an answer
 Box = tuple[int, int, int, int]  # top, left, height, width
 ATTEMPTS = 10  # tries at a crop that fits inside the picture, as torchvision's RandomResizedCrop makes
@@ -314,7 +316,7 @@ class RowImages(ImageSet):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def at(self, positions: Int[Tensor, "chosen"]) -> "RowImages":
+    def at(self: Rows, positions: Int[Tensor, "chosen"]) -> Rows:
         return replace(self, rows=self.rows[positions])
 
     def _labels(self) -> Int[Tensor, "images"] | None:
