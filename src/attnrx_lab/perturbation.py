@@ -10,7 +10,7 @@ from torch import nn
 
 from attnrx.data import ImageData
 from attnrx.data.model_data import images_for
-from attnrx.decide.diagnostics.spectral_shape import effective_rank
+from attnrx.decide.diagnostics import effective_rank
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.arguments import COUNT, POSITIVE, Kind, checked, number
 from attnrx.support.errors import InvalidInput, NotSupported

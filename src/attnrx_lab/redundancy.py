@@ -11,9 +11,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from attnrx.decide.diagnostics import Diagnostic
-from attnrx.decide.diagnostics.diagnostic import CentredMoment, widened
-from attnrx.decide.diagnostics.spectral_shape import largest_of, magnitude_of
+from attnrx.decide.diagnostics import CentredMoment, Diagnostic, largest_of, magnitude_of, widened
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.attention import Observation
 from attnrx.vit.spectrum import Spectrum

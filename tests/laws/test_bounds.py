@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnrx.decide.diagnostics.spectral_shape import effective_rank
+from attnrx.decide.diagnostics import effective_rank
 from attnrx_lab.checks import Bounds
 from attnrx_lab.checks.bounds import (
     head_scores,

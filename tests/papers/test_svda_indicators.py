@@ -4,8 +4,15 @@ import math
 
 import torch
 
-from attnrx.decide.diagnostics.diagnostic import CentredMoment, key_covariances, query_grams, selectivity
-from attnrx.decide.diagnostics.spectral_shape import effective_rank, energy, entropy
+from attnrx.decide.diagnostics import (
+    CentredMoment,
+    effective_rank,
+    energy,
+    entropy,
+    key_covariances,
+    query_grams,
+    selectivity,
+)
 from attnrx_lab.perturbation import response
 from attnrx_lab.redundancy import alignment, output_similarity, sensitivity, sparsity, spectral_redundancy
 

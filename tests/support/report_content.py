@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.change.realization import realize
-from attnrx.decide.diagnostics import spectral_shape
+from attnrx.decide import diagnostics
 from attnrx.decide.rules import EnergyRetention, prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.evidence import Evidence, Finding, judged
@@ -86,9 +86,9 @@ def readings(spectrum: Spectrum, layer: int) -> dict[str, torch.Tensor]:
     strength, used = spectrum.strength, spectrum.used
     heads = torch.arange(strength.shape[0], dtype=torch.float64)
     return {
-        "energy": spectral_shape.energy(strength, used),
-        "effective_rank": spectral_shape.effective_rank(strength, used),
-        "entropy": spectral_shape.entropy(strength, used),
+        "energy": diagnostics.energy(strength, used),
+        "effective_rank": diagnostics.effective_rank(strength, used),
+        "entropy": diagnostics.entropy(strength, used),
         "selectivity": 0.003 + 0.11 * layer + 0.07 * heads.sin().abs(),
         "alignment": 0.4 * (heads - 1.5).tanh() - 0.1 * layer,
         "perturbation_response": 1e-4 * (1 + heads + layer),

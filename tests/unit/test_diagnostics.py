@@ -4,9 +4,15 @@ from dataclasses import replace
 
 import torch
 
-from attnrx.decide.diagnostics import Panel, suited_diagnostics
-from attnrx.decide.diagnostics.diagnostic import CentredMoment, selectivity
-from attnrx.decide.diagnostics.spectral_shape import effective_rank, energy, entropy
+from attnrx.decide.diagnostics import (
+    CentredMoment,
+    Panel,
+    effective_rank,
+    energy,
+    entropy,
+    selectivity,
+    suited_diagnostics,
+)
 from attnrx.vit.attention import Observation
 from attnrx.vit.spectrum import Spectrum
 from attnrx_lab.perturbation import noise_like

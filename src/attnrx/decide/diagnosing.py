@@ -13,9 +13,7 @@ from attnrx.change.decompositions import activation_aware, output_pca, plain_svd
 from attnrx.change.predictions import observe_images
 from attnrx.data import MAX_IMAGES, ImageData
 from attnrx.data.model_data import images_for
-from attnrx.decide.diagnostics import Diagnostic, Moments, Panel, suited_diagnostics
-from attnrx.decide.diagnostics.diagnostic import CentredMoment
-from attnrx.decide.diagnostics.spectral_shape import effective_rank
+from attnrx.decide.diagnostics import CentredMoment, Diagnostic, Moments, Panel, effective_rank, suited_diagnostics
 from attnrx.decide.rules.metrics import COHERENCE, coherence, directions_in
 from attnrx.nouns.diagnosis import Computed, Diagnosis, HiddenDiagnosis, LayerDiagnosis, MapDiagnosis, MapDirections
 from attnrx.support.arguments import COUNT, checked, optional

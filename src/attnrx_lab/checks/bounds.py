@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnrx.decide.diagnostics.spectral_shape import effective_rank
+from attnrx.decide.diagnostics import effective_rank
 from attnrx.nouns.evidence import FAILS, HOLDS, Finding
 from attnrx.show.checks.check import Check, Comparison
 from attnrx.support.shapes import Bool, Float, Tensor

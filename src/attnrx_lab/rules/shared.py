@@ -6,8 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from attnrx.decide.diagnostics import Diagnostic
-from attnrx.decide.diagnostics.diagnostic import query_grams
+from attnrx.decide.diagnostics import Diagnostic, query_grams
 from attnrx.decide.rules.rule import Rule, keep_only, largest, learned_spectrum
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import Basis, ScoreDecision

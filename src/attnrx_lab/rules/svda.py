@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from attnrx.decide.diagnostics import spectral_shape
+from attnrx.decide import diagnostics
 from attnrx.decide.rules.rule import Rule, keep_only, largest, learned_spectrum
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision
@@ -58,7 +58,7 @@ class EffectiveRank(Rule):
 
     def decide(self, diagnosis: Diagnosis, layer: int) -> ScoreDecision:
         spectrum = learned_spectrum(self, diagnosis, layer)
-        effective = spectral_shape.effective_rank(spectrum.strength.double(), spectrum.used)
+        effective = diagnostics.effective_rank(spectrum.strength.double(), spectrum.used)
         keep = largest(spectrum.strength.abs(), spectrum.used, (effective - ROUNDING).ceil().long())
         return keep_only(spectrum, keep, [f"effective rank {rank:.3g}" for rank in effective.tolist()])
 

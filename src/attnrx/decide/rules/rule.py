@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from attnrx.change.decompositions import water_fill
-from attnrx.decide.diagnostics.spectral_shape import energy
+from attnrx.decide.diagnostics import energy
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision
 from attnrx.support.arguments import COUNT, NATURAL, SHARE, Kind, each, either, instance, one_of, require_fields
