@@ -26,7 +26,7 @@ HOMES = {
     "Finding": "attnrx.nouns.evidence",
     "Prescription": "attnrx.nouns.prescription",
     "Reader": "attnrx.vit.models",
-    "Spectrum": "attnrx.vit.spectrum",
+    "Spectrum": "attnrx.vit.spec",
     "TrainingConfig": "attnrx.training",
     "diagnose": "attnrx.decide.diagnosing",
     "distill": "attnrx.change.realization.distillation",
@@ -96,7 +96,7 @@ if TYPE_CHECKING:  # isort: off
     from attnrx.verbs.verify import verify as verify
     from attnrx.vit import costs as costs, models as models, tokens as tokens
     from attnrx.vit.models import Reader as Reader, use_backend as use_backend
-    from attnrx.vit.spectrum import Spectrum as Spectrum
+    from attnrx.vit.spec import Spectrum as Spectrum
 else:
     __all__ = sorted(["__version__", "checks", "rules", *HOMES])
 

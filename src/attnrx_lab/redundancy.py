@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from attnrx.decide.diagnostics import CentredMoment, Diagnostic, largest_of, magnitude_of, widened
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.attention import Observation
-from attnrx.vit.spectrum import Spectrum
+from attnrx.vit.spec import Spectrum
 
 # A direction below a tenth of the strongest one's strength has less than a hundredth of its energy.
 INACTIVE_BELOW = 0.1

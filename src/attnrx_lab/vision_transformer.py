@@ -18,7 +18,7 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.costs import LayerCosts, ModelCosts, PartCosts, TokenCosts, layer_costs, linear_costs
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.maps import LINEAR_MAPS
-from attnrx.vit.models.chunked_forward import chunked_forward, require_images
+from attnrx.vit.models.adopted import chunked_forward, require_images
 from attnrx.vit.models.families import register_family
 from attnrx.vit.models.family import LayerShapes, MLPRanks, NamedFamily
 from attnrx.vit.models.fused_block import BlockModules, fused_block

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnrx.vit.attention import Fused, ScoreFactors, using
-from attnrx.vit.models import chunked_forward, family_of, observing
+from attnrx.vit.models import adopted, family_of, observing
 from support.cases import CONFIGS, LVVITS, images, model, own
 
 
@@ -33,7 +33,7 @@ def test_parts_give_what_the_whole_gives(config: str, monkeypatch: pytest.Monkey
     with torch.no_grad():
         whole, seen = counted(vit, inputs)
         assert set(seen) == {5}
-        monkeypatch.setattr(chunked_forward, "WARM", 2 * 8 * shape.patches * shape.hidden // torch.get_num_threads())
+        monkeypatch.setattr(adopted, "WARM", 2 * 8 * shape.patches * shape.hidden // torch.get_num_threads())
         logits, seen = counted(vit, inputs)
     assert seen == [2, 2, 1]
     torch.testing.assert_close(logits, whole, rtol=1e-12, atol=1e-12)
@@ -41,7 +41,7 @@ def test_parts_give_what_the_whole_gives(config: str, monkeypatch: pytest.Monkey
 
 def test_watched_and_trained_models_see_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     vit, inputs = model(CONFIGS["svda"]), images(CONFIGS["svda"])
-    monkeypatch.setattr(chunked_forward, "WARM", 1)
+    monkeypatch.setattr(adopted, "WARM", 1)
     with torch.no_grad():
         assert counted(vit, inputs)[1] == [1] * 5
         seen: list[int] = []

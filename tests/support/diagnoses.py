@@ -6,7 +6,7 @@ import torch
 
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.support.shapes import Bool, Float, Tensor
-from attnrx.vit.spectrum import Spectrum
+from attnrx.vit.spec import Spectrum
 
 WIDTH = 5
 

@@ -21,7 +21,7 @@ from attnrx.show.reports import (
 )
 from attnrx.vit.costs import Conditions, LatencyComparison, Ratio, Timing
 from attnrx.vit.models import attach_tokens_, build_model, family_of, model_fingerprint
-from attnrx.vit.spectrum import Spectrum
+from attnrx.vit.spec import Spectrum
 from attnrx.vit.tokens import AttentionReceived, TokenPolicy
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\""

@@ -14,7 +14,7 @@ from attnrx.decide.diagnostics import (
     suited_diagnostics,
 )
 from attnrx.vit.attention import Observation
-from attnrx.vit.spectrum import Spectrum
+from attnrx.vit.spec import Spectrum
 from attnrx_lab.perturbation import noise_like
 from attnrx_lab.redundancy import output_similarity, sensitivity, sparsity, spectral_redundancy
 

@@ -38,7 +38,7 @@ from attnrx.support.errors import (
     UnknownName,
 )
 from attnrx.support.storage import read_json
-from attnrx.vit.models import blocks_of, chunked_forward, family_of, load_model, recording_calls
+from attnrx.vit.models import adopted, blocks_of, family_of, load_model, recording_calls
 from attnrx.vit.outputs import KINDS
 from attnrx.vit.tokens import AttentionReceived, Reducer, ToMe, Ward
 from attnrx_lab.tokens import Random
@@ -114,7 +114,7 @@ def test_damages_grow_with_what_goes(space: Space, images: ImageSet) -> None:
 
 @pytest.mark.parametrize("name", ["own", "timm", "hf"])
 def test_a_model_goes_on_from_the_middle(name: str, model: VisionTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_forward, "WARM", 1)  # every image by itself, where nothing prevents it
+    monkeypatch.setattr(adopted, "WARM", 1)  # every image by itself, where nothing prevents it
     if name == "own":
         whole, pictures = model, pixels(CONFIG, 3).batches(3)
         batch = next(iter(pictures)).images.double()

@@ -8,7 +8,7 @@ import torch
 from attnrx.decide.rules import prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.support.shapes import Tensor
-from attnrx.vit.spectrum import Spectrum
+from attnrx.vit.spec import Spectrum
 
 HEADS, DIRECTIONS, WIDTH, LAYERS = 12, 64, 768, 12
 LIMIT = 10.0  # CPU seconds of one thread

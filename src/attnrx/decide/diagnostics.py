@@ -20,7 +20,7 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.support.text_parsing import Registry
 from attnrx.vit.attention import Observation
-from attnrx.vit.spectrum import Spectrum
+from attnrx.vit.spec import Spectrum
 
 
 class CentredMoment:

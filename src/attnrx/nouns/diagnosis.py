@@ -13,8 +13,7 @@ from attnrx.support.errors import FingerprintMismatch, InvalidInput
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import layer_tensors, read_with_tensors, tensors_below, write_with_tensors
 from attnrx.vit.maps import LAYER_MAPS
-from attnrx.vit.spec import NORMS
-from attnrx.vit.spectrum import Spectrum
+from attnrx.vit.spec import NORMS, Spectrum
 
 KIND, SCHEMA = "attnrx diagnosis", 2
 # The tensors of a map and of the hidden units, by field.

@@ -15,7 +15,7 @@ from attnrx.show.checks.check import Check, Comparison
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.attention import Observation
 from attnrx.vit.models import evaluating, family_of, model_fingerprint, observing, require_all_tokens
-from attnrx.vit.spectrum import Spectrum
+from attnrx.vit.spec import Spectrum
 
 CLAIMS = {
     "Theorem 1, Eq. 12": "no score moves by more than the largest removed strength allows (Theorem 1, Eq. 12)",

@@ -6,9 +6,8 @@ from functools import partial
 
 import torch
 
-from attnrx.decide.rules.parsing import parse_rules
 from attnrx.decide.rules.prescribing import prescribe_maps
-from attnrx.decide.rules.rule import Rule
+from attnrx.decide.rules.rule import Rule, parse_rules
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.support.arguments import NATURAL, checked, each, one_of, optional, whole

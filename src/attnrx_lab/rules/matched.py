@@ -10,7 +10,7 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Basis, ScoreDecision
 from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.spectrum import Spectrum
+from attnrx.vit.spec import Spectrum
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from attnrx.support.display import Displayed
 from attnrx.support.errors import NoOpPrescription, NotSupported
 from attnrx.vit.maps import HIDDEN, LINEAR_MAPS, TOKENS
 from attnrx.vit.models import family_of
-from attnrx.vit.spectrum import Spectrum
+from attnrx.vit.spec import Spectrum
 from attnrx.vit.tokens import Reducer, Shape, TokenLayout, TokenPolicy
 
 RANKS = ("qk", "vo", "mlp")

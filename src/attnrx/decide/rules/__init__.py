@@ -1,27 +1,25 @@
 """Rules: from a diagnosis to a prescription, with reasons; rules do not access the model."""
 
 from attnrx.decide.rules.metrics import METRICS, rewritten
-from attnrx.decide.rules.parsing import (
-    RULES,
-    RulesLike,
-    by_layer,
-    known_rules,
-    parse_rule,
-    parse_rules,
-    register_rule,
-    split_maps,
-)
 from attnrx.decide.rules.prescribing import OUTPUT_METRICS, prescribe_maps
 from attnrx.decide.rules.rule import (
+    RULES,
     And,
     ByLayer,
     EnergyRetention,
     Or,
     Rule,
+    RulesLike,
     TotalRank,
     UniformRank,
+    by_layer,
     in_metric,
+    known_rules,
+    parse_rule,
+    parse_rules,
+    register_rule,
     score_bound,
+    split_maps,
 )
 
 __all__ = [

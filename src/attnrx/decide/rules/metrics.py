@@ -21,7 +21,7 @@ from attnrx.nouns.prescription import Basis, ScoreDecision
 from attnrx.support.errors import NotSupported, UnknownName
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention import Positions
-from attnrx.vit.spectrum import Spectrum
+from attnrx.vit.spec import Spectrum
 
 # The name for the model's own directions, whose strengths SVDA learns.
 OWN = "own"

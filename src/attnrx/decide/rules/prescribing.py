@@ -16,8 +16,7 @@ from attnrx.change.decompositions import (
     read_out,
 )
 from attnrx.decide.rules.metrics import OWN, RotaryDirections, directions_in, rewritten, whole_pairs
-from attnrx.decide.rules.parsing import RulesLike, parse_rules
-from attnrx.decide.rules.rule import Rule, in_metric, inner_rules, keep_only, metric_of
+from attnrx.decide.rules.rule import Rule, RulesLike, in_metric, inner_rules, keep_only, metric_of, parse_rules
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import (
     Decision,
@@ -37,7 +36,7 @@ from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.maps import HEADS, HIDDEN, LINEAR_MAPS, TOKENS, UNIT_MAPS
 from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens, require_ordinary_weights
 from attnrx.vit.models.verbs import verb
-from attnrx.vit.spectrum import Spectrum
+from attnrx.vit.spec import Spectrum
 
 # The metrics of vo, fc1 and fc2. centered: the mean square of the outputs about their mean on the data. weights: the
 # plain SVD of the weight matrix (for vo: of W_O W_V per head, TruncAtt), without data.

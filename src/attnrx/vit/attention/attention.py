@@ -38,8 +38,7 @@ from attnrx.vit.attention.head_linear import (
 from attnrx.vit.kernels.compilation import required_library
 from attnrx.vit.kernels.native_attention import JointFeatures
 from attnrx.vit.maps import HEADS
-from attnrx.vit.spec import AttentionSpec
-from attnrx.vit.spectrum import Spectrum
+from attnrx.vit.spec import AttentionSpec, Spectrum
 
 BACKENDS: dict[str, Callable[[], Backend]] = {"auto": Auto, "eager": Eager, "fused": Fused, "native": Native}
 """Factories of the backends by name."""

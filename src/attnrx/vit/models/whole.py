@@ -18,10 +18,9 @@ from attnrx.support.records import fields_of, of_fields
 from attnrx.support.shapes import Bool, Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.costs import ModelCosts, PartCosts
-from attnrx.vit.models.adopted import Adopted
+from attnrx.vit.models.adopted import Adopted, chunked_forward
 from attnrx.vit.models.adopted_family import AdoptedFamily, num_params
 from attnrx.vit.models.adoption_proof import LIBRARIES, difference_of, require_unchanged
-from attnrx.vit.models.chunked_forward import chunked_forward
 from attnrx.vit.models.family import Family, LayerShapes
 from attnrx.vit.models.mlp import Pair
 from attnrx.vit.models.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
