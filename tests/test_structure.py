@@ -77,16 +77,7 @@ def test_no_module_imports_from_a_layer_above() -> None:
 
 
 def test_importing_the_package_imports_no_optional_library() -> None:
-    optional = (
-        "timm",
-        "transformers",
-        "datasets",
-        "torchvision",
-        "sklearn",
-        "jinja2",
-        "accelerate",
-        "attnrx_lab",
-    )
+    optional = ("timm", "transformers", "datasets", "torchvision", "sklearn", "jinja2", "accelerate", "attnrx_lab")
     code = f"import sys, attnrx; print(sorted(set(sys.modules) & set({optional!r})))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

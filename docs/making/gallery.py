@@ -14,10 +14,7 @@ ASSETS = Path(__file__).parents[1] / "assets" / "gallery"
 MODEL, OUT = "runs/demo/train/cluttered-digits", Path("runs/gallery")
 WIDTH = 860  # of the page in pixels
 # The page, and the element that a picture shows.
-PICTURES = {
-    "tokens": ("tokens.html", "#tokens .sample-stages .patches"),
-    "maps": ("report.html", "#maps .figures"),
-}
+PICTURES = {"tokens": ("tokens.html", "#tokens .sample-stages .patches"), "maps": ("report.html", "#maps .figures")}
 
 
 def make_pages() -> None:

@@ -75,10 +75,7 @@ class Indicators(Diagnostic):
 
     def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
         strength, used = spectrum.strength, spectrum.used
-        return {
-            "sparsity": sparsity(strength, used),
-            "sensitivity": sensitivity(strength, spectrum.scale, used),
-        }
+        return {"sparsity": sparsity(strength, used), "sensitivity": sensitivity(strength, spectrum.scale, used)}
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
         return {"alignment": alignment(observation.query, observation.key)}

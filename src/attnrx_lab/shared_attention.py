@@ -164,12 +164,7 @@ def native_mixed_attention(
 
 
 def _mixed_attention(
-    query: Tensor,
-    key: Tensor,
-    values: list[Tensor],
-    ranks: Sequence[int],
-    mix: Tensor,
-    sizes: Tensor | None,
+    query: Tensor, key: Tensor, values: list[Tensor], ranks: Sequence[int], mix: Tensor, sizes: Tensor | None
 ) -> Tensor:
     library = required_library()
     if (query.ndim, key.ndim, mix.ndim) != (3, 3, 2) or any(value.ndim != 4 for value in values) or not values:

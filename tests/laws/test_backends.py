@@ -7,13 +7,7 @@ from torch import nn
 import attnrx as rx
 from attnrx.change.realization import realize
 from attnrx.support.errors import NotSupported, UnknownName
-from attnrx.vit.attention import (
-    Eager,
-    Fused,
-    Observation,
-    Observed,
-    using,
-)
+from attnrx.vit.attention import Eager, Fused, Observation, Observed, using
 from attnrx.vit.kernels.compilation import native_library
 from attnrx.vit.models import family_of, observing
 from support.cases import CONFIGS, PATTERNS, images, model, prescription

@@ -5,12 +5,7 @@ import torch
 
 from attnrx.decide.diagnostics import effective_rank
 from attnrx_lab.checks import Bounds
-from attnrx_lab.checks.bounds import (
-    head_scores,
-    proposition_1,
-    proposition_4,
-    theorem_1,
-)
+from attnrx_lab.checks.bounds import head_scores, proposition_1, proposition_4, theorem_1
 from support import cases
 from support.comparisons import Setting, weakest_removed
 

@@ -10,14 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import attnrx as rx
 from attnrx.change.realization.repair import Repair

@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.training.losses import (
-    Distillation,
-    FeatureDistillation,
-    Loss,
-    LossContext,
-    known_losses,
-)
+from attnrx.training.losses import Distillation, FeatureDistillation, Loss, LossContext, known_losses
 from attnrx.vit.models import family_of, recording_blocks, save_model
 from attnrx_lab.papers.similarity import TokenSimilarity
 from attnrx_lab.tokens import KeepRatio

@@ -12,11 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnrx.support.errors import KernelWarning, NotSupported
 from attnrx.vit.attention import Attention, AttentionCapture, AttentionContext, Auto, Eager, Fused, Native, backend_of
 from attnrx.vit.kernels import compilation
-from attnrx.vit.kernels.native_attention import (
-    JointFeatures,
-    native_attention,
-    native_joint_attention,
-)
+from attnrx.vit.kernels.native_attention import JointFeatures, native_attention, native_joint_attention
 from attnrx.vit.spec import AttentionSpec
 from attnrx_lab.shared_attention import native_mixed_attention
 from support.kernel_names import attention_kernel

@@ -209,8 +209,7 @@ def in_place(block: OneBlock) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [swap_tensor, same_address_in_another_order, other_parameter, other_module, other_norm, no_bias, in_place],
+    "change", [swap_tensor, same_address_in_another_order, other_parameter, other_module, other_norm, no_bias, in_place]
 )
 def test_nothing_of_an_earlier_call_is_used(change: Callable[[OneBlock], None]) -> None:
     block, tokens = built("plain"), draws(2, 40, WIDTH)

@@ -43,10 +43,7 @@ def test_a_resumed_run_does_not_begin_again(tmp_path: Path) -> None:
     assert lines[0].endswith("resuming at step 4 of 6")
 
 
-OTHER_KNOBS: list[dict] = [
-    {"ema": None},
-    {"precision": "bf16"},
-]
+OTHER_KNOBS: list[dict] = [{"ema": None}, {"precision": "bf16"}]
 
 
 @pytest.mark.parametrize("knobs", OTHER_KNOBS)

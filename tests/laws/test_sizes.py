@@ -15,11 +15,7 @@ from attnrx.support.shapes import Tensor
 from attnrx.vit.models import accepting, attach_tokens_, family_of, reduction_of
 from attnrx.vit.models.huggingface_family import reader_of
 from attnrx.vit.tokens import ClassAttention, TokenPolicy, ToMe, Ward
-from attnrx_lab.tokens import (
-    EViT,
-    EvoViT,
-    ZeroTPrune,
-)
+from attnrx_lab.tokens import EViT, EvoViT, ZeroTPrune
 
 rx = pytest.importorskip("attnrx")
 pretrained = pytest.importorskip("support.pretrained")

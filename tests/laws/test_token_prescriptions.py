@@ -28,15 +28,10 @@ from attnrx.vit.models import (
     model_fingerprint,
     save_model,
 )
-from attnrx.vit.tokens import (
-    TokenPolicy,
-    parse_policy,
-)
+from attnrx.vit.tokens import TokenPolicy, parse_policy
 from attnrx_lab.checks import Bounds
 from attnrx_lab.rules import control_prescriptions
-from attnrx_lab.tokens import (
-    HaltingScores,
-)
+from attnrx_lab.tokens import HaltingScores
 from support import cases
 from support.cases import PATTERNS, REDUCTIONS, with_heads
 from support.comparisons import pixels

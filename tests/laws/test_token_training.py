@@ -26,14 +26,7 @@ from attnrx.vit.models import (
 from attnrx.vit.tokens import ClassAttention, TokenPolicy, TokenState
 from attnrx.vit.tokens.reducer import best
 from attnrx_lab.papers.similarity import TokenSimilarity
-from attnrx_lab.tokens import (
-    DTPS,
-    DynamicViT,
-    EViT,
-    KeepRatio,
-    Spot,
-    SPViT,
-)
+from attnrx_lab.tokens import DTPS, DynamicViT, EViT, KeepRatio, Spot, SPViT
 from attnrx_lab.tokens import learned_scores as reducing_module
 from attnrx_lab.tokens.learned_scores import odds, sampled_keep
 from support.cases import REDUCTIONS

@@ -7,12 +7,7 @@ from torch import nn
 from attnrx.support.errors import NotSupported
 from attnrx.vit.models import family_of, observing, reduction_of, token_run
 from attnrx.vit.tokens import Reducer, TokenPolicy, known_reducers
-from attnrx_lab.tokens import (
-    DTPS,
-    HaltingScores,
-    MapMoments,
-    Spot,
-)
+from attnrx_lab.tokens import DTPS, HaltingScores, MapMoments, Spot
 from attnrx_lab.tokens.scores import scores_of
 from support import cases
 from support.cases import REDUCTIONS

@@ -49,8 +49,7 @@ def smaller(model: nn.Module, by: str = "compress") -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if case.is_slow else ()) for name, case in CASES.items()],
+    "name", [pytest.param(name, marks=pytest.mark.slow if case.is_slow else ()) for name, case in CASES.items()]
 )
 def test_it_has_its_axes_and_is_realized_copied_saved_and_loaded(name: str, tmp_path: Path) -> None:
     model, case = made(name), CASES[name]

@@ -4,11 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from attnrx.vit.costs import (
-    ModelCosts,
-    PartCosts,
-    linear_costs,
-)
+from attnrx.vit.costs import ModelCosts, PartCosts, linear_costs
 from attnrx_lab.costs import Compression, Price, priced
 from attnrx_lab.vision_transformer import block_costs, full_spec, norm_costs
 

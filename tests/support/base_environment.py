@@ -12,17 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import attnrx as rx
 
-OPTIONAL = (
-    "accelerate",
-    "datasets",
-    "PIL",
-    "rich",
-    "scipy",
-    "sklearn",
-    "timm",
-    "torchvision",
-    "transformers",
-)
+OPTIONAL = ("accelerate", "datasets", "PIL", "rich", "scipy", "sklearn", "timm", "torchvision", "transformers")
 
 
 def main(folder: Path) -> None:

@@ -99,10 +99,7 @@ SETTINGS = [
         macs=0.7,
     ),
     Setting("vit-tiny", {"qk": "total_rank:0.5"}),
-    Setting(
-        "vit-tiny",
-        {**EVERY, "qk": "uniform_rank:0.5", "fc1": "uniform_rank:0.6", "fc2": "uniform_rank:0.6"},
-    ),
+    Setting("vit-tiny", {**EVERY, "qk": "uniform_rank:0.5", "fc1": "uniform_rank:0.6", "fc2": "uniform_rank:0.6"}),
     Setting("vit-tiny", {"tokens": "tome:0.7@4,7,10"}),
     Setting("vit-tiny", {"qk": "total_rank:0.75", "tokens": "ward:0.7@4,7,10"}),
     Setting("vit-tiny", {"tokens": "tome:{share}@4,7,10", "qk": "total_rank:{share}"}, macs=0.6),

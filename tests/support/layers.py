@@ -85,10 +85,7 @@ LAYERS: dict[str, Case] = {
 
 
 def by_definition(
-    layer: Attention,
-    tokens: torch.Tensor,
-    among: torch.Tensor | None = None,
-    sizes: torch.Tensor | None = None,
+    layer: Attention, tokens: torch.Tensor, among: torch.Tensor | None = None, sizes: torch.Tensor | None = None
 ) -> torch.Tensor:
     """softmax(scale * query @ strength @ key^T + log(sizes)) @ value, one head after the other."""
     spec, among = layer.spec, tokens if among is None else among

@@ -26,14 +26,7 @@ TIMM, HF, TORCHVISION, OPEN_CLIP, MODULE = (
     OpenClipFamily(),
     ModuleFamily(),
 )
-SMALL: dict[str, Any] = {
-    "img_size": 16,
-    "patch_size": 8,
-    "embed_dim": 12,
-    "depth": 2,
-    "num_heads": 3,
-    "num_classes": 5,
-}
+SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
 CONFIG = {
     "hidden_size": 12,
     "num_hidden_layers": 2,

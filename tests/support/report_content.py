@@ -14,11 +14,7 @@ from attnrx.decide.rules import EnergyRetention, prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.evidence import Evidence, Finding, judged
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.reports import (
-    ReportContent,
-    TokenSamples,
-    sample_tokens,
-)
+from attnrx.show.reports import ReportContent, TokenSamples, sample_tokens
 from attnrx.vit.costs import Conditions, LatencyComparison, Ratio, Timing
 from attnrx.vit.models import attach_tokens_, build_model, family_of, model_fingerprint
 from attnrx.vit.spec import Spectrum

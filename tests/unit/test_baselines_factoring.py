@@ -15,20 +15,8 @@ from attnrx.support.errors import NotSupported
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.models import family_of
-from attnrx_lab.baselines import (
-    FACTORS,
-    FactoringBaseline,
-    MapStatistics,
-    TorchPruningBaseline,
-)
-from attnrx_lab.baselines.factoring import (
-    LowRank,
-    linear_at,
-    map_addresses,
-    svd,
-    weights_at,
-    with_factors,
-)
+from attnrx_lab.baselines import FACTORS, FactoringBaseline, MapStatistics, TorchPruningBaseline
+from attnrx_lab.baselines.factoring import LowRank, linear_at, map_addresses, svd, weights_at, with_factors
 from attnrx_lab.vision_transformer import VisionTransformer
 from support import cases
 from support.comparisons import logits, pixels

@@ -89,11 +89,7 @@ def test_a_model_without_another_library_is_timed_beside_itself(library: bool):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("to", "runtime"),
-    [
-        ("onnx", "ONNX Runtime in float32"),
-        ("openvino(precision=bf16)", "OpenVINO in bfloat16"),
-    ],
+    ("to", "runtime"), [("onnx", "ONNX Runtime in float32"), ("openvino(precision=bf16)", "OpenVINO in bfloat16")]
 )
 @pytest.mark.parametrize("changed", CHANGES)
 @pytest.mark.filterwarnings("ignore::attnrx.support.errors.ScaleWarning")

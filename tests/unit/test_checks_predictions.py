@@ -9,12 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.nouns.evidence import Finding
-from attnrx.show.checks import (
-    Accuracy,
-    Calibration,
-    Features,
-    Fidelity,
-)
+from attnrx.show.checks import Accuracy, Calibration, Features, Fidelity
 from attnrx_lab.vision_transformer import VisionTransformer
 from support.comparisons import Setting
 

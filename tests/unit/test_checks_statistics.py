@@ -111,8 +111,7 @@ def test_the_interval_of_a_mean_divergence_covers_it(name: str, n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if "10 %" in name else pytest.mark.slow) for name in coverage()["DIVERGENCES"]],
+    "name", [pytest.param(name, marks=() if "10 %" in name else pytest.mark.slow) for name in coverage()["DIVERGENCES"]]
 )
 def test_twice_the_promised_divergence_holds_in_at_most_5_percent(name: str) -> None:
     for n in (20, 50):

@@ -2,10 +2,7 @@
 
 import pytest
 
-from attnrx.show.checks import (
-    all_checks,
-    parse_checks,
-)
+from attnrx.show.checks import all_checks, parse_checks
 from attnrx.support.errors import AttnrxError
 
 

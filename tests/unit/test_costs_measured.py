@@ -10,15 +10,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, UnknownName
-from attnrx.vit.costs import (
-    Conditions,
-    LatencyProtocol,
-    Ratio,
-    compare_latency,
-    compare_memory,
-    interleave,
-    measured,
-)
+from attnrx.vit.costs import Conditions, LatencyProtocol, Ratio, compare_latency, compare_memory, interleave, measured
 from attnrx.vit.costs.measured import REFERENCE, UNCHANGED, peak_bytes
 from support.cases import CONFIGS, images, model
 

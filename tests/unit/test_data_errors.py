@@ -13,14 +13,7 @@ from attnrx.data import ImageSet, load_data
 from attnrx.data.splits import VALIDATION_IS_TEST
 from attnrx.support.errors import DataError
 from support.command_line import call, record
-from support.pictures import (
-    CLASSES,
-    encoded,
-    read_all,
-    rows,
-    write_folder,
-    write_parquet,
-)
+from support.pictures import CLASSES, encoded, read_all, rows, write_folder, write_parquet
 
 
 @pytest.fixture(autouse=True)

@@ -202,10 +202,7 @@ def test_no_heads_and_hardly_any_directions_are_allowed(shape: tuple[int, int]):
 
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [
-        (lambda gram: gram * float("nan"), "not finite"),
-        (lambda gram: gram + torch.triu(gram, 1), "not symmetric"),
-    ],
+    [(lambda gram: gram * float("nan"), "not finite"), (lambda gram: gram + torch.triu(gram, 1), "not symmetric")],
 )
 def test_what_is_no_gram_is_refused(damage, message: str):
     good = gram(features())

@@ -5,12 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnrx.change.decompositions import (
-    activation_aware,
-    break_even_rank,
-    output_pca,
-    pays,
-)
+from attnrx.change.decompositions import activation_aware, break_even_rank, output_pca, pays
 from attnrx.support.shapes import Tensor
 from attnrx_lab.baselines.factoring import LowRank, asvd, fwsvd, svd, svd_llm
 

@@ -19,14 +19,7 @@ from attnrx.change.exporting import load_exported
 from attnrx.nouns.elastic import Elastic, Size
 from attnrx.nouns.plan import Plan, PredictedQuantity
 from attnrx.support.errors import AttnrxError, CheckpointError
-from attnrx.support.storage import (
-    SEAL,
-    read_json,
-    read_tensors,
-    read_tensors_of,
-    sealed,
-    write_with_tensors,
-)
+from attnrx.support.storage import SEAL, read_json, read_tensors, read_tensors_of, sealed, write_with_tensors
 from support import tiny_runs
 from support.comparisons import pixels
 from support.exported_files import planted

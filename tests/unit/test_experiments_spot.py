@@ -12,12 +12,7 @@ from attnrx.verbs.load import load
 from attnrx.vit.models import reduction_of
 from attnrx_lab.clutter import object_finding
 from attnrx_lab.cluttered_digits import CLUTTERED, object_patches
-from attnrx_lab.papers.spot import (
-    ORIGINALS,
-    FineTuning,
-    SpotExperiment,
-    TokenMethod,
-)
+from attnrx_lab.papers.spot import ORIGINALS, FineTuning, SpotExperiment, TokenMethod
 from attnrx_lab.papers.spot_tables import SUBJECTS, at
 from attnrx_lab.tokens import Random
 

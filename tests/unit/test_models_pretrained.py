@@ -238,10 +238,7 @@ def test_features_of_intermediate_layers_stay_those_of_timm() -> None:
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "norm": (lambda model: setattr(model.blocks[1], "norm1", nn.LayerNorm(12, eps=0.1).double()), "changed after"),
     "epsilon": (lambda model: setattr(model.blocks[1].norm1, "eps", 2e-6), "changed after"),  # too little for logits
-    "layers": (
-        lambda model: setattr(model, "blocks", model.blocks[:1]),
-        "has 2 layers, .* 1: blocks cannot",
-    ),
+    "layers": (lambda model: setattr(model, "blocks", model.blocks[:1]), "has 2 layers, .* 1: blocks cannot"),
     "head": (
         lambda model: setattr(model, "head", nn.Sequential(nn.Linear(12, 7), nn.Softmax(-1)).double()),
         r"num_classes=N.*Its head is Sequential.* rebuilt one Linear\(.*out_features=5",

@@ -14,16 +14,7 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName, UserCodeError
-from support.pretrained import (
-    MODULE,
-    OWN,
-    OwnAttention,
-    OwnViT,
-    adopted_once,
-    inputs,
-    of_hf,
-    shaken,
-)
+from support.pretrained import MODULE, OWN, OwnAttention, OwnViT, adopted_once, inputs, of_hf, shaken
 
 
 def logits(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
@@ -273,10 +264,7 @@ def test_models_of_torchvision_are_loaded_by_name(tmp_path: Path) -> None:
 MLPS = "fc1=uniform_rank:0.5 fc2=uniform_rank:0.5"
 DINOV3 = {"hidden_size": 24, "num_attention_heads": 3, "num_register_tokens": 4, "key_bias": False}
 TOWERS: dict[str, tuple[Callable[[], Any], str]] = {
-    "dinov3": (
-        lambda: of_hf("DINOv3ViTModel", **DINOV3),
-        f"qk=total_rank:0.75 vo=total_rank:0.5 {MLPS}",
-    ),
+    "dinov3": (lambda: of_hf("DINOv3ViTModel", **DINOV3), f"qk=total_rank:0.75 vo=total_rank:0.5 {MLPS}"),
     "clip": (
         lambda: of_hf("CLIPVisionModelWithProjection", projection_dim=7),
         f"qk=total_rank:0.5 vo=total_rank:0.5 {MLPS}",

@@ -13,10 +13,7 @@ from attnrx.show.reports.samples import patch_picture
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import attach_tokens_, family_of, reduction_of, token_run
 from attnrx.vit.tokens import AttentionReceived, Reducer, TokenPolicy, ToMe, Ward
-from attnrx_lab.tokens import (
-    PiToMe,
-    Random,
-)
+from attnrx_lab.tokens import PiToMe, Random
 from support import cases, report_content
 from support.pretrained import adopted_once
 

@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from attnrx.support.errors import CheckpointError
-from attnrx.support.storage import (
-    fingerprint,
-    read_json,
-    read_tensors,
-    write_atomically,
-    write_json,
-    write_tensors,
-)
+from attnrx.support.storage import fingerprint, read_json, read_tensors, write_atomically, write_json, write_tensors
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:

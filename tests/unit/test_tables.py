@@ -9,12 +9,7 @@ import pytest
 import attnrx as rx
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.reports import ReportContent, model_card, render
-from attnrx.support.tables import (
-    aligned_table,
-    markdown,
-    markdown_code,
-    markdown_table,
-)
+from attnrx.support.tables import aligned_table, markdown, markdown_code, markdown_table
 from support import report_content
 
 HOSTILE = [

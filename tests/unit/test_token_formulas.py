@@ -8,10 +8,7 @@ from torch import Tensor, nn
 
 from attnrx.vit.attention.backends import sized_softmax
 from attnrx.vit.tokens import TokenPolicy, TokenState, parse_policy
-from attnrx_lab.tokens import (
-    ATS,
-    EViT,
-)
+from attnrx_lab.tokens import ATS, EViT
 
 
 def state_of(**statistics: Any) -> TokenState:

@@ -8,16 +8,7 @@ import torch
 from torch import nn
 
 from attnrx.vit.tokens import ClassAttention, Reducer, Reduction, TokenState, ToMe, Ward
-from attnrx_lab.tokens import (
-    ATS,
-    DTPS,
-    EViT,
-    EvoViT,
-    HaltingScores,
-    PiToMe,
-    SPViT,
-    ZeroTPrune,
-)
+from attnrx_lab.tokens import ATS, DTPS, EViT, EvoViT, HaltingScores, PiToMe, SPViT, ZeroTPrune
 from attnrx_lab.tokens.pitome import energy_scores
 from attnrx_lab.tokens.scores import TokenScores
 from attnrx_lab.tokens.spot import standardized_features

@@ -156,11 +156,7 @@ class Columns:
 
 
 def open_hub(
-    hub_id: str,
-    columns: Columns,
-    folder: str | None = None,
-    revision: str | None = None,
-    ignored: Sequence[str] = (),
+    hub_id: str, columns: Columns, folder: str | None = None, revision: str | None = None, ignored: Sequence[str] = ()
 ) -> Opened:
     """Downloads a dataset, or finds it in the hub's own cache, and reads the labels.
 

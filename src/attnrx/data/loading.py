@@ -98,9 +98,7 @@ DATASETS: dict[str, DatasetCard] = {
         hub_id="uoft-cs/cifar100",
     ),
     "food101": DatasetCard(
-        geometry=ImageGeometry.of_size(224, 3, "photo"),
-        normalization=IMAGENET,
-        hub_id="ethz/food101",
+        geometry=ImageGeometry.of_size(224, 3, "photo"), normalization=IMAGENET, hub_id="ethz/food101"
     ),
     "tiny_imagenet": DatasetCard(
         geometry=ImageGeometry.of_size(64, 3, "fill"),

@@ -33,11 +33,7 @@ FINDING = fields.Record(
     }
 )
 RECORD = fields.Record(
-    {
-        "outcome": fields.Choice(OUTCOMES),
-        "about": fields.JSON_OBJECT,
-        "findings": fields.Items(FINDING),
-    }
+    {"outcome": fields.Choice(OUTCOMES), "about": fields.JSON_OBJECT, "findings": fields.Items(FINDING)}
 )
 
 

@@ -123,10 +123,10 @@ def whole(least: int, most: int = 2**31 - 1) -> Kind:
     def accepts(value: Any) -> bool:
         return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
-    def too_large(value: Any) -> str:
+    def explain(value: Any) -> str:  # where `expected` does not state the limit
         return f", at most {most}." if not ending and isinstance(value, Integral) and int(value) > most else ""
 
-    return Kind(expected, accepts, lambda value, name: int(value), too_large)
+    return Kind(expected, accepts, lambda value, name: int(value), explain)
 
 
 def number(least: float, most: float = math.inf, expected: str = "", above: bool = True) -> Kind:
@@ -193,11 +193,7 @@ def each(kind: Kind, expected: str, least: int = 0, most: int = 10**9) -> Kind:
     def accepts(values: Any) -> bool:
         return isinstance(values, list | tuple) and least <= len(values) <= most and all(map(kind.accepts, values))
 
-    return Kind(
-        expected,
-        accepts,
-        lambda values, name: tuple(kind.convert(value, name) for value in values),
-    )
+    return Kind(expected, accepts, lambda values, name: tuple(kind.convert(value, name) for value in values))
 
 
 def _is_text(value: Any) -> bool:
@@ -342,11 +338,4 @@ _SIMPLE: Mapping[Any, Kind] = {
 }
 
 # The kinds of arguments that have one meaning everywhere.
-NAMED = {
-    "batch": BATCH,
-    "batch_size": BATCH,
-    "device": DEVICE,
-    "log": CALLBACK,
-    "seed": SEED,
-    "threads": THREADS,
-}
+NAMED = {"batch": BATCH, "batch_size": BATCH, "device": DEVICE, "log": CALLBACK, "seed": SEED, "threads": THREADS}

@@ -158,7 +158,11 @@ def replacing_folder(folder: Path | str, parts: Parts, last: str) -> Iterator[Pa
                 if target.exists():
                     _carry_others(target, temporary, replaced)
                 swap_folders(temporary, target)
-                _carry_late(temporary, target, replaced)
+                # What others added to the old folder since; after a rename in place of an exchange there is none.
+                with suppress(OSError):
+                    for each in temporary.iterdir():
+                        if each.name not in replaced and not os.path.lexists(target / each.name):
+                            each.rename(target / each.name)
     except OSError as error:
         raise CheckpointError(
             f"cannot write {folder}: {error.strerror or error}. Free some space or choose another place."
@@ -289,14 +293,6 @@ def _carry_others(target: Path, temporary: Path, replaced: Collection[str]) -> N
 
     # Hard links: files that are kept take no time and no space, whatever their size.
     shutil.copytree(target, temporary, symlinks=True, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
-
-
-def _carry_late(old: Path, target: Path, replaced: Collection[str]) -> None:
-    """Moves what others added to the old folder after `_carry_others` had read it."""
-    with suppress(OSError):  # it was renamed, not exchanged
-        for each in old.iterdir():
-            if each.name not in replaced and not os.path.lexists(target / each.name):
-                each.rename(target / each.name)
 
 
 def _link(source: str, target: str) -> None:

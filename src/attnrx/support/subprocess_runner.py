@@ -149,10 +149,7 @@ def shared_subprocess() -> Iterator[Subprocess]:
 
 
 def run_in_subprocess(
-    function: Callable[..., Value],
-    *arguments: Any,
-    in_subprocess: bool = True,
-    on_line: Callable[[str], None] = print,
+    function: Callable[..., Value], *arguments: Any, in_subprocess: bool = True, on_line: Callable[[str], None] = print
 ) -> Value:
     """Calls a module-level function in another process, as `Subprocess.calls` does, and returns its value; in this one
     with `in_subprocess=False`.

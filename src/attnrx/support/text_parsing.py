@@ -144,10 +144,7 @@ class TextReader:
         start = len(self.text) - len(rest)
         # A number must not be followed by a letter or a dot, so that 0.5x or 1.2.3 are errors and not two tokens. A
         # sign is read as part of a number.
-        match = re.match(
-            rf"(?P<number>{NUMBER}%?)(?![\w.])|(?P<name>{NAME})|(?P<sign>[{re.escape(self.signs)}])",
-            rest,
-        )
+        match = re.match(rf"(?P<number>{NUMBER}%?)(?![\w.])|(?P<name>{NAME})|(?P<sign>[{re.escape(self.signs)}])", rest)
         if match is None or match.lastgroup is None:
             raise self.problem(start, f"{rest.split()[0]!r} cannot be read")
         kind, text = match.lastgroup, match[0]

@@ -7,11 +7,7 @@ from attnrx.training.config import TrainingConfig
 if TYPE_CHECKING:
     from attnrx.training.trainer import TrainingRun, train
 
-__all__ = [
-    "TrainingConfig",
-    "TrainingRun",
-    "train",
-]
+__all__ = ["TrainingConfig", "TrainingRun", "train"]
 
 
 def __getattr__(name: str) -> Any:

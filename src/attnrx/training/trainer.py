@@ -70,14 +70,7 @@ class TrainingRun:
 
 
 @checked()
-def train(
-    model: nn.Module,
-    data: Any,
-    config: TrainingConfig,
-    folder: Path | str,
-    *,
-    log: Log = no_log,
-) -> TrainingRun:
+def train(model: nn.Module, data: Any, config: TrainingConfig, folder: Path | str, *, log: Log = no_log) -> TrainingRun:
     """Trains the model in place and writes the saved model, training.json, history.jsonl and checkpoints to `folder`.
 
     An interrupted or killed run resumes from its last checkpoint when it is called again; on a CPU the result is

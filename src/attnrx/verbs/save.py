@@ -28,11 +28,7 @@ OWNER_NAME = Kind("OWNER/NAME, e.g. 'me/slim'", lambda text: bool(re.fullmatch(r
 @checked()
 @verb
 def save(
-    model: nn.Module,
-    folder: Path | str,
-    *,
-    prescription: Prescription | None = None,
-    evidence: Evidence | None = None,
+    model: nn.Module, folder: Path | str, *, prescription: Prescription | None = None, evidence: Evidence | None = None
 ) -> Path:
     """Writes a folder that `load` reads: weights, config.json, the prescription, the evidence and a model card.
 

@@ -25,17 +25,7 @@ from attnrx.change.realization.decoding import fit_decoder, map_share, smaller_d
 from attnrx.change.realization.distillation import HELD_OUT, Distill
 from attnrx.change.realization.realizing import Fit, fits_record
 from attnrx.change.realization.repair import Repair
-from attnrx.data import (
-    Columns,
-    FixedImages,
-    ImageData,
-    ImageSet,
-    Parts,
-    Splits,
-    load_data,
-    require_labels,
-    three_parts,
-)
+from attnrx.data import Columns, FixedImages, ImageData, ImageSet, Parts, Splits, load_data, require_labels, three_parts
 from attnrx.data.fixed_images import ONE_DRAW
 from attnrx.data.model_data import ModelBatches, adapt_preprocessing, num_classes, splits_for
 from attnrx.decide.diagnosing import diagnose

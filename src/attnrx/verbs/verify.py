@@ -17,14 +17,7 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.nouns.evidence import judged as judged_finding
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.checks import (
-    Check,
-    Comparison,
-    parse_checks,
-    possible_checks,
-    require_possible,
-    standard_checks,
-)
+from attnrx.show.checks import Check, Comparison, parse_checks, possible_checks, require_possible, standard_checks
 from attnrx.show.checks.check import chance_notes
 from attnrx.show.checks.outputs import Metric as MetricCheck
 from attnrx.show.checks.statistics import Estimate

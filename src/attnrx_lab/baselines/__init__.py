@@ -5,11 +5,7 @@ from collections.abc import Mapping
 from attnrx_lab.baselines.compressor import ModelCompressor, PrescribedBaseline
 from attnrx_lab.baselines.corp import CorpBaseline
 from attnrx_lab.baselines.diffrate import DiffRateBaseline
-from attnrx_lab.baselines.factoring import (
-    FACTORS,
-    FactoringBaseline,
-    MapStatistics,
-)
+from attnrx_lab.baselines.factoring import FACTORS, FactoringBaseline, MapStatistics
 from attnrx_lab.baselines.gates import GatedBaseline, GatedModel, prescribe_gates
 from attnrx_lab.baselines.snapvit import SnapVitBaseline
 from attnrx_lab.baselines.torch_pruning import TorchPruningBaseline

@@ -102,10 +102,7 @@ class SnapVitBaseline(PrescribedBaseline):
                 structures += [
                     Structure(value / count, layer, is_head, number, count) for number, (value, count) in pairs
                 ]
-        return sorted(
-            structures,
-            key=lambda each: (each.importance, each.layer, each.is_head, each.number),
-        )
+        return sorted(structures, key=lambda each: (each.importance, each.layer, each.is_head, each.number))
 
     @cached_property
     def importance(self) -> list[tuple[Float[Tensor, "heads"], Float[Tensor, "units"]]]:

@@ -145,11 +145,7 @@ def _images(bench: MethodBench, batch: int) -> Tensor:
 
 
 def compare_speeds(
-    bench: MethodBench,
-    methods: Sequence[Method],
-    rates: Rates,
-    log: Log = no_log,
-    out: Path | str | None = None,
+    bench: MethodBench, methods: Sequence[Method], rates: Rates, log: Log = no_log, out: Path | str | None = None
 ) -> Speeds:
     """Makes every method at every share, or at equal MACs, and times them in turns with the reference implementation.
 

@@ -10,14 +10,7 @@ from attnrx_lab.decompositions.block_term import (
     nonnegative_units,
     ownership_penalty,
 )
-from attnrx_lab.decompositions.canonical import (
-    Canonical,
-    als,
-    cpd_epc,
-    epc,
-    least_sensitivity,
-    water_filled,
-)
+from attnrx_lab.decompositions.canonical import Canonical, als, cpd_epc, epc, least_sensitivity, water_filled
 from attnrx_lab.decompositions.factored import FactoredTensor
 
 __all__ = [

@@ -4,12 +4,4 @@ from attnrx_lab.papers.experiment import Experiment, Run
 from attnrx_lab.papers.reproduce import load_recipe, recipe_names, reproduce
 from attnrx_lab.papers.table import ReproducedTable, make_table
 
-__all__ = [
-    "Experiment",
-    "ReproducedTable",
-    "Run",
-    "load_recipe",
-    "make_table",
-    "recipe_names",
-    "reproduce",
-]
+__all__ = ["Experiment", "ReproducedTable", "Run", "load_recipe", "make_table", "recipe_names", "reproduce"]

@@ -50,14 +50,7 @@ VIT_TINY = IrrattExperiment(
 )
 # The same on a small model, which is trained here: minutes of one CPU core for every seed.
 CLUTTER = IrrattExperiment(
-    "cluttered_digits",
-    None,
-    CLUTTERED,
-    SMALL_METHODS,
-    epochs=2,
-    batch_size=64,
-    learning_rate=5e-4,
-    ema=None,
+    "cluttered_digits", None, CLUTTERED, SMALL_METHODS, epochs=2, batch_size=64, learning_rate=5e-4, ema=None
 )
 SEEDS = (0,)  # the paper trained every model once
 
@@ -101,11 +94,7 @@ def label(method: IrrattMethod, directions: int) -> str:
 FIGURE_2, FIGURE_3 = 96 / SMALL, 168 / BASE
 FUSIONS = {
     name: FusionExperiment(name, MODELS[name], shares)
-    for name, shares in {
-        "deit_small": (FIGURE_2,),
-        "deit_base": (FIGURE_3,),
-        "vit_tiny": (FIGURE_2, FIGURE_3),
-    }.items()
+    for name, shares in {"deit_small": (FIGURE_2,), "deit_base": (FIGURE_3,), "vit_tiny": (FIGURE_2, FIGURE_3)}.items()
 }
 
 PLACE_COLUMNS = tuple(

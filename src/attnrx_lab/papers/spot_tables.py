@@ -174,13 +174,7 @@ LAST: tuple[Line, ...] = (
     ("class attention, not fine-tuned", untrained(CLASS_ATTENTION)),
     ("ToMe, not fine-tuned", TokenMethod("tome", "tome", trained=False)),
 )
-OWN = (
-    *FIRST,
-    (HALTING, HALTING_SCORES),
-    ("EViT", EVIT),
-    ("Zero-TPrune", ZERO_TPRUNE),
-    *LAST,
-)
+OWN = (*FIRST, (HALTING, HALTING_SCORES), ("EViT", EVIT), ("Zero-TPrune", ZERO_TPRUNE), *LAST)
 
 # SPOT, Figures 4 and 5.
 RATIOS = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -268,8 +262,7 @@ RECIPES = {
         "3",
         f"{NOT_STATED}, and the training of the methods that SPOT is combined with",
         lines_by_subject(
-            (*SOFT, ("class attention, the rest packaged (EViT)", EVIT), *CONTROLS),
-            ("deit_tiny", *ABLATED),
+            (*SOFT, ("class attention, the rest packaged (EViT)", EVIT), *CONTROLS), ("deit_tiny", *ABLATED)
         ),
     ),
     "table7": spot_recipe(

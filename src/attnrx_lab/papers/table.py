@@ -143,10 +143,7 @@ class ReproducedTable:
 
 
 def make_table(
-    recipe: Recipe,
-    runs: Sequence[Run],
-    deviations: Mapping[str, Sequence[str]] | None = None,
-    same_shapes: bool = True,
+    recipe: Recipe, runs: Sequence[Run], deviations: Mapping[str, Sequence[str]] | None = None, same_shapes: bool = True
 ) -> ReproducedTable:
     """Fills a recipe's table from finished runs; rows of scenarios without runs are skipped.
 
@@ -218,12 +215,7 @@ def _measures(runs: Sequence[Run], row: Row, column: Column) -> list[tuple[int, 
 
 
 def _cell(
-    values: Sequence[float],
-    interval: Estimate | None,
-    row: Row,
-    column: Column,
-    recipe: Recipe,
-    at_protocol: bool,
+    values: Sequence[float], interval: Estimate | None, row: Row, column: Column, recipe: Recipe, at_protocol: bool
 ) -> Cell:
     """Averages the seeds, and predicts the 95 % interval for the mean of the paper's seeds, drawn as ours were."""
     mean, deviation = fmean(values), stdev(values) if len(values) > 1 else None

@@ -117,10 +117,7 @@ class SharedRank(Rule):
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
-    kinds: ClassVar[Mapping[str, Kind]] = {
-        "form": one_of(*FORMS),
-        "joint": one_of(*JOINT_METRICS),
-    }
+    kinds: ClassVar[Mapping[str, Kind]] = {"form": one_of(*FORMS), "joint": one_of(*JOINT_METRICS)}
 
     rank: int | float
     form: str = "epc"

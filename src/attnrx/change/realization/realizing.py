@@ -146,11 +146,7 @@ def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images:
 
 
 def _realized(
-    model: nn.Module,
-    prescription: Prescription,
-    layers: Sequence[LayerPrescription],
-    by: str,
-    norms: str,
+    model: nn.Module, prescription: Prescription, layers: Sequence[LayerPrescription], by: str, norms: str
 ) -> nn.Module:
     changed = copy_module(model)
     family = family_of(changed)

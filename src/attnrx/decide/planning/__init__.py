@@ -6,13 +6,4 @@ from attnrx.decide.planning.planner import plan, plan_sharing
 from attnrx.decide.planning.space import AXES
 from attnrx.nouns.plan import Plan, PredictedQuantity
 
-__all__ = [
-    "AXES",
-    "Plan",
-    "PlanSettings",
-    "PredictedQuantity",
-    "Target",
-    "plan",
-    "plan_sharing",
-    "prescribed_costs",
-]
+__all__ = ["AXES", "Plan", "PlanSettings", "PredictedQuantity", "Target", "plan", "plan_sharing", "prescribed_costs"]

@@ -173,12 +173,7 @@ class Planner:
     """
 
     def __init__(
-        self,
-        space: Space,
-        settings: PlanSettings,
-        minimized: str,
-        images: ImageSet,
-        reference: nn.Module | None = None,
+        self, space: Space, settings: PlanSettings, minimized: str, images: ImageSet, reference: nn.Module | None = None
     ):
         self.space, self.settings, self.minimized, self.log = space, settings, minimized, settings.log
         self.reference, self.images = reference or space.model, images

@@ -73,9 +73,7 @@ class MapSamples:
 
 
 def sample_maps(
-    models: Mapping[str, nn.Module],
-    images: Float[Tensor, "images channels height width"],
-    labels: tuple[str, ...] = (),
+    models: Mapping[str, nn.Module], images: Float[Tensor, "images channels height width"], labels: tuple[str, ...] = ()
 ) -> MapSamples | None:
     """Returns the first maps among the outputs of models for a few images; None for outputs without any.
 
@@ -101,9 +99,7 @@ def sample_maps(
 
 
 def sample_tokens(
-    model: nn.Module,
-    images: Float[Tensor, "images channels height width"],
-    labels: tuple[str, ...] = (),
+    model: nn.Module, images: Float[Tensor, "images channels height width"], labels: tuple[str, ...] = ()
 ) -> TokenSamples:
     """Runs a model with token reduction on a few images, and returns the patches that are kept at every stage.
 

@@ -530,10 +530,7 @@ class AttentionCapture(Backend):
         return output.contiguous() if factors.bias is not None and torch.compiler.is_exporting() else output
 
     def pass_on(
-        self,
-        attention: Float[Tensor, "batch heads queries tokens"] | None,
-        factors: ScoreFactors,
-        value: ValueBatch,
+        self, attention: Float[Tensor, "batch heads queries tokens"] | None, factors: ScoreFactors, value: ValueBatch
     ) -> None:
         """Passes the requested quantities to `receive`; the first row of the attention is that of the class token."""
         quantities = {} if attention is None else {"attention": attention, "class_attention": attention[:, :, 0]}

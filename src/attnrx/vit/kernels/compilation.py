@@ -64,8 +64,11 @@ def native_library() -> ctypes.CDLL | None:
         with suppress(OSError):  # absent, or PyTorch has another OpenMP than the library was compiled for
             return _declared(ctypes.CDLL(str(shipped_library(name))))
     try:
-        compiler = cpp_compiler()
-        return _built(compiler) if compiler else None
+        if not (compiler := cpp_compiler()):
+            return None
+        with suppress(_CompilerFailed):  # without OpenMP there is one thread
+            return _built_by([*compiler, *FLAGS, *NATIVE, THREADS])
+        return _built_by([*compiler, *FLAGS, *NATIVE])
     except (OSError, AttnrxError) as error:
         warnings.warn(
             f"PyTorch's attention runs in place of the C++ kernel: {str(error).strip()} Set {BUILD}=0 to silence this.",
@@ -145,13 +148,6 @@ def cpp_compiler() -> list[str]:
     if path is None:
         raise InvalidInput(f"CXX={variable!r} names no program on the path; set CXX to a C++ compiler.")
     return [path, *words[1:]]
-
-
-def _built(compiler: list[str]) -> ctypes.CDLL:
-    try:
-        return _built_by([*compiler, *FLAGS, *NATIVE, THREADS])
-    except _CompilerFailed:  # without OpenMP there is one thread
-        return _built_by([*compiler, *FLAGS, *NATIVE])
 
 
 def _built_by(command: list[str]) -> ctypes.CDLL:

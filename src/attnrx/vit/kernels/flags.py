@@ -12,10 +12,7 @@ THREADS = "-fopenmp"
 # Per processor, the libraries of a wheel and their instructions: those that torch.backends.cpu.get_cpu_capability()
 # tests for, by its names. AArch64 has one, because every such processor has NEON.
 SHIPPED = {
-    "x86_64": {
-        "avx2": ("-mavx2", "-mfma"),
-        "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
-    },
+    "x86_64": {"avx2": ("-mavx2", "-mfma"), "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")},
     "aarch64": {"default": ()},
 }
 

@@ -113,11 +113,7 @@ def native_maps(
 
 
 def described_maps(
-    inputs: int,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    gelus: Sequence[bool],
-    joined: bool = False,
+    inputs: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None], gelus: Sequence[bool], joined: bool = False
 ) -> tuple[list[NativeMap], list[Tensor]]:
     """Returns what the kernel reads of maps of `inputs` features, and the tensors that must live during the call.
 

@@ -19,14 +19,7 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.maps import LINEAR_MAPS
-from attnrx.vit.models.adopted import (
-    Adapter,
-    Adopted,
-    LastLayer,
-    Origin,
-    PlainAttention,
-    attention_from_projections,
-)
+from attnrx.vit.models.adopted import Adapter, Adopted, LastLayer, Origin, PlainAttention, attention_from_projections
 from attnrx.vit.models.adoption_proof import (
     LAYERS,
     build_part,

@@ -16,17 +16,7 @@ from torch import nn
 from attnrx.support.arguments import described
 from attnrx.support.atomic_writes import Parts, parts_by, replacing_folder, require_absent, restore
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.support.records import (
-    JSON_OBJECT,
-    MAX_HEADS,
-    Bounded,
-    Choice,
-    Integer,
-    Optional,
-    Record,
-    Text,
-    validated,
-)
+from attnrx.support.records import JSON_OBJECT, MAX_HEADS, Bounded, Choice, Integer, Optional, Record, Text, validated
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import (
     SEAL,

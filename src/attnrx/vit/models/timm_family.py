@@ -34,10 +34,7 @@ INNER_NORM_PATHS = {"query_norm": "q_norm", "key_norm": "k_norm", "output_norm":
 LAYER_MODULES, LAYER = ("torch.nn", "timm.layers"), "layer class"
 CLASSIFIERS = ("head", "head_dist")
 FUSED, SEPARATE = ("qkv", "proj"), ("q_proj", "k_proj", "v_proj", "proj")
-GATED = {
-    "SwiGLU": ("mlp.fc1_x", "mlp.fc1_g", "mlp.fc2"),
-    "GluMlp": ("mlp.fc1.first", "mlp.fc1.second", "mlp.fc2"),
-}
+GATED = {"SwiGLU": ("mlp.fc1_x", "mlp.fc1_g", "mlp.fc2"), "GluMlp": ("mlp.fc1.first", "mlp.fc1.second", "mlp.fc2")}
 # Arguments of timm's factory that read files or access the hub.
 FACTORY_ARGUMENTS = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay"}
 
