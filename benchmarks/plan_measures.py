@@ -20,9 +20,8 @@ import attnrx as rx
 from attnrx.cli.options import add_data, add_model, model_argument, splits_argument
 from attnrx.decide.planning.allocation import Frontier
 from attnrx.decide.planning.cost_table import exact_cost_table
-from attnrx.decide.planning.plan_settings import PlanSettings
 from attnrx.decide.planning.sensitivity import Answers, measure_sensitivities
-from attnrx.decide.planning.space import Choices, Space
+from attnrx.decide.planning.space import Choices, PlanSettings, Space
 from attnrx.vit.tokens import parse_reducer
 
 Measured = Mapping[str, torch.Tensor]

@@ -15,8 +15,7 @@ from dataclasses import replace
 import attnrx as rx
 from attnrx.cli.options import add_data, add_model, model_argument, splits_argument
 from attnrx.decide.planning.measured_costs import ROUND_FACTOR, PlanTimer
-from attnrx.decide.planning.plan_settings import PlanSettings
-from attnrx.decide.planning.space import Choices, Space
+from attnrx.decide.planning.space import Choices, PlanSettings, Space
 from attnrx.support.tables import markdown_table
 from attnrx.vit.costs import Conditions
 

@@ -22,7 +22,7 @@ from attnrx.cli.options import add_data, add_model, model_argument, option, spli
 from attnrx.data import FixedImages, ImageSet, three_parts
 from attnrx.data.fixed_images import content_hashes, read_once
 from attnrx.data.images import RowImages
-from attnrx.decide.planning.plan_settings import EFFORTS
+from attnrx.decide.planning.space import EFFORTS
 from attnrx.show.checks.statistics import mean_estimate
 from attnrx.verbs.shrink import DIAGNOSIS_IMAGES, FITS_BY_EFFORT, PREDICTION_IMAGES
 

@@ -19,10 +19,9 @@ from attnrx.data import ImageSet
 from attnrx.decide.planning import PlanSettings, PredictedQuantity, Target, plan
 from attnrx.decide.planning.allocation import Frontier
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
-from attnrx.decide.planning.plan_settings import EFFORTS
 from attnrx.decide.planning.planner import Planner, varied
 from attnrx.decide.planning.sensitivity import Answers, Sensitivities, measure_sensitivities, resumed
-from attnrx.decide.planning.space import RANKS, Choices, Space
+from attnrx.decide.planning.space import EFFORTS, RANKS, Choices, Space
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Finding
 from attnrx.nouns.plan import limits_of

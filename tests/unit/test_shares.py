@@ -5,7 +5,7 @@ from argparse import ArgumentTypeError
 import pytest
 
 from attnrx.cli.options import parse_losses
-from attnrx.decide.planning.plan_settings import Target
+from attnrx.decide.planning.space import Target
 from attnrx.decide.rules import parse_rule
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.tokens import parse_policy

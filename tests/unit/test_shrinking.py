@@ -18,7 +18,7 @@ from attnrx.change.realization.distillation import Distill
 from attnrx.data import three_parts
 from attnrx.data.model_data import splits_for
 from attnrx.decide.planning import Plan, Target
-from attnrx.decide.planning.plan_settings import target_of
+from attnrx.decide.planning.space import target_of
 from attnrx.show.checks import Costs
 from attnrx.show.reports import summary_of
 from attnrx.support.errors import DataError, InvalidInput

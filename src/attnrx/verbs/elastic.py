@@ -13,7 +13,7 @@ from attnrx.data import Columns, ImageData, Splits
 from attnrx.data.model_data import ModelBatches
 from attnrx.decide.planning import PlanSettings, Target
 from attnrx.decide.planning.measured_costs import final_protocol
-from attnrx.decide.planning.plan_settings import target_of
+from attnrx.decide.planning.space import target_of
 from attnrx.nouns.elastic import INDEX, KIND, ORIGINAL, Elastic, Size
 from attnrx.nouns.evidence import Evidence
 from attnrx.support.arguments import FASTER, checked, each

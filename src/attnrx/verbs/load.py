@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attnrx.change.exporting import Format, is_exported, load_exported
 from attnrx.data import Columns
 from attnrx.data.loading import SIDES, locate
-from attnrx.decide.planning.plan_settings import DROP, Target, target_of
+from attnrx.decide.planning.space import DROP, Target, target_of
 from attnrx.nouns.elastic import Elastic, Size, is_elastic
 from attnrx.support.arguments import (
     FASTER,

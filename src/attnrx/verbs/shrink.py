@@ -31,8 +31,8 @@ from attnrx.data.model_data import ModelBatches, adapt_preprocessing, num_classe
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import Plan, PlanSettings, Target, plan_sharing
 from attnrx.decide.planning.measured_costs import file_speeds, final_protocol, rounds_of
-from attnrx.decide.planning.plan_settings import DROP, target_of
 from attnrx.decide.planning.planner import Planner
+from attnrx.decide.planning.space import DROP, target_of
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import KIND as EVIDENCE
 from attnrx.nouns.evidence import Evidence

@@ -1,4 +1,4 @@
-"""The static shape of one attention layer: plain data from which a layer is built, costed and reloaded."""
+"""The static shape of one attention layer, plain data from which it is built, costed and reloaded; and its spectrum."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,8 @@
 """Planning: allocates one budget to ranks and tokens."""
 
 from attnrx.decide.planning.cost_table import prescribed_costs
-from attnrx.decide.planning.plan_settings import PlanSettings, Target
 from attnrx.decide.planning.planner import plan, plan_sharing
-from attnrx.decide.planning.space import AXES
+from attnrx.decide.planning.space import AXES, PlanSettings, Target
 from attnrx.nouns.plan import Plan, PredictedQuantity
 
 __all__ = ["AXES", "Plan", "PlanSettings", "PredictedQuantity", "Target", "plan", "plan_sharing", "prescribed_costs"]

@@ -21,8 +21,7 @@ from attnrx.change.exporting import ExportSubject, Format, Runtime, precision_fo
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.planning.cost_table import CostTable, corrected, never_slower
-from attnrx.decide.planning.plan_settings import PlanSettings
-from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
+from attnrx.decide.planning.space import RANKS, TOKENS, Choices, PlanSettings, Space
 from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.hardware import cache_folder, device_name, may_measure
 from attnrx.support.modules import copy_module

@@ -21,9 +21,8 @@ from attnrx.data.model_data import images_for
 from attnrx.decide.planning.allocation import Frontier, Step, require_reachable
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import PlanTimer
-from attnrx.decide.planning.plan_settings import DROP, PlanSettings, Target
 from attnrx.decide.planning.sensitivity import Answers, Deviation, Sensitivities, measure_sensitivities
-from attnrx.decide.planning.space import AXES, TOKENS, Choices, Space
+from attnrx.decide.planning.space import AXES, DROP, TOKENS, Choices, PlanSettings, Space, Target
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.plan import Plan, PredictedQuantity, limits_of
 from attnrx.support.arguments import checked, instance

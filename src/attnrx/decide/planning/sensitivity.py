@@ -17,8 +17,7 @@ from attnrx.change.predictions import Predictions, outputs_of, stored
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet, require_labelled, require_labels
 from attnrx.data.images import UNLABELLED
-from attnrx.decide.planning.plan_settings import PlanSettings
-from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
+from attnrx.decide.planning.space import RANKS, TOKENS, Choices, PlanSettings, Space
 from attnrx.support.errors import DataError
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Int, Tensor

@@ -1,5 +1,5 @@
 """The interface of a rule, what rules read of a diagnosis and decide by masks, rules that keep directions by their
-strength, and the combinations of rules.
+strength, the combinations of rules, and rules by name and as text.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""A model of another library whose attention was replaced by attnrx attention."""
+"""A model of another library whose attention was replaced by attnrx attention, and its forward pass in chunks."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
