@@ -220,6 +220,7 @@ def test_the_frontier_measures_every_method_once(tmp_path: Path, monkeypatch: py
     data = write_folder(tmp_path / "images", {"train": 24, "validation": 12, "test": 12})
     model = build_model("timm:vit_tiny_patch16_224", depth=10, embed_dim=48, img_size=32, patch_size=8, num_classes=3)
     folder = save_model(tmp_path / "model", model)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))  # it imports another file there
     module = runpy.run_path(str(BENCHMARKS / "frontier.py"))
     names = module["main"].__globals__
     small = {"BATCHES": (1, 2), "THREADS": (1,), "CHART_BATCH": 2, "CALIBRATION": 8, "DIAGNOSED": 4, "SHARES": (0.8,)}

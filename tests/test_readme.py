@@ -195,7 +195,12 @@ def test_every_command_is_accepted_as_it_is_written(page: str) -> None:
 
 
 # What is downloaded, and what is local in its place; no other word of a command is replaced.
-REPLACED = {"timm:vit_tiny_patch16_224": "vit", "cifar10": "images.parquet", "imagenette": "images.parquet"}
+REPLACED = {
+    "timm:vit_tiny_patch16_224": "vit",
+    "cifar10": "images.parquet",
+    "imagenette": "images.parquet",
+    "photos": "images.parquet",  # of the user
+}
 # Options behind those of the page, where it would take hours.
 SHORT = {"train": ("--epochs", "1"), "reproduce": ("--tiny", "--seeds", "7")}
 BUSY = "Measure on an idle machine"  # the answer to a promised speed where other programs run

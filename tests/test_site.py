@@ -19,11 +19,12 @@ from attnrx.cli.commands import command_names, find_command
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
+# Copies: other tests import testbeds, which register parts of their own.
 REGISTRIES = {
-    "rules": rx.rules.known_rules(),
-    "checks": rx.checks.all_checks(),
-    "tokens": rx.tokens.known_reducers(),
-    "diagnostics": rx.diagnostics.DIAGNOSTICS,
+    "rules": dict(rx.rules.known_rules()),
+    "checks": dict(rx.checks.all_checks()),
+    "tokens": dict(rx.tokens.known_reducers()),
+    "diagnostics": dict(rx.diagnostics.DIAGNOSTICS),
 }
 
 

@@ -478,7 +478,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         "elastic(macs=0.5): give budgets",
     ),
     "verify a path": (lambda: verify(reference="runs/cifar10"), "'runs/cifar10' is not a folder"),
-    "verify by a name": (lambda: verify(checks=["accuracy"]), "the check 'accuracy': give instances"),
+    "verify by a name": (lambda: verify(checks=["accuracy"]), "the checks ['accuracy']: give instances"),
     "verify by another prescription": (lambda: verify(prescription=other_prescription()), "was made for the model"),
     "agreement": (lambda: rx.checks.Fidelity(least_agreement=101.0), "least_agreement=101.0): give a share"),
     "half an epoch": (lambda: rx.TrainingConfig(epochs=1.5), "(epochs=1.5): give a positive whole number"),  # type: ignore[arg-type]
