@@ -639,7 +639,6 @@ _CORE: dict[str, tuple[Callable[[Parser], None], Callable[[Namespace, Log], Outc
 }
 
 
-@cache
 def command_names() -> tuple[str, ...]:
     """Returns the names of all commands, those of other packages last."""
     # Sorted, because the order of entry points depends on how the packages were installed. No other package replaces a
@@ -655,5 +654,6 @@ def find_command(name: str) -> Command:
     return Command(name, module.SUMMARY, module.EXAMPLE, module.add, module.run)
 
 
+@cache
 def _plugins() -> Mapping[str, str]:
     return {entry.name: entry.value for entry in entry_points(group="attnrx.commands")}

@@ -35,7 +35,7 @@ from attnrx.support.modules import containing, copy_module, outermost, random_im
 from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.models.adopted import Adopted, Origin, image_shape
-from attnrx.vit.models.adopted_family import AdoptedFamily, num_params
+from attnrx.vit.models.adopted_family import AdoptedFamily, num_params, unsaved_buffers
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
 from attnrx.vit.models.parts import ModelParts, Refusal, last_linear, model_name, require_parts
 from attnrx.vit.models.units import UnitsFamily, unmixed
@@ -185,7 +185,14 @@ class ModuleFamily(AdoptedFamily):
         reader: Reader = from_dict(arguments["reader"], (Reader,), "reader")
         factory = self.factory or imported_class(architecture)
         needed = "import it first, or give a function that creates it, attnrx.load(folder, factory=...)"
-        return _with_reader(created_by(factory, architecture, needed, reader.arguments), reader, factory)
+        model = created = created_by(factory, architecture, needed, reader.arguments)
+        unsaved = [(path, name) for path, name, buffer in unsaved_buffers(model) if buffer.is_meta]
+        if unsaved:  # the module itself computes their values: it is created once more, with weights
+            with torch.device("cpu"):
+                created = created_by(factory, architecture, needed, reader.arguments)
+        for path, name in unsaved:
+            model.get_submodule(path)._buffers[name] = created.get_submodule(path)._buffers[name]
+        return _with_reader(model, reader, factory)
 
     def library_model(self, model: nn.Module) -> nn.Module:
         adopted = self._adopted(model)
@@ -237,8 +244,7 @@ def created_by(
             f"{needed}."
         )
     given = "" if arguments is None else f" with attnrx.Reader(arguments={dict(arguments)})"
-    # With values, also where a model is loaded on the meta device: the code of a module may read those of its buffers.
-    with user_code(f"the factory of {name}{given}"), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+    with user_code(f"the factory of {name}{given}"), torch.random.fork_rng(devices=[]):
         model = factory(**(arguments or {}))
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"the factory of {name} returned {described(model)}: give one that returns the model.")

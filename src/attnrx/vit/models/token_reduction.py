@@ -501,9 +501,7 @@ def compressed_state(state: TokenState, reduction: Reduction) -> TokenState:
         parts = [state.tokens[:, :prefix], reduction.tokens, *([] if extra is None else [extra])]
         tokens = torch.cat(parts, dim=1)
         sizes = torch.cat([state.sizes[:, :prefix], remaining_sizes(state, reduction)], dim=1)
-    # What the layer before the stage computed is about the tokens before it.
-    past = dict.fromkeys(("class_attention", "attention", "keys", "value_norms"))
-    return replace(state, tokens=tokens, sizes=sizes, patch_indices=indices, statistic=statistic, **past)
+    return state.after(tokens=tokens, sizes=sizes, patch_indices=indices, statistic=statistic)
 
 
 def masked_state(state: TokenState, reduction: Reduction) -> tuple[TokenState, Int[Tensor, "batch remaining"]]:
@@ -524,7 +522,7 @@ def masked_state(state: TokenState, reduction: Reduction) -> tuple[TokenState, I
     sizes = torch.zeros_like(state.sizes[:, state.prefix :]).scatter(1, targets, remaining_sizes(state, reduction))
     tokens = torch.cat([state.tokens[:, : state.prefix], patches], dim=1)
     sizes = torch.cat([state.sizes[:, : state.prefix], sizes], dim=1)
-    return replace(state, tokens=tokens, sizes=sizes, patch_indices=indices, statistic=statistic), targets
+    return state.after(tokens=tokens, sizes=sizes, patch_indices=indices, statistic=statistic), targets
 
 
 def replaced_state(state: TokenState, added: Int[Tensor, "batch added"]) -> tuple[Tensor, LayerStatistic | None]:

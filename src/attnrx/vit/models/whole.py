@@ -368,7 +368,9 @@ class WholeFamily(Family):
             create: Factory | None = partial(self._by_library, around.creation)
         else:
             create = self.factory or (imported_class(around.name) if around.by_class else None)
-        module = created_by(create, around.name, around.needed)
+        # With values, also where a model is loaded on the meta device: the code of a module may read them.
+        with torch.device("cpu"):
+            module = created_by(create, around.name, around.needed)
         module = family.recognize_(module, around.path, description)
         if around.inputs:
             vars(module)[ATTRIBUTE] = ModuleInputs(tuple(Field(*each) for each in around.inputs))

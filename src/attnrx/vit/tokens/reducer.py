@@ -3,7 +3,7 @@ keep the patches of the highest attention.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -80,6 +80,10 @@ class TokenState:
     def present_mask(self) -> Float[Tensor, "batch patches"]:
         """1 for every remaining patch, 0 for a pruned one."""
         return (self.sizes[:, self.prefix :] > 0).to(self.tokens.dtype)
+
+    def after(self, **changes: Any) -> "TokenState":
+        """Returns the state after a stage, without what the previous layer computed of the tokens before it."""
+        return replace(self, class_attention=None, attention=None, keys=None, value_norms=None, **changes)
 
 
 @dataclass(frozen=True)
