@@ -1,6 +1,5 @@
 """An elastic model: a folder with several sizes of one model, of which one is loaded for a budget."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from math import inf
@@ -9,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
-from attnrx.support.records import ANYTHING, Integer, Items, Number, Optional, Record, Text
+from attnrx.support.errors import CheckpointError, NotSupported
+from attnrx.support.records import ANYTHING, Integer, Items, Number, Optional, Record, Text, matching
 from attnrx.support.storage import read_record, write_json
 from attnrx.vit.models import family_of, load_model, model_fingerprint
 
@@ -18,19 +17,12 @@ KIND, SCHEMA = "attnrx elastic model", 1
 INDEX = "elastic.json"
 ORIGINAL = "original"
 MOST_SIZES = 1000
-NAME = re.compile(r"[A-Za-z0-9][\w.+-]{0,100}")
-
-
-def _require_name(text: str) -> None:
-    # It is joined to the folder: a separator or ".." would lead out of it.
-    if NAME.fullmatch(text) is None:
-        raise InvalidInput("it must be the name of a folder of letters, digits and . _ + -")
-
-
+# It is joined to the folder: a separator or ".." would be a path out of it.
+NAME = matching(r"[A-Za-z0-9][\w.+-]{0,100}", "the name of a folder of letters, digits and . _ + -")
 EARLIER = "reduces_tokens"  # a field of earlier versions
 SIZE = Record(
     {
-        "name": Text(parse=_require_name),
+        "name": NAME,
         "macs": Number(0.0, 2.0),
         "params": Number(0.0, 2.0),
         "latency": Optional(Number(0.0, 100.0)),

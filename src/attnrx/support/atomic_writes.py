@@ -26,6 +26,7 @@ from attnrx.support.errors import CheckpointError, InvalidInput
 # Process ids are not valid on another machine that shares the disk: only leftovers of this host are deleted.
 _HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
 _AT_FDCWD, _SWAP = -100, 2  # RENAME_EXCHANGE of Linux and RENAME_SWAP of macOS have the same value
+_SYNCHRONIZE, _ACCESS_DENIED = 0x00100000, 5  # of the interface of Windows
 # Seconds to wait for another process that replaces the same folder; an exchange takes less than one.
 LOCK_SECONDS = 60.0
 # The file system (NFS, FAT) or the kernel cannot exchange two names.
@@ -231,12 +232,17 @@ def _remove_leftovers(target: Path, folder: Path) -> None:
 
 def process_runs(number: int) -> bool:
     """Whether a process with this id runs on this machine."""
+    if sys.platform == "win32":  # os.kill would interrupt it
+        system = ctypes.WinDLL("kernel32", use_last_error=True)
+        handle = system.OpenProcess(_SYNCHRONIZE, False, number)
+        runs = system.WaitForSingleObject(handle, 0) != 0 if handle else ctypes.get_last_error() == _ACCESS_DENIED
+        system.CloseHandle(handle)
+        return runs
     try:
-        os.kill(number, 0)  # signal 0 checks without sending
+        with suppress(PermissionError):  # it runs, and belongs to another user
+            os.kill(number, 0)  # signal 0 checks without sending
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # it runs, and belongs to another user
-        return True
     return True
 
 
@@ -326,7 +332,7 @@ def exchange_names(first: Path, second: Path) -> bool:
     """
     names = os.fsencode(first), os.fsencode(second)
     # Python has no function for it, so the C library of this process is called.
-    system = ctypes.CDLL(None, use_errno=True)
+    system = None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)
     # Python audits its own renames; calls by ctypes are audited here.
     sys.audit("os.rename", str(first), str(second), -1, -1)
     if sys.platform == "linux" and hasattr(system, "renameat2"):

@@ -5,6 +5,7 @@ names file and field: `prescription.json: layers[3].heads[1].keep[0] is -1; it m
 """
 
 import dataclasses
+import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -69,6 +70,10 @@ class Text(Field):
                 self.parse(value)
             except AttnrxError as error:
                 raise Invalid(where, f"is {described(value)}: {str(error).rstrip('.')}") from error
+
+
+def matching(pattern: str, described: str) -> Field:
+    return Field(described, lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)))
 
 
 FLAG = Field("true or false", lambda value: isinstance(value, bool))

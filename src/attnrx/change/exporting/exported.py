@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +26,6 @@ KIND, SCHEMA = "attnrx exported model", 1
 SEAL = "# Written by attnrx; edited since, if this is not the hash of the lines above: {}\n"
 
 
-def _device(text: str) -> None:
-    if re.fullmatch(r"cpu|cuda(:\d{1,4})?", text) is None:
-        raise InvalidInput("it must be cpu, cuda or cuda:N.")
-
-
 def _require_file_names(files: Mapping[str, Any], where: str) -> None:
     """Checks that `files` maps plain file names to hashes as text."""
     for name, sha256 in files.items():
@@ -54,7 +48,7 @@ FACTS = fields.Record(
                 "shape": fields.Items(fields.Integer(1, 2**16), 3, 3),
                 "precision": fields.Choice(tuple(PRECISIONS)),
                 "batch": fields.Optional(fields.Integer(1, 2**31 - 1)),
-                "device": fields.Text(parse=_device),
+                "device": fields.matching(r"cpu|cuda(:\d{1,4})?", "cpu, cuda or cuda:N"),
             }
         ),
         "files": fields.Record(open=True, then=_require_file_names),
