@@ -258,7 +258,7 @@ def test_files_are_timed_beside_the_conversion_of_the_vendor(
 @pytest.mark.slow
 def test_predicted_speeds_are_compared_with_measured_ones(capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_default_dtype(torch.float32)
-    words = ["dense:digits", "--data", "digits", "--to", "eager", "--batch", "2"]
+    words = ["dense:digits", "--data", "digits", "--to", "eager", "--batch", "32"]
     assert runpy.run_path(str(BENCHMARKS / "predicted_speed.py"))["main"](words) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| eager")]
     assert len(rows) == 4 and all("x |" in row and row.endswith("% |") for row in rows)

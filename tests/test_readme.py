@@ -200,6 +200,7 @@ REPLACED = {
     "cifar10": "images.parquet",
     "imagenette": "images.parquet",
     "photos": "images.parquet",  # of the user
+    "fine_tuned.pt": "vit-of-few-layers",
 }
 # Options behind those of the page, where it would take hours.
 SHORT = {"train": ("--epochs", "1"), "reproduce": ("--tiny", "--seeds", "7")}

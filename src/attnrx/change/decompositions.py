@@ -30,6 +30,8 @@ COPY_SHARE = 1e-12
 RIDGE = 0.1
 # So many eliminated units are deleted from the tables at once.
 BLOCK = 64
+# Of 1,537 features 256 rows of a Gram at once halve its time, of 4,096 too (2026-11-28, EPYC, two threads).
+GRAM_BLOCK = 256
 # A later removal counts as more than all earlier ones, so that ties do not change the order of elimination.
 STEP = 1 + 1e-9
 # Of heads, relative to the mean variance: makes the covariance invertible where features are constant or duplicates.
@@ -146,6 +148,18 @@ def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "he
     either = energy_left.sum(-1) + energy_right.sum(-1)
     fallback = torch.where(total > 0, total, torch.where(either > 0, either, 1.0))
     return torch.where(both > 0, both, fallback)
+
+
+def gram(rows: Float[Tensor, "rows features"]) -> Float[Tensor, "features features"]:
+    """Returns rows^T rows; of wide rows on a CPU the blocks below the diagonal are copied from those above."""
+    if rows.is_cuda or rows.shape[1] < 2 * GRAM_BLOCK:
+        return rows.T @ rows
+    product = rows.new_empty(rows.shape[1], rows.shape[1])
+    for start in range(0, rows.shape[1], GRAM_BLOCK):
+        block = slice(start, start + GRAM_BLOCK)
+        part = rows[:, block].T @ rows[:, start:]
+        product[block, start:], product[start:, block] = part, part.T
+    return product
 
 
 def checked_gram(gram: Float[Tensor, "*heads d d"]) -> Float[Tensor, "*heads d d"]:

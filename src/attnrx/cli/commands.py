@@ -77,11 +77,7 @@ def _shrink_options(parser: Parser) -> None:
 
 
 def _shrink(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.verbs.load import preflight  # imports torch
-
     onnx = not arguments.no_onnx
-    formats = (rx.exporting.parse_format("onnx"),) if onnx else ()
-    preflight(folder=arguments.out, formats=formats, report=True)
     log(f"loading {arguments.model} and {arguments.data}")
     model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = options.splits_argument(model, arguments)
@@ -135,9 +131,6 @@ def _elastic_options(parser: Parser) -> None:
 
 
 def _elastic(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.verbs.load import preflight  # imports torch
-
-    preflight(folder=arguments.out, report=True)
     log(f"loading {arguments.model} and {arguments.data}")
     model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     settings = options.given_arguments(arguments, "elastic")

@@ -380,7 +380,7 @@ def chosen_images(splits: "rx.data.Splits", arguments: Namespace) -> "rx.data.Im
 
 
 def require_inputs(arguments: Namespace) -> None:
-    """Checks the dataset, columns, the class map and the format before a model is loaded.
+    """Checks the dataset, columns, the class map, formats and the folder of a result before a model is loaded.
 
     Raises:
         InvalidInput: The class map is no JSON object.
@@ -390,7 +390,9 @@ def require_inputs(arguments: Namespace) -> None:
         return
     from attnrx.verbs.load import preflight  # imports torch
 
-    preflight(formats=() if to is None else (rx.exporting.parse_format(to),))
+    texts = to, None if getattr(arguments, "no_onnx", True) else "onnx"
+    formats, has_report = [rx.exporting.parse_format(text) for text in texts if text], hasattr(arguments, "effort")
+    preflight(folder=arguments.out if has_report else None, formats=formats, report=has_report)
     if getattr(arguments, "label_map", None) is not None:
         _label_map(arguments.label_map)
     if data is not None:

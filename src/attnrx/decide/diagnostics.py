@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import torch
 
+from attnrx.change.decompositions import gram
 from attnrx.support.arguments import require_fields
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, Tensor
@@ -49,7 +50,7 @@ class CentredMoment:
         step = mean.double() - self.mean.to(mean.device)
         # The pairwise update of a centred second moment: the spread between the means of both parts.
         between = self.rows * count / (self.rows + count) * torch.outer(step, step)
-        self.value = self.value.to(mean.device) + (centred.T @ centred).double() + between
+        self.value = self.value.to(mean.device) + gram(centred).double() + between
         self.mean = self.mean.to(mean.device) + step * (count / (self.rows + count))
         self.rows += count
 

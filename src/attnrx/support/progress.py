@@ -41,7 +41,11 @@ class Phases:
             return
         self.skipped += sum(share for _, share in self.steps[self.position + 1 : found[0]])
         self.position = found[0]
-        line = f"{self}{self._left()}"
+        total = sum(share for _, share in self.steps) - self.skipped
+        share = (sum(share for _, share in self.steps[: self.position]) - self.skipped) / total
+        line = str(self)
+        if share >= KNOWN:
+            line += f"; about {duration((time.monotonic() - self.start) * (1 - share) / share)} left in all"
         # Without a callback the phases are shown as loops are.
         if getattr(self.log, "__wrapped__", self.log) is no_log:
             _write(line)
@@ -50,14 +54,6 @@ class Phases:
 
     def __str__(self) -> str:
         return f"[{self.position + 1} of {len(self.steps)}] {self.steps[self.position][0]}"
-
-    def _left(self) -> str:
-        """Returns the time that is left of the whole call, as far as it can be known."""
-        total = sum(share for _, share in self.steps) - self.skipped
-        share = (sum(share for _, share in self.steps[: self.position]) - self.skipped) / total
-        if share < KNOWN:
-            return ""
-        return f"; about {duration((time.monotonic() - self.start) * (1 - share) / share)} left in all"
 
 
 _current: ContextVar[Phases | None] = ContextVar("phases", default=None)

@@ -92,10 +92,9 @@ REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose 
 # By effort, the number of images that the weights of a realized plan are fitted to, and the fits. Within its budget of
 # multiply-accumulates a repair takes fewer images and steps.
 FITS_BY_EFFORT: Mapping[str, tuple[int, tuple[Fit, ...]]] = {
-    # A ViT-Tiny needs 2e12 for all images. A ViT-S would need 7e12 and a ViT-B 2.6e13; they have LEAST_IMAGES, and a
-    # ViT-B half of the steps. 512 images and steps on four of them take 1.6 times the CPU time for the same divergence
-    # (docs/results/plan.md, "How many images does a repair need?").
-    "quick": (256, (Repair(100, images=2, macs=5e12),)),
+    # A ViT-Tiny needs 2e12 for all images; larger models have LEAST_IMAGES and half of the steps. 512 images and steps
+    # on four of them take 1.6 times the CPU time for the same divergence (docs/results/plan.md).
+    "quick": (256, (Repair(100, images=2, macs=3.5e12),)),
     # The distillation takes 14 % of the divergence of a plan of one image for eager PyTorch, in 131 s on two threads.
     "normal": (1024, (Repair(300, macs=1e14), Distill(2))),
     # At 60 % of the parameters 0.376 nats, with 1,024 images and 300 steps 0.420 (docs/results/plan.md). The tokens of

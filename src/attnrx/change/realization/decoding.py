@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.decompositions import compensated, unit_losses
+from attnrx.change.decompositions import compensated, gram, unit_losses
 from attnrx.change.predictions import predict
 from attnrx.change.realization.distillation import HELD_OUT, descend_, improve_
 from attnrx.data import ImageSet
@@ -168,7 +168,7 @@ def _remove_(model: Whole, pair: Pair, batches: list[_Batch]) -> None:
     def add(call: ModuleCall) -> None:
         rows = units_last(second, call.tokens).flatten(0, -2)
         rows = rows[:: max(len(rows) // ROWS, 1)].double().cpu()
-        moment.add_(rows.T @ rows / len(rows))
+        moment.add_(gram(rows) / len(rows))
 
     with observing_calls((second,), add):
         for batch in batches:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.decompositions import RIDGE
+from attnrx.change.decompositions import RIDGE, gram
 from attnrx.change.realization.distillation import HELD_OUT, Fitted, descend_, improve_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
@@ -220,7 +220,11 @@ class _Block:
         # The block's own code still runs: residuals, norms, LayerScale.
         with ExitStack() as stack:
             for linear in self.maps:
-                stack.enter_context(replacing_forward(linear, partial(_zeros, linear.out_features)))
+
+                def zeros(tokens: Tensor, features: int = linear.out_features) -> Tensor:
+                    return tokens.new_zeros(()).expand(*tokens.shape[:-1], features)  # without memory
+
+                stack.enter_context(replacing_forward(linear, zeros))
             yield
 
     def run_recorded(self, tokens: Tokens, part: nn.Module) -> tuple[Tokens, list[ModuleCall]]:
@@ -292,11 +296,6 @@ def _blocks(model: nn.Module, images: ImageSet) -> Iterator[_Block]:
     arguments = dict(calls)
     for block, attention, maps in zip(blocks, family.attention(model), family.mlp(model), strict=True):
         yield _Block(block, attention, maps, *arguments[block])
-
-
-def _zeros(features: int, tokens: Tensor) -> Tensor:
-    """Returns zeros of so many features for every token, without memory."""
-    return tokens.new_zeros(()).expand(*tokens.shape[:-1], features)
 
 
 def _weight(model: nn.Module) -> nn.Parameter:
@@ -474,14 +473,15 @@ def _fit_second_(
     has_bias, size = linear.bias is not None, linear.in_features + 1
     moment = torch.zeros(size, size, dtype=torch.float64, device=inputs.device)
     joint = torch.zeros(size, linear.out_features, dtype=torch.float64, device=inputs.device)
+    root = weight.sqrt()[:, None]
     for part in fitted.split(CHUNK):
         rows = features(inputs[part])  # [images, tokens, units]
         rows = torch.cat([rows, torch.full_like(rows[..., :1], float(has_bias))], dim=-1)
         # The rest of the current map is fitted, so that the penalty is on its change.
         residuals = wanted[part] - linear(rows[..., :-1])
-        weighted = (weight[:, None] * rows).flatten(0, -2)
-        moment += (weighted.T @ rows.flatten(0, -2)).double()
-        joint += (weighted.T @ residuals.flatten(0, -2)).double()
+        rows, residuals = ((root * each).flatten(0, -2) for each in (rows, residuals))
+        moment += gram(rows).double()
+        joint += (rows.T @ residuals).double()
     total = float(weight.sum()) * len(fitted)
     moment, joint = moment / total, joint / total
     # The last column has the means, as the last feature is 1 (or 0 without a bias; the variance is then the mean

@@ -180,6 +180,7 @@ class Planner:
         self.trials: tuple[Trial, ...] = ()  # of the last search
         self._deviations: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
         self._outputs: dict[Choices, list[Tensor]] = {}  # of plans, per batch, on the first images
+        self._realized: dict[Choices, nn.Module] = {}  # of the last plan alone, which is measured on more images
         self._latencies: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.of_model`
 
     # After the cost table, by which an impossible target is known.
@@ -214,7 +215,10 @@ class Planner:
         return Frontier(self.space, self.cost_table, self.sensitivities)
 
     def realized(self, choices: Choices) -> nn.Module:
-        return realize(self.space.model, self.space.prescription(choices))
+        if choices not in self._realized:
+            self._realized.clear()
+            self._realized[choices] = realize(self.space.model, self.space.prescription(choices))
+        return self._realized[choices]
 
     def deviation(self, choices: Choices, answers: Answers) -> Deviation:
         """Returns the deviation of a plan on some of the images."""
@@ -255,6 +259,7 @@ class Planner:
         # Outputs of the original on the other images are computed after the search: they need memory only then.
         answers = Answers.of(self.reference, others, self.settings.batch_size)
         deviation = answers.measure(self.realized(choices))
+        self._realized.clear()
         about = {
             "axes": list(space.axes),
             "reducer": None if space.reducer is None else str(space.reducer),
@@ -433,9 +438,7 @@ class Planner:
         return min(steps, key=lambda step: step.sensitivity) if steps else self.frontier.near(limit, best)
 
     def tried(self, step: Step, best: Trial | None = None) -> Trial:
-        """Measures a plan: on one batch, and if it is not far worse there than the best known plan, on the images of
-        the trials.
-        """
+        """Measures a plan on one batch and, if it is not far worse than the best one, on the images of the trials."""
         few, about = self.answers.first(1), ""  # one batch
         trial = self.trial(step, few)
         least = trial if best is None else self.trial(best.step, few)

@@ -299,10 +299,6 @@ def native_block(
     return output, rows if first_rows else None
 
 
-def _block(tokens: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return KnownBlock(BlockTensors(*others[:-3]))(tokens, *others[-3:])
-
-
 def _block_fits(block: BlockTensors, width: int) -> bool:
     """Whether the kernel reads within the bounds of these tensors; the maps are checked where they are described."""
     outputs, ranks, value_dims = [weight.shape[0] for weight in block.weights], block.ranks, block.value_dims
@@ -323,10 +319,6 @@ def _outputs(tokens: TokenBatch, heads: int, outputs: int, first_rows: bool) -> 
     return tokens.new_empty(images, outputs, width), rows
 
 
-def _empty_block(tokens: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return _outputs(tokens, len(others[5]), *others[-2:])
-
-
 def _block_operations(tokens: torch.Size, *others: Any, **_: object) -> int:
     (batch, count, _width), weights, (ranks, value_dims) = tokens, others[2], others[5:7]
     products = sum(weight.numel() for weight in weights)
@@ -336,5 +328,7 @@ def _block_operations(tokens: torch.Size, *others: Any, **_: object) -> int:
 _NATIVE_BLOCK = define(
     "native_block(Tensor tokens, Tensor?[] vectors, float[] epsilons, Tensor[] weights, Tensor?[] biases, bool[] gelus,"
     " int[] ranks, int[] value_dims, float scale, Tensor? sizes, int outputs, bool first_rows) -> (Tensor, Tensor)",
-    _block, _empty_block, _block_operations,
+    lambda tokens, *others: KnownBlock(BlockTensors(*others[:-3]))(tokens, *others[-3:]),
+    lambda tokens, *others: _outputs(tokens, len(others[5]), *others[-2:]),
+    _block_operations,
 )  # fmt: skip
