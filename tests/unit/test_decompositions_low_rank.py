@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnrx.change.decompositions import activation_aware, break_even_rank, output_pca, pays
+from attnrx.change.decompositions import GRAM_BLOCK, activation_aware, break_even_rank, gram, output_pca, pays
 from attnrx.support.shapes import Tensor
 from attnrx_lab.baselines.factoring import LowRank, asvd, fwsvd, svd, svd_llm
 
@@ -148,3 +148,9 @@ def test_two_factors_pay_below_the_break_even_rank(outputs: int, inputs: int, ra
     assert break_even_rank(outputs, inputs) == pytest.approx(614.4)
     assert pays(rank, outputs, inputs) is expected
     assert (rank * (outputs + inputs) < outputs * inputs) is expected
+
+
+@pytest.mark.parametrize("features", [1, 2 * GRAM_BLOCK - 1, 2 * GRAM_BLOCK, 2 * GRAM_BLOCK + 1, 3 * GRAM_BLOCK + 5])
+def test_a_gram_by_blocks_is_the_product(features: int) -> None:
+    rows = torch.randn(7, features, dtype=torch.float64)
+    torch.testing.assert_close(gram(rows), rows.T @ rows, rtol=1e-12, atol=1e-12)

@@ -25,6 +25,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "shrink into a file": ("shrink svda:digits --data digits --macs 0.5 --out {file}/x", "is not a folder"),
     "shrink with a map": ("shrink svda:digits --data digits --macs 0.5 --label-map {file} --out {out}", "{file}"),
     "elastic without data": ("elastic svda:digits --data nix.parquet --macs 0.5 --out {out}", "at 'nix.parquet'"),
+    "elastic into a file": ("elastic svda:digits --data digits --macs 0.5 --out {file}/x", "is not a folder"),
     "compare without data": ("compare svda:digits --data nix --methods a=total_rank:0.5 --out {out}", "nix"),
     "train with other columns": ("train svda:digits --data {file} --label-column no --out {out}", "{file}"),
     "export to a format": ("export svda:digits --to onx --out {out}.onnx", "did you mean 'onnx'"),

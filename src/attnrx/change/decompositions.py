@@ -152,7 +152,7 @@ def _scale(left: Float[Tensor, "heads left_samples d"], right: Float[Tensor, "he
 
 def gram(rows: Float[Tensor, "rows features"]) -> Float[Tensor, "features features"]:
     """Returns rows^T rows; of wide rows on a CPU the blocks below the diagonal are copied from those above."""
-    if rows.is_cuda or rows.shape[1] < 2 * GRAM_BLOCK:
+    if rows.device.type != "cpu" or rows.shape[1] < 2 * GRAM_BLOCK:
         return rows.T @ rows
     product = rows.new_empty(rows.shape[1], rows.shape[1])
     for start in range(0, rows.shape[1], GRAM_BLOCK):

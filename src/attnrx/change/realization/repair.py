@@ -220,11 +220,7 @@ class _Block:
         # The block's own code still runs: residuals, norms, LayerScale.
         with ExitStack() as stack:
             for linear in self.maps:
-
-                def zeros(tokens: Tensor, features: int = linear.out_features) -> Tensor:
-                    return tokens.new_zeros(()).expand(*tokens.shape[:-1], features)  # without memory
-
-                stack.enter_context(replacing_forward(linear, zeros))
+                stack.enter_context(replacing_forward(linear, partial(_zeros, linear.out_features)))
             yield
 
     def run_recorded(self, tokens: Tokens, part: nn.Module) -> tuple[Tokens, list[ModuleCall]]:
@@ -296,6 +292,11 @@ def _blocks(model: nn.Module, images: ImageSet) -> Iterator[_Block]:
     arguments = dict(calls)
     for block, attention, maps in zip(blocks, family.attention(model), family.mlp(model), strict=True):
         yield _Block(block, attention, maps, *arguments[block])
+
+
+def _zeros(features: int, tokens: Tensor) -> Tensor:
+    """Returns zeros of so many features for every token, without memory."""
+    return tokens.new_zeros(()).expand(*tokens.shape[:-1], features)
 
 
 def _weight(model: nn.Module) -> nn.Parameter:
