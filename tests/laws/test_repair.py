@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 import attnrx as rx
 from attnrx.change.realization import repair as module
 from attnrx.change.realization.repair import Repair, repair
+from attnrx.data.model_data import images_for
 from attnrx.support.errors import InvalidInput, InvalidRule, NotSupported
 from attnrx.vit.models import family_of
 from support import cases
@@ -164,3 +166,29 @@ def test_a_budget_leaves_fewer_images_then_fewer_steps(own: tuple[nn.Module, Ten
     found = [(count, knobs.steps) for knobs, count in budgets]
     assert found == sorted(found) and found[0][0] == 128 and found[-1] == (320, 100)
     assert all(steps == 100 for count, steps in found if count > 128) and len({count for count, _ in found}) > 2
+
+
+def test_a_repair_in_bfloat16_is_as_good(own: tuple[nn.Module, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = copy.deepcopy(own[0]).float(), own[1].float()
+    small = halved(model, images)
+    exact = repair(small, model, images, FEW)
+    monkeypatch.setattr(module, "has_fast_bfloat16", lambda device: True)
+    rounded = repair(small, model, images, replace(FEW, bfloat16=True))
+    assert rounded.before == pytest.approx(exact.before, rel=0.02) and rounded.before != exact.before
+    assert rounded.after == pytest.approx(exact.after, rel=0.1)
+    assert {parameter.dtype for parameter in rounded.model.parameters()} == {torch.float32}
+    monkeypatch.setattr(module, "has_fast_bfloat16", lambda device: False)
+    assert repair(small, model, images, replace(FEW, bfloat16=True)).after == exact.after
+
+
+def test_gradients_of_large_models_are_those_of_few_images(own: tuple[nn.Module, Tensor], monkeypatch: Any) -> None:
+    model, images = own
+    sizes: list[int] = []
+    handle = model.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+    many = module.token_importance(model, images_for(model, images, "images"))
+    monkeypatch.setattr(module, "GRAPH_MACS", 4.5 * family_of(model).costs(model).macs)
+    few = module.token_importance(model, images_for(model, images, "images"))
+    handle.remove()
+    assert sizes == [16] * 4 + [4] * 16
+    for ones, others in zip(many, few, strict=True):
+        torch.testing.assert_close(others, ones, rtol=0.5, atol=0.2)  # of other draws

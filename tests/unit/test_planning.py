@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
+import attnrx as rx
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
-from attnrx.decide.planning import PlanSettings, PredictedQuantity, Target, plan
+from attnrx.data.model_data import images_for
+from attnrx.decide.planning import PlanSettings, PredictedQuantity, Target, plan, sensitivity
 from attnrx.decide.planning.allocation import Frontier
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.planner import Planner, varied
-from attnrx.decide.planning.sensitivity import Answers, Sensitivities, measure_sensitivities, resumed
+from attnrx.decide.planning.sensitivity import Answers, Sensitivities, measure_sensitivities, resumed, suits_bfloat16
 from attnrx.decide.planning.space import EFFORTS, RANKS, Choices, Space
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Finding
@@ -36,6 +38,7 @@ from attnrx.support.errors import (
     TargetMet,
     UnknownName,
 )
+from attnrx.support.progress import no_log
 from attnrx.support.storage import read_json
 from attnrx.vit.models import adopted, blocks_of, family_of, load_model, recording_calls
 from attnrx.vit.outputs import KINDS
@@ -466,3 +469,66 @@ def test_targets_as_text() -> None:
         assert Target.parse(text) == Target("latency", 0.625)
     assert Target.parse("macs=50%") == Target("macs", 0.5)
     assert Target.parse("max-drop=1").minimized == "macs" and Target.parse("1.6x").minimized == "latency"
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A model in float32 whose outputs vary between images, on a device with fast products of bfloat16."""
+    monkeypatch.setattr(sensitivity, "has_fast_bfloat16", lambda device: True)
+    model = load_model(pretrained.of_timm(pretrained.VIT)).float()
+    with torch.no_grad():
+        model.get_parameter("source.head.weight").mul_(10)
+    return model
+
+
+@pytest.fixture(scope="module")
+def photos() -> Tensor:
+    return torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0)) / 2
+
+
+def test_plans_are_compared_in_bfloat16(whole: nn.Module, photos: Tensor) -> None:
+    lines: list[str] = []
+    settings = PlanSettings(bfloat16=True, trials=4, log=lines.append)
+    diagnosis = rx.diagnose(whole, photos, moments=True)
+    found = plan(whole, diagnosis, "macs=0.7x", photos, photos / 2, settings=settings)
+    assert found.about["bfloat16"] and "compared in bfloat16" in "".join(lines)
+    slim, images = realize(whole, found.prescription), images_for(whole, photos, "images")
+    exact, rounded = (Answers.of(whole, images, 8, bfloat16) for bfloat16 in (False, True))
+    assert rounded.first(8).bfloat16 and not exact.bfloat16 and rounded.measure(whole).mean == 0
+    rounding, divergence = replace(exact, bfloat16=True).measure(whole).mean, exact.measure(slim).mean
+    assert 0 < rounding < 0.1 * divergence
+    assert rounded.measure(slim).mean == pytest.approx(divergence, abs=5 * rounding)
+    # Predictions are those of the model's own precision.
+    others = Answers.of(whole, images_for(whole, photos / 2, "images"), 32)
+    assert found.expected["divergence"].value == pytest.approx(others.measure(slim).mean, rel=1e-4)
+
+
+def test_sensitivities_are_without_the_rounding_to_bfloat16(whole: nn.Module, photos: Tensor) -> None:
+    settings = PlanSettings(pruned_shares=(1 / 16, 1 / 2))
+    space = settings.space(whole, rx.diagnose(whole, photos, moments=True), Target.parse("macs=0.7x"))
+    images = images_for(whole, photos, "images")
+    answers = [Answers.of(whole, images, 8, bfloat16) for bfloat16 in (False, True)]
+    ones, others = (measure_sensitivities(space, each, settings) for each in answers)
+    assert all(np.array_equal(ones.ranks[axis], others.ranks[axis]) for axis in RANKS)
+    assert np.array_equal(ones.tokens, others.tokens)
+
+
+def test_plans_are_compared_in_float32_where_bfloat16_is_slow_coarse_or_impossible(
+    whole: nn.Module, photos: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, lines = images_for(whole, photos[:4], "images"), list[str]()
+
+    # Which takes values of its own dtype only.
+    def joined(_: nn.Module, __: Any, outputs: Tensor) -> Tensor:
+        found = torch.zeros(outputs.shape, dtype=torch.float32)
+        return found.index_put_((torch.arange(len(outputs)),), outputs)
+
+    handle = whole.register_forward_hook(joined)
+    assert not suits_bfloat16(whole, images, lines.append) and not lines
+    handle.remove()
+    assert suits_bfloat16(whole, images, no_log)
+    monkeypatch.setattr(sensitivity, "MOST_ROUNDING", 0.0)
+    assert not suits_bfloat16(whole, images, lines.append)
+    assert "compared in float32" in lines[0]
+    monkeypatch.setattr(sensitivity, "has_fast_bfloat16", lambda device: False)
+    assert not suits_bfloat16(whole, images, no_log)

@@ -77,7 +77,9 @@ from attnrx.vit.outputs import Divergence, Map, Metric, judged, most_images, out
 DIAGNOSIS_IMAGES, PREDICTION_IMAGES = 128, 96
 # A quick call for a model of more than LARGE multiply-accumulates per image diagnoses on half of them, and measures
 # sensitivities on half of the usual ones, of outputs with a number per position on so many at least. For one of more
-# than HUGE (a ViT-L has 6e10) it plans on half of all images, diagnoses on a quarter, and verifies on HUGE_VERIFIED.
+# than HUGE (a ViT-L has 6e10) it plans on half of all images, with sensitivities in half of the layers, diagnoses on a
+# quarter, and verifies on HUGE_VERIFIED.
+# Plans of both are compared, and repaired, in bfloat16 where that is faster (docs/results/plan.md).
 LARGE, HUGE, MIN_SENSITIVITY_IMAGES, HUGE_VERIFIED = 2.5e9, 4e10, 8, 256
 # A target of latency that saves less is planned with the whole decoder, which could otherwise meet it alone.
 LARGEST_DECODER = 0.2
@@ -556,8 +558,9 @@ class ShrinkRun:
         share, macs = 1.0, family_of(original).costs(original).macs if effort == "quick" else 0
         if macs and kind.needed_images < 1:
             images, settings, share = _fewer_maps(images, settings, macs)
+        settings = replace(settings, bfloat16=macs > LARGE)
         if macs > HUGE:
-            settings = settings.on_share(0.5)
+            settings = replace(settings.on_share(0.5), layer_stride=2 * settings.layer_stride)
             images = _verified_on(images, HUGE_VERIFIED, "a quick call for a large model", log)
         elif macs > LARGE:
             fewer = max(settings.sensitivity_images // 2, MIN_SENSITIVITY_IMAGES)
@@ -609,7 +612,9 @@ class ShrinkRun:
         repairs = has_ranks and not (self.has_smaller_decoder and effort == "quick")
         is_small = effort != "normal" or family_of(self.original).costs(self.original).macs <= MOST_DISTILLED
         possible = {Repair: repairs, Distill: is_small and len(images) >= 2 * HELD_OUT}
-        fits = [replace(fit, seed=self.settings.seed) for fit in FITS_BY_EFFORT[effort][1] if possible[type(fit)]]
+        own = {Repair: {"bfloat16": self.settings.bfloat16}, Distill: {}}
+        planned = [fit for fit in FITS_BY_EFFORT[effort][1] if possible[type(fit)]]
+        fits = [replace(fit, seed=self.settings.seed, **own[type(fit)]) for fit in planned]
         try:
             return realize_and_fit(self.planned_model, prescription, images, fits, log=log), tuple(fits)
         except (NotSupported, InvalidInput) as error:  # e.g. other MLPs, or fewer images than repair needs

@@ -76,7 +76,7 @@ def descend_(
     sizes = [float(row.detach().double().square().mean().sqrt().clamp_min(1e-12)) for row in parameters]
     pairs = zip(parameters, sizes, strict=True)
     optimizer = torch.optim.Adam(
-        [{"params": [row.requires_grad_()], "lr": learning_rate * size} for row, size in pairs]
+        [{"params": [row.requires_grad_()], "lr": learning_rate * size} for row, size in pairs], fused=True
     )
     # From 1 to 0 by half a cosine.
     cosine = torch.optim.lr_scheduler.LambdaLR(

@@ -16,6 +16,7 @@ from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.support.arguments import COUNT, NATURAL, POSITIVE, RATE, SEED, checked, optional, require_fields
 from attnrx.support.errors import InvalidInput, NotSupported, ScaleWarning
+from attnrx.support.hardware import bfloat16_products, has_fast_bfloat16
 from attnrx.support.modules import copy_module, rows_of
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
@@ -42,6 +43,9 @@ IMPORTANCE_IMAGES, EVEN = 64, 0.1
 MOST_REPAIRED = 4096
 # Images of a forward pass of one block.
 CHUNK = 32
+# The graph of a gradient has as many images as take so many multiply-accumulates: 16 of a ViT-B, 4 of a ViT-L, of which
+# 16 would need 5 GB.
+GRAPH_MACS = 2.9e11
 # A budget leaves at least so many images; below that there are fewer steps, half of them at least.
 LEAST_IMAGES = 128
 
@@ -56,6 +60,8 @@ class Repair:
     `macs` is the most multiply-accumulates of the whole repair, estimated beforehand: large models are repaired on
     fewer images, and, from LEAST_IMAGES on, with fewer steps, but at least half of them. None sets no limit.
 
+    With `bfloat16` both models have products of bfloat16 where the device is faster with them.
+
     `ridge` weights the squared change of the second map of an MLP, relative to the mean variance of its inputs. The
     learning rate is relative to the root mean square of each tensor, and decays to zero by a cosine.
     """
@@ -69,6 +75,7 @@ class Repair:
     ridge: float = RIDGE
     seed: int = 0
     macs: float | None = None
+    bfloat16: bool = False
 
     def __post_init__(self):
         positive = {"ridge": POSITIVE, "macs": optional(POSITIVE)}
@@ -127,7 +134,9 @@ def repair(
         )
     importance = images.take(min(IMPORTANCE_IMAGES, count // 4 if count < len(images) else count))
     images = images.take(count)
-    with evaluating((reference, result.model)):
+    device = _weight(reference).device
+    precision = bfloat16_products(device, knobs.bfloat16 and has_fast_bfloat16(device.type))
+    with evaluating((reference, result.model)), precision:
         # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks:
         # the targets of a block are those of the reference's own inputs.
         weights = token_importance(reference, importance)
@@ -345,7 +354,8 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
     sums: list[Tensor] = []
     kind = output_kind_of(model)
     weight, chosen = _weight(model), images.take(min(round(IMPORTANCE_IMAGES * kind.needed_images), len(images)))
-    for batch in chosen.batches(CHUNK // 2, device=weight.device):
+    at_once = min(max(int(GRAPH_MACS / family.costs(model).macs), 1), CHUNK // 2)
+    for batch in chosen.batches(at_once, device=weight.device):
         with torch.enable_grad(), recording_blocks(model, family) as outputs:
             answers = rows_of(model(batch.images.to(weight.dtype).requires_grad_()))  # a graph also for frozen weights
             drawn = kind.drawn(answers, generator)
@@ -481,8 +491,9 @@ def _fit_second_(
         # The rest of the current map is fitted, so that the penalty is on its change.
         residuals = wanted[part] - linear(rows[..., :-1])
         rows, residuals = ((root * each).flatten(0, -2) for each in (rows, residuals))
-        moment += gram(rows).double()
-        joint += (rows.T @ residuals).double()
+        with bfloat16_products(inputs.device, False):
+            moment += gram(rows).double()
+            joint += (rows.T @ residuals).double()
     total = float(weight.sum()) * len(fitted)
     moment, joint = moment / total, joint / total
     # The last column has the means, as the last feature is 1 (or 0 without a bias; the variance is then the mean

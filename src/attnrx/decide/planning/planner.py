@@ -21,7 +21,7 @@ from attnrx.data.model_data import images_for
 from attnrx.decide.planning.allocation import Frontier, Step, require_reachable
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import PlanTimer
-from attnrx.decide.planning.sensitivity import Answers, Deviation, Sensitivities, measure_sensitivities
+from attnrx.decide.planning.sensitivity import Answers, Deviation, Sensitivities, measure_sensitivities, suits_bfloat16
 from attnrx.decide.planning.space import AXES, DROP, TOKENS, Choices, PlanSettings, Space, Target
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.plan import Plan, PredictedQuantity, limits_of
@@ -187,7 +187,8 @@ class Planner:
     @cached_property
     def answers(self) -> Answers:
         """The outputs of the reference on all images."""
-        return Answers.of(self.reference, self.images, self.settings.batch_size)
+        bfloat16 = self.settings.bfloat16 and suits_bfloat16(self.reference, self.images, self.log)
+        return Answers.of(self.reference, self.images, self.settings.batch_size, bfloat16)
 
     @cached_property
     def trial_answers(self) -> Answers:
@@ -205,8 +206,6 @@ class Planner:
         # It ranks plans better than the KL of few images (docs/results/plan.md).
         begin("measuring sensitivities")
         answers = self.answers.exactly(self.settings.sensitivity_images)
-        if self.reference is not self.space.model:
-            answers = replace(answers, outputs=torch.cat(answers.outputs_of(self.space.model)))
         return measure_sensitivities(self.space, answers, self.settings)
 
     @cached_property
@@ -268,6 +267,7 @@ class Planner:
             **({} if current_judgement().divergence is None else {"divergence": self.answers.kind.distance}),
             "images": len(self.answers),
             "trial_images": len(self.trial_answers),
+            "bfloat16": self.answers.bfloat16,
             "other_images": len(answers),
             "trials": [
                 {"price": trial.step.cost, "divergence": trial.divergence, "softened": trial.softened}

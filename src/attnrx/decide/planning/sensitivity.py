@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from attnrx.change.realization import realize
 from attnrx.data import ImageSet, require_labelled, require_labels
 from attnrx.data.images import UNLABELLED
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, PlanSettings, Space
-from attnrx.support.errors import DataError
-from attnrx.support.progress import track
+from attnrx.support.errors import AttnrxError, DataError
+from attnrx.support.hardware import bfloat16_products, has_fast_bfloat16
+from attnrx.support.progress import Log, track
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.models import (
     Family,
@@ -33,6 +34,10 @@ from attnrx.vit.models import (
 )
 from attnrx.vit.outputs import Embeddings, OutputKind, output_kind_of
 from attnrx.vit.tokens import TokenPolicy
+
+# What bfloat16 changes is measured on so many images; at most such a share of the divergence of an image whose decision
+# is in doubt.
+ROUNDED, MOST_ROUNDING = 4, 0.01
 
 
 @dataclass(frozen=True)
@@ -58,15 +63,16 @@ class Deviation:
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Batches of images in memory, and the original's outputs for them."""
+    """Batches of images in memory, and the original's outputs for them; `bfloat16` is that of all matrix products."""
 
     batches: tuple[Tensor, ...]
     labels: Int[Tensor, "images *labels"] | None
     outputs: Float[Tensor, "images classes"]
     kind: OutputKind
+    bfloat16: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module, images: ImageSet, batch_size: int) -> "Answers":
+    def of(cls, model: nn.Module, images: ImageSet, batch_size: int, bfloat16: bool = False) -> "Answers":
         """Computes the original's outputs; images may have no labels.
 
         Raises:
@@ -79,7 +85,7 @@ class Answers:
         # Batches are in memory on the model's device and in its precision, because every candidate is measured on them
         # again.
         pixels, labels, outputs = [], [], []
-        with evaluating([model]):
+        with evaluating([model]), bfloat16_products(weight.device, bfloat16):
             batches = images.batches(batch_size, device=weight.device)
             for batch in track(batches, "outputs of the original", -(-len(images) // batch_size)):
                 pixels.append(batch.images.to(weight.dtype))
@@ -97,7 +103,7 @@ class Answers:
                 "the model returns an embedding of zeros for an image of the plan, whose direction is undefined: give "
                 "images of its task, or check the weights of its projection."
             )
-        return cls(tuple(pixels), numbers, answers, kind)
+        return cls(tuple(pixels), numbers, answers, kind, bfloat16)
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -116,7 +122,7 @@ class Answers:
     def _of(self, batches: tuple[Tensor, ...]) -> "Answers":
         images = sum(map(len, batches))
         labels = None if self.labels is None else self.labels[:images]
-        return Answers(batches, labels, self.outputs[:images], self.kind)
+        return replace(self, batches=batches, labels=labels, outputs=self.outputs[:images])
 
     def measure(self, candidate: nn.Module) -> Deviation:
         """Runs a candidate on the images and returns its deviation."""
@@ -124,7 +130,7 @@ class Answers:
 
     def outputs_of(self, candidate: nn.Module, start: int = 0) -> list[Tensor]:
         """Runs a candidate on the images from a batch on, and returns its outputs per batch."""
-        with evaluating([candidate]):
+        with evaluating([candidate]), bfloat16_products(self.batches[0].device, self.bfloat16):
             return [stored(outputs_of(candidate, batch)) for batch in self.batches[start:]]
 
     def deviation(self, answered: Sequence[Tensor]) -> Deviation:
@@ -136,6 +142,23 @@ class Answers:
             agrees = both.agreement("original", "candidate")
             change = None if self.labels is None else both.change("original", "candidate")
         return Deviation(both.divergence("original", "candidate"), kind.softened(base, other), agrees, change)
+
+
+def suits_bfloat16(model: nn.Module, images: ImageSet, log: Log) -> bool:
+    """Whether products of bfloat16 take less time on the model's device, and change its outputs by far less than a plan
+    does.
+    """
+    weight = next(model.parameters())
+    if weight.dtype != torch.float32 or not has_fast_bfloat16(weight.device.type):
+        return False
+    exact = Answers.of(model, images.take(ROUNDED), ROUNDED)
+    try:
+        rounding = replace(exact, bfloat16=True).measure(model).mean
+    except (AttnrxError, RuntimeError):  # a part of the model takes no mixed precision
+        return False
+    suits = rounding <= MOST_ROUNDING * exact.kind.flip_divergence
+    log(f"plans are compared in {'bfloat16' if suits else 'float32'}: rounding to bfloat16 is {rounding:.2g} away")
+    return suits
 
 
 BlockCalls = Sequence[Sequence[ModuleCall]]  # of every block; several where a module calls the model several times
@@ -230,13 +253,13 @@ def measure_sensitivities(space: Space, answers: Answers, settings: PlanSettings
     layers = sorted({*range(0, space.depth, settings.layer_stride), space.depth - 1})
     # Every probe is a model with one level of one axis in all layers, of which single blocks are used.
     probe_batch = _BatchProbe(space, family_of(space.model), layers, answers.kind)
+    # In the model's precision: rounding to bfloat16 changes the outputs as much as many a choice alone does.
     with evaluating([space.model, *probes.values()]):
-        outputs = answers.outputs.split([len(batch) for batch in answers.batches])
         works = (None, *probes, *range(len(counts)))  # None: a new batch
-        parts = [(part, work) for part in zip(answers.batches, outputs, strict=True) for work in works]
+        parts = [(part, work) for part in answers.batches for work in works]
         for part, work in track(parts, "sensitivities"):
             if work is None:
-                probe_batch.take(*part)
+                probe_batch.take(part)
             elif isinstance(work, int):
                 num_pruned[:, work] += probe_batch.with_num_pruned(counts[work])
             else:
@@ -260,11 +283,10 @@ class _BatchProbe:
     def __init__(self, space: Space, family: Family, layers: Sequence[int], outputs: OutputKind):
         self.space, self.family, self.layers, self.outputs = space, family, layers, outputs
 
-    def take(self, images: Float[Tensor, "batch channels height width"], base: Float[Tensor, "batch classes"]) -> None:
-        self.images, self.base = images, base
-        blocks = blocks_of(self.space.model, self.family)
+    def take(self, images: Float[Tensor, "batch channels height width"]) -> None:
+        self.images, blocks = images, blocks_of(self.space.model, self.family)
         with recording_calls(blocks, lambda call: call) as calls:
-            self.space.model(images)
+            self.base = stored(outputs_of(self.space.model, images))
         self.calls: BlockCalls = [[call for call in calls if call.module is block] for block in blocks]
 
     def with_block_of(self, other: nn.Module) -> np.ndarray:

@@ -178,8 +178,8 @@ class Space(Displayed):
         return tuple(level for level in levels if level in available) or available[len(available) // 2 :][:1]
 
     def piece(self, axis: str, level: int) -> Prescription | None:
-        """Returns the prescription of one level of one axis in all layers, cached and without the refit of what stays
-        (`decide_hidden`); None for a no-op.
+        """Returns the prescription of one level of one axis in all layers, cached and without weights (`refit` of
+        `prescribe_maps`); None for a no-op.
         """
         key = (axis, level)
         if key not in self._pieces:
@@ -388,7 +388,8 @@ class PlanSettings:
     shares `pruned_shares` of the patches, in every `layer_stride`-th layer; in between they are interpolated. The
     search: `trials` plans, each the best predicted of some `variations`, are measured on `trial_images` (those that are
     far worse on the first batch than the best plan, on that one), the best `finalists` of them on all; `num_images` are
-    as many as `shrink` takes for it.
+    as many as `shrink` takes for it. With `bfloat16` these plans have products of bfloat16 where the device is faster
+    with them; sensitivities and predictions are those of the model's own precision.
 
     A plan for latency is repeated up to `attempts` times, until its measured latency is between `min_ratio` and
     `max_ratio` times the target; the first attempt is not searched, and with `adjusts` those after the second correct
@@ -419,6 +420,7 @@ class PlanSettings:
     variations: int = 8
     trial_images: int = 96
     finalists: int = 4
+    bfloat16: bool = False
     attempts: int = 3
     min_ratio: float = 0.98
     max_ratio: float = 1.0

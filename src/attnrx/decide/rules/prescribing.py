@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -133,7 +134,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
     metrics, and all information of the diagnosis about its model and data.
 
     A rule may remove all directions of a map, e.g. to compare with a model without it; `prescribe` refuses that.
-    Without `refit` the decisions about hidden units are not ones to realize (`decide_hidden`).
+    Without `refit` the decisions about values and hidden units are not ones to realize: they have no weights.
 
     Raises:
         NoOpPrescription: The prescription changes nothing.
@@ -148,20 +149,21 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         tokens.policy.require_depth(len(diagnosis.layers))
     _require_changeable(diagnosis, rules_by_map)
     stated = {name: _with_metric(diagnosis, name, rule) for name, rule in rules_by_map.items()}
+    # Without removed heads the diagnosis itself, which keeps what is computed from it.
     heads: list[HeadDecision | None] = [None] * len(diagnosis.layers)
+    of_kept = diagnosis
     if HEADS in stated:
         heads = decide_heads(diagnosis, stated[HEADS])
-    without_removed = [
-        replace(layer, spectrum=without_heads(layer.spectrum, removal))
-        for layer, removal in zip(diagnosis.layers, heads, strict=True)
-    ]
-    scores, spectra = _decide_scores(replace(diagnosis, layers=tuple(without_removed)), stated.get("qk"))
+        pairs = zip(diagnosis.layers, heads, strict=True)
+        kept = tuple(replace(layer, spectrum=without_heads(layer.spectrum, removal)) for layer, removal in pairs)
+        of_kept = replace(diagnosis, layers=kept)
+    scores, spectra = _decide_scores(of_kept, stated.get("qk"))
     scores = [limited_to_heads(layer, removal) for layer, removal in zip(scores, heads, strict=True)]
     # By map a list over the layers; transposed below.
     decisions_by_map: dict[str, Sequence[Decision | None]] = {"qk": scores}
     # Removed heads change vo without a rule of its own, too: the output projection is refitted to the other heads.
     if "vo" in stated or (HEADS in stated and any(heads) and output_metric(stated[HEADS], HEADS) == CENTERED):
-        decisions_by_map["vo"] = decide_values(diagnosis, stated.get("vo"), heads)
+        decisions_by_map["vo"] = decide_values(diagnosis, stated.get("vo"), heads, refit)
     decisions_by_map |= {name: decide_linear(diagnosis, name, stated[name]) for name in LINEAR_MAPS if name in stated}
     decisions_by_map[HEADS] = heads
     if HIDDEN in stated:
@@ -323,7 +325,7 @@ def decide_heads(diagnosis: Diagnosis, rule: Rule) -> list[HeadDecision | None]:
 
 
 def decide_values(
-    diagnosis: Diagnosis, rule: Rule | None, heads: Sequence[HeadDecision | None]
+    diagnosis: Diagnosis, rule: Rule | None, heads: Sequence[HeadDecision | None], refit: bool = True
 ) -> list[OutputDecision | None]:
     """Returns the decision about the values of every layer; None where all value dimensions are kept.
 
@@ -332,7 +334,8 @@ def decide_values(
     In the metric "centered", the directions of a head are balanced between the covariance of its output and its part of
     the output projection, so that a squared strength is the error of removing the direction from that head alone. The
     output projection is then refit to the kept directions of all heads together. In "weights" the directions are the
-    singular vectors of every head's W_O W_V; nothing is refit, and the value bias is kept.
+    singular vectors of every head's W_O W_V; nothing is refit, and the value bias is kept. Without `refit`, which takes
+    most of the time, there is no output projection: for decisions that are not realized.
 
     Raises:
         MissingMoments: The rule needs moments that the diagnosis lacks.
@@ -340,7 +343,10 @@ def decide_values(
     metric = CENTERED if rule is None else output_metric(rule, "vo")
     if rule is not None:
         _require_moments("vo", rule, _missing(diagnosis, metric))
-    balanced = [_value_directions(layer, metric) for layer in diagnosis.layers]
+    known: dict[str, list[Balanced]] = vars(diagnosis).setdefault("_value_directions", {})  # as in `rewritten`
+    if metric not in known:
+        known[metric] = [_value_directions(layer, metric) for layer in diagnosis.layers]
+    balanced = known[metric]
     tables = [_value_spectrum(table, layer, metric) for table, layer in zip(balanced, diagnosis.layers, strict=True)]
     spectra = [without_heads(table, removal) for table, removal in zip(tables, heads, strict=True)]
     if rule is None:
@@ -357,7 +363,8 @@ def decide_values(
         covariance = layer.reading("output_covariance").flatten(0, 1) if is_centered else None
         # A constant needs no direction: the mean output, or the value bias, which passes unchanged, as rows sum to 1.
         center = layer.reading("output_mean" if is_centered else "value_bias").double().flatten()
-        weight = read_out(directions, decision.keep, covariance)
+        kept = int(decision.keep.sum())
+        weight = read_out(directions, decision.keep, covariance) if refit else _no_weight(len(center), kept)
         reasons = metric_reasons(decision, metric)
         encode = directions.left[decision.keep]
         decisions.append(OutputDecision(decision.ranks, encode, weight, center, directions.strength, reasons))
@@ -427,7 +434,7 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[
     """Returns the decision about the hidden units of every MLP; None where all stay.
 
     For the rule an MLP is one unit whose directions are its hidden units. Without `refit`, which takes most of the
-    time, the second map only loses columns: for decisions that are not realized.
+    time, there is no second map: for decisions that are not realized.
 
     Raises:
         InvalidRule: A layer has no MLP of two linear maps, each one matrix, with only an activation between them.
@@ -453,7 +460,7 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[
         if bool(keep.all()):
             decisions.append(None)
             continue
-        new_weight = weight[:, keep]
+        new_weight = weight[:, keep] if refit else _no_weight(len(weight), int(keep.sum()))
         if metric != WEIGHTS and refit:
             assert entry.covariance is not None and entry.mean is not None
             new_weight, mean = compensated(entry.covariance, weight, keep), entry.mean.double()
@@ -462,6 +469,12 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[
         reasons = metric_reasons(decision, metric)
         decisions.append(HiddenDecision(keep, entry.strength[metric], new_weight, bias, reasons))
     return decisions
+
+
+def _no_weight(outputs: int, kept: int) -> Float[Tensor, "outputs kept"]:
+    """Returns zeros that nobody reads."""
+    # Of NumPy: their memory is not touched, where the weights of all levels of a ViT-L would take 4 GB.
+    return torch.from_numpy(np.zeros((outputs, kept)))
 
 
 def metric_reasons(decision: ScoreDecision, metric: str) -> tuple[str, ...]:
