@@ -16,7 +16,7 @@ from attnrx.change.realization import repair as module
 from attnrx.change.realization.repair import Repair, repair
 from attnrx.data.model_data import images_for
 from attnrx.support.errors import InvalidInput, InvalidRule, NotSupported
-from attnrx.vit.models import family_of
+from attnrx.vit.models import blocks_of, family_of
 from support import cases
 from support.pretrained import BLOCKS, adopted_once
 
@@ -192,3 +192,15 @@ def test_gradients_of_large_models_are_those_of_few_images(own: tuple[nn.Module,
     assert sizes == [16] * 4 + [4] * 16
     for ones, others in zip(many, few, strict=True):
         torch.testing.assert_close(others, ones, rtol=0.5, atol=0.2)  # of other draws
+
+
+def test_blocks_that_lost_nothing_are_left_alone(own: tuple[nn.Module, Tensor]) -> None:
+    """They get other tokens than those of the model, behind a block that lost something."""
+    model, images = own
+    rules = "hidden=by_layer(uniform_rank:0.5,metric=weights; total_rank:1.0,metric=weights)"
+    repaired = repair(halved(model, images, rules), model, images, FEW)
+    assert repaired.after[0] < repaired.before[0] and repaired.after[1] == repaired.before[1] > 0
+    first, second = blocks_of(model, family_of(model)), blocks_of(repaired.model, family_of(model))
+    assert all(
+        torch.equal(one, other) for one, other in zip(first[1].parameters(), second[1].parameters(), strict=True)
+    )
