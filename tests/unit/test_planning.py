@@ -38,6 +38,7 @@ from attnrx.support.errors import (
     TargetMet,
     UnknownName,
 )
+from attnrx.support.hardware import bfloat16_products, has_fast_bfloat16
 from attnrx.support.progress import no_log
 from attnrx.support.storage import read_json
 from attnrx.vit.models import adopted, blocks_of, family_of, load_model, recording_calls
@@ -532,3 +533,16 @@ def test_plans_are_compared_in_float32_where_bfloat16_is_slow_coarse_or_impossib
     assert "compared in float32" in lines[0]
     monkeypatch.setattr(sensitivity, "has_fast_bfloat16", lambda device: False)
     assert not suits_bfloat16(whole, images, no_log)
+
+
+def test_products_are_those_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, cpu = torch.ones(2, 2, dtype=torch.float32), torch.device("cpu")
+    with bfloat16_products(cpu, True):
+        assert (one @ one).dtype == torch.bfloat16
+        with bfloat16_products(cpu, False):
+            assert (one @ one).dtype == torch.float32
+    with bfloat16_products(cpu, False):
+        assert (one @ one).dtype == torch.float32
+    assert not has_fast_bfloat16("mps")
+    monkeypatch.setenv("ATTNRX_MEASURE", "0")
+    assert not has_fast_bfloat16.__wrapped__("cpu")

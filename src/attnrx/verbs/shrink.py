@@ -588,7 +588,7 @@ class ShrinkRun:
         plan = plan_sharing(self.planned_model, self.diagnosis, target, *images, self.measured, **shared)
         begin("realizing and repairing")
         chosen = plan.with_predictions
-        slim, fits = self._realized(chosen, log)
+        slim, fits = self._realized(chosen, bool(plan.about["bfloat16"]), log)
         if self.has_smaller_decoder:
             slim, line = fit_decoder(slim, self.original, self.images.planned, self.settings.seed)
             log(line)
@@ -603,8 +603,10 @@ class ShrinkRun:
         rounds = rounds_of(batch, self.original)
         return self._verified(slim, target, plan, prescription, Promises(rounds=rounds))
 
-    def _realized(self, prescription: Prescription, log: Log) -> tuple[nn.Module, tuple[Fit, ...]]:
-        """Realizes a plan and fits it as the effort states; returns the fits that were possible too."""
+    def _realized(self, prescription: Prescription, bfloat16: bool, log: Log) -> tuple[nn.Module, tuple[Fit, ...]]:
+        """Realizes a plan and fits it as the effort states, in bfloat16 if its plans were compared in it; returns the
+        fits that were possible too.
+        """
         images, effort = self.images.planned, self.about["effort"]
         # Without its tokens the rules are those of ranks and units. Without any there is no map to repair. The fit of
         # a decoder gains more than a quick repair, in a quarter of the time.
@@ -612,7 +614,7 @@ class ShrinkRun:
         repairs = has_ranks and not (self.has_smaller_decoder and effort == "quick")
         is_small = effort != "normal" or family_of(self.original).costs(self.original).macs <= MOST_DISTILLED
         possible = {Repair: repairs, Distill: is_small and len(images) >= 2 * HELD_OUT}
-        own = {Repair: {"bfloat16": self.settings.bfloat16}, Distill: {}}
+        own = {Repair: {"bfloat16": bfloat16}, Distill: {}}
         planned = [fit for fit in FITS_BY_EFFORT[effort][1] if possible[type(fit)]]
         fits = [replace(fit, seed=self.settings.seed, **own[type(fit)]) for fit in planned]
         try:
