@@ -124,7 +124,8 @@ def test_the_log_has_the_phases_of_the_call_in_their_order(first) -> None:
 @pytest.mark.slow
 def test_a_quick_call_for_a_large_model_takes_fewer_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shrinking, "HUGE", 0.0)
-    monkeypatch.setattr(shrinking, "HUGE_VERIFIED", 8)
+    monkeypatch.setattr(shrinking, "QUICK_MACS", 0.0)
+    monkeypatch.setattr(shrinking, "MIN_QUICK_IMAGES", 8)
     lines = list[str]()
     found = rx.shrink(original(), images(96), macs=0.5, log=lines.append)
     assert found.images is not None and len(found.images.verified) == found.evidence.about["images"] == 8

@@ -77,17 +77,18 @@ from attnrx.vit.outputs import Divergence, Map, Metric, judged, most_images, out
 DIAGNOSIS_IMAGES, PREDICTION_IMAGES = 128, 96
 # A quick call for a model of more than LARGE multiply-accumulates per image diagnoses on half of them, and measures
 # sensitivities on half of the usual ones, of outputs with a number per position on so many at least. For one of more
-# than HUGE (a ViT-L has 6e10) it plans on half of all images, with sensitivities in half of the layers, diagnoses on a
-# quarter, and verifies on HUGE_VERIFIED.
-# Plans of both are compared, and repaired, in bfloat16 where that is faster (docs/results/plan.md).
-LARGE, HUGE, MIN_SENSITIVITY_IMAGES, HUGE_VERIFIED = 2.5e9, 4e10, 8, 256
+# than HUGE (a ViT-L has 6e10) it plans on half of all images, with sensitivities in half of the layers, and diagnoses
+# on a quarter. Plans of both are compared and repaired in bfloat16 where that is faster (docs/results/plan.md).
+LARGE, HUGE, MIN_SENSITIVITY_IMAGES = 2.5e9, 4e10, 8
 # A target of latency that saves less is planned with the whole decoder, which could otherwise meet it alone.
 LARGEST_DECODER = 0.2
 # The most images that a result is verified on, of which an accuracy has a standard error of 0.5 points at most.
 MAX_VERIFICATION_IMAGES = 10_000
-# Outputs with a number per position vary less between images, and a quick call verifies them on as many images as take
-# so many multiply-accumulates, and on so many at least: of 128 the mean error of a saliency map has an interval of
-# +- 20 %, of 324 of +- 13 % (docs/results/dense.md).
+# A quick call verifies on as many images as take so many multiply-accumulates in the original, and on so many at least:
+# on 5,600 of a ViT-Tiny, 400 of a ViT-B.
+QUICK_MACS, MIN_QUICK_IMAGES = 7e12, 256
+# Outputs with a number per position vary less between images, so that both numbers are smaller: of 128 the mean error
+# of a saliency map has an interval of +- 20 %, of 324 of +- 13 % (docs/results/dense.md).
 VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 7.5e11, 64
 REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
 
@@ -383,9 +384,10 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     """Makes a model smaller for one target, without labels, and verifies it on images that the plan has not seen.
 
     The target is one of `faster`, `macs`, `params` and `max_drop`. The data are read once, as many images as the effort
-    needs and at most 10,000 to verify on; random transforms and samplers are one draw of `seed`. Of data with splits
-    the plan sees training and validation images, and the evidence is about test images; other data are divided into
-    three parts. No two parts have images of the same pixels.
+    needs and at most 10,000 to verify on (with the effort "quick" as many as take 7e12 multiply-accumulates, or 256);
+    random transforms and samplers are one draw of `seed`. Of data with splits the plan sees training and validation
+    images, and the evidence is about test images; other data are divided into three parts. No two parts have images of
+    the same pixels.
 
     The result is the unchanged model if that is as fast as requested, by its kernels or by the format, or if its file
     in the format `to` is faster than that of the smaller model.
@@ -558,10 +560,11 @@ class ShrinkRun:
         share, macs = 1.0, family_of(original).costs(original).macs if effort == "quick" else 0
         if macs and kind.needed_images < 1:
             images, settings, share = _fewer_maps(images, settings, macs)
+        elif macs:
+            images = _verified_on(images, max(round(QUICK_MACS / macs), MIN_QUICK_IMAGES), "a quick call", log)
         settings = replace(settings, bfloat16=macs > LARGE)
         if macs > HUGE:
             settings = replace(settings.on_share(0.5), layer_stride=2 * settings.layer_stride)
-            images = _verified_on(images, HUGE_VERIFIED, "a quick call for a large model", log)
         elif macs > LARGE:
             fewer = max(settings.sensitivity_images // 2, MIN_SENSITIVITY_IMAGES)
             settings = replace(settings, sensitivity_images=min(fewer, settings.sensitivity_images))
