@@ -85,8 +85,8 @@ LARGEST_DECODER = 0.2
 # The most images that a result is verified on, of which an accuracy has a standard error of 0.5 points at most.
 MAX_VERIFICATION_IMAGES = 10_000
 # A quick call verifies on as many images as take so many multiply-accumulates in the original, and on so many at least:
-# on 5,600 of a ViT-Tiny, 400 of a ViT-B.
-QUICK_MACS, MIN_QUICK_IMAGES = 7e12, 256
+# on 4,800 of a ViT-Tiny, 340 of a ViT-B.
+QUICK_MACS, MIN_QUICK_IMAGES = 6e12, 256
 # Outputs with a number per position vary less between images, so that both numbers are smaller: of 128 the mean error
 # of a saliency map has an interval of +- 20 %, of 324 of +- 13 % (docs/results/dense.md).
 VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 7.5e11, 64
@@ -384,7 +384,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     """Makes a model smaller for one target, without labels, and verifies it on images that the plan has not seen.
 
     The target is one of `faster`, `macs`, `params` and `max_drop`. The data are read once, as many images as the effort
-    needs and at most 10,000 to verify on (with the effort "quick" as many as take 7e12 multiply-accumulates, or 256);
+    needs and at most 10,000 to verify on (with the effort "quick" as many as take 6e12 multiply-accumulates, or 256);
     random transforms and samplers are one draw of `seed`. Of data with splits the plan sees training and validation
     images, and the evidence is about test images; other data are divided into three parts. No two parts have images of
     the same pixels.

@@ -473,7 +473,7 @@ def decide_hidden(diagnosis: Diagnosis, rule: Rule, refit: bool = True) -> list[
 
 def _no_weight(outputs: int, kept: int) -> Float[Tensor, "outputs kept"]:
     """Returns zeros that nobody reads."""
-    # Of NumPy: their memory is not touched, where the weights of all levels of a ViT-L would take 4 GB.
+    # Of NumPy, whose memory is not touched: the weights of all levels of a ViT-L would take gigabytes.
     return torch.from_numpy(np.zeros((outputs, kept)))
 
 
