@@ -89,7 +89,7 @@ MAX_VERIFICATION_IMAGES = 10_000
 QUICK_MACS, MIN_QUICK_IMAGES = 6e12, 256
 # Outputs with a number per position vary less between images, so that both numbers are smaller: of 128 the mean error
 # of a saliency map has an interval of +- 20 %, of 324 of +- 13 % (docs/results/dense.md).
-VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 7.5e11, 64
+MAP_MACS, MIN_MAPS = 7.5e11, 64
 REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
 
 # By effort, the number of images that the weights of a realized plan are fitted to, and the fits. Within its budget of
@@ -558,10 +558,12 @@ class ShrinkRun:
         original, splits = _at_size_of(images.planned, original, splits, log)
         images = _verified_on(images, most_images(original), "the outputs are large", log)
         share, macs = 1.0, family_of(original).costs(original).macs if effort == "quick" else 0
-        if macs and kind.needed_images < 1:
-            images, settings, share = _fewer_maps(images, settings, macs)
-        elif macs:
-            images = _verified_on(images, max(round(QUICK_MACS / macs), MIN_QUICK_IMAGES), "a quick call", log)
+        if macs:
+            is_map = kind.needed_images < 1
+            budget, least = (MAP_MACS, MIN_MAPS) if is_map else (QUICK_MACS, MIN_QUICK_IMAGES)
+            images = _verified_on(images, max(round(budget / macs), least), "a quick call", log)
+            if is_map:
+                images, settings, share = _fewer_maps(images, settings, macs)
         settings = replace(settings, bfloat16=macs > LARGE)
         if macs > HUGE:
             settings = replace(settings.on_share(0.5), layer_stride=2 * settings.layer_stride)
@@ -617,9 +619,8 @@ class ShrinkRun:
         repairs = has_ranks and not (self.has_smaller_decoder and effort == "quick")
         is_small = effort != "normal" or family_of(self.original).costs(self.original).macs <= MOST_DISTILLED
         possible = {Repair: repairs, Distill: is_small and len(images) >= 2 * HELD_OUT}
-        own = {Repair: {"bfloat16": bfloat16}, Distill: {}}
-        planned = [fit for fit in FITS_BY_EFFORT[effort][1] if possible[type(fit)]]
-        fits = [replace(fit, seed=self.settings.seed, **own[type(fit)]) for fit in planned]
+        fits = [replace(fit, seed=self.settings.seed) for fit in FITS_BY_EFFORT[effort][1] if possible[type(fit)]]
+        fits = [replace(fit, bfloat16=bfloat16) if isinstance(fit, Repair) else fit for fit in fits]
         try:
             return realize_and_fit(self.planned_model, prescription, images, fits, log=log), tuple(fits)
         except (NotSupported, InvalidInput) as error:  # e.g. other MLPs, or fewer images than repair needs
@@ -691,8 +692,6 @@ def _fewer_maps(images: Parts, settings: PlanSettings, macs: float) -> tuple[Par
     """Returns as few images as a quick call takes of a model with a number per position and so many MACs, and their
     share: the more positions an image has, the less it varies.
     """
-    enough = max(round(VERIFICATION_MACS / macs), MIN_VERIFICATION_IMAGES)
-    images = _verified_on(images, enough, "a quick call", settings.log)
     share = map_share(macs)
 
     def some(part: ImageSet) -> ImageSet:
