@@ -543,6 +543,10 @@ def test_products_are_those_of_the_context(monkeypatch: pytest.MonkeyPatch) -> N
             assert (one @ one).dtype == torch.float32
     with bfloat16_products(cpu, False):
         assert (one @ one).dtype == torch.float32
+    with pytest.raises(NotSupported, match="takes no products of bfloat16"), bfloat16_products(cpu, True):
+        torch.zeros(2, 2).index_put_((torch.arange(2),), one @ one)  # a part that takes values of its own dtype only
+    with pytest.raises(RuntimeError, match="shapes"), bfloat16_products(cpu, True):
+        torch.mm(one, one[:1])
     assert not has_fast_bfloat16("mps")
     monkeypatch.setenv("ATTNRX_MEASURE", "0")
     assert not has_fast_bfloat16.__wrapped__("cpu")

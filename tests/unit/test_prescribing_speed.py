@@ -1,9 +1,11 @@
-"""All layers of a DeiT-B prescribed from its statistics, in seconds."""
+"""What a prescription costs: all layers of a DeiT-B in seconds, and the directions of a diagnosis computed once."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnrx.decide.rules import prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
@@ -39,3 +41,22 @@ def test_a_deit_base_is_prescribed_in_seconds() -> None:
     prescription = prescribe_maps(found, "qk=total_rank:0.5,scope=model vo=total_rank:0.5")
     assert time.process_time() - started < LIMIT
     assert sum(sum(ranks) for ranks in prescription.ranks) == HEADS * DIRECTIONS * LAYERS // 2
+
+
+class Decompositions(TorchDispatchMode):
+    """Counts eigenvalue and singular value decompositions."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += any(part in str(function) for part in ("svd", "eigh"))
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_directions_of_a_diagnosis_are_computed_once() -> None:
+    found, counts = Diagnosis((layer(0),), "a model", {}), []
+    for share in (0.5, 0.75):  # a plan prescribes from one diagnosis for every candidate
+        with Decompositions() as seen:
+            prescribe_maps(found, f"qk=uniform_rank:{share} vo=uniform_rank:{share}", refit=False)
+        counts.append(seen.count)
+    assert counts[0] > 0 and counts[1] == 0

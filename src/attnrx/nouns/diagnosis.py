@@ -1,6 +1,6 @@
 """The diagnosis of a model: the spectrum and the named readings of every layer."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,6 +173,15 @@ class Diagnosis(Displayed):
     def _of_file(cls, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "Diagnosis":
         parts = (tensors_below(f"layers.{index}.", tensors) for index in range(len(record["layers"])))
         return cls(tuple(map(_layer, record["layers"], parts)), record["fingerprint"], record["about"])
+
+    def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """Returns what `compute` returned for this key the first time: a plan prescribes from one diagnosis for every
+        candidate.
+        """
+        known: dict[Hashable, Any] = vars(self).setdefault("_computed", {})  # no field: neither compared nor copied
+        if key not in known:
+            known[key] = compute()
+        return known[key]
 
     def require(self, fingerprint: str, what: str) -> None:
         """Checks that the diagnosis belongs to a model.

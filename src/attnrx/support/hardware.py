@@ -3,15 +3,17 @@
 import os
 import platform
 import random
+import re
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+
+from attnrx.support.errors import NotSupported
 
 CACHE, MEASURE = "ATTNRX_CACHE", "ATTNRX_MEASURE"
 # A device has fast products of bfloat16 if a square one of this size is so many times as fast as that of float32.
@@ -73,12 +75,27 @@ def has_fast_bfloat16(device: str) -> bool:
     return seconds[0] >= LEAST_GAIN * seconds[1]
 
 
-def bfloat16_products(device: torch.device, wanted: bool) -> AbstractContextManager[Any]:
-    """Returns a context with matrix products of bfloat16 on a device, or without them, inside another one too."""
+@contextmanager
+def bfloat16_products(device: torch.device, wanted: bool) -> Iterator[None]:
+    """A context with matrix products of bfloat16 on a device, or without them, inside another one too.
+
+    Raises:
+        NotSupported: A part of a model mixes their results with tensors of another precision.
+    """
     if not wanted and not torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    # Without the cache, which would keep the weights of every model twice.
-    return torch.autocast(device.type, torch.bfloat16, enabled=wanted, cache_enabled=False)
+        yield
+        return
+    try:
+        # Without the cache, which would keep the weights of every model twice.
+        with torch.autocast(device.type, torch.bfloat16, enabled=wanted, cache_enabled=False):
+            yield
+    except RuntimeError as error:  # torch has no class of errors for dtypes
+        if not wanted or not re.search(r"(?i)dtype|bfloat16|scalar type", str(error)):
+            raise
+        raise NotSupported(
+            f"a part of the model takes no products of bfloat16 ({error}): use float32, or let that part convert "
+            "its inputs to the dtype of its weights."
+        ) from error
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attnrx.data import Batch
 from attnrx.support.errors import NotSupported
+from attnrx.support.hardware import bfloat16_products
 from attnrx.support.shapes import Float, Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import LossContext, TeacherSource
@@ -265,8 +266,7 @@ class Learner:
 
     def autocast(self) -> AbstractContextManager:
         """Returns a context with bfloat16 matrix products if the config requests it; the weights keep their dtype."""
-        device = self.accelerator.device.type
-        return torch.autocast(device, torch.bfloat16, enabled=self.config.precision == "bf16")
+        return bfloat16_products(self.accelerator.device, self.config.precision == "bf16")
 
     def summed(self, sums: Float[Tensor, "names"]) -> Float[Tensor, "names"]:
         total: Any = self.accelerator.reduce(sums, "sum")  # Any: annotated as possibly None

@@ -110,7 +110,8 @@ def repair(
 
     Raises:
         InvalidInput: The models have different depths, or there are too few images.
-        NotSupported: The candidate prunes or merges tokens, or its MLPs are not two linear maps.
+        NotSupported: The candidate prunes or merges tokens, its MLPs are not two linear maps, or a part of a model
+            takes no products of bfloat16, which were requested.
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
 
     Examples:

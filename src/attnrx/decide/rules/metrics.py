@@ -10,7 +10,7 @@ rank the number of slow pairs with the least error in the metric is chosen.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
@@ -100,14 +100,14 @@ def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis
     removing a direction. All rules then apply as to learned strengths. Of the readings, the moments of queries and keys
     are recomputed, and those that do not depend on the directions are kept; the others are removed.
     """
-    # Kept with the diagnosis: a plan prescribes from one for every candidate.
-    known: dict[str, tuple[Diagnosis, tuple[Basis, ...]]] = vars(diagnosis).setdefault("_rewritten", {})
-    if metric not in known:
-        pairs = [_layer(layer, metric) for layer in diagnosis.layers]
-        about = {**diagnosis.about, "metric": metric}
-        layers = tuple(layer for layer, _ in pairs)
-        known[metric] = replace(diagnosis, layers=layers, about=about), tuple(basis for _, basis in pairs)
-    return known[metric]
+    return diagnosis.once(("rewritten", metric), partial(_rewritten, diagnosis, metric))
+
+
+def _rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis, ...]]:
+    pairs = [_layer(layer, metric) for layer in diagnosis.layers]
+    about = {**diagnosis.about, "metric": metric}
+    layers = tuple(layer for layer, _ in pairs)
+    return replace(diagnosis, layers=layers, about=about), tuple(basis for _, basis in pairs)
 
 
 def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:

@@ -343,10 +343,9 @@ def decide_values(
     metric = CENTERED if rule is None else output_metric(rule, "vo")
     if rule is not None:
         _require_moments("vo", rule, _missing(diagnosis, metric))
-    known: dict[str, list[Balanced]] = vars(diagnosis).setdefault("_value_directions", {})  # as in `rewritten`
-    if metric not in known:
-        known[metric] = [_value_directions(layer, metric) for layer in diagnosis.layers]
-    balanced = known[metric]
+    balanced: list[Balanced] = diagnosis.once(
+        ("value directions", metric), lambda: [_value_directions(layer, metric) for layer in diagnosis.layers]
+    )
     tables = [_value_spectrum(table, layer, metric) for table, layer in zip(balanced, diagnosis.layers, strict=True)]
     spectra = [without_heads(table, removal) for table, removal in zip(tables, heads, strict=True)]
     if rule is None:
