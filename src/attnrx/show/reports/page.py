@@ -218,15 +218,12 @@ def model_card(
         if name != "name":
             rows.append((name.replace("_", " "), number(value) if is_count else plain(value)))
     measured = evidence or Evidence((), {})
-    removed = ""
-    if prescription is not None and prescription.removed_share:
-        removed = f"{percent(prescription.removed_share)} of the original model's score directions were removed. "
     blocks = [
         _head(facts, measured, "image-classification" if returned == "logits" else "image-feature-extraction"),
         f"# {markdown(facts.get('name', UNNAMED))}",
         *(f"**{markdown(each)}.**" for each in statements(measured)),
-        removed + markdown(sentence(evidence)),
         markdown(", ".join(map(str, summary_parts(measured)))),
+        markdown(sentence(evidence)),
         markdown_table(("", ""), rows) if rows else "",
         "## How to use it",
         USE.format(outputs=returned),
