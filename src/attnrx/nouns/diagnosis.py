@@ -178,7 +178,8 @@ class Diagnosis(Displayed):
         """Returns what `compute` returned for this key the first time: a plan prescribes from one diagnosis for every
         candidate.
         """
-        known: dict[Hashable, Any] = vars(self).setdefault("_computed", {})  # no field: neither compared nor copied
+        # No field: it is not compared, and a copy by `replace` begins without it.
+        known: dict[Hashable, Any] = vars(self).setdefault("_computed", {})
         if key not in known:
             known[key] = compute()
         return known[key]

@@ -80,7 +80,7 @@ def bfloat16_products(device: torch.device, wanted: bool) -> Iterator[None]:
     """A context with matrix products of bfloat16 on a device, or without them, inside another one too.
 
     Raises:
-        NotSupported: A part of a model mixes their results with tensors of another precision.
+        NotSupported: A part of a model, or a loss, mixes their results with tensors of another precision.
     """
     if not wanted and not torch.is_autocast_enabled(device.type):
         yield
@@ -93,8 +93,8 @@ def bfloat16_products(device: torch.device, wanted: bool) -> Iterator[None]:
         if not wanted or not re.search(r"(?i)dtype|bfloat16|scalar type", str(error)):
             raise
         raise NotSupported(
-            f"a part of the model takes no products of bfloat16 ({error}): use float32, or let that part convert "
-            "its inputs to the dtype of its weights."
+            f"a part of the model, or a loss, takes no products of bfloat16 ({error}): use float32, or let that part "
+            "convert its inputs to the dtype of its weights."
         ) from error
 
 

@@ -311,9 +311,8 @@ def _blocks(model: nn.Module, images: ImageSet) -> Iterator[_Block]:
 def _are_equal(block: nn.Module, other: nn.Module) -> bool:
     """Whether two blocks have the same weights."""
     ones, others = block.state_dict(), other.state_dict()
-    pairs = [(ones[name], others.get(name)) for name in ones]
-    return len(ones) == len(others) and all(
-        other is not None and one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs
+    return ones.keys() == others.keys() and all(
+        one.dtype == others[name].dtype and torch.equal(one, others[name]) for name, one in ones.items()
     )
 
 
