@@ -14,7 +14,7 @@ from attnrx.change.realization.repair import Repair
 from attnrx.show.checks import Fidelity
 from attnrx.vit.attention import Backend, Eager, Fused, using
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latency, compare_memory
-from attnrx.vit.models import attach_tokens_, family_of
+from attnrx.vit.models import attach_tokens_, family_of, library_form
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 from support import cases
 from support.cases import CONFIGS, PATTERNS, REDUCTIONS, images, model, prescription
@@ -99,8 +99,9 @@ def test_tokens_equal_those_of_a_cpu(kind: str, keep: float) -> None:
     inputs = inputs_of(vit)
     with torch.no_grad():
         on_cpu = vit(inputs)
-        on_device = copy.deepcopy(vit).to(DEVICE)(inputs.to(DEVICE)).cpu()
-    torch.testing.assert_close(on_device, on_cpu, rtol=1e-8, atol=1e-8)
+        for each in (vit, library_form(vit)):
+            on_device = copy.deepcopy(each).to(DEVICE)(inputs.to(DEVICE)).cpu()
+            torch.testing.assert_close(on_device, on_cpu, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("pattern", ["half", "ragged-falling"])
@@ -131,13 +132,14 @@ def test_a_pass_does_not_wait_for_the_device(policy: str) -> None:
     small = copy.deepcopy(deep()) if "ward:" not in policy else small_of("dense", "ragged-falling")
     inputs = inputs_of(small) if "ward:" not in policy else images(CONFIGS["dense"])
     placed, inputs = with_tokens(small, parse_policy(policy)).float().to(DEVICE), inputs.float().to(DEVICE)
-    with torch.no_grad():
-        placed(inputs)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            placed(inputs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    for each in (placed, library_form(placed)):
+        with torch.no_grad():
+            each(inputs)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                each(inputs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -10,7 +10,7 @@ from torch import nn
 
 from attnrx.change.exporting import PatchFeatures, export
 from attnrx.support.errors import NotSupported
-from attnrx.vit.models import family_of, recording_tokens, reduction_of
+from attnrx.vit.models import answer, family_of, library_form, recording_tokens, reduction_of
 from attnrx.vit.tokens import TokenPolicy, ToMe
 from support import cases
 from support.cases import REDUCTIONS
@@ -52,13 +52,14 @@ INTERMEDIATES: tuple[dict[str, Any], ...] = (
 @torch.no_grad()
 def test_timm_methods_return_the_shapes_of_the_original(name: str) -> None:
     _, source, adopted = adopted_once(name)
-    images, small = inputs(adopted), reduced(name, HALF, "compress") if supports_tokens(name) else None
+    small: Any = reduced(name, HALF, "compress") if supports_tokens(name) else None
+    images = inputs(adopted)
     for model in (adopted, small):
         if model is None:
             continue
-        found: Any = model
+        found: Any = library_form(model)
         assert shapes(found.forward_features(images)) == shapes(source.forward_features(images))
-        assert shapes(found.source.forward_features(images)) == shapes(source.forward_features(images))
+        assert shapes(model.source.forward_features(images)) == shapes(source.forward_features(images))
         known, has_prefix = inspect.signature(source.forward_intermediates).parameters, source.num_prefix_tokens
         for options in INTERMEDIATES:
             # Without tokens before the patches timm's own method fails to return them.
@@ -66,7 +67,7 @@ def test_timm_methods_return_the_shapes_of_the_original(name: str) -> None:
                 continue
             expected = shapes(source.forward_intermediates(images, **options))
             assert shapes(found.forward_intermediates(images, **options)) == expected
-            assert shapes(found.source.forward_intermediates(images, **options)) == expected
+            assert shapes(model.source.forward_intermediates(images, **options)) == expected
         if hasattr(source, "get_intermediate_layers"):
             layers = source.get_intermediate_layers(images, 2)
             assert shapes(found.get_intermediate_layers(images, 2)) == shapes(layers)
@@ -81,7 +82,7 @@ def test_without_pruned_tokens_the_features_are_those_of_the_original(name: str)
     if supports_tokens(name):
         models.append(reduced(name, TokenPolicy(ToMe(), (2,), (1.0,)), "compress"))
     for model in models:
-        found: Any = model
+        found: Any = library_form(model)
         torch.testing.assert_close(found.forward_features(images), source.forward_features(images))
         pairs = zip(found.forward_intermediates(images)[1], source.forward_intermediates(images)[1], strict=True)
         for own, theirs in pairs:
@@ -97,7 +98,7 @@ def test_transformers_outputs_have_the_shapes_of_the_original(name: str) -> None
     images, small = inputs(adopted), reduced(name, HALF, "compress")
     for options in ({}, {"output_hidden_states": True}, {"output_hidden_states": True, "return_dict": False}):
         expected = source(pixel_values=images, **options)
-        found: Any = small(pixel_values=images, **options)
+        found: Any = library_form(small)(pixel_values=images, **options)
         assert shapes(found) == shapes(expected)
     assert patches(small).shape == patches(adopted).shape
 
@@ -107,9 +108,9 @@ def test_transformers_outputs_have_the_shapes_of_the_original(name: str) -> None
 def test_requested_features_do_not_change_the_answer(name: str) -> None:
     if not supports_tokens(name):
         pytest.skip("tokens cannot be reduced in this model")
-    model: Any = reduced(name, HALF, "compress")
+    model: Any = library_form(reduced(name, HALF, "compress"))
     images = inputs(model)
-    before = model(images)
+    before = answer(model, images)
     if name not in (*OF_TIMM, *OF_HF) and name in CASES:
         with pytest.raises(NotSupported, match="no method that returns the features"):
             patches(model)
@@ -124,7 +125,7 @@ def test_requested_features_do_not_change_the_answer(name: str) -> None:
             torch.testing.assert_close(output.logits, model(pixel_values=images).logits, rtol=1e-12, atol=1e-12)
     else:
         model.forward_intermediates(images)
-    assert torch.equal(model(images), before)
+    assert torch.equal(answer(model, images), before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,7 +135,8 @@ def test_features_mask_equals_compress(kind: str) -> None:
     masked, small = (reduced("deep", policy, by) for by in ("mask", "compress"))
     images = inputs(small)
     torch.testing.assert_close(patches(masked), patches(small), rtol=1e-10, atol=1e-10)
-    pairs: Any = [model.forward_intermediates(images, intermediates_only=True) for model in (masked, small)]  # type: ignore[operator]
+    models: Any = library_form(masked), library_form(small)
+    pairs: Any = [model.forward_intermediates(images, intermediates_only=True) for model in models]
     for one, other in zip(*pairs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
@@ -168,7 +170,7 @@ def test_the_representatives_are_a_partition_of_the_patches(kind: str) -> None:
 @torch.no_grad()
 def test_the_residual_of_a_patch_is_its_source_plus_its_difference(kind: str) -> None:
     """The definition, patch by patch, for one stage before the last of four layers: the whole difference."""
-    model: Any = reduced("deep", TokenPolicy(REDUCTIONS[kind], (4,), (0.5,)), "compress")
+    model: Any = library_form(reduced("deep", TokenPolicy(REDUCTIONS[kind], (4,), (0.5,)), "compress"))
     images = inputs(model)
     with recording_tokens(model) as runs:
         outputs = model.forward_intermediates(images, output_fmt="NLC", intermediates_only=True)

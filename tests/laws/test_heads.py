@@ -12,7 +12,7 @@ from attnrx.change.decompositions import elimination_losses
 from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.rules.prescribing import HEAD_METRICS
 from attnrx.support.errors import InvalidRule, NoOpPrescription, UnknownName
-from attnrx.vit.models import family_of
+from attnrx.vit.models import family_of, working_copy
 from attnrx_lab.rules import control_prescriptions
 from support import cases
 from support.comparisons import pixels
@@ -75,7 +75,7 @@ def test_the_refit_minimizes_the_error_of_the_output(subjects, form: str) -> Non
     model, diagnosis, images = subjects[form]
     small = rx.realize(model, rx.prescribe(diagnosis, "heads=total_rank:0.5"))
     outputs = []
-    for each in (model, small):
+    for each in map(working_copy, (model, small)):
         attention, found = family_of(each).attention(each)[0], []
         handle = attention.register_forward_hook(lambda _, given, output, found=found: found.append((given[0], output)))
         each(images)

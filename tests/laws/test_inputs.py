@@ -10,7 +10,8 @@ import torch
 import attnrx as rx
 from attnrx.data.model_data import images_for
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.vit.models import accepting, family_of
+from attnrx.vit import models
+from attnrx.vit.models import accepting, family_of, working_copy
 from support.pretrained import of_hf, shaken
 from support.users_models import CLASSES, WIDTH, of_timm, of_transformers
 
@@ -233,8 +234,9 @@ def test_a_loader_of_several_sizes(library: str) -> None:
     assert any("3 sizes" in note for note in result.evidence.about["notes"])
     with torch.no_grad():
         for images, _ in batches[:4]:
-            found, expected = result.model(images), model(images)
-            assert found.shape == getattr(expected, "logits", expected).shape
+            outputs = result.model(images), model(images)
+            found, expected = (getattr(output, "logits", output) for output in outputs)
+            assert type(outputs[0]) is type(outputs[1]) and found.shape == expected.shape
     single = [(image, 0) for images, _ in batches for image in images]
     images: Any = images_for(result.model, single)
     assert [len(each) for each in (images, *images.others)] == [64, 32, 32]
@@ -254,9 +256,12 @@ def test_the_outputs_are_those_of_the_library(name: str) -> None:
         images = torch.cat([each.images for each in images_for(adopted, batched(items, 3)).batches(3)]).to(dtype)
         assert images.shape[1:] == CASES[name][2]
         fitting: Any = accepting(adopted, CASES[name][2])
-        torch.testing.assert_close(fitting(images), expected, rtol=0, atol=limit)
+        torch.testing.assert_close(models.answer(fitting, images), expected, rtol=0, atol=limit)
+        torch.testing.assert_close(working_copy(fitting)(images), expected, rtol=0, atol=limit)
         if not name.startswith("padded patches"):
-            torch.testing.assert_close(fitting(next(iter(batch.values()))), expected, rtol=0, atol=limit)
+            inputs = next(iter(batch.values()))
+            torch.testing.assert_close(answer(fitting(inputs)), expected, rtol=0, atol=limit)
+            torch.testing.assert_close(working_copy(fitting)(inputs), expected, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize("name", CASES)

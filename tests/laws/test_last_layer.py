@@ -11,7 +11,7 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.vit.attention import Attention
-from attnrx.vit.models import family_of, recording_blocks, use_backend
+from attnrx.vit.models import family_of, library_form, recording_blocks, use_backend, working_copy
 from attnrx.vit.models.token_hooks import attach_tokens_
 from support.pretrained import CASES, TIMM, adopted_once, of_timm
 
@@ -158,12 +158,14 @@ def test_a_failed_call_leaves_the_model_whole() -> None:
 
 
 def test_a_classifier_that_reads_all_tokens_gets_them() -> None:
-    model: Any = fresh("vit")
+    model: Any = library_form(fresh("vit"))
     inputs, layout = batch(model), family_of(model).token_layout(model)
     model.reset_classifier(4, global_pool="avg")
     model.double().eval()
-    answer, seen = tokens_through(model, inputs)
+    answer, seen = tokens_through(working_copy(model), inputs)
     assert seen == [layout.tokens] and answer.shape == (3, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(answer, model(inputs), rtol=1e-10, atol=1e-10)
 
 
 def test_gradients_are_those_of_all_tokens() -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 
 import attnrx as rx
-from attnrx.vit.models import family_of
+from attnrx.vit.models import answer, family_of
 from support.pretrained import HF, TIMM, VIT, images_for, of_hf, of_timm
 
 timm = pytest.importorskip("timm")
@@ -52,14 +52,14 @@ def test_it_loads_where_the_original_was_never_seen(name: str, tmp_path: Path) -
     script = (
         "import pathlib, sys, attnrx as rx; folder = pathlib.Path(sys.argv[1]);"
         "images = rx.serialization.read_tensors(folder / 'images.safetensors')['images'];"
-        "logits = rx.load(folder / 'small')(images);"
+        "outputs = rx.load(folder / 'small')(images); logits = getattr(outputs, 'logits', outputs);"
         "rx.serialization.write_tensors(folder / 'logits.safetensors', {'logits': logits})"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=300, env=environment)
     with torch.no_grad():
         found = rx.serialization.read_tensors(tmp_path / "logits.safetensors")["logits"]
-        torch.testing.assert_close(found, small(images), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, answer(small, images), rtol=1e-5, atol=1e-6)
 
 
 def test_timm_evaluates_it(tmp_path: Path) -> None:
@@ -92,11 +92,18 @@ def test_timm_gives_it_another_classifier_that_is_saved(tmp_path: Path) -> None:
     assert torch.equal(again(noise(again)), small(noise(small)))
 
 
-def test_images_and_pixel_values_are_not_mixed() -> None:
-    small = compressed("transformers")
-    for given in ({}, {"images": noise(small), "pixel_values": noise(small)}, {"labels": torch.zeros(3)}):
-        with pytest.raises(rx.AttnrxError, match="pixel_values"):
-            small(**given)
+@torch.no_grad()
+def test_transformers_calls_it_by_position_and_by_name_with_labels_and_without() -> None:
+    small: Any = compressed("transformers")
+    images, labels = noise(small), torch.tensor([4, 0, 2])
+    expected = answer(small, images)
+    outputs = (small(images), small(pixel_values=images), small(pixel_values=images, labels=labels))
+    assert [type(output) for output in outputs] == [transformers.modeling_outputs.ImageClassifierOutput] * 3
+    assert all(torch.equal(output.logits, expected) for output in outputs)
+    assert [output.loss is None for output in outputs] == [True, True, False]
+    torch.testing.assert_close(outputs[2].loss, torch.nn.functional.cross_entropy(expected, labels))
+    (as_tuple,) = small(pixel_values=images, return_dict=False)
+    assert torch.equal(as_tuple, expected)
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def vit(outputs: int) -> nn.Module:
 def shifted(model: nn.Module, by: float) -> nn.Module:
     """A copy with a number added to every output, or, for 0, with its outputs negated."""
     candidate = copy.deepcopy(model)
-    head: Any = candidate.get_submodule("source.head")
+    head: Any = candidate.get_submodule("head")
     with torch.no_grad():
         if by:
             head.bias += by
@@ -222,7 +222,7 @@ def test_a_candidate_that_returns_nan_fails_by_name(case: Case) -> None:
     model = loaded(case)
     broken = copy.deepcopy(model)
     with torch.no_grad():
-        broken.get_parameter("source.head.bias").fill_(torch.nan)
+        broken.get_parameter("head.bias").fill_(torch.nan)
     evidence = rx.verify(broken, model, IMAGES, [Fidelity(), Promises(promised={"expected": {}, "measured": None})])
     assert evidence.failures[0].claim == "the candidate returns NaN or infinity for no image"
     assert evidence.failures[0].value == 48 and any("not checked: fidelity" in note for note in evidence.about["notes"])

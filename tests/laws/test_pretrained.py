@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import attnrx as rx
 from attnrx.change.realization import realize
 from attnrx.data import LoadedImages
 from attnrx.decide.diagnosing import diagnose
@@ -16,12 +17,17 @@ from attnrx.decide.rules import TotalRank, UniformRank, prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import NotSupported
-from attnrx.vit.models import family_of, load_model, save_model
+from attnrx.vit.models import answer, family_of, load_model, save_model, working_copy
 from support import cases
-from support.comparisons import logits, whole
+from support.comparisons import whole
 from support.pretrained import BLOCKS, HF, TIMM, VIT, adopted_once, images_for, of_hf, of_timm, twin_of
 
 RULES = {"qk": TotalRank(0.5), "vo": UniformRank(0.5), "fc1": UniformRank(0.5), "fc2": UniformRank(0.5)}
+
+
+@torch.no_grad()
+def logits(model: nn.Module, images: LoadedImages) -> torch.Tensor:
+    return torch.cat([answer(model, batch.images.double()) for batch in images.batches(8)])
 
 
 @pytest.fixture(params=[*BLOCKS, "lvvit"])
@@ -85,11 +91,12 @@ def test_a_compressed_model_is_the_same_in_another_process(name: str, tmp_path: 
     images = images_for(adopted)
     small = realize(adopted, prescribe_maps(diagnose(adopted, images, batch_size=8), RULES))
     save_model(tmp_path / "small", small)
-    assert torch.equal(logits(load_model(tmp_path / "small"), images), logits(small, images))
+    assert torch.equal(logits(load_model(tmp_path / "small"), images), logits(working_copy(small), images))
+    assert torch.equal(logits(rx.load(tmp_path / "small"), images), logits(small, images))
     script = (
-        "import sys, torch; from attnrx.vit.models import load_model; torch.set_num_threads(1);"
-        "model = load_model(sys.argv[1]); batch = torch.load(sys.argv[2]);"
-        "torch.save(torch.no_grad()(model)(batch), sys.argv[3])"
+        "import sys, torch, attnrx; from attnrx.vit.models import answer; torch.set_num_threads(1);"
+        "model = attnrx.load(sys.argv[1]); batch = torch.load(sys.argv[2]);"
+        "torch.save(torch.no_grad()(answer)(model, batch), sys.argv[3])"
     )
     batch = next(iter(images.batches(8))).images.double()
     torch.save(batch, tmp_path / "batch.pt")

@@ -16,7 +16,7 @@ from attnrx.change.realization import repair as module
 from attnrx.change.realization.repair import Repair, repair
 from attnrx.data.model_data import images_for
 from attnrx.support.errors import InvalidInput, InvalidRule, NotSupported
-from attnrx.vit.models import blocks_of, family_of
+from attnrx.vit.models import answer, blocks_of, family_of
 from support import cases
 from support.pretrained import BLOCKS, adopted_once
 
@@ -56,7 +56,7 @@ def test_every_architecture_loses_hidden_units_and_is_repaired(name: str, tmp_pa
     small = rx.realize(model, given)
     if all(getattr(second, "bias", None) is not None for _, second in family.mlp(model)):
         masked = rx.realize(model, given, by="mask")
-        torch.testing.assert_close(masked(images[:3]), small(images[:3]), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(answer(masked, images[:3]), answer(small, images[:3]), rtol=1e-9, atol=1e-9)
     assert family.costs(small).params == sum(parameter.numel() for parameter in small.parameters())
     if name in NORMS_AFTER:
         with pytest.raises(NotSupported, match="norm after the MLP"):
@@ -66,7 +66,7 @@ def test_every_architecture_loses_hidden_units_and_is_repaired(name: str, tmp_pa
     assert all(after <= before for before, after in zip(repaired.before, repaired.after, strict=True))
     assert repaired.after[0] < repaired.before[0]
     loaded = rx.load(rx.save(repaired.model, tmp_path / "model"))
-    torch.testing.assert_close(loaded(images[:3]), repaired.model(images[:3]), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(answer(loaded, images[:3]), answer(repaired.model, images[:3]), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from attnrx.training import TrainingConfig, TrainingRun, train
 from attnrx.training.losses import Distillation, LossContext, Task
 from attnrx.vit.attention import sized_softmax
 from attnrx.vit.models import (
+    answer,
     attach_tokens_,
     family_of,
+    library_form,
     load_model,
     recording_blocks,
     recording_tokens,
@@ -82,11 +85,12 @@ def test_attention_over_sizes_is_exact_and_its_gradient_finite() -> None:
     assert bool(logits.grad.isfinite().all())  # type: ignore[union-attr]
 
 
-def reducing(reducer, ratio: float = 0.5, layers: tuple[int, ...] = (2, 3)) -> nn.Module:
+def reducing(reducer, ratio: float = 0.5, is_working: bool = False) -> nn.Module:
+    """A model of timm as users have it, or a working copy."""
     model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
     torch.manual_seed(0)
-    attach_tokens_(model, family_of(model), TokenPolicy.staged(reducer, ratio, layers))
-    return model
+    attach_tokens_(model, family_of(model), TokenPolicy.staged(reducer, ratio, (2, 3)))
+    return model if is_working else library_form(model)
 
 
 def splits(model: nn.Module) -> Splits:
@@ -97,8 +101,8 @@ def splits(model: nn.Module) -> Splits:
     return Splits("noise", images, images.take(8), images.take(8), tuple("abcde"), 3, 32, scale, Augmentation(0))
 
 
-def run(folder: Path, reducer, *losses, ratio: float = 0.5, **knobs) -> TrainingRun:
-    model = reducing(reducer, ratio)
+def run(folder: Path, reducer, *losses, ratio: float = 0.5, is_working: bool = False, **knobs) -> TrainingRun:
+    model = reducing(reducer, ratio, is_working)
     settings = {"epochs": 2, "batch_size": 8, "learning_rate": 1e-3, "precision": "fp32", "checkpoint_every": 2} | knobs
     config = TrainingConfig(losses=losses or (Task(), KeepRatio()), **settings)
     return train(model, splits(model), config, folder)
@@ -127,11 +131,15 @@ def test_training_reaches_the_ratio_that_was_asked_for(reducer, ratio: float, tm
         torch.testing.assert_close(made.model(images), small, rtol=1e-10, atol=1e-10)
 
 
-def test_predictors_learn_at_a_rate_of_their_own(tmp_path: Path) -> None:
-    before = {name: tensor.clone() for name, tensor in reducing(Spot()).state_dict().items()}
-    still = weights(run(tmp_path, Spot(), predictor_learning_rate=0.0))
+@pytest.mark.parametrize("is_working", [False, True])
+def test_predictors_learn_at_a_rate_of_their_own(is_working: bool, tmp_path: Path) -> None:
+    model = reducing(Spot(), is_working=is_working)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    still = weights(run(tmp_path, Spot(), is_working=is_working, predictor_learning_rate=0.0))
+    prefix = "tokens." if is_working else "attnrx_tokens."
+    assert still.keys() == before.keys() and any(name.startswith(prefix) for name in before)
     for name, tensor in still.items():
-        assert torch.equal(tensor, before[name]) == name.startswith("tokens."), name
+        assert torch.equal(tensor, before[name]) == name.startswith(prefix), name
 
 
 @pytest.mark.parametrize("reducer", [Spot(), ClassAttention()], ids=["spot", "class attention"])
@@ -202,26 +210,28 @@ def selected(policy: TokenPolicy, patches: int):
     return draw
 
 
+@pytest.mark.parametrize("is_working", [False, True])
 @pytest.mark.parametrize("name", ["deep", "hf dinov2", "lvvit"])
 @pytest.mark.parametrize("kind", LEARNED)
 def test_training_with_the_draws_of_inference_is_inference(
-    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, name: str, is_working: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = (2, 4) if name == "deep" else (2,)
     policy = TokenPolicy.staged(LEARNED[kind], 0.5, stages)
     if not fits(name, policy.reducer):
         pytest.skip("it goes by a class token, and the model has none")
     model = reduced(name, policy, "compress")
+    model = model if is_working else library_form(model)
     reduction = reduction_of(model)
     assert reduction is not None
     images = inputs(model)
     with torch.no_grad():
         for parameter in reduction.parameters():
             parameter.mul_(0.3)  # so that no probability is so near 0 or 1 that the weights of a package hide mistakes
-        small = model(images)
+        small = answer(model, images)
     monkeypatch.setattr(reducing_module, "sampled_keep", selected(policy, reduction.shape.layout.patches))
     reduction.train()
-    sampled = model(images)
+    sampled = answer(model, images)
     torch.testing.assert_close(sampled, small, rtol=1e-10, atol=1e-10)
     sampled.square().sum().backward()
     gradients = [parameter.grad for parameter in reduction.parameters()]
@@ -246,18 +256,20 @@ def test_what_leaves_is_taken_along_by_a_gradient(reducer, monkeypatch: pytest.M
     assert (scores.grad is not None) == (sampled.added is not None)
 
 
+@pytest.mark.parametrize("is_working", [False, True])
 @pytest.mark.parametrize(
     ("name", "switch"), [("vit", "set_grad_checkpointing"), ("hf vit", "gradient_checkpointing_enable")]
 )
-def test_pruned_tokens_are_not_computed_again_for_gradients(name: str, switch: str) -> None:
-    model = copy.deepcopy(adopted_once(name)[2])
+def test_pruned_tokens_are_not_computed_again_for_gradients(name: str, switch: str, is_working: bool) -> None:
+    model: Any = copy.deepcopy(adopted_once(name)[2])
     attach_tokens_(model, family_of(model), TokenPolicy(DynamicViT(), (2,), (0.5,)), "mask")
+    model = model if is_working else library_form(model)
     images = torch.zeros(2, *family_of(model).input_shape(model), dtype=torch.float64)
-    getattr(model.source, switch)()
+    getattr(model.source if is_working else model, switch)()
     with pytest.raises(NotSupported, match="gradient checkpointing computes the blocks again"):
         model.train()(images)
     with torch.no_grad():
-        assert model.eval()(images).shape[0] == 2
+        assert answer(model.eval(), images).shape[0] == 2
 
 
 @pytest.mark.parametrize("reducer", [Spot(), SPViT(), DTPS()], ids=["spot", "spvit", "dtps"])
@@ -268,6 +280,7 @@ def test_a_low_keep_ratio_is_trained_with_one_token_at_least(
     """One patch of sixteen is left at both stages; with predictors that learn fast, most draws would leave none."""
     model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
     attach_tokens_(model, family_of(model), TokenPolicy(reducer, (2, 3), (0.0625, 0.0625)))
+    model = library_form(model)
     teacher = str(save_model(tmp_path / "teacher", adopted_teacher()))
     losses = (Task(), KeepRatio(), Distillation(teacher), TokenSimilarity(teacher))
     least, draw = [], reducing_module.sampled_keep

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import NotSupported
-from attnrx.vit.models import family_of, observing, reduction_of, token_run
+from attnrx.vit.models import answer, family_of, library_form, observing, reduction_of, token_run
 from attnrx.vit.tokens import Reducer, TokenPolicy, known_reducers
 from attnrx_lab.tokens import DTPS, HaltingScores, MapMoments, Spot
 from attnrx_lab.tokens.scores import scores_of
@@ -21,7 +21,7 @@ FAMILIES += ("dinov3", "rotary, mixed", "beit, bias per layer", "relative positi
 
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        return model(inputs(model))
+        return answer(model, inputs(model))
 
 
 # Every reducer in one family, and every class of reducers in a quarter of them, others in the next.
@@ -48,8 +48,11 @@ def test_mask_equals_compress(name: str, kind: str) -> None:
             reduced(name, TokenPolicy(reducer, (2,), (0.5,)), "mask")
         return
     policy = TokenPolicy(reducer, (2,), (0.5,))
-    masked, small = (logits(reduced(name, policy, by)) for by in ("mask", "compress"))
+    models = [reduced(name, policy, by) for by in ("mask", "compress")]
+    masked, small = map(logits, models)
     torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
+    for own in map(library_form, models):  # the library's own code, with hooks
+        torch.testing.assert_close(logits(own), small, rtol=1e-10, atol=1e-10)
     assert not torch.allclose(small, logits(original(name)), rtol=1e-6)
 
 
@@ -57,10 +60,13 @@ def test_mask_equals_compress(name: str, kind: str) -> None:
 def test_several_stages_mask_equals_compress(kind: str) -> None:
     policy = TokenPolicy.staged(REDUCTIONS[kind], 0.6, (2, 3, 4))
     models = [reduced("deep", policy, by) for by in ("mask", "compress")]
-    masked, small = map(logits, models)
-    torch.testing.assert_close(masked, small, rtol=1e-10, atol=1e-10)
+    models += [library_form(model) for model in models]
+    masked, small, *others = map(logits, models)
+    for each in (masked, *others):
+        torch.testing.assert_close(each, small, rtol=1e-10, atol=1e-10)
     trails = [token_run(model, inputs(model)).trail for model in models]
-    assert all(torch.equal(a.sort(1).values, b.sort(1).values) for a, b in zip(*trails, strict=True))
+    for trail in trails[1:]:
+        assert all(torch.equal(a.sort(1).values, b.sort(1).values) for a, b in zip(trails[0], trail, strict=True))
     added = REDUCTIONS[kind].extra
     assert [stage.shape[1] for stage in trails[1]] == [count + added for count in policy.counts(16)]
 
@@ -94,6 +100,7 @@ def test_all_tokens_are_the_original_bit_for_bit(name: str, by: str) -> None:
     reducer = REDUCTIONS["evit" if fits(name, REDUCTIONS["evit"]) else "random"]
     kept = reduced(name, TokenPolicy(reducer, (2,), (1.0,)), by)
     assert torch.equal(logits(kept), logits(model))
+    assert torch.equal(logits(library_form(kept)), logits(library_form(model)))
 
 
 # Random scores are hashes of indices, merging by turns and sampling along the patches go by their order.

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.support.errors import NotSupported
 from attnrx.support.modules import tensors_of
 from attnrx.vit.models import family_of
 from support.comparisons import assert_same_tensors
@@ -91,26 +90,33 @@ def outputs(model: Any, images: torch.Tensor = IMAGES) -> dict[str, torch.Tensor
 @pytest.mark.parametrize("name", MODELS)
 def test_the_class_is_that_of_the_original(name: str) -> None:
     original, small = pair(name)
-    for kind in type(original).__mro__:
-        assert isinstance(small, kind)
-    assert small.__class__ is type(original) and type(small) is not type(original)
-    assert family_of(small).matches(small)
-    if not hasattr(small, "origin"):  # a whole module
-        expected = {key: tensor.shape for key, tensor in outputs(original).items()}
-        assert {key: tensor.shape for key, tensor in outputs(small).items()} == expected
-        assert type(small(IMAGES)) is type(original(IMAGES))
+    assert type(small) is type(original) and small.__class__ is type(original)
+    assert family_of(small) is family_of(rx.load(original))
+    expected = {key: tensor.shape for key, tensor in outputs(original).items()}
+    assert {key: tensor.shape for key, tensor in outputs(small).items()} == expected
+    assert type(small(IMAGES)) is type(original(IMAGES))
+
+
+def torch_copy(model: Any) -> Any:
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_copies_have_the_same_outputs_before_and_after_a_pass(name: str) -> None:
-    _, small = pair(name)
-    fresh = copy.deepcopy(small), pickle.dumps(small)
-    expected = outputs(small)
-    stream = io.BytesIO()
-    torch.save(small, stream)
-    stream.seek(0)
-    copies = [*fresh[:1], pickle.loads(fresh[1]), copy.deepcopy(small), copy.copy(small)]
-    for each in (*copies, torch.load(stream, weights_only=False)):
+    original, small = pair(name)
+    fresh = copy.deepcopy(small), pickle.loads(pickle.dumps(small)), torch_copy(small)
+    expected, _ = outputs(small), outputs(original)
+    copies = [*fresh, copy.deepcopy(small), copy.copy(small)]
+    try:
+        torch_copy(original)
+    except AttributeError as error:  # transformers installs hooks in a pass that cannot be pickled
+        assert "output_capturing_hook" in str(error)
+    else:
+        copies += [torch_copy(small), pickle.loads(pickle.dumps(small))]
+    for each in copies:
         assert type(each) is type(small)
         assert_same_tensors(outputs(each), expected)
     averaged = torch.optim.swa_utils.AveragedModel(small)
@@ -152,12 +158,25 @@ def test_a_module_that_its_library_creates_is_loaded_without_a_factory(name: str
     _, small = pair(name)
     rx.save(small, tmp_path / "saved")
     assert_same_tensors(outputs(rx.load(tmp_path / "saved")), outputs(small))
-    small.save_pretrained(tmp_path / "pretrained")
-    assert_same_tensors(outputs(rx.load(tmp_path / "pretrained")), outputs(small))
-    with pytest.raises(ValueError, match=r"attnrx\.load"):  # it would be a model with random weights
-        type(small.module).from_pretrained(tmp_path / "pretrained")
-    with pytest.raises(NotSupported, match=r"attnrx\.push_to_hub"):
-        small.push_to_hub("name")
+
+
+@pytest.mark.parametrize("name", ["classifier", "backbone", "segmenter", "units"])
+def test_save_pretrained_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    """It writes the weights, and the configuration of the original: a model of other shapes is not made from it."""
+    original, small = pair(name)
+    loaded: Any = rx.load(original)
+    loaded.save_pretrained(tmp_path / "original")
+    assert_same_tensors(outputs(type(small).from_pretrained(tmp_path / "original").eval()), outputs(original))
+    rx.save(small, tmp_path / "saved")
+    for parameter in small.parameters():  # as training does
+        parameter.data.mul_(1.01)
+    small.save_pretrained(tmp_path / "weights", save_original_format=False)  # with the names of the model's parts
+    written = rx.serialization.read_tensors(tmp_path / "weights" / "model.safetensors")
+    assert_same_tensors(written, small.state_dict())
+    for weights in (tmp_path / "weights", tmp_path / "weights" / "model.safetensors"):
+        assert_same_tensors(outputs(rx.load(tmp_path / "saved", weights=weights)), outputs(small))
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        type(small).from_pretrained(tmp_path / "weights")
 
 
 def test_a_backbone_gives_its_maps_by_every_call_of_transformers() -> None:
@@ -212,19 +231,19 @@ def test_a_pipeline_and_a_trainer_run_it_unchanged(name: str, tmp_path: Path, ca
         use_cpu=True, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
         metric_for_best_model="eval_loss", disable_tqdm=True,
     )  # fmt: skip
-    before = small.state_dict()["source.classifier.weight" if name == "classifier" else next(iter(small.state_dict()))]
-    before = before.clone()
+    before = copy.deepcopy(small.state_dict())
     trainer = transformers.Trainer(small, settings, train_dataset=rows, eval_dataset=rows)
     loss = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < loss
+    assert not any(torch.equal(tensor, before[key]) for key, tensor in small.state_dict().items())
     folders = sorted((tmp_path / "run").iterdir())
     settings.num_train_epochs = 3
     again = transformers.Trainer(copy.deepcopy(small), settings, train_dataset=rows, eval_dataset=rows)
     again.train(resume_from_checkpoint=str(folders[-1]))
     assert again.state.global_step == 6
-    trainer.save_model(str(tmp_path / "trained"))
+    assert trainer.model is small
+    rx.save(small, tmp_path / "trained")
     made = None if name != "own head" else lambda: model
-    assert_same_tensors(
-        outputs(rx.load(tmp_path / "trained", factory=made), images), outputs(trainer.model.eval(), images), 1e-6
-    )
+    loaded = rx.load(tmp_path / "trained", factory=made)
+    assert_same_tensors(outputs(loaded, images), outputs(small.eval(), images), 1e-6)

@@ -226,6 +226,7 @@ def test_pictures_are_preprocessed_as_the_model_wants_them(kind: str) -> None:
         timm = pytest.importorskip("timm")
         source = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=3)
         vit = rx.load(source)
+        assert vit.pretrained_cfg == source.pretrained_cfg  # with the size of the published weights
         expected_shape, mean = (3, 32, 32), torch.tensor(source.pretrained_cfg["mean"])
     found = whole(images_for(vit, Items(lambda row: {"image": picture, "label": row}, 3)))
     assert found.images.shape == (3, *expected_shape) and found.labels.tolist() == [0, 1, 2]
@@ -234,7 +235,7 @@ def test_pictures_are_preprocessed_as_the_model_wants_them(kind: str) -> None:
     if kind == "timm":
         from timm.data import create_transform, resolve_model_data_config
 
-        transform: Any = create_transform(**resolve_model_data_config(vit))
+        transform: Any = create_transform(**{**resolve_model_data_config(vit), "input_size": expected_shape})
         assert torch.equal(found.images[0], transform(picture))
     assert (found.images.mean((0, 2, 3)) + mean).abs().max() < 1.5
 

@@ -16,7 +16,7 @@ from attnrx.decide.planning.sensitivity import Answers
 from attnrx.show.checks import Fidelity
 from attnrx.show.reports import ReportContent, render, sample_maps, summary_of
 from attnrx.support.errors import InvalidInput, UserCodeError
-from attnrx.vit.models import family_of
+from attnrx.vit.models import family_of, library_form, working_copy
 from attnrx.vit.outputs import KINDS, judging, output_kind_of
 
 timm = pytest.importorskip("timm")
@@ -51,11 +51,11 @@ def made(is_several: bool = False) -> nn.Module:
 
 
 def changed(model: Any) -> Any:
-    other = copy.deepcopy(model)
+    other = working_copy(copy.deepcopy(model))
     with torch.no_grad():
         for layer in family_of(other).attention(other):
             layer.value.weight.mul_(0.5)  # type: ignore[union-attr, operator]
-    return other
+    return library_form(other)
 
 
 def pixel_divergence(original: Any, smaller: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import attnrx as rx
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import tensors_of
-from attnrx.vit.models import family_of
+from attnrx.vit.models import answer, family_of
 from attnrx.vit.models.whole import needed_to_load
 from support.users_models import CASES, SIZE, made
 
@@ -22,7 +22,7 @@ TEXT = {"qk": "total_rank:0.5", "vo": "total_rank:0.5", "hidden": "total_rank:0.
 
 def outputs(model: nn.Module, images: Tensor = IMAGES) -> dict[str, Tensor]:
     with torch.no_grad():
-        found = model(images)
+        found = answer(model, images) if isinstance(model, nn.Module) else model(images)
     return {"": found.logits} if hasattr(found, "logits") else tensors_of(found)
 
 

@@ -21,6 +21,7 @@ from attnrx.show.checks import Accuracy, Calibration, Costs, Features, Fidelity,
 from attnrx.support.errors import AttnrxError, InvalidInput, UserCodeError
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig, initialize_
+from support.pretrained import VIT, of_timm
 from support.time_limits import time_limit
 from support.wrong_arguments import Case, of_class, of_function
 
@@ -71,7 +72,9 @@ def valid_arguments(folder: Path) -> dict[str, dict[str, Any]]:
     slim = rx.realize(model, prescription)
     named = {"splits": splits_for(model, {"train": (images, labels), "validation": (images, labels)})}
     pair, on_images = {"candidate": slim, "reference": model}, {"model": model, "data": images}
+    loaded = rx.load(of_timm(VIT))
     return {
+        "accelerate": {"model": loaded},
         "adapt_preprocessing": {**named, "model": model},
         "diagnose": on_images,
         "distill": {**pair, "calibration": images},
@@ -79,6 +82,7 @@ def valid_arguments(folder: Path) -> dict[str, dict[str, Any]]:
         "export": {"model": model, "path": folder / "model.pt2", "to": "program"},
         "load": {"source": model},
         "load_data": {"name_or_path": str(folder / "missing")},
+        "plain": {"model": rx.accelerate(loaded)},
         "plan": {"model": model, "diagnosis": diagnosis, "target": "macs=0.5x", "images": images, "others": images},
         "prescribe": {"diagnosis": diagnosis, "rules": "qk=total_rank:0.5"},
         "push_to_hub": {"folder": folder / "missing", "repository": "me/slim"},

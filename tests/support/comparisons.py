@@ -14,6 +14,7 @@ from attnrx.decide.rules.rule import keep_only
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.show.checks import Comparison
+from attnrx.vit.models import answer
 from attnrx_lab.vision_transformer import VisionTransformer
 from support import cases
 from support.cases import pixels
@@ -65,7 +66,7 @@ class Setting:
 
 def logits(model: nn.Module, images: ImageSet) -> torch.Tensor:
     with torch.no_grad():
-        return torch.cat([model(batch.images.double()) for batch in images.batches(8)])
+        return torch.cat([answer(model, batch.images.double()) for batch in images.batches(8)])
 
 
 def whole(found: Diagnosis, metric: str) -> tuple[LayerPrescription, ...]:

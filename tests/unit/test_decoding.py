@@ -15,8 +15,9 @@ from attnrx.data import FixedImages
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning import PlanSettings, Target, plan_sharing
 from attnrx.decide.planning.sensitivity import Answers
-from attnrx.verbs.shrink import ShrinkRun
-from attnrx.vit.models import family_of
+from attnrx.verbs.shrink import ShrinkRun, Shrunk
+from attnrx.vit.models import family_of, library_form, working_copy
+from attnrx.vit.models.verbs import inside_verb, returned
 
 SIZE, WIDTH, CHANNELS = 32, 32, 16
 
@@ -87,6 +88,19 @@ def module(by: str = "forward_features", redundant: bool = True) -> nn.Module:
 IMAGES = torch.randn(48, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
 
 
+def working(made: nn.Module) -> Any:
+    """The working copy of a module, with which `shrink` computes."""
+    return working_copy(rx.load(made).eval())
+
+
+def shrunk(model: nn.Module, images: torch.Tensor) -> tuple[ShrinkRun, Shrunk]:
+    """The run of `shrink` with a smaller decoder, and what it returns."""
+    settings = PlanSettings.preset("quick", batch=8, trials=1)
+    with inside_verb():
+        run = ShrinkRun.start(working_copy(model), images, None, "quick", settings, decoder=True)
+        return run, returned(run.result(Target.parse("macs=0.8x")))
+
+
 def fixed(model: Any) -> FixedImages:
     images = images_for(model, IMAGES, "images")
     assert isinstance(images, FixedImages)
@@ -101,7 +115,7 @@ def lean(model: Any) -> Any:
 
 @pytest.mark.parametrize("by", ["forward_features", "forward"])
 def test_channels_that_others_replace_are_removed_without_a_change(by: str, tmp_path: Path) -> None:
-    model: Any = rx.load(module(by)).eval()
+    model = working(module(by))
     small = lean(model)
     assert [cut.units for cut in small.around.cuts] == [CHANNELS // 2] * 2
     assert small.module.decoder[1].num_features == small.module.decoder[3].in_channels == CHANNELS // 2
@@ -114,13 +128,16 @@ def test_channels_that_others_replace_are_removed_without_a_change(by: str, tmp_
     library: Any = family_of(small).library_model(small)
     assert library.decoder[3].in_channels == CHANNELS
     rx.save(small, tmp_path)
-    loaded = rx.load(tmp_path, factory=lambda: Saliency(by).float()).eval()
-    torch.testing.assert_close(loaded(IMAGES), small(IMAGES))
+    own: Any = library_form(small)
+    loaded: Any = rx.load(tmp_path, factory=lambda: Saliency(by).float()).eval()
+    for each in (own, loaded):
+        assert type(each) is Saliency and each.decoder[1].num_features == each.decoder[3].in_channels == CHANNELS // 2
+        torch.testing.assert_close(each(IMAGES), small(IMAGES))
 
 
 def test_tokens_are_merged_and_the_decoder_is_fitted_to_the_original() -> None:
-    model: Any = rx.load(module()).eval()
-    small: Any = rx.realize(lean(model), rx.prescribe(lean(model), "tokens=ward:0.5@2")).eval()
+    model = working(module())
+    small: Any = working_copy(rx.realize(lean(model), rx.prescribe(lean(model), "tokens=ward:0.5@2")).eval())
     with torch.no_grad():
         small.module.decoder[5].weight.mul_(2)
     fitted: Any
@@ -134,12 +151,8 @@ def test_tokens_are_merged_and_the_decoder_is_fitted_to_the_original() -> None:
 
 
 def test_a_plan_with_a_smaller_decoder_gives_a_result_that_is_saved(tmp_path: Path) -> None:
-    model: Any = rx.load(module()).eval()
-    images = torch.cat([IMAGES, IMAGES.flip(3), IMAGES.flip(2)])
-    settings = PlanSettings.preset("quick", batch=8, trials=1)
-    run = ShrinkRun.start(model, images, None, "quick", settings, decoder=True)
-    assert run.has_smaller_decoder
-    result = run.result(Target.parse("macs=0.8x"))
+    run, result = shrunk(rx.load(module()).eval(), torch.cat([IMAGES, IMAGES.flip(3), IMAGES.flip(2)]))
+    assert run.has_smaller_decoder and type(result.model) is Saliency
     assert result.evidence.about["reference"] != result.evidence.about["candidate"]
     folder = result.save(tmp_path / "result")
     loaded = rx.load(folder, factory=lambda: Saliency().float()).eval()
@@ -153,12 +166,9 @@ def test_a_decoder_is_smaller_for_images_of_another_size_than_the_model_was_made
     monkeypatch.setattr(decoding, "TOLERATED", 1e9)
     torch.manual_seed(0)
     images = torch.randn(96, 3, 40, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
-    settings = PlanSettings.preset("quick", batch=8, trials=1)
-    model = rx.load(OfAnySize().float()).eval()
-    run = ShrinkRun.start(model, images, None, "quick", settings, decoder=True)
-    result = run.result(Target.parse("macs=0.8x"))
+    run, result = shrunk(rx.load(OfAnySize().float()).eval(), images)
     small: Any = result.model
-    assert run.has_smaller_decoder and small.module.decoder[2].in_channels == CHANNELS // 2
+    assert run.has_smaller_decoder and small.decoder[2].in_channels == CHANNELS // 2
     assert small(images[:2]).shape == (2, 1, 40, 24)
     folder = result.save(tmp_path / "result")
     loaded = rx.load(folder, factory=lambda: OfAnySize().float()).eval()
@@ -169,7 +179,7 @@ def test_a_decoder_is_smaller_for_images_of_another_size_than_the_model_was_made
 
 
 def test_divergences_and_costs_of_plans_are_relative_to_the_original() -> None:
-    model: Any = rx.load(module()).eval()
+    model = working(module())
     small = lean(model)
     with torch.no_grad():  # an error of the decoder itself
         small.module.decoder[5].weight.mul_(1.5)
@@ -184,7 +194,7 @@ def test_divergences_and_costs_of_plans_are_relative_to_the_original() -> None:
 
 
 def test_a_decoder_that_loses_much_or_costs_little_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = rx.load(module(redundant=False)).eval()
+    model = working(module(redundant=False))
     monkeypatch.setattr(decoding, "TOLERATED", 0.0)
     assert smaller_decoder(model, fixed(model)) is None
     monkeypatch.setattr(decoding, "TOLERATED", 1e9)

@@ -166,15 +166,15 @@ def test_weights_on_the_meta_device_are_named(path: str) -> None:
 
 
 def doubled(model: Any) -> None:
-    model.source.blocks[0].attn.register_forward_hook(lambda module, args, output: 2 * output)
+    model.blocks[0].attn.register_forward_hook(lambda module, args, output: 2 * output)
 
 
 def replaced_forward(model: Any) -> None:
-    model.source.blocks[0].mlp.act.forward = torch.tanh
+    model.blocks[0].mlp.act.forward = torch.tanh
 
 
 def pruned_later(model: Any) -> None:
-    prune.l1_unstructured(model.source.blocks[0].mlp.fc1, "weight", 0.5)
+    prune.l1_unstructured(model.blocks[0].mlp.fc1, "weight", 0.5)
 
 
 LATER = (doubled, replaced_forward, pruned_later)
@@ -201,7 +201,7 @@ def test_changes_after_loading_are_refused_by_every_verb(change: Callable[[Any],
 
 def test_hooks_that_observe_are_allowed_after_loading() -> None:
     model: Any = attnrx.load(of_timm(VIT))
-    logger(model.source)
+    logger(model)
     diagnosis = attnrx.diagnose(model, IMAGES)
     prescription = attnrx.prescribe(diagnosis, "qk=total_rank:0.5")
     masked, compressed = (attnrx.realize(model, prescription, by=by) for by in ("mask", "compress"))

@@ -1,4 +1,4 @@
-"""What the libraries, their trainers and their users call on an adopted model, and the folders that they write."""
+"""What the libraries, their trainers and their users call on a loaded model, and the folders that they write."""
 
 import copy
 import pickle
@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import attnrx
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
-from attnrx.vit.models import model_fingerprint
-from support.pretrained import OWN, VIT, OwnViT, of_hf, of_timm, of_torchvision, shaken
+from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.vit.models import answer, family_of, model_fingerprint
+from attnrx.vit.models.record import record_of
+from support.pretrained import VIT, OwnViT, of_hf, of_timm, of_torchvision
 
 transformers = pytest.importorskip("transformers")
 CLASSES = ("ViTForImageClassification", "CLIPVisionModelWithProjection")
@@ -20,39 +21,43 @@ CLASSES = ("ViTForImageClassification", "CLIPVisionModelWithProjection")
 
 def small(model: Any) -> Any:
     """The model with fewer directions."""
-    adopted: Any = attnrx.load(model)
-    images = torch.zeros(8, *adopted.origin.input_shape, dtype=torch.float64)
+    loaded = attnrx.load(model)
+    images = torch.zeros(8, *family_of(loaded).input_shape(loaded), dtype=torch.float64)
     images += torch.linspace(-1, 1, 8, dtype=torch.float64)[:, None, None, None]
-    return attnrx.realize(adopted, attnrx.prescribe(attnrx.diagnose(adopted, images), "qk=total_rank:0.6"))
+    return attnrx.realize(loaded, attnrx.prescribe(attnrx.diagnose(loaded, images), "qk=total_rank:0.6"))
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_transformers_reads_no_folder_as_a_random_model(kind: str, tmp_path: Path) -> None:
     model = small(of_hf(kind))
-    with pytest.raises(NotSupported, match=r"attnrx\.save"):
-        model.source.save_pretrained(tmp_path / "source")
-    assert not (tmp_path / "source").exists()
-    for folder, save in (("saved", attnrx.save), ("pretrained", lambda model, path: model.save_pretrained(path))):
-        save(model, tmp_path / folder)
-        assert model_fingerprint(attnrx.load(tmp_path / folder)) == model_fingerprint(model)
-        for name in {*CLASSES, "ViTModel"}:
-            with pytest.raises(ValueError, match=r"attnrx\.load"):
-                getattr(transformers, name).from_pretrained(tmp_path / folder)
-        for name in ("AutoModel", "AutoModelForImageClassification"):
-            with pytest.raises(ValueError, match="Unrecognized model"):
-                getattr(transformers, name).from_pretrained(tmp_path / folder)
+    attnrx.save(model, tmp_path / "saved")
+    assert model_fingerprint(attnrx.load(tmp_path / "saved")) == model_fingerprint(model)
+    for name in {*CLASSES, "ViTModel"}:
+        with pytest.raises(ValueError, match=r"attnrx\.load"):
+            getattr(transformers, name).from_pretrained(tmp_path / "saved")
+    for name in ("AutoModel", "AutoModelForImageClassification"):
+        with pytest.raises(ValueError, match="Unrecognized model"):
+            getattr(transformers, name).from_pretrained(tmp_path / "saved")
+    # The library's own method states other attention in config.json than the weights are of.
+    model.save_pretrained(tmp_path / "own")
+    with pytest.raises(CheckpointError, match="would be random"):
+        attnrx.load(tmp_path / "own")
 
 
-def test_save_pretrained_takes_what_trainers_pass(tmp_path: Path) -> None:
-    model = small(of_hf("ViTForImageClassification"))
-    model.save_pretrained(tmp_path / "other", is_main_process=False)
-    assert not (tmp_path / "other").exists()
-    doubled = {name: 2 * tensor for name, tensor in model.state_dict().items()}
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_model_that_was_only_loaded_is_saved_by_its_library(kind: str, tmp_path: Path) -> None:
+    model: Any = attnrx.load(of_hf(kind))
     before = model_fingerprint(model)
-    model.save_pretrained(tmp_path / "doubled", state_dict=doubled)
+    doubled = {name: 2 * tensor for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "own")
+    model.save_pretrained(tmp_path / "doubled", state_dict=dict(doubled))
     assert model_fingerprint(model) == before
-    loaded = attnrx.load(tmp_path / "doubled").state_dict()
-    assert all(torch.equal(loaded[name], doubled[name]) for name in doubled)
+    for folder, tensors in (("own", model.state_dict()), ("doubled", doubled)):
+        for loaded in (getattr(transformers, kind).from_pretrained(tmp_path / folder), attnrx.load(tmp_path / folder)):
+            assert type(loaded) is type(model)
+            found = loaded.state_dict()
+            assert found.keys() == tensors.keys()
+            assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
 @pytest.mark.usefixtures("single_precision")
@@ -63,9 +68,10 @@ def test_a_folder_of_the_trainer_is_read_with_the_folder_of_its_model(tmp_path: 
     settings = transformers.TrainingArguments(str(tmp_path / "run"), report_to=[], use_cpu=True)
     trainer = transformers.Trainer(model, settings)
     with torch.no_grad():
-        model.source.classifier.weight.mul_(3)
+        model.classifier.weight.mul_(3)
     trainer.save_model(str(tmp_path / "trained"))
-    assert model_fingerprint(attnrx.load(tmp_path / "trained")) == model_fingerprint(model)
+    with pytest.raises(CheckpointError, match="would be random"):  # its configuration states other attention
+        attnrx.load(tmp_path / "trained")
     (tmp_path / "trained" / "config.json").unlink()  # as trainers of others save a model
     with pytest.raises(CheckpointError, match=r"The Trainer of transformers .* weights="):
         attnrx.load(tmp_path / "trained")
@@ -121,33 +127,33 @@ def test_pipelines_run_a_saved_folder(tmp_path: Path) -> None:
     assert [each["score"] for each in answers[0]] == pytest.approx([each["score"] for each in answers[1]], abs=1e-5)
 
 
-def test_attributes_of_the_library_are_those_of_its_model() -> None:
+def test_attributes_and_methods_are_those_of_the_library(tmp_path: Path) -> None:
     model: Any = small(of_timm(VIT))
-    assert model.get_classifier() is model.source.head and model.patch_embed is model.source.patch_embed
-    assert len(model.blocks) == 2 and model.num_classes == 5 and model.embed_dim == model.num_features == 12
-    assert model.no_weight_decay() <= {name for name, _ in model.named_parameters()} | {
-        "source.dist_token",
-        "source.reg_token",
-    }
+    assert model.get_classifier() is model.head and len(model.blocks) == 2
+    assert model.num_classes == 5 and model.embed_dim == model.num_features == 12
+    assert model.no_weight_decay() <= {name for name, _ in model.named_parameters()} | {"dist_token", "reg_token"}
     model.set_grad_checkpointing(False)
-    for name in ("set_input_size", "prune_intermediate_layers", "load_pretrained"):
-        with pytest.raises(NotSupported, match=f"{name} of an adopted model"):
-            getattr(model, name)
+    images = torch.linspace(-1, 1, 2 * 3 * 16 * 16, dtype=torch.float64).view(2, 3, 16, 16)
+    (features,) = model.forward_intermediates(images, indices=1, intermediates_only=True, norm=True)
+    assert torch.equal(features.flatten(2).mT, model.forward_features(images)[:, 1:])
+    model.reset_classifier(7)
+    assert model.head.out_features == 7
+    attnrx.save(model, tmp_path / "saved")
+    assert torch.equal(attnrx.load(tmp_path / "saved")(images), model(images))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         model.nothing  # noqa: B018
     hugging: Any = small(of_hf("ViTForImageClassification"))
-    assert hugging.num_labels == 5 and hugging.vit is hugging.source.vit and hugging.main_input_name == "pixel_values"
-    with pytest.raises(NotSupported, match="push_to_hub of an adopted model"):
-        hugging.push_to_hub("me/slim")
-    assert attnrx.load(of_torchvision()).hidden_dim == 12  # type: ignore[attr-defined]
-    own: Any = attnrx.load(shaken(OwnViT()), reader=OWN)
-    assert own.classify is own.source.classify
+    assert hugging.num_labels == 5 and hugging.main_input_name == "pixel_values"
+    output = hugging(pixel_values=images, output_hidden_states=True)
+    assert len(output.hidden_states) == 3 and torch.equal(output.logits, answer(hugging, images))
+    assert attnrx.load(of_torchvision()).hidden_dim == 12
 
 
 @pytest.mark.parametrize("kind", ["timm", "hf"])
-def test_forwarded_attributes_survive_copies(kind: str) -> None:
+def test_copies_have_the_same_weights(kind: str) -> None:
     model = attnrx.load(of_timm(VIT) if kind == "timm" else of_hf("ViTForImageClassification"))
     for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(made) is type(model) and record_of(made) == record_of(model)
         assert model_fingerprint(made) == model_fingerprint(model)
 
 

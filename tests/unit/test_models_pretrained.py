@@ -20,6 +20,7 @@ from attnrx.support.modules import fixed_weights
 from attnrx.verbs.load import load
 from attnrx.verbs.save import push_to_hub
 from attnrx.vit.attention import Attention
+from attnrx.vit.models import working_copy
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.checkpoint import save_weights
 from attnrx.vit.models.huggingface_family import READERS, reader_of
@@ -342,7 +343,7 @@ def test_models_that_fit_their_positions_take_other_sizes(name: str) -> None:
         "transformers": (HF, partial(of_hf, "Dinov2ForImageClassification")),
     }[name]
     foreign = model()
-    adopted: Any = load(foreign)
+    adopted: Any = working_copy(load(foreign))
     family.resize_(adopted, 24, 32)
     batch = images(family, adopted)
     torch.testing.assert_close(logits(adopted, batch), logits(foreign, batch), rtol=0, atol=1e-12)

@@ -13,6 +13,7 @@ from attnrx.data.model_data import images_for, splits_for
 from attnrx.decide.planning.sensitivity import Answers
 from attnrx.show.checks import Accuracy, Calibration, Fidelity, Promises, Retrieval
 from attnrx.support.errors import DataError, InvalidInput
+from attnrx.vit.models import answer
 from attnrx.vit.outputs import GROUP, KINDS, output_kind_of
 from support import pretrained
 from support.pretrained import adopted_once
@@ -63,7 +64,7 @@ def test_a_backbone_is_diagnosed_planned_and_verified():
     evidence = rx.verify(slim, model, data, prescription=plan.with_predictions)
     found = {finding.details.get("quantity"): finding for finding in evidence.findings}
     with torch.no_grad():
-        outputs = model(images), slim(images)
+        outputs = model(images), answer(slim, images)
     distance = 1 - torch.cosine_similarity(*outputs, dim=-1)
     assert found["divergence"].value == pytest.approx(float(distance.mean()), rel=1e-6)
     assert "cosine distance" in found["divergence"].claim and found["divergence"].unit == ""

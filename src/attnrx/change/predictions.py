@@ -11,7 +11,7 @@ from attnrx.support.modules import rows_of
 from attnrx.support.progress import track
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.vit.attention import Observation
-from attnrx.vit.models import InputValidation, evaluating, family_of, observing
+from attnrx.vit.models import InputValidation, answer, evaluating, family_of, observing
 from attnrx.vit.outputs import KINDS, OutputKind, output_kind_of
 
 BATCH = 64  # images at once where the caller states nothing
@@ -67,7 +67,7 @@ def outputs_of(
     model: nn.Module, images: Float[Tensor, "batch channels height width"]
 ) -> Float[Tensor, "batch classes"]:
     """Returns the outputs of one batch, one row per image, computed in the dtype of the model's weights."""
-    return rows_of(model(images.to(next(model.parameters()).dtype)))
+    return rows_of(answer(model, images.to(next(model.parameters()).dtype)))
 
 
 def stored(outputs: Float[Tensor, "batch classes"]) -> Float[Tensor, "batch classes"]:

@@ -36,15 +36,17 @@ class _DetachedCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def copy_module(model: Module) -> Module:
+def copy_module(model: Module, memo: dict[int, Any] | None = None) -> Module:
     """Returns a deep copy of a module; activations that its parts keep as attributes are detached in the copy.
+
+    `memo` has objects that take the place of others in the copy, by their `id`, as that of `copy.deepcopy`.
 
     Raises:
         NotSupported: An attribute cannot be copied, e.g. a lock or an open file; the message names it.
     """
     try:
         with _DetachedCopies():
-            return copy.deepcopy(model)
+            return copy.deepcopy(model, memo)
     except Exception as error:  # objects of any class are copied, by code of their own
         raise NotSupported(
             f"{type(model).__name__} cannot be copied: {_uncopied(model)} raises {type(error).__name__}: {error}. "
@@ -172,15 +174,32 @@ def random_images(model: nn.Module, shape: Sequence[int], count: int = 2) -> Flo
     return torch.randn((count, *shape), generator=generator, dtype=torch.float64, device="cpu").to(parameter)
 
 
-def rounding_limit(expected: Tensor) -> float:
-    """Returns the largest difference from outputs of any shape that is taken for rounding.
+def rounding_limits(expected: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "batch *sizes"]:
+    """Returns, for every output, the largest difference that is taken for rounding.
 
-    It is the square root of the machine epsilon, relative to the largest output: rounding is far below it, and a
-    missing norm, bias or scale far above. The epsilon is at least that of float32, because some attention computes its
-    softmax in float32.
+    It is the square root of the machine epsilon relative to the output's column, so that a large constant beside small
+    logits hides nothing. A column has all images and all other places of one index: of a class, a channel or a row. A
+    column of small numbers may round as most columns do, so a quarter of all columns is below the least limit. The
+    epsilon is at least that of float32, because some attention computes its softmax in float32.
     """
     epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
-    return epsilon**0.5 * max(1.0, float(expected.abs().max()))
+    sizes = expected.detach().abs().double()
+    if not sizes.numel():
+        return sizes
+    if sizes.ndim < 2:
+        columns = sizes.amax().expand(sizes.shape)
+    else:
+        others = [[axis for axis in range(sizes.ndim) if axis != kept] for kept in range(1, sizes.ndim)]
+        columns = sizes.amax(others[0], keepdim=True)
+        for axes in others[1:]:
+            columns = torch.minimum(columns, sizes.amax(axes, keepdim=True))
+    ordered = columns.flatten().sort().values
+    least = max(float(ordered[(len(ordered) - 1) // 4]), LEAST_SCALE)
+    return (epsilon**0.5 * columns.clamp(min=least)).expand(sizes.shape)
+
+
+# The least size of outputs that rounding is relative to.
+LEAST_SCALE = 1e-3
 
 
 # Trees ----------------------------------------------------------------------------------------------------------------

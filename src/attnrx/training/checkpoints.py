@@ -15,6 +15,7 @@ from attnrx.support.records import JSON_OBJECT, Integer, Items, Number, Record, 
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import (
     file_sha256,
+    fingerprint,
     read_record,
     read_tensors,
     require_finite_tensors,
@@ -175,7 +176,7 @@ def identity(
             "test": splits.test.fingerprint,
         },
         "model": family_of(model).describe(model),
-        "weights": model_fingerprint(model),
+        "weights": fingerprint(model.state_dict()),
         "tokens": described_tokens(model),
         # The config states where they are read from; the model there may be another one now.
         "teachers": {

@@ -26,14 +26,15 @@ from attnrx.support.hardware import bfloat16_products
 from attnrx.support.shapes import Float, Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import LossContext, TeacherSource
-from attnrx.vit.models import family_of, recording_tokens
+from attnrx.vit.models import Answering, family_of, recording_tokens
+from attnrx.vit.models.record import TOKENS, record_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 NEVER = 2**62  # a step that no run reaches
 STRENGTHS = ("strength_init", "strength_decay", "strength_learning_rate")  # the settings of learned strengths
-PREDICTORS = "tokens."  # parameter prefix of the predictors of a token policy
+PREDICTORS = ("tokens.", f"{TOKENS}.")  # parameter prefixes of the predictors of a token policy
 
 EPOCH, STEP, NOISE = 0, 1, 2  # the purpose is part of a seed, so that no two purposes share random numbers
 
@@ -244,7 +245,9 @@ class Learner:
         self.target, self.model, self.config, self.accelerator = target, model, config, accelerator
         self.features, self.teachers = features, teachers or {}
         self.wrapped: Callable[[Tensor], Tensor]
-        self.wrapped = accelerator.prepare_model(model) if model is target else shard_(model, accelerator)
+        called = model if model is target else shard_(model, accelerator)
+        called = called if record_of(model) is None else Answering(called)
+        self.wrapped = accelerator.prepare_model(called) if model is target else called
         if config.compile:  # a separate object: the model keeps its parameter names and can be copied and observed
             self.wrapped = torch.compile(self.wrapped)
         self.optimizer = build_optimizer(model, config)

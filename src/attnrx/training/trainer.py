@@ -42,7 +42,9 @@ from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import load_teachers
 from attnrx.training.step import EPOCH, Learner, derived_seed, gather_tensors, gathered_weights
 from attnrx.vit.models import (
+    answer,
     family_of,
+    library_form,
     load_model,
     num_outputs,
     recording_blocks,
@@ -50,6 +52,7 @@ from attnrx.vit.models import (
     require_ordinary_weights,
     save_model,
 )
+from attnrx.vit.models.record import record_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -130,7 +133,8 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
     if not path.exists():
         return None
     record = read_record(path, KIND, SCHEMA, Record({"identity": IDENTITY}, HISTORY, open=True))
-    trained = load_model(folder).state_dict()
+    saved = load_model(folder)
+    trained = (saved if record_of(model) is None else library_form(saved)).state_dict()
     require_same_run(record["identity"], requested, folder, fingerprint(trained))
     # Into the caller's model, which a run that trains changes in place too.
     model.load_state_dict(trained)
@@ -280,7 +284,7 @@ def evaluate(learner: Learner, images: ImageSet | None) -> tuple[float, float] |
     with gathered_weights(model):
         for batch in images.batches(learner.config.batch_size, device=accelerator.device, shard=learner.shard):
             with learner.autocast():
-                logits = model(batch.images.to(learner.dtype))
+                logits = answer(model, batch.images.to(learner.dtype))
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             losses = nn.functional.cross_entropy(logits, batch.labels, reduction="sum")
             num_correct = (logits.argmax(-1) == batch.labels).sum()

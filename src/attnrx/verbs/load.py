@@ -28,7 +28,7 @@ from attnrx.support.arguments import (
 )
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.optional import require_installed
-from attnrx.vit.models import STATED_OUTPUTS, Reader, accepting, family_of, load_model
+from attnrx.vit.models import Reader, accepting, family_of, load_model, state_outputs_
 from attnrx.vit.models.verbs import verb
 from attnrx.vit.outputs import STATEMENTS
 
@@ -140,7 +140,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
         model = accepting(model, (family_of(model).input_shape(model)[0], height, width))
     if outputs is not None:
-        setattr(model, STATED_OUTPUTS, STATEMENTS[outputs])
+        state_outputs_(model, STATEMENTS[outputs])
     return model
 
 

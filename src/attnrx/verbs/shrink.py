@@ -66,11 +66,15 @@ from attnrx.vit.models import (
     at_size_of,
     family_of,
     is_model_file,
+    library_form,
     model_fingerprint,
     reduction_of,
     require_model_folder,
 )
+from attnrx.vit.models.acceleration import accelerate
+from attnrx.vit.models.record import record_of
 from attnrx.vit.models.verbs import verb
+from attnrx.vit.models.working_copy import is_working
 from attnrx.vit.outputs import Divergence, Map, Metric, judged, most_images, output_kind_of
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
@@ -150,6 +154,7 @@ class Shrunk:
         images: The images that it was planned and verified on.
         maps: The maps that the original and the smaller model return for some samples, for the report; None for other
             outputs.
+        timed_in_kernels: Whether a target of latency is that in attnrx's kernels, so that the model is accelerated.
     """
 
     model: nn.Module
@@ -162,9 +167,17 @@ class Shrunk:
     class_names: tuple[str, ...] = ()
     images: Parts | None = None
     maps: MapSamples | None = None
+    timed_in_kernels: bool = False
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.prescription, self.evidence))
+
+    def in_library_form(self) -> "Shrunk":
+        """Returns the result with a model of its own class, accelerated where its speed was measured so."""
+        model = library_form(self.model)
+        in_kernels = self.target.minimized == "latency" and self.timed_in_kernels
+        is_kernel = in_kernels and is_working(self.model) and record_of(model) is not None
+        return replace(self, model=accelerate(model) if is_kernel else model)
 
     @property
     def summary(self) -> Sentence:
@@ -676,7 +689,8 @@ class ShrinkRun:
             maps = sample_maps({"original": self.original, "this model": model}, shown, labels)
         # Of the blocks, which a copy with a smaller decoder shares with the original.
         diagnosis = replace(self.diagnosis, fingerprint=model_fingerprint(self.original))
-        parts = diagnosis, samples, names, self.images, maps
+        in_kernels = self.settings.to is None and self.settings.conditions.in_kernels
+        parts = diagnosis, samples, names, self.images, maps, in_kernels
         return Shrunk(model, prescription, evidence, plan, target, *parts)
 
 

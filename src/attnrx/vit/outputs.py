@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ from attnrx.support.arguments import described, user_code
 from attnrx.support.errors import InvalidInput, UserCodeError
 from attnrx.support.modules import from_rows, mapped
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.vit.models import STATED_OUTPUTS, evaluating, family_of, known_family, num_outputs
-from attnrx.vit.models.whole import Whole
+from attnrx.vit.models import evaluating, family_of, known_family, num_outputs, stated_outputs
+from attnrx.vit.models.record import record_of
 
 # Images among which the nearest neighbours of an embedding are sought. A neighbour is harder to keep among more images,
 # so that the number is fixed: results on different numbers of images can be compared.
@@ -434,8 +434,15 @@ def _judged(kind: OutputKind, model: nn.Module, judgement: Judgement) -> OutputK
 
 def most_images(model: nn.Module) -> int:
     """Returns on how many images the outputs of a model can be compared in memory: maps have a number per pixel."""
-    numbers = sum(model.around.sizes.values()) if isinstance(model, Whole) else 1
+    numbers = sum(output_sizes(model).values()) or 1
     return max(MOST_NUMBERS // max(numbers, 1), 2)
+
+
+def output_sizes(model: nn.Module) -> Mapping[str, int]:
+    """Returns the numbers per image of every tensor that a whole module, or its file, returns; {} for other models."""
+    record = record_of(model)
+    found = getattr(model, "output_sizes", {}) if record is None else getattr(record.around, "sizes", {})
+    return found if isinstance(found, Mapping) else {}
 
 
 def output_kind_of(model: nn.Module) -> OutputKind:
@@ -443,16 +450,16 @@ def output_kind_of(model: nn.Module) -> OutputKind:
     divergence is the one of the call, if any (`judging`).
     """
     family = known_family(model)  # not `family_of`, which raises: checks also take modules of no family
-    name = getattr(model, STATED_OUTPUTS, None) or ("logits" if family is None else family.output_kind(model))
+    name = stated_outputs(model) or ("logits" if family is None else family.output_kind(model))
     heads = () if family is None or name != "logits" else family.heads(model)
     kind = KINDS["binary_logit" if heads and num_outputs(heads[0]) == 1 else name]
-    if isinstance(kind, Map):  # the sizes of a whole module, or of its file
-        kind = type(kind)(tuple(getattr(model, "output_sizes", {}).values()))
+    if isinstance(kind, Map):
+        kind = type(kind)(tuple(output_sizes(model).values()))
     judgement = current_judgement()
     return _judged(kind, model, judgement) if judgement.divergence is not None and family is not None else kind
 
 
-# What a user states -> the kind, which is the attribute STATED_OUTPUTS of the model.
+# What a user states -> the kind, which is the name that `state_outputs_` takes.
 STATEMENTS = {
     "classes": "logits",
     "multilabel": "multilabel",

@@ -203,7 +203,7 @@ def _realize_linear_maps_(family: Family, model: nn.Module, index: int, layer: L
         factors.first.weight.copy_(first)
         factors.second.weight.copy_(decode)
         factors.second.bias.copy_(constant)
-        family.set_mlp_(model, index, which, factors)
+        family.set_mlp_(model, index, which, _frozen_as(factors, linear))
 
 
 def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: HiddenDecision, by: str) -> None:
@@ -228,7 +228,7 @@ def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: Hidde
     family.keep_units_(model, index, keep)
     for which, (linear, original) in enumerate(zip(small, (first, second), strict=True)):
         linear.to(original.weight.device, original.weight.dtype).train(original.training)
-        family.set_mlp_(model, index, which, linear)
+        family.set_mlp_(model, index, which, _frozen_as(linear, original))
     small[0].weight.copy_(first.weight[keep])
     if first.bias is not None:
         small[0].bias.copy_(first.bias[keep])
@@ -390,7 +390,18 @@ def compressed_attention(attention: Attention, layer: LayerPrescription, norms: 
     # Modules of the library, with weights of their own; a spec has their names only.
     result.inner_norms.update(copy.deepcopy(dict(attention.inner_norms.items())))
     result.kept_patches = attention.kept_patches
-    return result.train(attention.training)
+    return _frozen_as(result, attention).train(attention.training)
+
+
+def _frozen_as(small: nn.Module, original: nn.Module) -> Any:
+    """Freezes the weights of a smaller part whose counterparts are frozen; returns the part."""
+    own = dict(original.named_parameters())
+    for name, parameter in small.named_parameters():
+        owner = name.rpartition(".")[0]
+        like = next((own[each] for each in (name, f"{owner}.weight".lstrip("."), "weight") if each in own), None)
+        if like is not None:
+            parameter.requires_grad_(like.requires_grad)
+    return small
 
 
 def mask_attention_(attention: Attention, layer: LayerPrescription) -> None:
@@ -463,8 +474,12 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = 
     # The names of the heads are those of the original model, ranks and value ranks refer to the heads of `spec`.
     small = large.with_ranks(ranks, tuple(spec.heads[head] for head in order), kept_norms, pairs)
     if values is not None:
-        biases = (biases | {"output"}) - {"value"}
-        small = replace(small, value_ranks=tuple(values.ranks[head] for head in order))
+        kept_dims = tuple(values.ranks[head] for head in order)
+        biases.add("output")
+        # Heads that are whole keep their biases, which are zero then: the library's own attention has them.
+        if kept_dims != tuple(spec.value_dims[head] for head in order):
+            biases.discard("value")
+        small = replace(small, value_ranks=kept_dims)
     # In the order of BIASES, so that equal layers compare equal.
     return replace(small, biases=tuple(name for name in BIASES if name in biases))
 

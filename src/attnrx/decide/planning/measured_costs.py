@@ -41,6 +41,7 @@ from attnrx.vit.models import (
     blocks_of,
     family_of,
     recording_calls,
+    timed_form,
 )
 from attnrx.vit.models.adopted import LastLayer
 from attnrx.vit.tokens import TokenPolicy
@@ -476,7 +477,8 @@ class PlanTimer:
         protocol = replace(settings.protocol, rounds=rounds)
         if settings.adjusts and settings.batch * family_of(self.space.model).costs(self.space.model).macs >= LONG:
             protocol = replace(protocol, rounds=max(rounds // 3, 2), warmup=1)
-        sides = model, self.library_model, settings.noise(self.space.model), protocol
+        timed = timed_form(model, settings.conditions.in_kernels)
+        sides = timed, self.library_model, settings.noise(self.space.model), protocol
         speed = run_in_subprocess(compare_latency, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
         return {
             "faster": speed.faster.value,
@@ -506,6 +508,7 @@ class PlanTimer:
         if settings.form is not None:
             speeds = file_speeds(models, settings, self.images, rounds, self.library_model)
             return {name: 1 / speed for name, speed in speeds.items()}
+        models = {name: timed_form(model, settings.conditions.in_kernels) for name, model in models.items()}
         sides = models, self.library_model, settings.noise(self.space.model), replace(settings.protocol, rounds=rounds)
         timed = run_in_subprocess(compare_latencies, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
         return {name: 1 / comparison.faster.value for name, comparison in timed.items()}

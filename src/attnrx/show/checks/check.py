@@ -18,7 +18,7 @@ from attnrx.support.errors import DataError, InvalidInput, NonFiniteOutputs
 from attnrx.support.records import to_dict
 from attnrx.support.shapes import Int, Tensor
 from attnrx.support.text_parsing import text_name
-from attnrx.vit.models import FAMILIES
+from attnrx.vit.models import FAMILIES, own_model
 from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, output_kind_of
 
 
@@ -74,7 +74,8 @@ class Comparison:
             if model not in self._cache:
                 roles.setdefault(model, role)  # the first role, by which errors name the model
         if roles:
-            models = {role: model for model, role in roles.items()}
+            # What a user gave runs its own code, and not attnrx's in its place.
+            models = {role: own_model(model) for model, role in roles.items()}
             computed = predict(models, self.data, self.batch_size, device=self.device)
             # Cached as they are: several checks meet a model that returns NaN, which runs once.
             self._cache.update({model: (computed.outputs[role], computed.labels) for model, role in roles.items()})

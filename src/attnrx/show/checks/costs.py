@@ -24,9 +24,10 @@ from attnrx.vit.costs import (
     count_product_macs,
 )
 from attnrx.vit.costs.measured import PROCESSES, Ratio
-from attnrx.vit.models import counted_by_spec, evaluating, family_of
+from attnrx.vit.models import counted_by_spec, evaluating, family_of, timed_form
 
-KERNELS = "attnrx's kernels"  # the runtime of models that are no exported files
+# The runtimes of models that are no exported files.
+KERNELS, PYTORCH = "attnrx's kernels", "PyTorch"
 # With so many times the images of the plan their own interval suffices: with a lognormal divergence of sigma 1.5, twice
 # the promise holds in 2 of 200 samples (`kept_promises` of benchmarks/coverage.py).
 MANY_TIMES = 4
@@ -111,14 +112,17 @@ def speed_findings(
     unchanged = comparison.unchanged
     if comparison.runtime is None and model is not comparison.reference:
         unchanged = comparison.reference
-    times = compare_latency(comparison.candidate, model, images, protocol, unchanged)
+    in_kernels = protocol.conditions.in_kernels
+    if not in_kernels and comparison.runtime is None:
+        runtime, unchanged = PYTORCH, None  # the model's own code: what was removed is all of its speed
+    times = compare_latency(timed_form(comparison.candidate, in_kernels), model, images, protocol, unchanged)
     record = {
         "interval": times.interval,
         **asdict(times),
         "image_shape": list(times.image_shape),
         "baseline": baseline_name,
     }
-    if runtime != KERNELS:
+    if runtime not in (KERNELS, PYTORCH):
         record["runtime"] = runtime  # of a file; else the version of torch is recorded
 
     def found(quantity: str, claim: str, ratio: Ratio, details: Mapping[str, Any], least: float | None) -> Finding:
@@ -172,7 +176,8 @@ class Latency(Check):
         # The gain by attnrx's kernels is part of the speed that a user of the library sees.
         protocol, baseline = replace(self.protocol, conditions=conditions), baseline_of(comparison, self.library)
         found = speed_findings(self, comparison, baseline, images, protocol, self.faster)
-        memory = compare_memory(comparison.candidate, baseline[0], images, conditions)
+        candidate = timed_form(comparison.candidate, conditions.in_kernels)
+        memory = compare_memory(candidate, baseline[0], images, conditions)
         if not (memory.candidate.total and memory.reference.total):
             return found  # an exported file: its runtime allocates memory that torch does not count
         claim = f"peak memory of a forward pass of {self.batch}, candidate over {baseline[1]}"

@@ -17,7 +17,7 @@ from attnrx.show.reports.numbers import number
 from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import tensors_of
 from attnrx.support.shapes import Bool, Float, ImageBatch, Int, Tensor, UInt8
-from attnrx.vit.models import TokenReduction, TokenRun, evaluating, family_of, reduction_of, token_run
+from attnrx.vit.models import TokenReduction, TokenRun, answer, evaluating, family_of, reduction_of, token_run
 from attnrx.vit.tokens import TokenPolicy
 from attnrx.vit.tokens.merging import Merging
 
@@ -86,7 +86,7 @@ def sample_maps(
     for name, model in models.items():
         weight = next(model.parameters())
         with torch.no_grad(), evaluating([model]):
-            outputs = tensors_of(model(images.to(weight.device, weight.dtype)))
+            outputs = tensors_of(answer(model, images.to(weight.device, weight.dtype)))
         # [images, height, width] or [images, channels, height, width], and not the tokens of patches.
         found = [each for each in outputs.values() if each.ndim in (3, 4) and min(each.shape[-2:]) > 1]
         if not found:

@@ -142,6 +142,11 @@ class Conditions:
         return torch.device(self.device).type == "cuda"
 
     @property
+    def in_kernels(self) -> bool:
+        """Whether models are timed in attnrx's kernels (`attnrx.accelerate`): in eager PyTorch on a CPU."""
+        return not (self.on_cuda or self.compiled)
+
+    @property
     def hardware(self) -> str:
         return device_name(self.device)
 

@@ -4,19 +4,18 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.modules import is_traced, joined, mapped, of_weights
-from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
+from attnrx.support.modules import copy_module, is_traced, joined, mapped, of_weights
+from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention, AttentionContext, Positions
 from attnrx.vit.models.mlp import Pair
-from attnrx.vit.models.substitute import Substitute, is_capturing
-from attnrx.vit.models.token_hooks import forward_pass
+from attnrx.vit.models.token_hooks import NO_CHECKPOINTS, forward_pass, is_checkpointed
 from attnrx.vit.models.token_reduction import CallState, reduction_of
 from attnrx.vit.spec import BIASES, INNER_NORMS, AttentionSpec
 
@@ -119,12 +118,18 @@ class LastLayer:
         return ((queries, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": queries})
 
 
-class Adopted(Substitute):
-    """A model of another library, `source`, with attnrx attention in every layer; returns its logits."""
+class Adopted(nn.Module):
+    """A working copy of a model of another library: `source` with attnrx attention in every layer; returns its logits.
 
-    original_name = "source"
+    Verbs compute with working copies, and return models of the library's own classes (`working_copy.py`).
+    """
+
     pairs: tuple[Pair, ...] = ()
     """The maps of the MLPs, by their paths in `source`; () where a block has an MLP of another kind."""
+    plain: "PlainShape | None" = None
+    """The model that this is a working copy of, without its weights."""
+    own: "OwnModel | None" = None
+    """That model itself, as long as it has the same weights."""
 
     def __init__(self, source: nn.Module, origin: Origin):
         super().__init__()
@@ -146,7 +151,7 @@ class Adopted(Substitute):
         """
         return False
 
-    @cached_property
+    @property
     def patching(self) -> tuple[int, int, int] | None:
         """The width of the model, and the height and width of a patch; None where no convolution makes the patches."""
         # The first convolution makes the patches, and has the width of the model.
@@ -195,18 +200,9 @@ class Adopted(Substitute):
             NotSupported: Tokens are pruned or merged under gradient checkpointing.
         """
         reduction, last = reduction_of(self), self.last
-        # Gradient checkpointing: timm and open_clip use it in both modes, transformers in training only.
-        # In the dictionary of the instance, where the libraries switch it on: a missing attribute is looked up slowly.
-        recomputed = torch.is_grad_enabled() and any(
-            vars(part).get("grad_checkpointing") or (part.training and vars(part).get("gradient_checkpointing"))
-            for part in self.source.modules()
-        )
+        recomputed = is_checkpointed(self.source)
         if recomputed and reduction is not None:
-            raise NotSupported(
-                "gradient checkpointing computes the blocks again in the backward pass, without the state of tokens "
-                "that are pruned or merged: switch it off, e.g. model.source.set_grad_checkpointing(False) of timm or "
-                "model.source.gradient_checkpointing_disable() of transformers."
-            )
+            raise NotSupported(NO_CHECKPOINTS)
         shortens = last is not None and not restored_blocks and not last.watched and not recomputed
         with nullcontext() if last is None else last.forward_pass(shortens), forward_pass(self, restored_blocks):
             yield
@@ -349,8 +345,7 @@ def attention_from_projections(
     # A permutation of query and key rows together changes no score, so the forms need one layout of pairs only, HALVES.
     # Values are not rotated, and keep their order.
     if rotary == INTERLEAVED:
-        order = torch.cat([torch.arange(0, ranks[0], 2), torch.arange(1, ranks[0], 2)])
-        by_head = torch.cat([head * ranks[0] + order for head in range(heads)])
+        order, by_head = interleaved_rows(1, ranks[0]), interleaved_rows(heads, ranks[0])
         for side in (0, 1):
             bias = biases[side]
             weights[side], biases[side] = weights[side][by_head], None if bias is None else bias[by_head]
@@ -369,6 +364,12 @@ def attention_from_projections(
     attention.inner_norms.update({name: norms[name] for name in spec.inner_norms})
     attention.pack_()
     return attention
+
+
+def interleaved_rows(heads: int, rank: int) -> Int[Tensor, "rows"]:
+    """Returns, for every row in the layout HALVES, the row in the layout INTERLEAVED."""
+    order = torch.cat([torch.arange(0, rank, 2), torch.arange(1, rank, 2)])
+    return torch.cat([head * rank + order for head in range(heads)])
 
 
 WARM = 16 * 2**20
@@ -404,6 +405,69 @@ def chunked_forward(model: nn.Module, run: Callable[[Tensor], Any], images: Imag
     # Chunks of equal sizes: a small last one would pack the weights for few images.
     num_chunks = -(-len(images) // chunk_size)
     return joined([run(chunk) for chunk in images.split(-(-len(images) // num_chunks))])
+
+
+class PlainShape:
+    """A model without its weights, of which copies are made; shared by all copies of what refers to it."""
+
+    def __init__(self, model: nn.Module):
+        self.model = with_weights(model, lambda weight: torch.empty_like(weight, device="meta"))
+        remove_capturing_(self.model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PlainShape":
+        return self
+
+    def copied(self) -> nn.Module:
+        """Returns a copy of the model, whose weights are on the meta device."""
+        return copy.deepcopy(self.model)
+
+    def fresh(self) -> nn.Module:
+        """Returns the model with small random weights from seed 0, in evaluation mode."""
+        generator = torch.Generator("cpu").manual_seed(0)
+        drawn = partial(torch.nn.init.normal_, std=0.02, generator=generator)
+        return with_weights(self.model, lambda weight: drawn(torch.empty_like(weight, device="cpu"))).eval()
+
+
+class OwnModel:
+    """The model that a working copy was made of, which runs its own code; a copy of the working copy has none."""
+
+    def __init__(self, model: nn.Module | None):
+        self.model = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OwnModel":
+        return OwnModel(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OwnModel, (None,)
+
+
+def with_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Returns a copy of a module with other weights, made of each; the values of its buffers stay, since those that are
+    not saved are computed by the code of the module.
+    """
+    weights = {id(each): nn.Parameter(make(each), each.requires_grad) for each in module.parameters()}
+    return copy_module(module, weights)
+
+
+def aliased(model: nn.Module) -> nn.Module:
+    """Returns a copy of a module with parameters of its own in the same memory, for reading."""
+    return with_weights(model, lambda weight: weight.detach())
+
+
+def remove_capturing_(model: nn.Module) -> None:
+    """Removes the hooks of transformers for hidden states, which it installs anew where they are requested.
+
+    It never removes them itself, and they cannot be pickled.
+    """
+    for part in model.modules():
+        vars(part).pop("_output_capturing_hooks_installed", None)
+        for key in [key for key, hook in part._forward_hooks.items() if is_capturing(hook)]:
+            del part._forward_hooks[key]
+
+
+def is_capturing(hook: Any) -> bool:
+    """Returns whether a hook is one of transformers for hidden states, which is idle unless they are requested."""
+    return getattr(hook, "__name__", "") == "output_capturing_hook"
 
 
 def require_images(images: ImageBatch, expected: tuple[int, int, int], name: str) -> None:

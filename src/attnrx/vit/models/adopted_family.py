@@ -2,8 +2,9 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.support.modules import copy_module
+from attnrx.support.modules import copy_module, random_images
 from attnrx.support.records import fields_of, from_dict, of_fields, to_dict
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.support.storage import require_finite_tensors
@@ -19,12 +20,28 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.maps import LINEAR_MAPS
-from attnrx.vit.models.adopted import Adapter, Adopted, LastLayer, Origin, PlainAttention, attention_from_projections
+from attnrx.vit.models.adopted import (
+    INTERLEAVED,
+    PROJECTION_PATHS,
+    Adapter,
+    Adopted,
+    LastLayer,
+    Origin,
+    OwnModel,
+    PairBias,
+    PlainAttention,
+    PlainShape,
+    aliased,
+    attention_from_projections,
+    interleaved_rows,
+)
 from attnrx.vit.models.adoption_proof import (
     LAYERS,
     build_part,
     difference_in_structure,
+    differing_parts,
     replaced_parts,
+    require_equal_attention,
     require_equal_logits,
     require_plain_code,
     require_unchanged,
@@ -32,11 +49,27 @@ from attnrx.vit.models.adoption_proof import (
 from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.family import Family, LayerShapes, num_outputs, require_ordinary_weights
 from attnrx.vit.models.fused_block import fuse_
-from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, Pair, halve_, hidden_units, keep_units_of_, rank_of
+from attnrx.vit.models.mlp import (
+    FusedMLP,
+    LowRankLinear,
+    Pair,
+    halve_,
+    hidden_units,
+    keep_units_of_,
+    map_at,
+    rank_of,
+    set_parameter_,
+    write_linear_,
+)
 from attnrx.vit.models.parts import ModelParts, Refusal, changed_linears, model_name, reading_parts
+from attnrx.vit.models.record import KEPT_HEADS, RECORD, TOKENS, Record
 from attnrx.vit.models.token_reduction import reduction_of
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
+
+# The attributes of attention modules with the number of heads, and with the features of all of them.
+HEAD_COUNTS = {"num_heads", "num_attention_heads", "heads"}
+HEAD_WIDTHS = {"attn_dim", "all_head_size"}
 
 
 class AdoptedFamily(Family):
@@ -112,11 +145,98 @@ class AdoptedFamily(Family):
         """Returns attnrx attention with the weights of an attention module of `source`."""
         parts = self.parts(source)
         weights, biases = self.projected(source, module)
+        kept_heads = vars(module).get(KEPT_HEADS)  # of a module that has lost some
         name = "num_heads" if isinstance(module, nn.MultiheadAttention) else parts.num_heads
         heads = name if isinstance(name, int) else int(getattr(module, name))
+        heads = heads if kept_heads is None else len(kept_heads)
         scale = getattr(module, parts.scale) if isinstance(parts.scale, str) else parts.scale
         scale = scale or (weights[0].shape[0] // heads) ** -0.5
-        return attention_from_projections(weights, biases, heads, scale, **self.traits(source, module))
+        attention = attention_from_projections(weights, biases, heads, scale, **self.traits(source, module))
+        if kept_heads is not None:
+            attention.spec = attention.scores.spec = replace(attention.spec, heads=kept_heads)
+        return attention
+
+    def write_attention_(self, source: nn.Module, module: nn.Module, adapter: Adapter) -> None:
+        """Writes the weights of attnrx attention into an attention module of `source`, which may have more heads; the
+        inverse of `convert_attention`, as far as the module can hold them.
+
+        Raises:
+            NotSupported: It cannot.
+        """
+        attention, parts = adapter.attention, self.parts(source)
+        spec, rotary = attention.spec, self.traits(source, module).get("rotary")
+        if attention.spec.form not in ("dense", "rotary") or len({*spec.ranks, *spec.value_dims}) > 1:
+            raise NotSupported("heads of other forms or sizes")
+        sides = [attention.get_submodule(path) for path in PROJECTION_PATHS]
+        weights: list[Any] = [side.weight for side in sides]
+        biases: list[Any] = [side.bias for side in sides]
+        if rotary == INTERLEAVED and spec.ranks:
+            order = interleaved_rows(len(spec.heads), spec.ranks[0]).argsort()
+            for side in (0, 1):
+                weights[side] = weights[side][order.to(weights[side].device)]
+                biases[side] = None if biases[side] is None else biases[side][order.to(weights[side].device)]
+        self.write_projections_(source, module, weights, biases)
+        for name, norm in attention.inner_norms.items():
+            own = self.traits(source, module)["inner_norms"][name]
+            for (path, target), parameter in zip(own.named_parameters(), norm.parameters(), strict=True):
+                value = parameter
+                if rotary == INTERLEAVED and name in ("query_norm", "key_norm"):
+                    value = parameter[interleaved_rows(1, len(parameter)).argsort().to(parameter.device)]
+                set_parameter_(own, path, value, target.requires_grad)
+        bias: Any = self.pair_bias(module)
+        if bias is not None and adapter.pair_bias is not None:
+            own: Any = adapter.pair_bias
+            bias, own = (each.source if isinstance(each, PairBias) else each for each in (bias, own))
+            state = dict(own.named_parameters())
+            for path, target in list(bias.named_parameters()):
+                owner, _, name = path.rpartition(".")
+                holder = bias.get_submodule(owner)
+                # The tables of timm are parameters of the attention module itself.
+                holder = module if not owner and getattr(module, name, None) is target else holder
+                set_parameter_(holder, name, state[path], target.requires_grad)
+        kept_heads = spec.heads
+        if kept_heads != tuple(range(self._num_heads(source, module, parts))):
+            self.keep_heads_(module, kept_heads, spec.head_dim)
+
+    def _num_heads(self, source: nn.Module, module: nn.Module, parts: ModelParts) -> int:
+        name = "num_heads" if isinstance(module, nn.MultiheadAttention) else parts.num_heads
+        return name if isinstance(name, int) else int(getattr(module, name))
+
+    def keep_heads_(self, module: nn.Module, heads: tuple[int, ...], head_dim: int) -> None:
+        """States in an attention module that it has these heads alone, whose weights were written."""
+        vars(module)[KEPT_HEADS] = heads
+        for part in module.modules():
+            own = vars(part)
+            for name in HEAD_COUNTS & own.keys():
+                setattr(part, name, len(heads))
+            for name in HEAD_WIDTHS & own.keys():
+                setattr(part, name, len(heads) * head_dim)
+
+    def write_projections_(
+        self, source: nn.Module, module: nn.Module, weights: list[Tensor], biases: list[Tensor | None]
+    ) -> None:
+        """Writes the weights and biases of query, key, value and output into a module; the inverse of `projected`.
+
+        Weights are [rows, width], the output's [width, rows]; biases are [rows] and [width], or None.
+        """
+        part: Any = module
+        if isinstance(module, nn.MultiheadAttention):
+            if None in biases and any(bias is not None for bias in biases):
+                raise NotSupported("biases of some projections alone")
+            set_parameter_(module, "in_proj_weight", torch.cat(weights[:3]), part.in_proj_weight.requires_grad)
+            if part.in_proj_bias is not None:
+                joint = torch.cat([bias for bias in biases[:3] if bias is not None])
+                set_parameter_(module, "in_proj_bias", joint, part.in_proj_bias.requires_grad)
+            write_linear_(part.out_proj, weights[3], biases[3])
+            return
+        linears: list[Any] = [module.get_submodule(name) for name in self.parts(source).projections]
+        if len(linears) == 2:
+            fused = None if biases[0] is None else torch.cat([bias for bias in biases[:3] if bias is not None])
+            write_linear_(linears[0], torch.cat(weights[:3]), fused)
+            write_linear_(linears[1], weights[3], biases[3])
+            return
+        for linear, weight, bias in zip(linears, weights, biases, strict=True):
+            write_linear_(linear, weight, bias)
 
     def projected(self, source: nn.Module, module: nn.Module) -> tuple[list[Tensor], list[Tensor | None]]:
         """Returns the weights and the biases of query, key, value and output of an attention module."""
@@ -187,19 +307,45 @@ class AdoptedFamily(Family):
         require_ordinary_weights(model)
         require_finite_tensors(model.state_dict(), model_name(model))
         origin = self._stated(model, stated)
+        model = copy_module(model)  # whose own code may change it in a forward pass
+        vars(model)[RECORD] = Record(self.name, origin)
         wrapped = self.model_type(model, origin)
         require_unchanged(model, wrapped, origin.input_shape)
-        adopted = self.model_type(copy_module(model), origin)
-        adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
-        self._install_(adopted, self._converted_attention(adopted.source))
+        adopted = self._installed(model, origin)
         self._require_equal(
             (wrapped, adopted),
             "its attention computes something else than plain softmax attention, or its heads, its scale or the order "
             "of its projections are not those that were read",
         )
+        images = random_images(adopted, origin.input_shape)
+        originals = [block.get_submodule(self.parts(model).attention) for block in self.blocks(model)]
+        require_equal_attention(adopted, partial(adopted, images), originals, self._adapters(adopted))
         # A model that was changed after its creation would be saved, and loaded as another one.
         self._require_rebuilt(adopted)
         return adopted
+
+    def _installed(self, model: nn.Module, origin: Origin) -> Adopted:
+        """Returns a working copy of a model, which has memory of its own for the weights of the attention alone."""
+        adopted = self.model_type(aliased(model), origin)
+        adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
+        self._install_(adopted, self._converted_attention(adopted.source))
+        vars(adopted).update(plain=PlainShape(model), own=OwnModel(model))
+        return adopted
+
+    def viewed(self, model: nn.Module, record: Record) -> Adopted:
+        adopted = self.model_type(model, self.present_size(model, record.origin))
+        adopted.training = model.training
+        vars(adopted)["pairs"] = self._found_pairs(model)
+        adopted.tokens = reduction_of(model)
+        return adopted
+
+    def facts(self, adopted: Adopted) -> Mapping[str, Any]:
+        """Returns what the record of a model needs besides its origin, for `working`."""
+        return {}
+
+    def working(self, model: nn.Module, record: Record) -> Adopted:
+        """Returns a working copy of a model with a record of this family."""
+        return self._installed(model, self.present_size(model, record.origin))
 
     def library_model(self, model: nn.Module) -> nn.Module:
         """Creates the model with its own library, which keeps that library's attention."""
@@ -316,15 +462,15 @@ class AdoptedFamily(Family):
         if not next(model.parameters()).is_meta:
             return self.adopt(model).eval()
         self.require_supported(model)
-        adopted = self.model_type(model, self._stated(model, {}))
-        self._install_(adopted, self._converted_attention(adopted.source))
-        return adopted
+        return self._installed(model, self._stated(model, {}))
 
     def _converted_attention(self, source: nn.Module) -> list[Attention]:
         path, attention = self.parts(source).attention, []
         for number, block in enumerate(self.blocks(source), 1):
             with reading_parts(source, f"{path} of block {number}"):
-                attention.append(self.convert_attention(source, block.get_submodule(path)))
+                module = block.get_submodule(path)
+                is_ours = isinstance(module, Adapter)
+                attention.append(module.attention if is_ours else self.convert_attention(source, module))
         return attention
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
@@ -333,13 +479,9 @@ class AdoptedFamily(Family):
         """
         source, blocks = adopted.source, self.blocks(adopted.source)
         parts = self.parts(source)
+        vars(adopted)["plain_pairs"] = self._found_pairs(source)
         for block, new_attention in zip(blocks, attention, strict=True):
-            module = block.get_submodule(parts.attention)
-            for name, norm in new_attention.inner_norms.items():
-                if type(norm) is nn.Identity:  # built from a spec, which names norms and does not contain them
-                    new_attention.inner_norms[name] = self.traits(source, module)["inner_norms"][name]
-            adapter = self.adapter(source, module, new_attention)
-            block.set_submodule(parts.attention, adapter.train(module.training))
+            self.place_attention_(source, block, new_attention)
             for path in parts.maps_of(block.get_submodule(parts.mlp[0]))[1:-1]:
                 whole, _, half = path.rpartition(".")
                 if half == "second" and isinstance(block.get_submodule(whole), nn.Linear):
@@ -358,6 +500,34 @@ class AdoptedFamily(Family):
             adopted.last = LastLayer(
                 blocks[-1], parts.attention, parts.norm_before, self.last_norm(source), parts.prefix_tokens
             )
+
+    def place_attention_(self, source: nn.Module, block: nn.Module, attention: Attention) -> Attention:
+        """Puts attnrx attention in the place of a block's own, or of the one that is there; returns it."""
+        path = self.parts(source).attention
+        module = block.get_submodule(path)
+        if isinstance(module, Adapter):
+            module.attention = attention.train(module.attention.training)
+            return attention
+        for name, norm in attention.inner_norms.items():
+            if type(norm) is nn.Identity:  # built from a spec, which names norms and does not contain them
+                attention.inner_norms[name] = self.traits(source, module)["inner_norms"][name]
+        adapter = self.adapter(source, module, attention)
+        for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+            getattr(adapter, hooks).update(getattr(module, hooks))
+        block.set_submodule(path, adapter.train(module.training))
+        return attention
+
+    def installed_(self, model: nn.Module, layer: int) -> Attention:
+        """Returns the attention of a layer, which takes the place of the library's own in the model."""
+        source = self._adopted(model).source
+        block = self.blocks(source)[layer]
+        module = block.get_submodule(self.parts(source).attention)
+        if isinstance(module, Adapter):
+            return module.attention
+        return self.place_attention_(source, block, self.convert_attention(source, module))
+
+    def restored_blocks(self, model: nn.Module) -> Container[int]:
+        return ()  # logits need no features of pruned patches
 
     def require_supported(self, model: nn.Module) -> None:
         """Raises NotSupported with every unsupported feature of the model; does not read its weights."""
@@ -380,18 +550,20 @@ class AdoptedFamily(Family):
             yield from changed_linears(block, tuple(dict.fromkeys(paths)))
 
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
-        return tuple(f"source.{path}" for path in self.block_paths(self._adopted(model).source))
+        inside = "source." if isinstance(model, Adopted) else ""
+        return tuple(f"{inside}{path}" for path in self.block_paths(self._adopted(model).source))
 
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
-        return tuple(adapter.attention for adapter in self._adapters(model))
+        """Returns the attention of every layer; a copy of the library's own where that is in its place."""
+        return tuple(self._converted_attention(self._adopted(model).source))
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
-        adapter = self._adapters(model)[layer]
-        adapter.attention = attention.train(adapter.attention.training)
+        source = self._adopted(model).source
+        self.place_attention_(source, self.blocks(source)[layer], attention)
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
         adopted = self._adopted(model)
-        maps = [[adopted.source.get_submodule(path) for path in (pair.first, pair.second)] for pair in adopted.pairs]
+        maps = [[map_at(adopted.source, path) for path in (pair.first, pair.second)] for pair in adopted.pairs]
         # The linear map of a `units.Convolution`.
         return tuple(tuple(getattr(part, "linear", part) for part in pair) for pair in maps)  # type: ignore[misc]
 
@@ -399,7 +571,7 @@ class AdoptedFamily(Family):
         adopted = self._adopted(model)
         for block, pair in zip(self.blocks(adopted.source), adopted.pairs, strict=False):
             mlp = map(block.get_submodule, self.parts(adopted.source).mlp)
-            maps = map(adopted.source.get_submodule, (pair.first, pair.second, *pair.between))
+            maps = (map_at(adopted.source, path) for path in (pair.first, pair.second, *pair.between))
             if sum(map(num_params, mlp)) > sum(map(num_params, maps)):  # e.g. a norm over all units
                 return False
         return bool(adopted.pairs)
@@ -481,7 +653,9 @@ class AdoptedFamily(Family):
                 computed = self.recomputed(module) if buffer.is_meta else None
             if computed is not None:
                 module._buffers[name] = computed._buffers[name]
+        self.state_format_(created, origin)
         adopted = self.model_type(created, origin)
+        vars(adopted)["plain"] = PlainShape(created)
         blocks, specs = self.blocks(adopted.source), description["attention"]
         if len(blocks) != len(specs):
             raise InvalidInput(
@@ -534,11 +708,64 @@ class AdoptedFamily(Family):
         down, right = getattr(convolution, "stride", (1, 1))[-2:]
         if height % down or width % right or not self.num_patches(adopted.source, shape):
             raise InvalidInput(f"patches of {down} x {right} of {name} do not tile images of {height} x {width}.")
+        before = adopted.origin
         adopted.origin = replace(self._resized(adopted, height, width), input_shape=shape)
+        self.resize_plain_(adopted, before, height, width)
+        adopted.own = None
         reduction = reduction_of(adopted)
         if reduction is not None:  # it keeps the same shares of the patches
             reduction.shape = self.token_shape(adopted, reduction.shape.heads)
             reduction.policy.counts(reduction.shape.layout.patches)  # raises an error where a share keeps no patch
+
+    def resize_plain_(self, adopted: Adopted, before: Origin, height: int, width: int, path: str = "") -> None:
+        """Resizes what a working copy was made of in the same way; the model is at `path` in it."""
+        if adopted.plain is not None:
+            plain = adopted.plain.copied()
+            source = plain.get_submodule(path)
+            self._resized(self.model_type(source, before), height, width)
+            self.state_format_(source, adopted.origin)
+            adopted.plain = PlainShape(plain)
+
+    def refresh_(self, adopted: Adopted) -> None:
+        """States in the origin of a working copy what its user changed after it was loaded, outside of the blocks.
+
+        Raises:
+            NotSupported: A part was replaced by one that a saved folder cannot describe.
+        """
+        if adopted.plain is None:
+            return
+        model, origin = adopted.plain.model, replace(self.present_origin(adopted), replaced={})
+        blocks = self.parts(model).blocks
+        with torch.device("meta"):
+            created = self.create(origin.architecture, origin.arguments)
+            parts = differing_parts(model, created)
+        own, others = len(self.blocks(model)), len(self.blocks(created))
+        if own != others:
+            raise NotSupported(
+                f"{origin.architecture} cannot be saved: it has {own} blocks, and its library creates {others}. Create "
+                f"it with {own} (e.g. depth={own} of timm), load the weights into that, and then attnrx.load it."
+            )
+        changed = {path: part for path, part in parts.items() if not f"{path}.".startswith(f"{blocks}.")}
+        for path, part in changed.items():
+            if part is None:
+                kind = type(model.get_submodule(path)).__name__
+                raise NotSupported(
+                    f"{origin.architecture} cannot be saved: its part {path or 'itself'} ({kind}) is not the one that "
+                    f"{self.library or 'its class'} creates. A folder can describe layers of torch.nn "
+                    f"(Sequential, {', '.join(LAYERS)}); for another part load the model with a reader or a factory."
+                )
+        adopted.origin = replace(origin, replaced={path: part for path, part in changed.items() if part is not None})
+
+    def present_size(self, source: nn.Module, origin: Origin) -> Origin:
+        """Returns the origin with the size of images that the model takes now, where its library states that."""
+        return origin
+
+    def present_origin(self, adopted: Adopted) -> Origin:
+        """Returns the origin of a model with the arguments that its own attributes state now."""
+        return adopted.origin
+
+    def state_format_(self, source: nn.Module, origin: Origin) -> None:
+        """States the input format in a model that was created or resized, where its library reads it."""
 
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
         """Makes the library's own model, which a user's module created, take images of the size of `origin`; `before`
@@ -627,7 +854,7 @@ class AdoptedFamily(Family):
         before = num_params(source) - classifier - sum(num_params(block) for block in blocks)
         mlps = [[block.get_submodule(name) for name in parts.mlp] for block in blocks]
         # Where MLPs are of another kind, nothing in them changes.
-        gates = [next(map(source.get_submodule, pair.between), None) for pair in adopted.pairs]
+        gates = [next((map_at(source, path) for path in pair.between), None) for pair in adopted.pairs]
         changes = list(zip(maps, shapes.mlp_ranks, shapes.hidden, gates, strict=True))
         changes = changes or [((), (), 0, None)] * len(blocks)
         return ModelCosts(
@@ -724,7 +951,10 @@ def _fuse_mlp_(block: nn.Module, parts: ModelParts) -> None:
 
 
 def num_params(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    """Returns the number of parameters of a module, without those of its token policy."""
+    tokens = module._modules.get(TOKENS)
+    others = 0 if tokens is None else num_params(tokens)
+    return sum(parameter.numel() for parameter in module.parameters()) - others
 
 
 def matrix_entries(module: nn.Module) -> int:

@@ -9,6 +9,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -16,7 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from attnrx.support.arguments import described_error
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
-from attnrx.support.modules import random_images, rounding_limit, tensors_of
+from attnrx.support.modules import random_images, rounding_limits, tensors_of
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls
@@ -107,16 +108,40 @@ def _added_code(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any], Any]]:
 
 
 def difference_of(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
-    """Returns how the first tensor differs that differs by more than rounding, "" for none."""
+    """Returns how the first tensor differs that differs by more than rounding, "" for none.
+
+    Every column of outputs has its own limit (`support.modules.rounding_limits`).
+    """
     if expected.keys() != actual.keys():
         return f"they return {list(expected)} and {list(actual)}"
     for name, tensor in expected.items():
         other, where = actual[name], f"output {name}" if name else "the output"
         if tensor.shape != other.shape:
             return f"{where} has the shapes {tuple(tensor.shape)} and {tuple(other.shape)}"
-        difference = float((tensor - other).abs().max())
-        if not difference <= rounding_limit(tensor):  # also true for NaN
-            return f"{where} differs by {difference:.3g}; rounding explains at most {rounding_limit(tensor):.3g}"
+        if (problem := not_finite(tensor)) or (problem := not_finite(other)):
+            return f"{where} has {problem}"
+        excess, limits = (tensor - other).abs().double(), rounding_limits(tensor)
+        is_other = excess > limits
+        if bool(is_other.any()):
+            index = int((excess - limits).flatten().argmax())
+            places = [int(place) for place in torch.unravel_index(torch.tensor(index), tensor.shape)]
+            return (
+                f"{where} differs at {places} by {float(excess.flatten()[index]):.3g}; rounding explains at most "
+                f"{float(limits.flatten()[index]):.3g} there"
+            )
+    return ""
+
+
+def not_finite(outputs: Float[Tensor, "batch *sizes"]) -> str:
+    """Returns which outputs are NaN or infinite, "" for none."""
+    for name, is_so in (("NaN", torch.isnan), ("-inf", torch.isneginf), ("inf", torch.isposinf)):
+        found = is_so(outputs)
+        if bool(found.any()):
+            rows = found.reshape(len(found), -1).any(0).nonzero()[:, 0]
+            more = f" and {len(rows) - 4} more places" if len(rows) > 4 else ""
+            advice = "compute the outputs without a mask, and mask them after the model"
+            advice = "give a model that returns numbers" if name == "NaN" else advice
+            return f"{name} at {rows[:4].tolist()}{more} of every image, which cannot be compared: {advice}"
     return ""
 
 
@@ -155,7 +180,7 @@ def require_equal_logits(models: tuple[Adopted, Adopted], because: str, blocks: 
         outputs.append([dict(calls)[part] for part in parts])
     # Also true for NaN.
     pairs = list(zip(*outputs, strict=False))
-    differs = [not float((one - other).abs().max()) <= rounding_limit(one) for one, other in pairs]
+    differs = [bool(difference_of({"": one}, {"": other})) for one, other in pairs]
     index = next((index for index, is_other in enumerate(differs) if is_other and index % 2), None)
     if index is None:
         where = f"The outputs of all {len(outputs[0]) // 2} blocks are equal."
@@ -171,6 +196,54 @@ def require_equal_logits(models: tuple[Adopted, Adopted], because: str, blocks: 
     raise NotSupported(
         f"{first.origin.architecture} cannot be adopted: {because}. On random images {difference}. {where}"
     )
+
+
+def require_equal_attention(
+    adopted: nn.Module, run: Callable[[], object], originals: Sequence[nn.Module], adapters: Sequence[nn.Module]
+) -> None:
+    """Raises NotSupported unless every attention returns what the module returns that it replaces, for the inputs that
+    a run of the model gives it; or where such a module changes itself when it is called.
+
+    The outputs of a model may hide a difference, e.g. beside a large constant, or after a sigmoid.
+    """
+    with evaluating((adopted,)), recording_calls(adapters, lambda call: call) as calls:
+        run()
+    by_adapter = dict(zip(adapters, enumerate(originals), strict=True))
+    for call in calls:
+        index, original = by_adapter[call.module]
+        before = _state(original)
+        with evaluating((original,)):
+            expected = original(call.tokens, *call.args, **call.kwargs)
+        expected = expected[0] if isinstance(expected, tuple) else expected
+        where = f"the attention of block {index + 1} of {len(originals)} ({type(original).__name__})"
+        changed = [name for name, value in _state(original).items() if not _is_same(before.get(name), value)]
+        if changed:
+            raise NotSupported(
+                f"{where} changes its own {', '.join(changed[:4])} when it is called, which attention in its place "
+                "would not do: make it a function of its inputs."
+            )
+        difference = difference_of({"": expected}, {"": call.output_tokens})
+        if difference:
+            raise NotSupported(
+                f"{where} cannot be adopted: it computes something else than plain softmax attention, or its heads, "
+                f"its scale or the order of its projections are not as they were read. On random images {difference}."
+            )
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """Returns the buffers of a module and of its parts, and its attributes that are numbers or tensors."""
+    state: dict[str, Any] = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, int | float | Tensor) and not name.startswith("_"):
+                state[f"{path}.{name}".strip(".")] = value.clone() if isinstance(value, Tensor) else value
+    return state
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        return before.shape == after.shape and bool(torch.equal(before, after))
+    return type(before) is type(after) and before == after
 
 
 def _outputs(model: Adopted, images: Tensor, because: str) -> Float[Tensor, "images features"]:
@@ -236,12 +309,16 @@ def build_part(described: Mapping[str, Any]) -> nn.Module:
         ) from error
 
 
-def replaced_parts(model: nn.Module, rebuilt: nn.Module) -> dict[str, dict[str, Any]]:
-    """Returns the parts of a model that differ from those of the rebuilt one, described by their paths.
-
-    {} if a part that differs cannot be described, or is the model itself.
+def differing_parts(model: nn.Module, rebuilt: nn.Module) -> dict[str, dict[str, Any] | None]:
+    """Returns the parts of a model that differ from the rebuilt one's, described by their paths, "" for the model
+    itself; None for a part that cannot be described.
     """
-    parts = {path: describe_part(model.get_submodule(path)) for path in _differing(model, rebuilt) if path}
+    return {path: describe_part(model.get_submodule(path)) for path in _differing(model, rebuilt)}
+
+
+def replaced_parts(model: nn.Module, rebuilt: nn.Module) -> dict[str, dict[str, Any]]:
+    """Returns the same parts; {} if one that differs cannot be described, or is the model itself."""
+    parts = {path: part for path, part in differing_parts(model, rebuilt).items() if path}
     return {} if None in parts.values() else {path: part for path, part in parts.items() if part is not None}
 
 

@@ -32,7 +32,7 @@ from attnrx.support.storage import (
     write_tensors,
 )
 from attnrx.vit.maps import REALIZATIONS
-from attnrx.vit.models.family import STATED_OUTPUTS, Family, require_ordinary_weights
+from attnrx.vit.models.family import Family, require_ordinary_weights, state_outputs_, stated_outputs
 from attnrx.vit.models.token_hooks import attach_tokens_, described_tokens
 from attnrx.vit.tokens import policy_from_dict
 
@@ -107,7 +107,7 @@ def save_weights(
             "family": family.name,
             "model": family.describe(model),
             "tokens": described_tokens(model),
-            "outputs": getattr(model, STATED_OUTPUTS, None),
+            "outputs": stated_outputs(model),
             "weights_sha256": file_sha256(weights),
             "notes": notes or {},
             **FOR_TRANSFORMERS,
@@ -146,13 +146,12 @@ def require_model_folder(folder: Path | str, names: Iterable[str] = PARTS) -> No
     require_absent([folder / name for name in names], is_model_file)
 
 
-def load_weights(folder: Path | str, families: tuple[Family, ...], weights: Path | str | None = None) -> nn.Module:
+def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
     """Builds the model on the meta device, loads the saved weights strictly, and sets evaluation mode.
 
     Args:
         folder: The folder of a saved model.
         families: The families, of which the one that the folder names builds the model.
-        weights: A safetensors file, or a folder with model.safetensors, whose tensors replace the saved ones.
 
     Raises:
         CheckpointError: The folder is no saved model, a file was damaged or edited, or the weights do not fit.
@@ -178,13 +177,7 @@ def load_weights(folder: Path | str, families: tuple[Family, ...], weights: Path
     if record["family"] not in by_name:
         raise UnknownName("model family", record["family"], by_name)
     source = folder / "model.safetensors"
-    if weights is not None:
-        source = Path(weights, "model.safetensors") if Path(weights).is_dir() else Path(weights)
-        if source.suffix != ".safetensors" or not source.is_file():
-            raise CheckpointError(
-                f"weights={str(weights)!r}: give a .safetensors file, or a folder with model.safetensors."
-            )
-    tensors = read_tensors(source, record["weights_sha256"] if weights is None else None)
+    tensors = read_tensors(source, record["weights_sha256"])
     require_finite_tensors(tensors, str(source))
     _require_depth(record["model"], tensors, path)
     family, tokens = by_name[record["family"]], record["tokens"]
@@ -205,7 +198,7 @@ def load_weights(folder: Path | str, families: tuple[Family, ...], weights: Path
             "models."
         ) from error
     if record.get("outputs") is not None:
-        setattr(model, STATED_OUTPUTS, record["outputs"])
+        state_outputs_(model, record["outputs"])
     return model.eval()
 
 

@@ -1,8 +1,8 @@
 """The interface of a model family: where the attention layers are, and how a model is described and rebuilt."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,11 +13,11 @@ from torch.nn.parameter import is_lazy
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
-from attnrx.support.storage import fingerprint
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, TokenCosts, token_costs
 from attnrx.vit.models.mlp import hidden_units, rank_of
 from attnrx.vit.models.parts import model_name
+from attnrx.vit.models.record import RECORD, Record, record_of
 from attnrx.vit.models.token_reduction import reduction_of, require_all_tokens
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenLayout, TokenPolicy
@@ -26,7 +26,23 @@ MLPRanks = tuple[tuple[int | None, int | None], ...]
 """The ranks of the two maps of every layer's MLP; None for a map that is one matrix."""
 
 STATED_OUTPUTS = "stated_outputs"
-"""The attribute of a model with the name of the `OutputKind` that its user stated; copies of the model keep it."""
+"""The attribute of a model with the name of the `OutputKind` that its user stated; copies of the model keep it. A model
+with a record has it there."""
+
+
+def stated_outputs(model: nn.Module) -> str | None:
+    """Returns the name of the `OutputKind` that the user of a model stated; None for no statement."""
+    record = record_of(model)
+    return vars(model).get(STATED_OUTPUTS) if record is None else record.outputs
+
+
+def state_outputs_(model: nn.Module, kind: str) -> None:
+    """States the name of the `OutputKind` of a model."""
+    record = record_of(model)
+    if record is None:
+        setattr(model, STATED_OUTPUTS, kind)
+    else:
+        vars(model)[RECORD] = replace(record, outputs=kind)
 
 
 class Family(ABC):
@@ -41,15 +57,26 @@ class Family(ABC):
     """The class of its models."""
 
     def matches(self, model: nn.Module) -> bool:
-        """Returns whether the model is of this family."""
-        return isinstance(model, self.model_type)
+        """Returns whether the model is of this family: its own model, or a model with a record of it beside it."""
+        return isinstance(model, self.model_type) or self.reads(record_of(model))
+
+    def reads(self, record: Record | None) -> bool:
+        """Returns whether a record is that of a model of this family."""
+        return record is not None and record.around is None and record.family == self.name
+
+    def viewed(self, model: nn.Module, record: Record) -> Any:
+        """Returns a model with a record as the methods of this family take it; for reading alone."""
+        raise NotImplementedError
 
     def _own(self, model: nn.Module) -> Any:
-        if not self.matches(model):
+        if isinstance(model, self.model_type):
+            return model
+        record = record_of(model)
+        if record is None or not self.reads(record):
             raise InvalidInput(
                 f"{model_name(model)} was not adopted by the family {self.name!r}; call attnrx.load(model) first."
             )
-        return model
+        return self.viewed(model, record)
 
     @abstractmethod
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
@@ -62,6 +89,16 @@ class Family(ABC):
     @abstractmethod
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
         """Replaces one layer's attention in place, and updates the model's own description."""
+
+    def installed_(self, model: nn.Module, layer: int) -> Attention:
+        """Returns the attention of a layer as the part of the model that computes it."""
+        return self.attention(model)[layer]
+
+    def restored_blocks(self, model: nn.Module) -> Container[int] | None:
+        """Returns the blocks after which a forward pass of a model of a library needs all patches, where tokens are
+        pruned or merged; None for models of attnrx.
+        """
+        return None
 
     @abstractmethod
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
@@ -139,6 +176,16 @@ class Family(ABC):
     @abstractmethod
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
         """Returns the last features of all patches of the images, restored where tokens are pruned or merged."""
+
+    def saved_names(self, model: nn.Module) -> Mapping[str, str]:
+        """Returns the names of weights by their names in the files of the library, where these differ."""
+        return {}
+
+    def caller(self, model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
+        """Returns the function that returns what the model, or a copy of it, answers for images: one row per image, or
+        for a whole module what that returns.
+        """
+        return called_with_images
 
     def output_kind(self, model: nn.Module) -> str:
         """Returns what the model returns, the name of an `OutputKind`: "logits", "multilabel", "regression", or an
@@ -255,16 +302,15 @@ class LayerShapes:
     tokens: TokenCosts
 
 
+def called_with_images(model: nn.Module, images: ImageBatch) -> Any:
+    """Returns what a module returns for images alone."""
+    return model(images)
+
+
 def num_outputs(head: nn.Module) -> int:
     """Returns the outputs of a classifier: those of a linear map, or of the last one in an nn.Sequential; else 0."""
     parts = (head, *head.modules()) if type(head) is nn.Sequential else (head,)
     return next((part.out_features for part in reversed(parts) if isinstance(part, nn.Linear)), 0)
-
-
-def model_fingerprint(model: nn.Module) -> str:
-    """Returns a hash of a model's weights."""
-    require_ordinary_weights(model)
-    return fingerprint(model.state_dict())
 
 
 def require_ordinary_weights(model: nn.Module) -> None:

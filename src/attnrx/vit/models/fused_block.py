@@ -34,7 +34,6 @@ from attnrx.vit.kernels.native_attention import JointFeatures
 from attnrx.vit.kernels.native_products import LEAST_ROWS, BlockTensors, KnownBlock, is_native, native_block
 from attnrx.vit.models.adopted import Adapter
 from attnrx.vit.models.mlp import FusedMLP, is_exact_gelu, linears_of
-from attnrx.vit.models.substitute import empty_module
 
 # Backends whose attention is that of products alone, on another device than a CPU.
 OPERATIONS = (Auto, Fused, AttentionCapture)
@@ -343,7 +342,9 @@ def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _empty_block(kind: type[nn.Module]) -> nn.Module:
-    return empty_module(_fused_class(kind))
+    """Returns a block without its contents, which pickle fills in."""
+    fused = _fused_class(kind)
+    return fused.__new__(fused)
 
 
 def _name(kind: type) -> str:

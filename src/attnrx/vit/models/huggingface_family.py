@@ -2,10 +2,11 @@
 one reader per class, and how its models are adopted.
 """
 
+import importlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.support.errors import CheckpointError, NotSupported, UnknownName
 from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import ImageBatch, Tensor, TokenBatch
@@ -26,7 +27,6 @@ from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.module_inputs import ModuleInputs, PatchInputs, inputs_of_config
 from attnrx.vit.models.parts import ModelParts, Refusal, unread_attention
-from attnrx.vit.models.token_reduction import reduction_of
 
 CLASS_TOKEN = "class token"
 MAPS = "feature_maps"  # of a backbone, which is adopted as a whole module because they are several
@@ -184,40 +184,13 @@ PROBLEMS = {"multi_label_classification": "multilabel", "regression": "regressio
 
 
 class HuggingFaceModel(Adopted):
-    """A Vision Transformer of transformers with attnrx attention.
-
-    Called with images it returns the logits or the embedding, as every model here; called with `pixel_values=...`, or
-    `input_values=...` for spectrograms, it returns the output of transformers, so that it runs in its pipelines and
-    trainers.
+    """A working copy of a Vision Transformer of transformers; called with images it returns the logits or the
+    embedding.
     """
 
-    def forward(
-        self,
-        images: ImageBatch | None = None,
-        # By position too, as torch's TorchScript exporter passes the defaults of all arguments.
-        pixel_values: Tensor | None = None,
-        input_values: Tensor | None = None,
-        labels: Tensor | None = None,
-        **options: Any,
-    ) -> Any:
-        """Returns logits for images; for the input of transformers, its output, with a loss where labels are given.
-
-        Raises:
-            InvalidInput: Both or neither were given, or images of another shape.
-        """
-        named = {"pixel_values": pixel_values, "input_values": input_values, "labels": labels}
-        inputs = {name: value for name, value in named.items() if value is not None}
-        options = {**self.interpolation, **options}
-        if images is not None and not inputs:
-            return super().forward(self.inputs.images(images, 4))
-        name: Any = self.source.main_input_name
-        if images is not None or name not in inputs:
-            raise InvalidInput(f"give images, or {name}=... (with labels=... or not) as transformers does.")
-        if options.get("output_hidden_states", self.config.output_hidden_states):
-            return self._with_hidden_states({**inputs, **options})
-        # An output with the features of all tokens needs those of pruned patches; one with logits only needs none.
-        with self.forward_pass(() if reader_of(self.source).answer == "logits" else (self._depth - 1,)):
-            return self.source(**inputs, **options)
+    def forward(self, images: ImageBatch) -> Tensor:
+        """Returns the logits or the embedding, [batch, features]."""
+        return super().forward(self.inputs.images(images, 4))
 
     @property
     def takes_any_size(self) -> bool:
@@ -227,21 +200,6 @@ class HuggingFaceModel(Adopted):
     def inputs(self) -> ModuleInputs:
         """What the model of transformers takes."""
         return reader_of(self.source).inputs(self.source)
-
-    def _with_hidden_states(self, options: dict[str, Any]) -> Any:
-        """Returns the output of transformers with the tokens of all patches after every block."""
-        # As a dictionary here, because fields may be replaced by name below.
-        as_tuple = not options.pop("return_dict", self.config.return_dict)
-        with self.forward_pass(range(self._depth)):
-            output = self.source(return_dict=True, **options)
-        reader = reader_of(self.source)
-        if reader.answer == "logits" and reader.pooling != "class" and reduction_of(self) is not None:
-            # The mean over restored patches is not the one that the classifier takes.
-            with self.forward_pass(()):
-                answer = self.source(return_dict=True, **options | {"output_hidden_states": False})
-            for name in {"loss", "logits"} & answer.keys():
-                output[name] = answer[name]
-        return output.to_tuple() if as_tuple else output
 
     def _last_tokens(self, images: Tensor) -> Tensor:
         body = reader_of(self.source).body_of(self.source)
@@ -262,8 +220,7 @@ class HuggingFaceModel(Adopted):
 
     def logits(self, images: Tensor) -> Tensor:
         """Returns the logits or the embedding, [batch, features], without outputs that attnrx attention lacks."""
-        options = {**self.interpolation, "output_attentions": False, "return_dict": True}
-        return reader_of(self.source).answer_of(self.source(**self.inputs.arguments(images)[1], **options))
+        return _answer(reader_of(self.source), self.inputs, self.interpolation, self.source, images)
 
     @cached_property
     def dense_head_macs(self) -> int:
@@ -276,6 +233,14 @@ class HuggingFaceModel(Adopted):
             neck, head = type(source.neck)(config), type(source.head)(config)
             head(neck([torch.empty(1, tokens, config.hidden_size)] * len(config.neck_hidden_sizes)))
         return counter.get_total_flops() // 2  # PyTorch counts two operations per MAC
+
+
+def _answer(
+    reader: ModelReader, inputs: ModuleInputs, options: Mapping[str, Any], source: nn.Module, images: Tensor
+) -> Tensor:
+    """Returns the logits or the embedding, [batch, features], of a model of transformers."""
+    arguments = inputs.arguments(inputs.images(images, 4))[1]
+    return reader.answer_of(source(**arguments, **options, output_attentions=False, return_dict=True))
 
 
 class HuggingFaceAttention(Adapter):
@@ -368,13 +333,28 @@ class HuggingFaceFamily(AdoptedFamily):
         if missing:
             raise CheckpointError(
                 f"hf:{name} lacks weights of {type(model).__name__}: {', '.join(missing[:4])} would be random. "
-                "Fine-tune it as a classifier first, and save the result."
+                "Fine-tune it as a classifier first, and save the result. If attnrx made this model smaller, load the "
+                "folder that attnrx.save wrote, with these weights: attnrx.load(FOLDER, weights=THIS_FOLDER)."
             )
         reader = READERS.get(type(model).__name__)
         return self.adopt(model, **_processor(name, reader is not None and reader.takes_any_size)).eval()
 
     def inputs(self, model: nn.Module) -> ModuleInputs:
         return self._own(model).inputs
+
+    def saved_names(self, model: nn.Module) -> Mapping[str, str]:
+        return saved_names(model)
+
+    def caller(self, model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
+        adopted: HuggingFaceModel = self._own(model)
+        if adopted is model:
+            return super().caller(model)
+        return partial(_answer, reader_of(adopted.source), adopted.inputs, adopted.interpolation)
+
+    def restored_blocks(self, model: nn.Module) -> Container[int]:
+        # An output with the features of all tokens needs those of pruned patches.
+        source = self._adopted(model).source
+        return () if reader_of(source).answer == "logits" else (len(self.block_paths(source)) - 1,)
 
     def accepts_(self, model: nn.Module, shape: tuple[int, ...]) -> bool:
         adopted: HuggingFaceModel = self._own(model)
@@ -508,6 +488,9 @@ class HuggingFaceFamily(AdoptedFamily):
         # Modules of transformers compute such buffers in __init__, from the configuration alone.
         return type(module)(module.config)
 
+    def present_origin(self, adopted: Adopted) -> Origin:
+        return replace(adopted.origin, arguments=_settings(adopted.source.config))
+
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
         inputs, (channels, height, width) = reader_of(source).inputs(source), input_shape
         if isinstance(inputs, PatchInputs):
@@ -526,9 +509,9 @@ class HuggingFaceFamily(AdoptedFamily):
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
         super()._install_(adopted, attention)
         source = adopted.source
-        source.save_pretrained = _refuse_save  # type: ignore[assignment]
         for name, module in list(source.named_modules()):
-            if type(module).__name__.endswith("RelativePositionBias"):
+            is_ours = isinstance(source.get_submodule(name.rpartition(".")[0]), PairBias)
+            if type(module).__name__.endswith("RelativePositionBias") and not is_ours:
                 # transformers interpolates the table in every call, also to the size that it has.
                 bias = PairBias(module, partial(module, module.window_size))
                 source.set_submodule(name, bias.train(module.training))
@@ -582,6 +565,17 @@ class LibraryAnswer(nn.Module):
         return self.model.logits(images)
 
 
+def saved_names(model: nn.Module) -> Mapping[str, str]:
+    """Returns the names of the weights in a model of transformers by those in the files of its `save_pretrained`."""
+    try:
+        revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
+        state = model.state_dict()
+        owners = {id(tensor): name for name, tensor in state.items()}
+        return {name: owners[id(tensor)] for name, tensor in revert(model, state).items() if id(tensor) in owners}
+    except (ImportError, AttributeError):  # versions that write the names of the model
+        return {}
+
+
 def interpolates(source: nn.Module) -> bool:
     """Returns whether a model of transformers resizes its position embeddings: always, or where a call asks for it."""
     reader = reader_of(source)
@@ -599,14 +593,6 @@ def _settings(config: Any) -> dict[str, Any]:
     settings = json.loads(config.to_json_string(**options))
     settings.pop("_name_or_path", None)  # the source path is no part of the model
     return settings
-
-
-def _refuse_save(*_: object, **__: object) -> None:
-    raise NotSupported(
-        "save_pretrained of the part `source` would write a folder that transformers opens with random attention. Save "
-        "the whole model: model.save_pretrained(folder) or attnrx.save(model, folder), and open it with "
-        "attnrx.load(folder)."
-    )
 
 
 def _without_mask(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -97,6 +97,9 @@ def is_exact_gelu(part: nn.Module) -> bool:
     return (type(part) is nn.GELU and part.approximate == "none") or getattr(part, "act", None) is F.gelu
 
 
+HALVES = ("first", "second")
+
+
 class Halves(nn.Module):
     """A linear map in two halves of its outputs, `first` and `second`, each a map of its own: that of a gated MLP."""
 
@@ -124,6 +127,31 @@ def _half_of(whole: nn.Linear, which: int) -> nn.Linear:
         part = parameter.detach().chunk(2)[which].clone()
         setattr(half, name, nn.Parameter(part, parameter.requires_grad))
     return half.train(whole.training)
+
+
+def map_at(model: nn.Module, path: str) -> nn.Module:
+    """Returns the map at a path, of `PATH.first` and `PATH.second` the half of a linear map that is one."""
+    whole, _, half = path.rpartition(".")
+    owner = model.get_submodule(whole)
+    if half in HALVES and isinstance(owner, nn.Linear):
+        return _half_of(owner, HALVES.index(half))
+    return model.get_submodule(path)
+
+
+def set_parameter_(owner: nn.Module, name: str, value: Tensor, requires_grad: bool) -> None:
+    """Replaces a parameter (of any shape) of a module itself."""
+    owner._parameters[name] = nn.Parameter(value.detach(), requires_grad)
+
+
+def write_linear_(linear: Any, weight: Float[Tensor, "outputs inputs"], bias: Float[Tensor, "outputs"] | None) -> None:
+    """Gives a linear map other weights, and their sizes; it stays the same module."""
+    is_trained = linear.weight.requires_grad
+    set_parameter_(linear, "weight", weight, is_trained)
+    if bias is None:
+        linear._parameters["bias"] = None
+    else:
+        set_parameter_(linear, "bias", bias, is_trained if linear.bias is None else linear.bias.requires_grad)
+    linear.out_features, linear.in_features = weight.shape
 
 
 def halve_(model: nn.Module, path: str) -> nn.Module:

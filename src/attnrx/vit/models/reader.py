@@ -326,28 +326,54 @@ class StructureFamily(AdoptedFamily):
         group = _group_of(model)
         if group is None:
             return None
-        holder = nn.Sequential(copy_module(model))
-        blocks, attention = rewritten_(holder, *group[:2])
+        facts = {"group": group[:2], "rewritten": False}
+        copied, places = self.restructured(copy_module(model), facts)
+        blocks, attention = facts["blocks"], facts["attention"]
         if any(piece.isdigit() for piece in attention.split(".")):  # a part of a list inside a block
             return None
-        with evaluating([holder]):
-            observed = _observed(holder[0], blocks, attention, group[2])
+        with evaluating([copied]):
+            observed = _observed(copied, blocks, attention, group[2])
         if observed is None:
             return None
         path, structure = observed
-        vars(holder[0].get_submodule(path))["attnrx_structure"] = structure
-        return holder[0], path
+        self.recall_(copied, path, {**facts, "structure": structure})
+        vars(copied.get_submodule(path))["attnrx_places"] = places
+        return copied, path
+
+    def restructured(self, module: nn.Module, facts: dict[str, Any]) -> tuple[nn.Module, dict[str, str]]:
+        """Makes the blocks of the group in `facts`, the paths of its blocks and that of the attention in a block, parts
+        that are called with tokens, in place; returns the module, and where its parts were before.
+
+        Adds the paths of blocks and attention then to `facts`.
+        """
+        before = {id(part): path for path, part in module.named_modules()}
+        holder = nn.Sequential(module)
+        facts["blocks"], facts["attention"] = rewritten_(holder, *facts["group"])
+        after = holder[0].named_modules()
+        places = {path: before[id(part)] for path, part in after if before.get(id(part), path) != path}
+        return holder[0], places
+
+    def recall_(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> None:
+        """States the structure that was found in a restructured module, at the path."""
+        kept = {name: facts[name] for name in ("structure", "group", "rewritten")}
+        vars(module.get_submodule(path)).update(attnrx_structure=facts["structure"], attnrx_facts=kept)
+
+    def facts(self, adopted: Adopted) -> Mapping[str, Any]:
+        return vars(adopted.source)["attnrx_facts"]
 
     def recognize_(self, module: nn.Module, path: str, description: Mapping[str, Any]) -> nn.Module:
-        holder = nn.Sequential(module)
-        if (group := _group_of(module)) is not None:
-            rewritten_(holder, *group[:2])
         structure: Structure = from_dict(description["structure"], (Structure, ModelParts, Origin), "structure")
+        facts: dict[str, Any] = {"structure": structure, "rewritten": False}
+        places: dict[str, str] = {}
+        if (group := _group_of(module)) is not None:
+            facts["group"] = group[:2]
+            module, places = self.restructured(module, facts)
         parts = structure.parts
         expected = (parts.patches, *(f"{block}.{parts.attention}" for block in parts.blocks))
-        require_parts(holder[0], (path, *(f"{path}.{each}".strip(".") for each in expected)), model_name(module))
-        vars(holder[0].get_submodule(path))["attnrx_structure"] = structure
-        return holder[0]
+        require_parts(module, (path, *(f"{path}.{each}".strip(".") for each in expected)), model_name(module))
+        self.recall_(module, path, facts)
+        vars(module.get_submodule(path))["attnrx_places"] = places
+        return module
 
     def parts(self, source: nn.Module) -> ModelParts:
         return vars(source)["attnrx_structure"].parts
@@ -364,6 +390,9 @@ class StructureFamily(AdoptedFamily):
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         return {**super().describe(model), "structure": to_dict(vars(self._adopted(model).source)["attnrx_structure"])}
+
+    def resize_plain_(self, adopted: Adopted, before: Origin, height: int, width: int, path: str = "") -> None:
+        """Changes nothing: the code of the model takes images of any size."""
 
     def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
         """Changes nothing, where the code of the model takes images of any size."""
@@ -480,7 +509,9 @@ def _rewritten_pairs_(holder: nn.Sequential, blocks: Sequence[str], attention: s
         part = pair[0].get_submodule(inside)
         wrapper = pair[0]
         norm = getattr(wrapper, "norm", nn.Identity())
-        if wrapper is part and hasattr(part, "norm"):
+        if isinstance(part, nn.Sequential):  # the norm and attention of attnrx, in the place of the module's own
+            norm, part = part
+        elif wrapper is part and hasattr(part, "norm"):
             part.norm = nn.Identity()
         made.append(PairedBlock(part, norm, pair[1]).train(wrapper.training))
     # What vit-pytorch's Transformer computes: the blocks one after the other, and a norm.

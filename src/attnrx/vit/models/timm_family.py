@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -16,13 +16,13 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import of_weights
 from attnrx.support.optional import installed_versions, required_module
 from attnrx.support.preprocessing import ImageGeometry
-from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
+from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.models.adopted import HALVES, INTERLEAVED, Adapter, Adopted, Origin, PairBias, image_shape
 from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.family import num_outputs
+from attnrx.vit.models.mlp import set_parameter_
 from attnrx.vit.models.parts import NOT_PLAIN, ModelParts, Refusal, unread_attention
-from attnrx.vit.models.substitute import Substitute
 
 NO_BLOCKS = "Of timm, attnrx adopts models with one list of blocks, whose attention is attn."
 POST_NORM = ("ResPostBlock", "EvaBlockPostNorm", "ResPostRelPosBlock")
@@ -40,69 +40,17 @@ FACTORY_ARGUMENTS = {"cache_dir", "checkpoint_path", "pretrained", "pretrained_c
 
 
 class TimmModel(Adopted):
-    """A Vision Transformer of timm with attnrx attention, with the attributes that timm's training and validation loops
-    use.
-    """
-
-    refused_methods: ClassVar[Mapping[str, str]] = {
-        **Substitute.refused_methods,
-        "set_input_size": "create the model with img_size=..., and adopt that.",
-        "prune_intermediate_layers": "create the model with depth=..., and adopt that.",
-        "load_pretrained": "load the weights into the model of timm, and adopt that.",
-    }
+    """A working copy of a Vision Transformer of timm."""
 
     @property
     def takes_any_size(self) -> bool:
         source: Any = self.source
-        has_biases = any(block.attn.attention.spec.pair_bias for block in source.blocks)
-        return bool(getattr(source, "dynamic_img_size", False)) and not has_biases
-
-    @property
-    def pretrained_cfg(self) -> dict[str, Any]:
-        """The pretrained configuration with the model's input format, which `resolve_model_data_config` reads."""
-        config = dict(getattr(self.source, "pretrained_cfg", None) or {})
-        # The origin has precedence: the file of timm may state another image size or normalization than was adopted.
-        input_format = {"input_size": self.origin.input_shape, "mean": self.origin.mean, "std": self.origin.std}
-        return {**config, **self.origin.preprocessing, **input_format, "num_classes": self.num_classes}
-
-    default_cfg = pretrained_cfg  # its older name in timm
-
-    def no_weight_decay(self) -> set[str]:
-        """Returns the names of the parameters that are trained without weight decay, as timm's optimizers read them."""
-        return {f"source.{name}" for name in self.source.no_weight_decay()}  # type: ignore[operator, union-attr]
-
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Returns the patterns of the names of parameters, by which timm decays learning rates from layer to layer."""
-
-        def inside(patterns: Any) -> Any:
-            if isinstance(patterns, str):
-                return f"^source\\.(?:{patterns.replace('^', '')})"
-            return [(inside(each[0]), *each[1:]) if isinstance(each, tuple) else inside(each) for each in patterns]
-
-        groups: Any = self.source.group_matcher(coarse)  # type: ignore[operator]
-        return {name: inside(patterns) for name, patterns in groups.items()}
-
-    def forward_features(self, images: ImageBatch) -> Float[Tensor, "batch tokens features"]:
-        """Returns the features of all tokens after the last norm, as timm does: [batch, prefix + patches, width].
-
-        Pruned and merged patches are restored (`vit/models/token_reduction.py`).
-        """
-        return self.all_tokens(images)
+        return bool(getattr(source, "dynamic_img_size", False)) and not any(map(_has_bias, source.blocks))
 
     def _last_tokens(self, images: Tensor) -> Tensor:
         source: Any = self.source
         with self.forward_pass((len(source.blocks) - 1,)):
             return source.forward_features(images)
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replaces the classifier by a fresh one, as timm does; this is saved with the model."""
-        source: Any = self.source
-        source.reset_classifier(num_classes, *(() if global_pool is None else (global_pool,)))
-        arguments = {**self.origin.arguments, "num_classes": num_classes}
-        if global_pool is not None:
-            arguments["global_pool"] = global_pool
-            self.last = None  # the new pooling may use all tokens
-        self.origin = replace(self.origin, arguments=arguments)
 
 
 class TableBias(nn.Module):
@@ -184,8 +132,11 @@ class TimmFamily(AdoptedFamily):
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
         """Returns what timm's evaluation transform does (`timm.data.create_transform`)."""
-        settings = _timm("data").resolve_model_data_config(model)
-        channels, *size = self.input_shape(model)
+        adopted = self._adopted(model)
+        facts = {**(getattr(adopted.source, "pretrained_cfg", None) or {}), **adopted.origin.preprocessing}
+        facts |= {"input_size": adopted.origin.input_shape, "mean": adopted.origin.mean, "std": adopted.origin.std}
+        settings = _timm("data").resolve_data_config(pretrained_cfg=facts)
+        channels, *size = adopted.origin.input_shape
         target = tuple(math.floor(side / settings["crop_pct"]) for side in size)
         resize, fill = "shortest_edge" if target[0] == target[1] else "cover", (0,)
         if settings["crop_mode"] == "squash":
@@ -264,6 +215,23 @@ class TimmFamily(AdoptedFamily):
         source.set_input_size(img_size=(height, width))  # type: ignore[operator]
         return replace(origin, arguments={**origin.arguments, "img_size": [height, width]})
 
+    def present_origin(self, adopted: Adopted) -> Origin:
+        present = self.creation(adopted.source)  # after `reset_classifier`, for example
+        return adopted.origin if present is None else replace(adopted.origin, arguments=present["arguments"])
+
+    def present_size(self, source: nn.Module, origin: Origin) -> Origin:
+        model: Any = source
+        shape = _shape(model)  # after `set_input_size`; a dynamic size is that of every batch
+        is_other = shape != origin.input_shape and not getattr(model, "dynamic_img_size", False)
+        return replace(origin, input_shape=shape) if is_other else origin
+
+    def state_format_(self, source: nn.Module, origin: Origin) -> None:
+        model: Any = source
+        config = getattr(model, "pretrained_cfg", None)
+        if config is not None:  # what `timm.data.resolve_model_data_config` reads
+            stated = {"input_size": origin.input_shape, "mean": origin.mean, "std": origin.std}
+            model.pretrained_cfg = model.default_cfg = {**config, **origin.preprocessing, **stated}
+
     def origin_inside(self, model: nn.Module) -> Origin:
         """Returns the origin of a model inside a user's own module; one that was made by its constructor, or from
         values that cannot be saved, has no arguments.
@@ -311,7 +279,8 @@ class TimmFamily(AdoptedFamily):
         if getattr(model, "pool_include_prefix", False):
             pooling = f"{model.global_pool} with the tokens before the patches"
         post_norm = any(type(block).__name__ in POST_NORM for block in model.blocks)
-        is_fused = getattr(model.blocks[0].attn, "qkv", None) is not None
+        own = next((block.attn for block in model.blocks if not isinstance(block.attn, Adapter)), None)
+        is_fused = getattr(own, "qkv", None) is not None
         return ModelParts(
             blocks="blocks", attention="attn", patches="patch_embed.proj", norm="norm", mlp_classes=("Mlp",),
             gated=GATED, heads=("norm", "fc_norm", "attn_pool", *CLASSIFIERS), classifiers=CLASSIFIERS,
@@ -335,6 +304,25 @@ class TimmFamily(AdoptedFamily):
                     heads = rows.unflatten(0, (attention.num_kv_heads, -1))
                     sides[side] = heads.repeat_interleave(groups, dim=0).flatten(0, 1)
         return weights, biases
+
+    def write_projections_(
+        self, source: nn.Module, module: nn.Module, weights: list[Tensor], biases: list[Tensor | None]
+    ) -> None:
+        """Writes the weights, [rows, width] and [width, rows], and biases, [rows] and [width], into a module."""
+        attention: Any = module
+        groups = getattr(attention, "num_kv_groups", 1)
+        sides: list[Any]
+        for sides in (weights, biases) if groups > 1 else ():
+            for side, rows in enumerate(sides[1:3], 1):
+                if rows is not None:
+                    sides[side] = rows.unflatten(0, (attention.num_kv_heads, groups, -1))[:, 0].flatten(0, 1)
+        if getattr(attention, "q_bias", None) is not None:  # BEiT and EVA, whose key bias is a buffer of zeros
+            for name, bias in (("q_bias", biases[0]), ("v_bias", biases[2])):
+                if bias is None:
+                    raise NotSupported("an attention without its biases")
+                set_parameter_(module, name, bias, getattr(attention, name).requires_grad)
+            biases[:3] = None, None, None
+        super().write_projections_(source, module, weights, biases)
 
     def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:
         # A bias that all layers share belongs to the model, which passes it to every block.
@@ -392,6 +380,15 @@ def _layer(value: Any) -> Any:
 def _shape(model: Any) -> tuple[int, int, int]:
     # Of the patch embedding: `img_size` of timm.create_model may differ from the pretrained configuration.
     return image_shape((model.patch_embed.proj.in_channels, *model.patch_embed.img_size))
+
+
+def _has_bias(block: Any) -> bool:
+    """Whether a bias is added for every pair of tokens in a block."""
+    names = "relative_position_bias_table", "rel_pos"
+    attention = block.attn
+    if isinstance(attention, Adapter):
+        return attention.attention.spec.pair_bias
+    return any(getattr(attention, name, None) is not None for name in names)
 
 
 def _layout(attention: nn.Module) -> str:

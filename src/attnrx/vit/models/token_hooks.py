@@ -1,6 +1,6 @@
 """Attaches a token policy to a model: hooks before its layers, captures of its attention, description and costs."""
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -10,11 +10,12 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.records import to_dict
-from attnrx.support.shapes import ImageBatch, Tensor
-from attnrx.vit.attention import AttentionCapture, capture_uniform
+from attnrx.support.shapes import Tensor
+from attnrx.vit.attention import Attention, AttentionCapture, capture_uniform
+from attnrx.vit.attention.attention import BACKENDS
 from attnrx.vit.models.family import Family
-from attnrx.vit.models.observation_hooks import blocks_of, evaluating
-from attnrx.vit.models.substitute import Substitute
+from attnrx.vit.models.observation_hooks import blocks_of
+from attnrx.vit.models.record import TOKENS, record_of
 from attnrx.vit.models.token_reduction import TokenReduction, TokenRun, reduction_of
 from attnrx.vit.tokens import TokenPolicy
 
@@ -35,15 +36,15 @@ def attach_tokens_(
         InvalidInput: The model has a policy already, or the policy does not fit its layers.
         NotSupported: The model has no class token or no pooling that the policy needs.
     """
-    layers = family.attention(model)
+    specs, record = family.specs(model), record_of(model)
     if reduction_of(model) is not None:
         raise InvalidInput("this model already has a token policy; attach a policy to the original.")
     shape = family.token_shape(model, heads)
     layout = shape.layout
-    policy = policy.on(layout, len(layers))
+    policy = policy.on(layout, len(specs))
     weight = next(model.parameters())
     reduction = TokenReduction(policy, shape, by).to(weight.device, weight.dtype)
-    model.tokens = reduction
+    setattr(model, "tokens" if record is None else TOKENS, reduction)
     if policy.counts(layout.patches)[-1] == layout.patches:
         return reduction.train(model.training)  # no token is ever pruned: the model stays bit-identical
     # Hooks, not subclasses: the policy is attached to the blocks of any library, and their own forward methods run on
@@ -54,13 +55,17 @@ def attach_tokens_(
         adds = policy.reducer.every_layer == "tokens" and 0 < index < policy.layers[-1]
         _first_(block, partial(reduction.enter, stages.get(index), adds))
         _first_(block, partial(reduction.leave, index), returned=True)
-    # Methods of the library that are called on the inner model return all patches; the forward pass of attnrx switches
-    # the restoration off (`Adopted.forward_pass`).
-    if isinstance(model, Substitute):
-        reduction.restored_blocks = range(len(layers))
+    # Methods of the library that are called on the inner model return all patches; a forward pass of the model switches
+    # the restoration off (`Adopted.forward_pass`, `PassHook`).
+    restored_blocks = family.restored_blocks(model)
+    if restored_blocks is not None:
+        reduction.restored_blocks = range(len(specs))
+    if record is not None and restored_blocks is not None:
+        hook = PassHook(reduction, restored_blocks)
+        model.register_forward_pre_hook(hook.enter, with_kwargs=True)
+        model.register_forward_hook(hook.leave, with_kwargs=True, always_call=True)
     _first_(family.patch_embedding(model), reduction.begin)
-    for index, layer in enumerate(layers, 1):
-        layer.kept_patches = reduction.kept_patches
+    for index, spec in enumerate(specs, 1):
         # A stage runs on the input of a layer, so it needs what is captured in the layer before.
         decides = index + 1 in policy.layers
         quantities = set(policy.reducer.needs) if decides else set()
@@ -68,7 +73,14 @@ def attach_tokens_(
             quantities.add(policy.reducer.every_layer)
         # Before the first stage all sizes are 1, and any backend computes the layer.
         uses_sizes = reduction.counts_sizes or policy.reducer.learned
-        if quantities or (uses_sizes and index >= policy.layers[0]):
+        captures = bool(quantities) or (uses_sizes and index >= policy.layers[0])
+        # The library's own attention has neither: it stays where a layer needs no more than the tokens that are left.
+        has_positions = spec.traits.rotates or spec.pair_bias
+        if not captures and not has_positions and record is not None:
+            continue
+        layer = family.installed_(model, index - 1)
+        layer.kept_patches = reduction.kept_patches
+        if captures:
             stored = layer.spec.heads if layer.spec.attends else ()
             receive = partial(reduction.add_capture, stored, decides=decides)
             wanted = tuple(sorted(quantities))
@@ -78,6 +90,82 @@ def attach_tokens_(
     if layout.pooled != "class":  # "mean" or "max": pruned patches must not count
         family.pooled_norm(model).register_forward_hook(TokenHook(reduction.pooled), with_kwargs=True)
     return reduction.train(model.training)
+
+
+NO_CHECKPOINTS = (
+    "gradient checkpointing computes the blocks again in the backward pass, without the state of tokens that are "
+    "pruned or merged: switch it off, e.g. model.set_grad_checkpointing(False) of timm or "
+    "model.gradient_checkpointing_disable() of transformers."
+)
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Returns whether a forward pass now would compute blocks again in the backward pass."""
+    # timm and open_clip do it in both modes, transformers in training only. In the dictionary of the instance, where
+    # the libraries switch it on: a missing attribute is looked up slowly.
+    return torch.is_grad_enabled() and any(
+        vars(part).get("grad_checkpointing") or (part.training and vars(part).get("gradient_checkpointing"))
+        for part in model.modules()
+    )
+
+
+def detach_tokens_(model: nn.Module) -> nn.Module:
+    """Removes the token policy of a model with a record, in place; returns the model. Attention of attnrx stays."""
+    model._modules.pop(TOKENS, None)
+    for part in model.modules():
+        if isinstance(part, Attention):
+            part.kept_patches = None
+            if isinstance(part.backend, AttentionCapture):
+                part.backend = BACKENDS["auto"]()
+                part._forward_hooks.clear()
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, TokenHook) or isinstance(getattr(hook, "__self__", None), PassHook):
+                    del hooks[key]
+                    for options in (part._forward_pre_hooks_with_kwargs, part._forward_hooks_with_kwargs):
+                        options.pop(key, None)
+                    part._forward_hooks_always_called.pop(key, None)
+    return model
+
+
+class PassHook:
+    """Begins and ends a forward pass of a model with a token policy, in which some blocks restore all patches."""
+
+    def __init__(self, reduction: TokenReduction, restored_blocks: Container[int]):
+        self.reduction, self.restored_blocks = reduction, restored_blocks
+
+    def enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begins a pass.
+
+        Raises:
+            NotSupported: Under gradient checkpointing, or traced by the exporter to ONNX of TorchScript.
+        """
+        if is_checkpointed(model):
+            raise NotSupported(NO_CHECKPOINTS)
+        require_no_old_tracer()
+        blocks = range(self.reduction.shape.depth) if _wants_states(model, kwargs) else self.restored_blocks
+        # A replica of `DataParallel` has predictors of its own.
+        self.reduction.enter_pass(blocks, (reduction_of(model) or self.reduction).stages)
+
+    def leave(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if not self.reduction.call.outer:  # the pass did not begin
+            return None
+        self.reduction.leave_pass()
+        is_mean = self.reduction.shape.layout.pooled != "class" and not self.restored_blocks
+        if not (is_mean and isinstance(output, Mapping) and _wants_states(model, kwargs)):
+            return None
+        # The mean over restored patches is not the one that the classifier takes.
+        answer = model(*args, **{**kwargs, "output_hidden_states": False, "return_dict": True})
+        changed: Any = output
+        for name in {"loss", "logits"} & answer.keys():
+            changed[name] = answer[name]
+        return changed
+
+
+def _wants_states(model: nn.Module, options: Mapping[str, Any]) -> bool:
+    """Whether a call of a model of transformers returns the states after all blocks."""
+    default = getattr(getattr(model, "config", None), "output_hidden_states", False)
+    return bool(options.get("output_hidden_states", default))
 
 
 class TokenHook:
@@ -130,13 +218,18 @@ def forward_pass(model: nn.Module, restored_blocks: Container[int] | None = None
     reduction = reduction_of(model)
     if reduction is None:
         return nullcontext()
+    require_no_old_tracer()
+    return reduction.forward_pass(restored_blocks)
+
+
+def require_no_old_tracer() -> None:
+    """Raises NotSupported in a pass that the exporter to ONNX of TorchScript traces."""
     if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
         # It has no stable sort, and writes some files whose outputs differ.
         raise NotSupported(
             "torch.onnx.export(dynamo=False) cannot write a model that prunes or merges tokens: use dynamo=True, or "
             "attnrx.export(model, path), which compares the file with the model."
         )
-    return reduction.forward_pass(restored_blocks)
 
 
 @contextmanager
@@ -149,13 +242,3 @@ def recording_tokens(model: nn.Module, tracked: bool = False) -> Iterator[list[T
     reduction, runs = reduction_of(model), list[TokenRun]()
     with nullcontext() if reduction is None else reduction.call.setting(runs=runs, tracked=tracked):
         yield runs
-
-
-def token_run(model: nn.Module, images: ImageBatch, tracked: bool = False) -> TokenRun:
-    """Runs the model on the images in evaluation mode, and returns the statistics of its tokens.
-
-    With `tracked` they state which token represents each patch after every stage (`TokenRun.representatives`).
-    """
-    with evaluating((model,)), recording_tokens(model, tracked) as runs:
-        model(images)
-    return runs[-1] if runs else TokenRun()

@@ -10,6 +10,7 @@ returns features of all patches: `TokenReduction.leave` stores the present token
 to the next one.
 """
 
+import sys
 import threading
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -20,11 +21,12 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.modules import is_recorded
+from attnrx.support.modules import is_recorded, is_traced
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import CapturedAttention
 from attnrx.vit.kernels.native_attention import can_merge
 from attnrx.vit.maps import REALIZATIONS
+from attnrx.vit.models.record import TOKENS
 from attnrx.vit.tokens import (
     LayerStatistic,
     Reduction,
@@ -180,6 +182,7 @@ class _ReductionCall(CallState):
         self.restored_blocks: Container[int] | None = None
         self.runs: list[TokenRun] | None = None
         self.tracked = False
+        self.outer: list[tuple[Any, ...]] = []  # the states around the passes of `enter_pass`
 
 
 class TokenReduction(nn.Module):
@@ -217,6 +220,35 @@ class TokenReduction(nn.Module):
             yield
             if call.run is not before:
                 self._end()
+
+    def enter_pass(self, restored_blocks: Container[int], predictors: nn.ModuleList) -> None:
+        """Begins a forward pass of a model with these predictors, as `forward_pass` does; `leave_pass` ends it."""
+        call = self.call
+        if not is_traced():
+            self._forget_interrupted()
+        before = call.run, call.is_inside, call.restored_blocks, call.predictors
+        call.outer.append((0 if is_traced() else id(sys._getframe(2)), before))
+        call.is_inside, call.restored_blocks, call.predictors = True, restored_blocks, predictors
+
+    def leave_pass(self) -> None:
+        """Ends the pass that `enter_pass` began, and removes its statistics."""
+        call, (_, before) = self.call, self.call.outer.pop()
+        if call.run is not before[0]:
+            self._end()
+        call.run, call.is_inside, call.restored_blocks, call.predictors = before
+
+    def _forget_interrupted(self) -> None:
+        """Forgets passes that Ctrl-C ended: PyTorch calls no hook after it. Those that go on are on the stack."""
+        call, frame, present = self.call, sys._getframe(), set[int]()
+        while call.outer and frame is not None:
+            present.add(id(frame))
+            frame = frame.f_back
+        while call.outer and call.outer[-1][0] not in present:
+            _, (call.run, call.is_inside, call.restored_blocks, call.predictors) = call.outer.pop()
+
+    def forward(self, outputs: Any) -> Any:
+        """Returns what it is given: a container that calls all its parts in order calls this one, too."""
+        return outputs
 
     @contextmanager
     def continuing(self, run: TokenRun) -> Iterator[None]:
@@ -280,6 +312,8 @@ class TokenReduction(nn.Module):
 
     def begin(self, images: ImageBatch) -> None:
         """Starts a batch, or a chunk of one."""
+        if self.call.outer and not is_traced():
+            self._forget_interrupted()
         blocks = self.restored_blocks if self.call.restored_blocks is None else self.call.restored_blocks
         # In training every patch stays in its place, so none has to be restored.
         run = TokenRun(blocks, bool(blocks or self.call.tracked) and not self.samples_patches)
@@ -447,9 +481,9 @@ class TokenReduction(nn.Module):
 
 def reduction_of(model: nn.Module) -> TokenReduction | None:
     """Returns the token reduction of a model; None where it has none."""
-    # A model of another library may have an attribute of this name.
-    reduction = getattr(model, "tokens", None)
-    return reduction if isinstance(reduction, TokenReduction) else None
+    # A model of another library may have an attribute `tokens`, too.
+    found = (model._modules.get(name) for name in (TOKENS, "tokens"))
+    return next((reduction for reduction in found if isinstance(reduction, TokenReduction)), None)
 
 
 def require_all_tokens(model: nn.Module, verb: str) -> None:

@@ -1,7 +1,7 @@
 """The families of torchvision's VisionTransformer and of open_clip's image towers."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -112,9 +112,13 @@ class OpenClipModel(Adopted):
     """An image tower of open_clip with attnrx attention; it returns the projected embedding."""
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
-        # With output_tokens=True a tower returns the embedding and the tokens.
-        output = self.source(images)
-        return output[0] if isinstance(output, tuple) else output
+        return _embedding(self.source, images)
+
+
+def _embedding(tower: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    # With output_tokens=True a tower returns the embedding and the tokens.
+    output = tower(images)
+    return output[0] if isinstance(output, tuple) else output
 
 
 class OpenClipFamily(AdoptedFamily):
@@ -135,6 +139,13 @@ class OpenClipFamily(AdoptedFamily):
             blocks="transformer.resblocks", attention="attn", norm_before="ln_1", maps=("mlp.c_fc", "mlp.c_proj"),
             patches="conv1", norm="ln_post", heads=("ln_post",), prefix_tokens=1, has_class_token=True, pooling=pooling,
         )  # fmt: skip
+
+    def restored_blocks(self, model: nn.Module) -> Container[int]:
+        source: Any = self._adopted(model).source
+        return (len(self.block_paths(source)) - 1,) if source.output_tokens else ()
+
+    def caller(self, model: nn.Module) -> Callable[[nn.Module, torch.Tensor], Any]:
+        return super().caller(model) if isinstance(model, Adopted) else _embedding
 
     def names(self) -> Sequence[str]:
         return _open_clip("").list_models()

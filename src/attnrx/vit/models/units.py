@@ -33,7 +33,7 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.costs.model_costs import frozen
 from attnrx.vit.kernels.native_products import NativeLinear, native_
-from attnrx.vit.models.adopted import Adopted, Origin
+from attnrx.vit.models.adopted import Adopted, Origin, PlainShape
 from attnrx.vit.models.adopted_family import AdoptedFamily, matrix_entries, mlp_costs, num_params
 from attnrx.vit.models.family import LayerShapes, num_outputs
 from attnrx.vit.models.mlp import Pair, halve_, hidden_units, keep_units_of_
@@ -123,6 +123,9 @@ class UnitsFamily(AdoptedFamily):
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
         """Changes nothing, as the module has no position embeddings that are read."""
 
+    def resize_plain_(self, adopted: Adopted, before: Origin, height: int, width: int, path: str = "") -> None:
+        """Changes nothing, as the module has no position embeddings that are read."""
+
     def resize_inside_(self, adopted: Adopted, height: int, width: int) -> None:
         shape = (adopted.origin.input_shape[0], height, width)
         with user_code(f"{adopted.origin.architecture} does not take images of {height} x {width}: it", NotSupported):
@@ -140,18 +143,26 @@ class UnitsFamily(AdoptedFamily):
                     f"{model_name(found.source)} has no reader, and no MLP of two linear maps or 1 x 1 convolutions "
                     "with only an activation, a dropout, a gate, a depthwise convolution or a batch norm between them."
                 )
+        named = dict(found.source.named_modules())
+        for pair in found.pairs:
+            whole = pair.first.rpartition(".")[0]
+            if pair.first not in named and isinstance(named.get(whole), nn.Linear):
+                halve_(found.source, whole)
+        paths = [path for pair in found.pairs for path in (pair.first, pair.second, *pair.between)]
+        require_parts(found.source, paths, found.origin.architecture)
         for pair in found.pairs:
             for path in (pair.first, pair.second, *pair.between):
                 part: Any = found.source.get_submodule(path)
-                if isinstance(part, nn.Linear):
+                if type(part) is nn.Linear:
                     native_(part)
-                elif path not in pair.between:
-                    weight = nn.Parameter(part.weight.detach().flatten(1), part.weight.requires_grad)
+                elif isinstance(part, CONVOLUTIONS) and path not in pair.between:
+                    own: Any = part
+                    weight = nn.Parameter(own.weight.detach().flatten(1), own.weight.requires_grad)
                     with torch.device("meta"):
-                        linear = NativeLinear(weight.shape[1], weight.shape[0], part.bias is not None)
-                    linear.weight, linear.bias = weight, part.bias
-                    geometry = {"stride": part.stride, "padding": part.padding, "dilation": part.dilation}
-                    convolution = Convolution(linear, part.kernel_size, **geometry)
+                        linear = NativeLinear(weight.shape[1], weight.shape[0], own.bias is not None)
+                    linear.weight, linear.bias = weight, own.bias
+                    geometry = {"stride": own.stride, "padding": own.padding, "dilation": own.dilation}
+                    convolution = Convolution(linear, own.kernel_size, **geometry)
                     found.source.set_submodule(path, convolution.train(part.training))
         if not found.pairs[0].positions:
             self._measure_(found, found.origin.input_shape)
@@ -198,15 +209,9 @@ class UnitsFamily(AdoptedFamily):
 
     def shaped(self, created: nn.Module, description: Mapping[str, Any]) -> Adopted:
         adopted = UnitsModel(created, self.described_origin(description))
+        vars(adopted)["plain"] = PlainShape(created)
         pairs = tuple(from_dict(pair, (Pair,)) for pair in description["pairs"])
         vars(adopted).update(pairs=pairs, outer_macs=description["outer_macs"], head=description["head"])
-        named = dict(created.named_modules())
-        for pair in pairs:
-            whole = pair.first.rpartition(".")[0]
-            if pair.first not in named and isinstance(named.get(whole), nn.Linear):
-                halve_(created, whole)
-        paths = [path for pair in pairs for path in (pair.first, pair.second, *pair.between)]
-        require_parts(created, paths, adopted.origin.architecture)
         self._install_(adopted, ())
         self._shape_mlps_(adopted, description)
         return adopted
@@ -221,6 +226,10 @@ class UnitsFamily(AdoptedFamily):
         found = self._own(model)
         head = found.source.get_submodule(found.head) if found.head else nn.Identity()
         return (head,) if num_outputs(head) else ()
+
+    def facts(self, adopted: Adopted) -> Mapping[str, Any]:
+        found = self._own(adopted)
+        return {"pairs": found.pairs, "outer_macs": found.outer_macs, "head": found.head}
 
     def positions(self, adopted: Adopted) -> int:
         return 1  # every MLP has positions of its own

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import is_dataclass, replace
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from attnrx.support.hardware import restored_random_states
 from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.adoption_proof import require_plain_code, require_unchanged
 from attnrx.vit.models.families import OWN
+from attnrx.vit.models.working_copy import is_working, library_form, working_copy
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -28,14 +31,44 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     @wraps(function)
     def bounded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
-        with ordinary_modes(), restored_state(models):
-            for model in models:
+        is_inside = _IS_INSIDE.get()
+        with ordinary_modes(), restored_state(models), inside_verb():
+            copies = {id(model): working_copy(model) for model in models}
+            for model in copies.values():
                 if isinstance(model, Adopted) or any(family.matches(model) for family in OWN):
                     require_plain_code(model)
                     require_unchanged(model, model, model.origin.input_shape)  # type: ignore[union-attr, arg-type]
-            return function(*args, **kwargs)
+            given = [copies.get(id(value), value) for value in args]
+            named = {name: copies.get(id(value), value) for name, value in kwargs.items()}
+            result = function(*given, **named)  # type: ignore[call-arg]
+            return result if is_inside else returned(result)
 
     return bounded
+
+
+_IS_INSIDE: ContextVar[bool] = ContextVar("inside a verb", default=False)
+
+
+@contextmanager
+def inside_verb() -> Iterator[None]:
+    """Lets the verbs that are called in the context return working copies."""
+    token = _IS_INSIDE.set(True)
+    try:
+        yield
+    finally:
+        _IS_INSIDE.reset(token)
+
+
+def returned(result: Any) -> Any:
+    """Returns the result of a verb with models of their own classes in the place of working copies."""
+    if isinstance(result, nn.Module):
+        return library_form(result)
+    if hasattr(result, "in_library_form"):
+        return result.in_library_form()
+    model = getattr(result, "model", None)
+    if is_dataclass(result) and isinstance(model, nn.Module) and is_working(model):
+        return replace(result, model=library_form(model))  # type: ignore[type-var, call-arg]
+    return result
 
 
 @contextmanager

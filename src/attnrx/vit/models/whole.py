@@ -1,8 +1,7 @@
 """Users' own modules around a Vision Transformer: a backbone with a decoder, several outputs, a head of any class."""
 
-import copy
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -18,17 +17,25 @@ from attnrx.support.records import fields_of, of_fields
 from attnrx.support.shapes import Bool, Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.costs import ModelCosts, PartCosts
-from attnrx.vit.models.adopted import Adopted, chunked_forward
+from attnrx.vit.models.adopted import Adopted, OwnModel, PlainShape, aliased, chunked_forward, remove_capturing_
 from attnrx.vit.models.adopted_family import AdoptedFamily, num_params
-from attnrx.vit.models.adoption_proof import LIBRARIES, difference_of, require_unchanged
-from attnrx.vit.models.family import Family, LayerShapes
+from attnrx.vit.models.adoption_proof import (
+    LIBRARIES,
+    difference_of,
+    not_finite,
+    require_equal_attention,
+    require_unchanged,
+)
+from attnrx.vit.models.family import Family, LayerShapes, called_with_images
+from attnrx.vit.models.huggingface_family import saved_names
 from attnrx.vit.models.mlp import Pair
 from attnrx.vit.models.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
 from attnrx.vit.models.parts import model_name, reading_parts, require_parts
 from attnrx.vit.models.reader import Factory, StructureFamily, class_name, created_by, imported_class, prove_units
-from attnrx.vit.models.substitute import Substitute, remove_capturing_
+from attnrx.vit.models.record import RECORD, TOKENS, Record, record_of
 from attnrx.vit.models.token_hooks import TokenHook
+from attnrx.vit.models.token_reduction import reduction_of
 from attnrx.vit.models.units import Cut, UnitsFamily, macs_by_part, separate_pairs
 from attnrx.vit.tokens import TokenLayout
 
@@ -103,69 +110,33 @@ def _answer(module: nn.Module, call: str, images: Tensor) -> Any:
     return getattr(features, "pooler_output", features)
 
 
+def _answer_by(call: str, module: nn.Module, images: Tensor) -> Any:
+    return _answer(module, call, images)
+
+
 class _OtherInputs(NotSupported):
     """A module does not take images alone, or returns something else for them than one entry per image."""
 
 
-class _Shape:
-    """The user's module without weights, from which one with fresh weights is made; shared by all copies of a model."""
+class Whole(_OfImages):
+    """A working copy of a module of the user's own, `module`, in which the Vision Transformer has attnrx attention.
 
-    def __init__(self, module: nn.Module):
-        self.module = _with_weights(module, lambda weight: torch.empty_like(weight, device="meta"))
-        remove_capturing_(self.module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Shape":
-        return self
-
-    def fresh(self) -> nn.Module:
-        """Returns the module with small random weights from seed 0."""
-        generator = torch.Generator("cpu").manual_seed(0)
-        drawn = partial(torch.nn.init.normal_, std=0.02, generator=generator)
-        return _with_weights(self.module, lambda weight: drawn(torch.empty_like(weight, device="cpu"))).eval()
-
-
-def _with_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Returns a copy of a module with other weights, made of each; the values of its buffers stay, since those that are
-    not saved are computed by the code of the module.
-    """
-    weights = {id(each): nn.Parameter(make(each), each.requires_grad) for each in module.parameters()}
-    return copy.deepcopy(module, weights)
-
-
-class Whole(Substitute, _OfImages):
-    """A module of the user's own, `module`, in which the Vision Transformer has attnrx attention.
-
-    Called with images, or with any arguments of the user's module, it returns what that returns. A module that needs
-    more than images (a model of images and texts) returns its image features for images alone. `trunk` is the Vision
-    Transformer in it as a model of its own, with the same weights.
+    Called with images it returns what the user's module returns. A module that needs more than images (a model of
+    images and texts) returns its image features. `trunk` is the Vision Transformer in it as a model of its own, with
+    the same weights, and `shape` the module without weights.
     """
 
-    original_name = "module"
     trunk: Adopted
-    shape: _Shape
+    shape: PlainShape
 
-    def __init__(self, module: nn.Module, trunk: Adopted, shape: _Shape, around: Surroundings):
+    def __init__(self, module: nn.Module, trunk: Adopted, shape: PlainShape, around: Surroundings):
         super().__init__(module, around)
         self.tokens: nn.Module | None = None
         vars(self).update(trunk=trunk, shape=shape)  # weights have one name only
 
-    def forward(
-        self,
-        images: Any = None,
-        *args: Any,
-        # Named, because the Trainer of transformers passes the columns of its data that the signature names.
-        pixel_values: Any = None,
-        labels: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Returns what the user's module returns; a batch of images alone is computed in chunks on a CPU."""
-        named = {"pixel_values": pixel_values, "labels": labels}
-        kwargs.update((name, value) for name, value in named.items() if value is not None)
+    def forward(self, images: Tensor) -> Any:
+        """Returns what the user's module returns; a batch is computed in chunks on a CPU."""
         inputs = self.attnrx_inputs
-        is_own = inputs is not None and isinstance(images, Tensor) and images.shape[1:] != inputs.shape
-        if args or kwargs or not isinstance(images, Tensor) or is_own:
-            with self.forward_pass():
-                return self.module(*(() if images is None else (images,)), *args, **kwargs)
         if inputs is None:
             self.trunk._require_images(images)
         return chunked_forward(self, self._forward_chunk, images, self.trunk._max_elements(images))
@@ -191,7 +162,8 @@ class Whole(Substitute, _OfImages):
 
     def weights_around(self) -> list[nn.Parameter]:
         """Returns the weights of all parts around the Vision Transformer."""
-        inside = set(map(id, self.trunk.source.parameters()))
+        others = self.module._modules.get(TOKENS) or nn.Identity()
+        inside = {id(weight) for part in (self.trunk.source, others) for weight in part.parameters()}
         return [weight for weight in self.module.parameters() if id(weight) not in inside]
 
     def pairs_around(self) -> tuple[Pair, ...]:
@@ -275,15 +247,20 @@ class WholeFamily(Family):
             InvalidInput: The module has no weights.
         """
         require_finite_tensors(model.state_dict(), model_name(model))
-        module = copy_module(model) if rewritten is None else rewritten
+        original = copy_module(model)  # whose own code may change it in a forward pass
+        module = aliased(original) if rewritten is None else rewritten
         source = module.get_submodule(path)
         with reading_parts(source, "its parts"):
             family.require_supported(source)
             origin = family.origin_inside(source)
-            trunk = family.model_type(source, origin)
+            shape, trunk = PlainShape(module), family.model_type(source, origin)
+            places = vars(source).pop("attnrx_places", {})
+            vars(trunk).update(plain=PlainShape(original), own=OwnModel(original), places=places)
             trunk.training = model.training
-            shape = _Shape(module)
+            attention_path = family.parts(source).attention
+            replaced = [block.get_submodule(attention_path) for block in family.blocks(source)]
             family._install_(trunk, family._converted_attention(source))
+        model = original
         every = tuple(range(len(family.blocks(source))))
         make: Any = self.factory
         if make is not None:
@@ -306,6 +283,9 @@ class WholeFamily(Family):
                 errors.append(error)
         else:
             raise NotSupported(str(errors[0])) from errors[0]
+        if every:
+            run = partial(whole._forward_chunk, images)
+            require_equal_attention(whole, run, replaced, family._adapters(trunk))
         prove_units(family, trunk)
         creation, kind = None, None
         if self.factory is None:
@@ -332,15 +312,84 @@ class WholeFamily(Family):
             if not is_alike:
                 # Its parts after the blocks need the tokens of all patches, though they read one token of them.
                 whole.around = replace(whole.around, read_blocks=(*whole.around.read_blocks, every[-1]))
+        vars(original)[RECORD] = Record(family.name, trunk.origin, whole.around)
         return whole
+
+    def reads(self, record: Record | None) -> bool:
+        return record is not None and record.around is not None
+
+    def refresh_(self, whole: Whole) -> None:
+        """States in a working copy that neither a library nor the class of its module creates it, where its user
+        changed it after it was loaded.
+        """
+        around = whole.around
+        if around.factory is not None or (not around.needed.startswith("import") and around.creation is None):
+            return
+        creates = partial(self._by_library, around.creation) if around.creation else imported_class(around.name)
+        assert whole.trunk.plain is not None
+        sizes = {name: tensor.shape for name, tensor in whole.trunk.plain.model.state_dict().items()}
+        try:
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):
+                created = {name: tensor.shape for name, tensor in creates().state_dict().items()}  # type: ignore[misc]
+        except Exception:  # the code of a module raises errors of any type
+            return
+        inside = [f"{path}." for path in self._changed_paths(whole)]
+        differs = {name for name in sizes.keys() | created.keys() if sizes.get(name) != created.get(name)}
+        if any(not any(name.startswith(path) for path in inside) for name in differs):
+            whole.around = replace(around, creation=None, by_class=False)
+
+    def _changed_paths(self, whole: Whole) -> Iterator[str]:
+        """Yields the paths of the parts that a prescription may have changed."""
+        path, family = whole.around.path, self.families[whole.around.family]
+        places = vars(whole.trunk).get("places", {})
+        for block in family.block_paths(whole.trunk.source):
+            inside = f"{path}.{block}".strip(".")
+            yield from {inside, *(place for each, place in places.items() if each.startswith(f"{inside}."))}
+        for pair in whole.trunk.pairs:
+            yield from (f"{path}.{each}".strip(".") for each in (pair.first, pair.second, *pair.between))
+        for first, second, between, _ in whole.around.cuts:
+            yield from (first, second, *between)
+
+    def viewed(self, model: nn.Module, record: Record) -> Whole:
+        around, facts = record.around, record.facts
+        family = self.families[around.family]
+        if isinstance(family, UnitsFamily) or not facts.get("rewritten", True):
+            return self.working(model, record)  # whose parts are others
+        source = model.get_submodule(around.path)
+        trunk = family.viewed(source, record)
+        viewed = Whole(model, trunk, facts["shape"], around)
+        viewed.training = model.training
+        viewed.tokens = reduction_of(model)
+        return viewed
+
+    def working(self, model: nn.Module, record: Record) -> Whole:
+        """Returns a working copy of a model with a record of this family."""
+        around, facts = record.around, dict(record.facts)
+        family: Any = self.families[around.family]
+        module, places = aliased(model), dict[str, str]()
+        if not facts.get("rewritten", True):
+            module, places = family.restructured(module, facts)
+            family.recall_(module, around.path, facts)
+        source = module.get_submodule(around.path)
+        trunk = family.model_type(source, record.origin)
+        own = {name: facts[name] for name in ("pairs", "outer_macs", "head") if name in facts}
+        vars(trunk).update(plain=PlainShape(model), own=OwnModel(model), places=places, **own)
+        trunk.training = source.training
+        family._install_(trunk, family._converted_attention(source))
+        working = Whole(module, trunk, facts["shape"], around)
+        working.training = model.training
+        return working
 
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
         whole, trunk, family = self._of(model)
-        before = trunk.origin
+        before, plain = trunk.origin, trunk.plain
+        trunk.plain = None
         family.resize_inside_(trunk, height, width)
+        trunk.plain = plain
+        family.resize_plain_(trunk, before, height, width, whole.around.path)
         fresh = whole.shape.fresh()
         family.fit_created_(fresh.get_submodule(whole.around.path), trunk.origin, before)
-        vars(whole)["shape"] = _Shape(fresh)
+        vars(whole)["shape"] = PlainShape(fresh)
         whole.around = replace(whole.around, sizes=_output_sizes(whole), macs=_outer_macs(whole, family))
 
     def keep_units_around_(self, model: nn.Module, pair: Pair, keep: Bool[Tensor, "units"]) -> None:
@@ -348,6 +397,7 @@ class WholeFamily(Family):
         whole, _, family = self._of(model)
         cut = Cut(pair.first, pair.second, pair.between, int(keep.sum()))
         cut.keep_(whole.module, keep)
+        whole.trunk.own = None
         whole.around = replace(whole.around, cuts=(*whole.around.cuts, cut), macs=_outer_macs(whole, family))
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
@@ -371,6 +421,9 @@ class WholeFamily(Family):
         # With values, also where a model is loaded on the meta device: the code of a module may read them.
         with torch.device("cpu"):
             module = created_by(create, around.name, around.needed)
+        if around.inputs:
+            vars(module)[ATTRIBUTE] = ModuleInputs(tuple(Field(*each) for each in around.inputs))
+        plain = PlainShape(module)
         module = family.recognize_(module, around.path, description)
         if around.inputs:
             vars(module)[ATTRIBUTE] = ModuleInputs(tuple(Field(*each) for each in around.inputs))
@@ -381,10 +434,14 @@ class WholeFamily(Family):
         origin = family.described_origin(description)
         with torch.device("cpu"):
             family.fit_created_(source, origin)
-        shape = _Shape(module)
+        shape = PlainShape(module)
+        plain = plain if isinstance(family, StructureFamily) else shape  # a restructured module is another one
         for cut in around.cuts:
             Cut(*cut).shape_(module)
-        return Whole(module, family.shaped(source, description), shape, around)
+        places = vars(source).pop("attnrx_places", {})
+        trunk = family.shaped(source, description)
+        vars(trunk).update(plain=plain, places=places)
+        return Whole(module, trunk, shape, around)
 
     def library_model(self, model: nn.Module) -> nn.Module:
         whole, _, _ = self._of(model)
@@ -410,7 +467,11 @@ class WholeFamily(Family):
             # All patches are restored where they are read, so that the pooling is that of the module itself.
             return TokenLayout(parts.prefix_tokens, family.positions(trunk), parts.has_class_token, "class")
 
+    def restored_blocks(self, model: nn.Module) -> Container[int]:
+        return self._of(model)[0].around.read_blocks
+
     reads_attention = _of_trunk("reads_attention")
+    installed_ = _of_trunk("installed_")
     attention = _of_trunk("attention")
     specs = _of_trunk("specs")
     set_attention_ = _of_trunk("set_attention_")
@@ -438,11 +499,19 @@ class WholeFamily(Family):
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
         whole, trunk, family = self._of(model)
         paths = (path.removeprefix("source") for path in family.block_names(trunk))
-        return tuple(f"module.{whole.around.path}".rstrip(".") + path for path in paths)
+        inside = "module." if isinstance(model, Whole) else ""
+        return tuple((f"{inside}{whole.around.path}".rstrip(".") + path).lstrip(".") for path in paths)
 
     def knows_normalization(self, model: nn.Module) -> bool:
         _, trunk, family = self._of(model)
         return family.knows_normalization(trunk) and bool(trunk.origin.preprocessing)
+
+    def saved_names(self, model: nn.Module) -> Mapping[str, str]:
+        return saved_names(model) if hasattr(model, "save_pretrained") else {}
+
+    def caller(self, model: nn.Module) -> Callable[[nn.Module, Tensor], Any]:
+        record = record_of(model)
+        return called_with_images if record is None else partial(_answer_by, record.around.call)
 
     def output_kind(self, model: nn.Module) -> str:
         return self._of(model)[0].around.outputs
@@ -459,7 +528,9 @@ class WholeFamily(Family):
 
 def needed_to_load(model: nn.Module) -> str:
     """Returns what `load` needs to create a saved model again, "" for nothing."""
-    return model.around.needed if isinstance(model, Whole) else ""
+    record = record_of(model)
+    around = model.around if isinstance(model, Whole) else None if record is None else record.around
+    return "" if around is None else around.needed
 
 
 def _is_of(part: nn.Module, family: AdoptedFamily) -> bool:
@@ -569,6 +640,9 @@ def _proved(model: nn.Module, whole: Whole, family: AdoptedFamily, images: Tenso
             f"{name} cannot be adopted: for 2 images it returns {shapes or 'no tensor of real numbers'}, and every "
             "tensor must have one entry per image."
         )
+    for place, tensor in expected.items():
+        if problem := not_finite(tensor):
+            raise NotSupported(f"{name} cannot be adopted: output {place}".rstrip() + f" has {problem}.")
     for found, size, when in ((again, len(images), "in every call"), (alone, 1, "in a batch than alone")):
         difference = difference_of({place: tensor[:size] for place, tensor in expected.items()}, found)
         if difference:

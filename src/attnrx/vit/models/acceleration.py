@@ -1,0 +1,165 @@
+"""`accelerate` and `plain`: a model for inference in attnrx's kernels, and the way back.
+
+An accelerated model is frozen: its class is a subclass of the user's, which refuses training and new weights. So the
+kernels may keep whatever they derive from the weights, and it never is out of date.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnrx.support.arguments import checked
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import copy_module
+from attnrx.vit.models.adopted import chunked_forward
+from attnrx.vit.models.families import family_of
+from attnrx.vit.models.record import record_of
+from attnrx.vit.models.whole import Whole
+from attnrx.vit.models.working_copy import WORKING, library_form, working_copy
+
+
+class Accelerated(nn.Module):
+    """The base, before the class of the user, of the classes of accelerated models."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the model returns; of images alone, a batch is computed in chunks that fit the caches."""
+        working, original = vars(self)[WORKING], super().forward
+        trunk: Any = working.trunk if isinstance(working, Whole) else working
+        family, config = family_of(self), getattr(self, "config", None)
+        wants_all = kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False))
+        blocks = range(len(family.block_names(self))) if wants_all else family.restored_blocks(self) or ()
+
+        def run(*given: Any) -> Any:
+            with trunk.forward_pass(blocks):
+                return original(*given, **kwargs)
+
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].ndim != 4:
+            return run(*args)
+        return chunked_forward(working, run, args[0], trunk._max_elements(args[0]))
+
+    def train(self, mode: bool = True) -> Any:
+        """Stays in evaluation mode.
+
+        Raises:
+            NotSupported: `mode` is True.
+        """
+        if mode:
+            raise NotSupported(FROZEN)
+        return super().train(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Stays without gradients.
+
+        Raises:
+            NotSupported: `requires_grad` is True.
+        """
+        if requires_grad:
+            raise NotSupported(FROZEN)
+        return super().requires_grad_(False)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the weights by the names of the model that is not accelerated."""
+        return library_form(vars(self)[WORKING]).state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Is refused.
+
+        Raises:
+            NotSupported: Always.
+        """
+        raise NotSupported(FROZEN)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module | nn.Parameter):
+            raise NotSupported(f"{name}: {FROZEN}")
+        super().__setattr__(name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _empty, (type(self).__bases__[1],), self.__getstate__()
+
+
+FROZEN = (
+    "an accelerated model is for inference, and its weights do not change: take attnrx.plain(model), train or change "
+    "that, and accelerate the result."
+)
+
+
+@checked()
+def accelerate(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model that computes the same in attnrx's kernels, for inference on a CPU.
+
+    Attention, MLPs and whole blocks in float32 are one call of a C++ kernel each, where they are of a known kind. A
+    batch is computed in chunks that fit the caches. The last block computes only the class token, where the answer
+    needs no other. The copy has the class, the call and the state dict of the model. It refuses training and new
+    weights.
+
+    Args:
+        model: A model that `load`, `realize` or another function of attnrx returned.
+
+    Returns:
+        The accelerated copy, in evaluation mode.
+
+    Raises:
+        InvalidInput: The model is accelerated already, or was not loaded by attnrx.
+
+    Examples:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> fast = rx.accelerate(rx.load(vit))
+        >>> bool((fast(torch.ones(1, 3, 32, 32)) - vit.eval()(torch.ones(1, 3, 32, 32))).abs().max() < 1e-4)
+        True
+    """
+    if is_accelerated(model):
+        raise InvalidInput(f"this {type(model).__name__} is accelerated already.")
+    if record_of(model) is None:
+        raise InvalidInput(
+            f"this {type(model).__name__} was not loaded by attnrx: accelerate the result of attnrx.load(model). "
+            "Models of attnrx's own layers need no acceleration."
+        )
+    working: Any = working_copy(copy_module(model)).eval()
+    root: nn.Module = working.module if isinstance(working, Whole) else working.source
+    root.requires_grad_(False)
+    root.__class__ = _accelerated(type(root))
+    vars(root)[WORKING] = working
+    return root
+
+
+@checked()
+def plain(model: nn.Module) -> nn.Module:
+    """Returns a copy of an accelerated model as it was before: of its own class, with its own modules and weights.
+
+    Args:
+        model: What `accelerate` returned.
+
+    Returns:
+        The model, in evaluation mode, whose weights may be trained.
+
+    Raises:
+        InvalidInput: The model is not accelerated.
+
+    Examples:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> type(rx.plain(rx.accelerate(rx.load(vit)))) is type(vit)
+        True
+    """
+    if not is_accelerated(model):
+        raise InvalidInput(f"this {type(model).__name__} is not accelerated, so it is plain already.")
+    return copy_module(library_form(vars(model)[WORKING]))
+
+
+def is_accelerated(model: nn.Module) -> bool:
+    """Returns whether a model is an accelerated one."""
+    return isinstance(model, Accelerated)
+
+
+@lru_cache
+def _accelerated(kind: type[nn.Module]) -> type[nn.Module]:
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (Accelerated, kind), names)
+
+
+def _empty(kind: type[nn.Module]) -> nn.Module:
+    """Returns an accelerated model without its contents, which pickle fills in."""
+    made = _accelerated(kind)
+    return made.__new__(made)

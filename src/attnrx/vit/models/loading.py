@@ -1,0 +1,196 @@
+"""Loads models: a saved folder, a name, a folder of transformers, or an instance, which is adopted."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, nearest
+from attnrx.support.hub import NAME, download
+from attnrx.support.storage import read_tensors, require_finite_tensors
+from attnrx.vit.models.adoption_proof import require_plain_code
+from attnrx.vit.models.checkpoint import is_model_folder, load_weights
+from attnrx.vit.models.families import (
+    LIBRARIES,
+    build_model,
+    family_of,
+    known_families,
+    known_family,
+    model_names,
+    own_family,
+    require_no_supported_part,
+)
+from attnrx.vit.models.family import require_ordinary_weights
+from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
+from attnrx.vit.models.module_inputs import ATTRIBUTE, ModuleInputs
+from attnrx.vit.models.parts import model_name, reading_parts
+from attnrx.vit.models.reader import Factory, ModuleFamily, Reader
+from attnrx.vit.models.whole import WholeFamily, named_function
+from attnrx.vit.models.working_copy import library_form, working_copy
+
+
+def load_model(
+    source: str | Path | nn.Module,
+    seed: int = 0,
+    weights: str | Path | None = None,
+    pretrained: bool | None = None,
+    *,
+    reader: Reader | None = None,
+    factory: Factory | str | None = None,
+    inputs: Any = None,
+) -> nn.Module:
+    """Returns a model from a saved folder, a name or an instance; an instance of another library is adopted.
+
+    The arguments are those of `attnrx.load`, which also reads elastic models and files of runtimes.
+
+    Returns:
+        The model; a new one, except an instance of an attnrx model, which is returned as it is.
+
+    Raises:
+        CheckpointError: The folder or the weights cannot be read, or do not fit.
+        UnknownName: There is no model of this name.
+        NotSupported: The model has an unsupported feature, or belongs to no family.
+        InvalidInput: `weights` or `pretrained` for a source that takes none.
+    """
+    factory = named_function(factory) if isinstance(factory, str) else factory
+    if isinstance(source, nn.Module):
+        with reading_parts(source, "its parts"):
+            if reader is None:
+                return _adopt_if_foreign(source, factory, inputs)
+            return ModuleFamily(factory).read(source, reader)
+    # Without a colon it is a folder, also one that is called like a library.
+    library, name = str(source).split(":", 1) if ":" in str(source) else ("", "")
+    if library in LIBRARIES and LIBRARIES[library].takes_weights:
+        family = LIBRARIES[library]
+        instance = family.instance(name, weights=weights, pretrained=pretrained)
+        named = {"library": family.name, "architecture": name, "arguments": {}}
+        stated = family.input_format(name) if weights is None and pretrained is not False else {}
+        return _adopt(instance, named=named, **stated).eval()
+    own = own_family(str(source)) if library and not pretrained else None
+    if own is not None and own.takes_weights and weights is not None:
+        return own.load(str(source), weights)
+    is_saved = not library and is_model_folder(source)
+    if pretrained is not None or (weights is not None and not is_saved):
+        raise InvalidInput(
+            f"load({str(source)!r}) takes no weights or pretrained; timm:NAME and torchvision:NAME take both, "
+            "lvvit:SIZE and a folder saved by attnrx take weights."
+        )
+    if library == "hub":
+        return _load_folder(download(name), factory)
+    if library == "hf":
+        return HuggingFaceFamily().load(name)
+    # A colon may also be part of a path, e.g. C:\models: a folder that exists has precedence over a name.
+    if isinstance(source, str) and ":" in source and not Path(source).exists():
+        return build_model(source, seed).eval()
+    if is_transformers_folder(source):
+        return HuggingFaceFamily().load(source)
+    if isinstance(source, str) and not Path(source).exists():
+        raise CheckpointError(f"{source!r:.200} is not a folder{_meant(source)}")
+    return _load_folder(source, factory, weights)
+
+
+def _meant(name: str) -> str:
+    """Returns the end of a message about a name that is no folder: what may have been meant."""
+    known = []
+    for library, family in LIBRARIES.items():
+        with suppress(NotSupported):  # the library is not installed
+            known += [f"{library}:{name}"] if family.has(name) else []
+    if known or NAME.fullmatch(name):
+        return f"; did you mean {' or '.join(map(repr, known or [f'hf:{name}', f'hub:{name}']))}?"
+    names = [*model_names(), *(f"{library}:NAME" for library in LIBRARIES)]
+    return f", and it names no model; {nearest(name, names)}"
+
+
+def _load_folder(folder: Path | str, factory: Factory | None, weights: Path | str | None = None) -> nn.Module:
+    # The shared instance has no factory, and must not get one: it would be used for every model loaded later.
+    others = (family for family in known_families() if not isinstance(family, ModuleFamily | WholeFamily))
+    model = load_weights(folder, (*others, ModuleFamily(factory), WholeFamily(LIBRARIES, factory)))
+    return model if weights is None else _with_weights(model, Path(weights))
+
+
+def _with_weights(model: nn.Module, weights: Path) -> nn.Module:
+    """Returns the model of a folder with the weights of another file, e.g. after further training.
+
+    Raises:
+        CheckpointError: There is no such file, or its weights do not fit.
+    """
+    source = weights / "model.safetensors" if weights.is_dir() else weights
+    if source.suffix != ".safetensors" or not source.is_file():
+        raise CheckpointError(
+            f"weights={str(weights)!r}: give a .safetensors file, or a folder with model.safetensors."
+        )
+    tensors: Mapping[str, Tensor] = read_tensors(source)
+    require_finite_tensors(tensors, str(source))
+    # The names are those of the model, or of a file that attnrx wrote.
+    model = model if tensors.keys() == model.state_dict().keys() else library_form(model)
+    if tensors.keys() != model.state_dict().keys():
+        names = family_of(model).saved_names(model)
+        tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
+    try:
+        model.load_state_dict(tensors, strict=True, assign=True)
+        require_ordinary_weights(model)
+    except Exception as error:  # torch raises several types
+        raise CheckpointError(f"the weights of {source} do not fit the model of the folder ({error}).") from error
+    return working_copy(model.eval())
+
+
+def _adopt_if_foreign(model: nn.Module, factory: Factory | None, inputs: Any = None) -> nn.Module:
+    if known_family(model) is not None:
+        return model
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):  # its copies on devices are not ours
+        raise NotSupported(
+            f"{model_name(model)} is not supported, but the {type(model.module).__name__} in it is: give "
+            "model.get_submodule('module')."
+        )
+    if inputs is None:
+        return _adopt(model, factory)
+    vars(model)[ATTRIBUTE] = ModuleInputs.of(inputs)  # copies keep it
+    try:
+        return _adopt(model, factory)
+    finally:
+        del vars(model)[ATTRIBUTE]
+
+
+def _adopt(
+    model: nn.Module, factory: Factory | None = None, named: dict[str, Any] | None = None, **stated: Any
+) -> nn.Module:
+    """Adopts a model of a library, the largest Vision Transformer in a module, a structure that is found, or MLPs.
+
+    `named` is how a library creates the model, `stated` the fields of its `Origin` that the model does not state.
+    """
+    whole, takes_images = WholeFamily(LIBRARIES, factory), ATTRIBUTE not in vars(model)
+    library = next((each for each in LIBRARIES.values() if takes_images and each.adopts(model)), None)
+    if library is None and takes_images:
+        require_no_supported_part(model)
+    require_plain_code(model)
+    require_ordinary_weights(model)
+    refusals = () if library is None else tuple(library.refusals(model))
+    units = partial(whole.adopt, model, "", whole.units, named=named)
+    attempts: list[Callable[[], Any]]
+    # The error that is shown: that of what the model is, and not that of the attempt to read something in it.
+    shown = 0
+    if (library is None or refusals) and (trunks := whole.trunks_of(model)):
+        # The first that the module calls; its others stay as they are.
+        attempts = [partial(whole.adopt, model, path, family, named=named) for path, family in trunks]
+    elif library is None:
+        found = whole.structure.found(model) if takes_images else None
+        structured = [] if found is None else [partial(whole.adopt, model, found[1], whole.structure, found[0])]
+        attempts, shown = [*structured, units, *([partial(family_of, model)] if takes_images else [])], -1
+    elif any(refusal.is_of_class for refusal in refusals):
+        attempts, shown = [units, partial(library.adopt, model)], -1
+    else:  # the second: one that its library cannot create again, e.g. with a part of the user's own
+        attempts = [partial(library.adopt, model, **stated), partial(whole.adopt, model, "", library, named=named)]
+    errors: list[AttnrxError] = []
+    for attempt in attempts:
+        try:
+            return attempt()
+        except AttnrxError as error:
+            if not errors and not isinstance(error, NotSupported):
+                raise
+            errors.append(error)
+    if shown and len(errors) > 1:
+        raise errors[-1] from errors[-2]
+    raise errors[0]

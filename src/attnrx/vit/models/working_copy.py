@@ -1,0 +1,443 @@
+"""Working copies of models, and the way back.
+
+A user has models of a library's own classes, with a record beside them. Verbs compute with working copies: every
+attention is attnrx's, every linear map and block may run in a kernel, and the model returns one tensor (`Adopted`,
+`Whole`). What a verb returns is put back: a copy of the user's module, in which a part is replaced only where the
+library's own part cannot hold the result. An attention that its own module can hold is written into that module.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.support.atomic_writes import Parts
+from attnrx.support.errors import NotSupported
+from attnrx.support.modules import copy_module
+from attnrx.support.shapes import ImageBatch, Tensor
+from attnrx.support.storage import fingerprint
+from attnrx.vit.attention import Attention
+from attnrx.vit.attention.attention import BACKENDS
+from attnrx.vit.models.adopted import Adapter, Adopted, OwnModel, PairBias, aliased
+from attnrx.vit.models.adopted_family import AdoptedFamily
+from attnrx.vit.models.adoption_proof import difference_of
+from attnrx.vit.models.checkpoint import save_weights
+from attnrx.vit.models.families import FAMILIES, family_of, known_family
+from attnrx.vit.models.family import called_with_images, require_ordinary_weights, state_outputs_, stated_outputs
+from attnrx.vit.models.mlp import Halves, LowRankLinear, write_linear_
+from attnrx.vit.models.observation_hooks import evaluating
+from attnrx.vit.models.reader import StructureFamily
+from attnrx.vit.models.record import KEPT_HEADS, RECORD, Record, record_of
+from attnrx.vit.models.token_hooks import attach_tokens_, detach_tokens_, recording_tokens
+from attnrx.vit.models.token_reduction import TokenRun, reduction_of
+from attnrx.vit.models.units import Convolution
+from attnrx.vit.models.whole import Whole
+
+WORKING = "attnrx_working"
+"""The attribute of an accelerated model with its working copy."""
+SIZES = ("in_features", "out_features", "num_features", "in_channels", "out_channels", "groups", "normalized_shape")
+"""The attributes of a part that state the sizes of its weights."""
+
+
+def is_working(model: nn.Module) -> bool:
+    """Returns whether a model is a working copy."""
+    return isinstance(model, Adopted | Whole)
+
+
+def working_copy(model: nn.Module) -> nn.Module:
+    """Returns a working copy of a model with a record, and any other model itself.
+
+    The copy has parameters of its own in the same memory, except those of the attention: it is for reading.
+    """
+    if WORKING in vars(model):
+        model = library_form(vars(model)[WORKING])
+    record = record_of(model)
+    if record is None or is_working(model):
+        return model
+    family: Any = next(family for family in FAMILIES if family.reads(record))
+    reduction = reduction_of(model)
+    working = family.working(model if reduction is None else detach_tokens_(aliased(model)), record)
+    if record.outputs is not None:
+        state_outputs_(working, record.outputs)
+    if reduction is not None:
+        copied = attach_tokens_(working, family, reduction.policy, reduction.by, reduction.shape.heads)
+        copied._modules["stages"] = aliased(reduction.stages)
+        copied.train(reduction.training)
+    _trunk_of(working).own = OwnModel(model)
+    return working
+
+
+def _trunk_of(working: nn.Module) -> Any:
+    return working.trunk if isinstance(working, Whole) else working
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Returns a hash of a model's weights, as its working copy has them."""
+    model = working_copy(model)
+    require_ordinary_weights(model)
+    return fingerprint(model.state_dict())
+
+
+def answer(model: nn.Module, images: ImageBatch) -> Any:
+    """Returns what a model answers for images, in its own code: one row per image, or what a whole module returns.
+
+    A model of transformers returns more than its answer, and takes images by other names.
+    """
+    return _caller(model)(model, images)
+
+
+def _caller(model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
+    family = known_family(model)
+    return called_with_images if family is None else family.caller(model)
+
+
+def own_model(model: nn.Module) -> nn.Module:
+    """Returns the model that a working copy was made of, which answers by its own code: what a user runs.
+
+    A working copy whose weights are others by now, and any other model, is returned itself.
+    """
+    kept = _trunk_of(model).own if is_working(model) else None
+    own = None if kept is None else kept.model
+    if own is None:
+        return model
+    weights = dict(own.named_parameters())
+    again = dict(library_form(model).named_parameters())
+    return Answering(own) if weights.keys() == again.keys() and _have_equal(weights, again) else model
+
+
+def timed_form(model: nn.Module, in_kernels: bool) -> nn.Module:
+    """Returns a model as its user runs it: in kernels a working copy, else in its own class."""
+    return model if in_kernels or not is_working(model) else Answering(library_form(model))
+
+
+class Answering(nn.Module):
+    """Returns what a model answers for images, as `answer` does: a module for exporters and wrappers."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model, self.caller = model, _caller(model)
+
+    def forward(self, images: ImageBatch) -> Any:
+        return self.caller(self.model, images)
+
+
+def token_run(model: nn.Module, images: ImageBatch, tracked: bool = False) -> TokenRun:
+    """Runs the model on the images in evaluation mode, and returns the statistics of its tokens.
+
+    With `tracked` they state which token represents each patch after every stage (`TokenRun.representatives`).
+    """
+    with evaluating((model,)), recording_tokens(model, tracked) as runs:
+        answer(model, images)
+    return runs[-1] if runs else TokenRun()
+
+
+def library_form(model: nn.Module) -> nn.Module:
+    """Returns the model of a working copy: a module of the user's class, with the working copy's weights.
+
+    Raises:
+        NotSupported: Other attention is to take the place of an nn.MultiheadAttention that takes tokens first.
+    """
+    if not is_working(model):
+        return model
+    whole = model if isinstance(model, Whole) else None
+    trunk: Any = model if whole is None else whole.trunk
+    owner: Any = family_of(model)
+    family: AdoptedFamily = owner if whole is None else owner.families[whole.around.family]
+    root: nn.Module = trunk.source if whole is None else whole.module
+    path = "" if whole is None else whole.around.path
+    result: nn.Module = trunk.plain.copied()
+    facts, places = dict(family.facts(trunk)), dict[str, str]()
+    if isinstance(family, StructureFamily):
+        if reduction_of(model) is not None and not facts["rewritten"]:
+            # Tokens leave between blocks, which the user's module does not call as one.
+            result, _ = family.restructured(result, facts)
+            facts["rewritten"] = True
+            family.recall_(result, path, facts)
+        elif not facts["rewritten"]:
+            places = dict(vars(trunk)["places"])
+    if whole is not None:
+        facts["shape"] = whole.shape
+    handled = set(_put_attention_(family, trunk, result, path, places))
+    handled |= set(_put_maps_(trunk, result, path, places))
+    _put_others_(root, result, handled, places)
+    _put_modes_(root, result, places)
+    record = Record(family.name, trunk.origin, None if whole is None else whole.around, facts, stated_outputs(model))
+    vars(result)[RECORD] = record
+    reduction = reduction_of(model)
+    if reduction is not None:
+        attached = attach_tokens_(result, family_of(result), reduction.policy, reduction.by, reduction.shape.heads)
+        attached._modules["stages"] = aliased(reduction.stages)
+        attached.train(reduction.training)
+    return result
+
+
+def _joined(*paths: str) -> str:
+    return ".".join(path for path in paths if path)
+
+
+def _put_attention_(
+    family: AdoptedFamily, trunk: Any, result: nn.Module, path: str, places: dict[str, str]
+) -> Iterator[str]:
+    """Writes the attention of every layer into the result, or puts it in the place of the library's own; yields the
+    paths of the adapters of the working copy. Adds to `places` where norms are that are put before attention.
+    """
+    if not family.reads_attention(trunk):
+        return
+    parts = family.parts(trunk.source)
+    for block in family.block_paths(trunk.source):
+        inside = _joined(path, block, parts.attention)
+        yield inside
+        adapter: Adapter = trunk.source.get_submodule(f"{block}.{parts.attention}")
+        target = places.get(inside, inside)
+        module = result.get_submodule(target)
+        if isinstance(module, nn.Sequential) and isinstance(module[-1], Adapter):
+            target, module = f"{target}.{len(module) - 1}", module[-1]
+        source = result.get_submodule(path) if not places else trunk.source
+        if isinstance(module, Adapter):
+            result.set_submodule(target, _released(adapter))
+        elif not _is_written_(family, source, module, adapter):
+            # The norm of an attention that has its own is outside of the blocks that attnrx calls.
+            norm = places.get(_joined(path, block, "norm"), "") if places else ""
+            replaced: nn.Module = _released(adapter)
+            if norm.startswith(f"{target}."):
+                replaced = nn.Sequential(result.get_submodule(norm), replaced).train(module.training)
+                places[_joined(path, block, "norm")] = f"{target}.0"
+            elif isinstance(module, nn.MultiheadAttention) and not module.batch_first:
+                raise NotSupported(
+                    f"{target} of {trunk.origin.architecture} is an nn.MultiheadAttention that takes tokens first: "
+                    "create it with batch_first=True, so that attention of other ranks can take its place."
+                )
+            result.set_submodule(target, replaced)
+
+
+def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, adapter: Adapter) -> bool:
+    """Writes attention into the library's own module, and returns whether it is read from there as it was."""
+    attention = adapter.attention
+    if not _is_idle(attention):
+        return False
+    before = [(part, dict(vars(part)), dict(part._parameters)) for part in module.modules()]
+    try:
+        family.write_attention_(source, module, adapter)
+        found = family.convert_attention(source, module)
+        is_same = found.spec == attention.spec and _are_equal(found, attention)
+        if is_same and (KEPT_HEADS not in vars(module) or _answer_alike(module, adapter)):
+            return True
+    except Exception:  # the shapes or parts of the module are others
+        pass
+    for part, attributes, parameters in before:
+        vars(part).clear()
+        vars(part).update(attributes, _parameters=parameters)
+    return False
+
+
+def _answer_alike(module: nn.Module, adapter: Adapter) -> bool:
+    """Whether an attention module that has lost heads computes with the others, as far as tokens alone show."""
+    weight = adapter.attention.output.weight
+    if weight.is_meta:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(1, 5, adapter.attention.spec.width, generator=generator, dtype=torch.float64).to(weight)
+    with evaluating((module, adapter)):
+        outputs = [part(tokens) for part in (module, adapter)]
+    one, other = ({"": each[0] if isinstance(each, tuple) else each} for each in outputs)
+    return not difference_of(one, other)
+
+
+def _is_idle(attention: Attention) -> bool:
+    """Whether nothing needs what an attention computes inside."""
+    return type(attention.backend) in BACKENDS.values() and not attention._forward_hooks
+
+
+def _are_equal(first: nn.Module, second: nn.Module) -> bool:
+    return _have_equal(dict(first.named_parameters()), dict(second.named_parameters()))
+
+
+def _have_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    if one.keys() != other.keys():
+        return False
+    for name, tensor in one.items():
+        like = other[name]
+        if tensor.shape != like.shape or tensor.dtype != like.dtype or tensor.device != like.device:
+            return False
+        if not tensor.is_meta and not torch.equal(tensor, like):
+            return False
+    return True
+
+
+def _released(adapter: Adapter) -> Adapter:
+    """Returns an adapter as it is in a model without a token policy."""
+    released: Any = aliased(adapter)
+    attention = released.attention
+    attention.kept_patches = None
+    if not _is_idle(attention):
+        attention.backend = BACKENDS["auto"]()
+        attention._forward_hooks.clear()
+    return released
+
+
+def _put_maps_(trunk: Any, result: nn.Module, path: str, places: Mapping[str, str]) -> Iterator[str]:
+    """Writes the maps of every MLP into the result; yields their paths in the working copy."""
+    for pair, plain in zip(trunk.pairs, vars(trunk).get("plain_pairs", trunk.pairs), strict=True):
+        sides = zip((pair.first, pair.second, *pair.between), (plain.first, plain.second, *plain.between), strict=True)
+        for working, library in sides:
+            inside = _joined(path, working)
+            part = trunk.source.get_submodule(working)
+            whole, _, half = library.rpartition(".")
+            named = _joined(path, whole)
+            named = places.get(named, named)
+            if half in ("first", "second") and isinstance(result.get_submodule(named), nn.Linear):
+                if half == "first":
+                    _put_halves_(trunk.source.get_submodule(working.rpartition(".")[0]), result, named)
+                yield inside
+                continue
+            if half in ("first", "second") and isinstance(result.get_submodule(named), Halves):
+                library, inside = working, inside
+            target = _joined(path, library)
+            _put_map_(part, result, places.get(target, target))
+            yield inside
+
+
+def _put_halves_(halves: Any, result: nn.Module, target: str) -> None:
+    sides = halves.first, halves.second
+    if all(isinstance(side, nn.Linear) for side in sides):
+        bias = None if sides[0].bias is None else torch.cat([side.bias for side in sides])
+        write_linear_(result.get_submodule(target), torch.cat([side.weight for side in sides]), bias)
+    else:
+        result.set_submodule(target, _plain_maps(aliased(halves)))
+
+
+def _put_map_(part: nn.Module, result: nn.Module, target: str) -> None:
+    """Writes a linear map into the library's own, or puts a map of two factors in its place."""
+    own = result.get_submodule(target)
+    if isinstance(part, Convolution):
+        if isinstance(own, nn.Conv2d) and isinstance(part.linear, nn.Linear):
+            weight = part.linear.weight
+            inputs = weight.shape[1] // (part.kernel[0] * part.kernel[1])
+            _set_tensors_(own, {"weight": weight.unflatten(1, (inputs, *part.kernel)), "bias": part.linear.bias})
+            own.in_channels, own.out_channels = inputs, len(weight)
+            return
+    elif isinstance(part, nn.Linear) and isinstance(own, nn.Linear):
+        write_linear_(own, part.weight, part.bias)
+        return
+    elif not isinstance(part, LowRankLinear):
+        _put_part_(part, own)
+        return
+    placed = _plain_maps(aliased(part))
+    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+        getattr(placed, hooks).update(getattr(own, hooks))
+    result.set_submodule(target, placed)
+
+
+def _plain_maps(module: nn.Module) -> nn.Module:
+    """Replaces the linear maps in a module, in place, by those of PyTorch."""
+    for path, part in list(module.named_modules()):
+        if isinstance(part, nn.Linear) and type(part) is not nn.Linear:
+            with torch.device("meta"):
+                linear = nn.Linear(part.in_features, part.out_features, part.bias is not None)
+            linear._parameters.update(part._parameters)
+            module.set_submodule(path, linear.train(part.training))
+    return module
+
+
+def _put_others_(root: nn.Module, result: nn.Module, handled: set[str], places: Mapping[str, str]) -> None:
+    """Writes the weights and buffers of all other parts, and their sizes, into the result."""
+    named, biases = dict(result.named_modules()), dict[str, str]()
+    for path, part in root.named_modules():
+        if isinstance(part, PairBias):
+            biases[f"{path}.source"] = path
+        if any(path == inside or path.startswith(f"{inside}.") for inside in handled):
+            continue
+        first = next((inside for inside in biases if f"{path}.".startswith(f"{inside}.")), None)
+        target = places.get(path, path) if first is None else biases[first] + path.removeprefix(first)
+        if target in named and (part._parameters or part._buffers):
+            _put_part_(part, named[target])
+
+
+def _put_modes_(root: nn.Module, result: nn.Module, places: Mapping[str, str]) -> None:
+    """Sets the modes of the parts of the result; a part that the working copy lacks follows what it is part of."""
+    working = {places.get(path, path): part.training for path, part in root.named_modules()}
+    before = {path: part.training for path, part in result.named_modules()}
+    for path, part in result.named_modules():
+        owner = path.rpartition(".")[0]
+        if path in working:
+            part.training = working[path]
+        elif before[owner] != result.get_submodule(owner).training:
+            part.training = result.get_submodule(owner).training
+
+
+def _put_part_(part: nn.Module, own: nn.Module) -> None:
+    for name in SIZES:
+        if name in vars(part) and name in vars(own):
+            setattr(own, name, getattr(part, name))
+    _set_tensors_(own, {**part._parameters, **part._buffers})
+
+
+def _set_tensors_(own: nn.Module, tensors: Mapping[str, Tensor | None]) -> None:
+    for name, tensor in tensors.items():
+        if name in own._buffers:
+            own._buffers[name] = tensor
+        elif name in own._parameters:
+            before = own._parameters[name]
+            trained = tensor is not None and (tensor.requires_grad if before is None else before.requires_grad)
+            own._parameters[name] = None if tensor is None else nn.Parameter(tensor.detach(), trained)
+
+
+def accepting(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+    """Returns the model, or a copy of it that takes inputs of this shape: channels, height and width.
+
+    Position embeddings are interpolated by the code of the model's library. A token policy keeps the same shares of
+    the patches.
+
+    Raises:
+        NotSupported: The library does not interpolate the position embeddings of this model.
+        InvalidInput: Patches do not tile such images, or a token policy would keep none of them.
+    """
+    family = family_of(model)
+    own = family.input_shape(model)
+    if len(shape) != 3 or own == shape:
+        return model
+    has_record = record_of(model) is not None
+    other = working_copy(model) if has_record else copy_module(model)
+    if own[0] != shape[0]:
+        if not family.accepts_(other, shape):
+            return model  # other channels are refused where it is run
+    else:
+        family.resize_(other, *shape[1:])
+    return library_form(other) if has_record else other
+
+
+def at_size_of(model: nn.Module, other: nn.Module) -> nn.Module:
+    """Returns the model, or a copy of it that takes images of the size of another model of the same channels.
+
+    Raises:
+        NotSupported: The library does not interpolate the position embeddings of this model.
+        InvalidInput: Patches do not tile such images.
+    """
+    # One without a family is a file of a runtime, or any other module.
+    family = known_family(other)
+    return model if family is None or known_family(model) is None else accepting(model, family.input_shape(other))
+
+
+def save_model(
+    folder: Path | str,
+    model: nn.Module,
+    notes: dict[str, Any] | None = None,
+    write_beside: Callable[[Path], object] | None = None,
+    parts: Parts | None = None,
+) -> Path:
+    """Saves a model of a supported family as a folder that `load_model` reads.
+
+    A model already in the folder is replaced atomically, together with all files that belong to it: `parts`, by default
+    PARTS of `models.checkpoint`. `write_beside` is called with the temporary folder and writes further files of the new
+    model.
+
+    Raises:
+        NotSupported: The model belongs to no family, or its weights cannot be stored one by one.
+    """
+    model = working_copy(model)
+    family: Any = family_of(model)
+    if is_working(model):
+        family.refresh_(model)
+    return save_weights(folder, model, family, notes, write_beside, parts)
