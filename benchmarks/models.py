@@ -28,9 +28,9 @@ from torch import nn
 
 from attnrx.support.errors import AttnrxError
 from attnrx.vit.models import LIBRARIES
-from attnrx.vit.models.adopted_family import AdoptedFamily
-from attnrx.vit.models.units import UnitsFamily, separate_pairs
-from attnrx.vit.models.whole import WholeFamily
+from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
+from attnrx.vit.models.users.units import UnitsFamily, separate_pairs
+from attnrx.vit.models.users.whole import WholeFamily
 
 WHOLE = WholeFamily(LIBRARIES)
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
@@ -233,7 +233,7 @@ def of_transformers() -> Iterator[Architecture]:
     configuration.
     """
     transformers: Any = importlib.import_module("transformers")
-    readers = importlib.import_module("attnrx.vit.models.huggingface_family").READERS
+    readers = importlib.import_module("attnrx.vit.models.libraries.huggingface_family").READERS
     tasks = importlib.import_module("transformers.models.auto.modeling_auto")
     listed = [each for task in TASKS for each in getattr(tasks, f"MODEL_FOR_{task}_MAPPING_NAMES").values()]
     others = [name for each in listed for name in ((each,) if isinstance(each, str) else each)]

@@ -23,7 +23,7 @@ from attnrx.cli.options import add_data, splits_argument
 from attnrx.decide.rules.metrics import COHERENCE
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.vit.models import family_of
-from attnrx.vit.models.timm_family import TimmFamily
+from attnrx.vit.models.libraries.timm_family import TimmFamily
 
 CALIBRATION = 48  # images of the diagnosis
 

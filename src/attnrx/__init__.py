@@ -27,8 +27,8 @@ HOMES = {
     "Prescription": "attnrx.nouns.prescription",
     "Reader": "attnrx.vit.models",
     "Spectrum": "attnrx.vit.spec",
-    "accelerate": "attnrx.vit.models.acceleration",
-    "plain": "attnrx.vit.models.acceleration",
+    "accelerate": "attnrx.vit.models.boundary.acceleration",
+    "plain": "attnrx.vit.models.boundary.acceleration",
     "TrainingConfig": "attnrx.training",
     "diagnose": "attnrx.decide.diagnosing",
     "distill": "attnrx.change.realization.distillation",
@@ -98,7 +98,7 @@ if TYPE_CHECKING:  # isort: off
     from attnrx.verbs.verify import verify as verify
     from attnrx.vit import costs as costs, models as models, tokens as tokens
     from attnrx.vit.models import Reader as Reader, use_backend as use_backend
-    from attnrx.vit.models.acceleration import accelerate as accelerate, plain as plain
+    from attnrx.vit.models.boundary.acceleration import accelerate as accelerate, plain as plain
     from attnrx.vit.spec import Spectrum as Spectrum
 else:
     __all__ = sorted(["__version__", "checks", "rules", *HOMES])

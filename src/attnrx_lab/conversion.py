@@ -14,7 +14,7 @@ from attnrx.support.modules import copy_module
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention import Attention, Observation
 from attnrx.vit.models import family_of, require_all_tokens
-from attnrx.vit.models.verbs import verb
+from attnrx.vit.models.boundary.verbs import verb
 
 BATCH = 16
 # Images whose tokens define the moments.

@@ -13,8 +13,8 @@ from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, linear_costs
 from attnrx.vit.models import register_family
-from attnrx.vit.models.adopted import require_images
 from attnrx.vit.models.checkpoint import read_weight_file
+from attnrx.vit.models.working.adopted import require_images
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 from attnrx_lab.vision_transformer import AttnrxFamily, Layer, Transformer, TransformerConfig, full_spec, norm_costs

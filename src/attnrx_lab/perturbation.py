@@ -28,7 +28,7 @@ from attnrx.vit.models import (
     reduction_of,
     require_all_tokens,
 )
-from attnrx.vit.models.verbs import verb
+from attnrx.vit.models.boundary.verbs import verb
 from attnrx_lab.svda_attention import SvdaForm
 
 

@@ -18,13 +18,13 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.costs import LayerCosts, ModelCosts, PartCosts, TokenCosts, layer_costs, linear_costs
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.maps import LINEAR_MAPS
-from attnrx.vit.models.adopted import chunked_forward, require_images
 from attnrx.vit.models.families import register_family
 from attnrx.vit.models.family import LayerShapes, MLPRanks, NamedFamily
-from attnrx.vit.models.fused_block import BlockModules, fused_block
-from attnrx.vit.models.mlp import FusedMLP, LowRankLinear, rank_of
 from attnrx.vit.models.observation_hooks import recording_calls
-from attnrx.vit.models.token_hooks import forward_pass
+from attnrx.vit.models.parts.mlp import FusedMLP, LowRankLinear, rank_of
+from attnrx.vit.models.working.adopted import chunked_forward, require_images
+from attnrx.vit.models.working.fused_block import BlockModules, fused_block
+from attnrx.vit.models.working.token_hooks import forward_pass
 from attnrx.vit.spec import FORMS, AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 

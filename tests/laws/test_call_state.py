@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import attnrx as rx
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import family_of, library_form, recording_tokens
-from attnrx.vit.models.token_reduction import CallState
+from attnrx.vit.models.parts.token_reduction import CallState
 from attnrx.vit.tokens import TokenPolicy
 from support.cases import REDUCTIONS
 from support.pretrained import adopted_once, inputs

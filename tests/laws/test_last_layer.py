@@ -12,7 +12,7 @@ from torch import nn
 import attnrx as rx
 from attnrx.vit.attention import Attention
 from attnrx.vit.models import family_of, library_form, recording_blocks, use_backend, working_copy
-from attnrx.vit.models.token_hooks import attach_tokens_
+from attnrx.vit.models.working.token_hooks import attach_tokens_
 from support.pretrained import CASES, TIMM, adopted_once, of_timm
 
 # Models that pool all patches, or by attention; of the classifiers of DINOv2 the class token and the mean.

@@ -18,10 +18,10 @@ import attnrx as rx
 from attnrx.support.errors import InvalidRule, NotSupported
 from attnrx.support.modules import rows_of
 from attnrx.vit.models import family_of
-from attnrx.vit.models.adopted import is_capturing
-from attnrx.vit.models.module_inputs import called
-from attnrx.vit.models.reader import ModuleFamily
-from attnrx.vit.models.working_copy import library_form, working_copy
+from attnrx.vit.models.boundary.working_copy import library_form, working_copy
+from attnrx.vit.models.parts.module_inputs import called
+from attnrx.vit.models.users.reader import ModuleFamily
+from attnrx.vit.models.working.adopted import is_capturing
 from support import pretrained
 from support.pretrained import CASES, OWN
 

@@ -7,7 +7,7 @@ import torch
 
 from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_attention import Merged
-from attnrx.vit.models.token_reduction import compressed_state
+from attnrx.vit.models.parts.token_reduction import compressed_state
 from attnrx.vit.tokens import TokenState, parse_reducer
 from support.token_models import drawn
 

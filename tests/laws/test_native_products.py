@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_products import NativeLinear, native_maps
-from attnrx.vit.models.mlp import FusedMLP, LowRankLinear
+from attnrx.vit.models.parts.mlp import FusedMLP, LowRankLinear
 
 pytestmark = pytest.mark.skipif(compilation.native_library() is None, reason="the kernel needs a C++ compiler")
 

@@ -13,7 +13,7 @@ from attnrx.data.model_data import preprocessing_of
 from attnrx.support.errors import DataError, InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models import accepting, answer, attach_tokens_, family_of, reduction_of, working_copy
-from attnrx.vit.models.huggingface_family import reader_of
+from attnrx.vit.models.libraries.huggingface_family import reader_of
 from attnrx.vit.tokens import ClassAttention, TokenPolicy, ToMe, Ward
 from attnrx_lab.tokens import EViT, EvoViT, ZeroTPrune
 

@@ -15,7 +15,7 @@ from attnrx.show.checks import Fidelity
 from attnrx.support.errors import FactoryWarning, NotSupported
 from attnrx.support.modules import tensors_of
 from attnrx.vit.models import answer, family_of, library_form, working_copy
-from attnrx.vit.models.whole import Whole
+from attnrx.vit.models.users.whole import Whole
 from attnrx.vit.outputs import output_kind_of
 from support.comparisons import assert_same_tensors
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from attnrx.data import LoadedImages, Normalization, from_tensors
 from attnrx.vit.models import family_of
-from attnrx.vit.models.adopted_family import AdoptedFamily
-from attnrx.vit.models.huggingface_family import HuggingFaceFamily
-from attnrx.vit.models.reader import ModuleFamily, Reader
-from attnrx.vit.models.timm_family import TimmFamily
-from attnrx.vit.models.tower_families import OpenClipFamily, TorchvisionFamily
+from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
+from attnrx.vit.models.libraries.huggingface_family import HuggingFaceFamily
+from attnrx.vit.models.libraries.timm_family import TimmFamily
+from attnrx.vit.models.libraries.tower_families import OpenClipFamily, TorchvisionFamily
+from attnrx.vit.models.users.reader import ModuleFamily, Reader
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")

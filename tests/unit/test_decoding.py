@@ -17,7 +17,7 @@ from attnrx.decide.planning import PlanSettings, Target, plan_sharing
 from attnrx.decide.planning.sensitivity import Answers
 from attnrx.verbs.shrink import ShrinkRun, Shrunk
 from attnrx.vit.models import family_of, library_form, working_copy
-from attnrx.vit.models.verbs import inside_verb, returned
+from attnrx.vit.models.boundary.verbs import inside_verb, returned
 
 SIZE, WIDTH, CHANNELS = 32, 32, 16
 

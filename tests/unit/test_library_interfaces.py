@@ -12,7 +12,7 @@ import torch
 import attnrx
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.vit.models import answer, family_of, model_fingerprint
-from attnrx.vit.models.record import record_of
+from attnrx.vit.models.parts.record import record_of
 from support.pretrained import VIT, OwnViT, of_hf, of_timm, of_torchvision
 
 transformers = pytest.importorskip("transformers")

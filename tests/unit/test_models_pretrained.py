@@ -21,12 +21,12 @@ from attnrx.verbs.load import load
 from attnrx.verbs.save import push_to_hub
 from attnrx.vit.attention import Attention
 from attnrx.vit.models import working_copy
-from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.checkpoint import save_weights
-from attnrx.vit.models.huggingface_family import READERS, reader_of
-from attnrx.vit.models.mlp import LowRankLinear
-from attnrx.vit.models.reader import ModuleFamily
-from attnrx.vit.models.token_hooks import attach_tokens_
+from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
+from attnrx.vit.models.libraries.huggingface_family import READERS, reader_of
+from attnrx.vit.models.parts.mlp import LowRankLinear
+from attnrx.vit.models.users.reader import ModuleFamily
+from attnrx.vit.models.working.token_hooks import attach_tokens_
 from attnrx.vit.tokens import parse_policy
 from attnrx_lab.costs import layer_norm_features, outer_norm_features
 from support.command_line import record

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from attnrx.vit.attention import Attention, Auto
 from attnrx.vit.kernels import native_products
 from attnrx.vit.kernels.native_products import NativeLinear
-from attnrx.vit.models.mlp import FusedMLP, LowRankLinear
+from attnrx.vit.models.parts.mlp import FusedMLP, LowRankLinear
 from attnrx.vit.spec import AttentionSpec
 from attnrx_lab.vision_transformer import full_spec
 from support.layers import LAYERS

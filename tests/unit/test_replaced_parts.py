@@ -12,7 +12,7 @@ import attnrx as rx
 from attnrx.data.model_data import num_classes
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.vit.models import family_of
-from attnrx.vit.models.adoption_proof import build_part, describe_part
+from attnrx.vit.models.working.adoption_proof import build_part, describe_part
 from attnrx.vit.outputs import output_kind_of
 
 timm = pytest.importorskip("timm")

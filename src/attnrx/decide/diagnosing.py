@@ -24,7 +24,7 @@ from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.attention import Attention, Observation, Positions
 from attnrx.vit.models import family_of, model_fingerprint, observing_mlp, require_all_tokens, require_ordinary_weights
-from attnrx.vit.models.verbs import verb
+from attnrx.vit.models.boundary.verbs import verb
 
 
 @checked(images=optional(COUNT))

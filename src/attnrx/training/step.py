@@ -27,7 +27,7 @@ from attnrx.support.shapes import Float, Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import LossContext, TeacherSource
 from attnrx.vit.models import Answering, family_of, recording_tokens
-from attnrx.vit.models.record import TOKENS, record_of
+from attnrx.vit.models.parts.record import TOKENS, record_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

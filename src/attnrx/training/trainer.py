@@ -52,7 +52,7 @@ from attnrx.vit.models import (
     require_ordinary_weights,
     save_model,
 )
-from attnrx.vit.models.record import record_of
+from attnrx.vit.models.parts.record import record_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

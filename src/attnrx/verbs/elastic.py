@@ -35,7 +35,7 @@ from attnrx.verbs.shrink import (
 )
 from attnrx.vit.costs import compare_latencies
 from attnrx.vit.models import family_of, model_fingerprint
-from attnrx.vit.models.verbs import verb
+from attnrx.vit.models.boundary.verbs import verb
 
 SIZE_NAME = re.compile(r"(faster|macs|params)-[\w.+-]+")  # of the folder of a size
 SHARES = each(BELOW_ONE, "budgets: shares above 0 and below 1, e.g. (0.8, 0.6)")

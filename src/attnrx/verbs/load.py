@@ -29,7 +29,7 @@ from attnrx.support.arguments import (
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.optional import require_installed
 from attnrx.vit.models import Reader, accepting, family_of, load_model, state_outputs_
-from attnrx.vit.models.verbs import verb
+from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import STATEMENTS
 
 # A model or its name; exactly one of the budgets, whose ranges depend on each other, is validated by `target_of`.

@@ -17,9 +17,9 @@ from attnrx.support.errors import CardWarning, FactoryWarning, InvalidInput
 from attnrx.support.hub import card_with, upload
 from attnrx.support.storage import CARD_KIND, file_kind, write_text
 from attnrx.vit.models import family_of, known_families, model_fingerprint, save_model
+from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.models.checkpoint import load_weights
-from attnrx.vit.models.verbs import verb
-from attnrx.vit.models.whole import needed_to_load
+from attnrx.vit.models.users.whole import needed_to_load
 from attnrx.vit.outputs import output_kind_of
 
 OWNER_NAME = Kind("OWNER/NAME, e.g. 'me/slim'", lambda text: bool(re.fullmatch(r"[\w.-]+/[\w.-]+", text)))

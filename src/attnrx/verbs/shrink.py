@@ -71,10 +71,10 @@ from attnrx.vit.models import (
     reduction_of,
     require_model_folder,
 )
-from attnrx.vit.models.acceleration import accelerate
-from attnrx.vit.models.record import record_of
-from attnrx.vit.models.verbs import verb
-from attnrx.vit.models.working_copy import is_working
+from attnrx.vit.models.boundary.acceleration import accelerate
+from attnrx.vit.models.boundary.verbs import verb
+from attnrx.vit.models.boundary.working_copy import is_working
+from attnrx.vit.models.parts.record import record_of
 from attnrx.vit.outputs import Divergence, Map, Metric, judged, most_images, output_kind_of
 
 # The images that the diagnosis is made on, and those that the predictions of the plan are measured on.

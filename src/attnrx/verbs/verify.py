@@ -27,7 +27,7 @@ from attnrx.support.optional import installed_versions
 from attnrx.verbs.load import SOURCE, load, size_of
 from attnrx.vit.maps import FITS
 from attnrx.vit.models import at_size_of, described_tokens, model_fingerprint, require_ordinary_weights
-from attnrx.vit.models.verbs import verb
+from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import Divergence, Logits, Metric, current_judgement, judged, most_images
 
 

@@ -17,7 +17,7 @@ from attnrx.support.errors import InvalidInput, UserCodeError
 from attnrx.support.modules import from_rows, mapped
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.vit.models import evaluating, family_of, known_family, num_outputs, stated_outputs
-from attnrx.vit.models.record import record_of
+from attnrx.vit.models.parts.record import record_of
 
 # Images among which the nearest neighbours of an embedding are sought. A neighbour is harder to keep among more images,
 # so that the number is fixed: results on different numbers of images can be compared.

@@ -15,7 +15,7 @@ from attnrx.support.optional import required_module
 from attnrx.support.shapes import Tensor
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.models import LIBRARIES, family_of
-from attnrx.vit.models.adopted import Adopted
+from attnrx.vit.models.working.adopted import Adopted
 from attnrx_lab.baselines.compressor import ModelCompressor
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from attnrx.vit.costs import LayerCosts, ModelCosts, PartCosts, linear_costs
 from attnrx.vit.models import family_of
-from attnrx.vit.models.adopted_family import AdoptedFamily
+from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenPolicy
 

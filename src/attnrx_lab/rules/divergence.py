@@ -20,7 +20,7 @@ from attnrx.support.errors import DataError
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention import Observation
 from attnrx.vit.models import model_fingerprint, require_all_tokens
-from attnrx.vit.models.verbs import verb
+from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.spec import Spectrum
 
 Ranks = tuple[int, ...]

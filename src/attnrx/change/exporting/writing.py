@@ -46,9 +46,9 @@ from attnrx.vit.attention import Attention, AttentionCapture, Backend, Portable,
 from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, compare_latency
 from attnrx.vit.costs.measured import PRECISIONS as TIMED_PRECISIONS
 from attnrx.vit.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
-from attnrx.vit.models.adoption_proof import LIBRARIES
-from attnrx.vit.models.verbs import verb
-from attnrx.vit.models.whole import Whole
+from attnrx.vit.models.boundary.verbs import verb
+from attnrx.vit.models.users.whole import Whole
+from attnrx.vit.models.working.adoption_proof import LIBRARIES
 from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, Several, output_kind_of
 
 DYNAMIC = "dynamic"

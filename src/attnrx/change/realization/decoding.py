@@ -24,9 +24,9 @@ from attnrx.data import ImageSet
 from attnrx.support.modules import copy_module, rows_of
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import ModuleCall, evaluating, family_of, observing_calls
-from attnrx.vit.models.mlp import Pair
-from attnrx.vit.models.units import input_weight, units_last
-from attnrx.vit.models.whole import Whole
+from attnrx.vit.models.parts.mlp import Pair
+from attnrx.vit.models.users.units import input_weight, units_last
+from attnrx.vit.models.users.whole import Whole
 from attnrx.vit.outputs import Map, output_kind_of
 
 # The share of the units that is kept, in multiples of STEP where there are MANY, as the vectors of convolutions have.

@@ -21,7 +21,7 @@ from attnrx.support.modules import copy_module
 from attnrx.support.progress import track
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.models import InputValidation, evaluating, family_of
-from attnrx.vit.models.verbs import verb
+from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import output_kind_of
 
 # One image in so many is not fitted to: it decides whether a fit is kept.

@@ -52,7 +52,7 @@ from attnrx.vit.models import (
     reduction_of,
     require_all_tokens,
 )
-from attnrx.vit.models.verbs import verb
+from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.spec import BIASES, AttentionSpec
 
 # How `norms` of layers whose rows are divided by their norms (SVDA) change the strengths; the laboratory has "refit".

@@ -32,7 +32,7 @@ from attnrx.vit.models import (
     replacing_forward,
     require_all_tokens,
 )
-from attnrx.vit.models.verbs import verb
+from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import output_kind_of
 
 # The importance of tokens is measured on so many images, or on a quarter of those of a budget; a share of it is

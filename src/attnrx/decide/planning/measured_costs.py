@@ -43,7 +43,7 @@ from attnrx.vit.models import (
     recording_calls,
     timed_form,
 )
-from attnrx.vit.models.adopted import LastLayer
+from attnrx.vit.models.working.adopted import LastLayer
 from attnrx.vit.tokens import TokenPolicy
 
 # The shares of the tokens at which blocks are timed; times in between are interpolated.

@@ -30,7 +30,7 @@ from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import begin, phases, track
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models import model_fingerprint, require_all_tokens
-from attnrx.vit.models.verbs import verb
+from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import OutputKind, current_judgement
 
 # The phases of a plan and their usual shares of the time (`progress.Phases`).

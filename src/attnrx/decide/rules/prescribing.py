@@ -36,7 +36,7 @@ from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.maps import HEADS, HIDDEN, LINEAR_MAPS, TOKENS, UNIT_MAPS
 from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens, require_ordinary_weights
-from attnrx.vit.models.verbs import verb
+from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.spec import Spectrum
 
 # The metrics of vo, fc1 and fc2. centered: the mean square of the outputs about their mean on the data. weights: the

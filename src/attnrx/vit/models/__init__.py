@@ -1,6 +1,20 @@
 """Model families: locate the attention layers of each kind of model; build, load and save models by name."""
 
 from attnrx.vit.attention import use_backend
+from attnrx.vit.models.boundary.loading import load_model
+from attnrx.vit.models.boundary.working_copy import (
+    Answering,
+    accepting,
+    answer,
+    at_size_of,
+    library_form,
+    model_fingerprint,
+    own_model,
+    save_model,
+    timed_form,
+    token_run,
+    working_copy,
+)
 from attnrx.vit.models.checkpoint import is_model_file, require_model_folder
 from attnrx.vit.models.families import (
     FAMILIES,
@@ -22,9 +36,6 @@ from attnrx.vit.models.family import (
     stated_outputs,
 )
 from attnrx.vit.models.input_validation import InputValidation
-from attnrx.vit.models.loading import load_model
-from attnrx.vit.models.mlp import LowRankLinear, hidden_units, rank_of
-from attnrx.vit.models.module_inputs import ModuleInputs
 from attnrx.vit.models.observation_hooks import (
     ModuleCall,
     blocks_of,
@@ -37,22 +48,11 @@ from attnrx.vit.models.observation_hooks import (
     recording_calls,
     replacing_forward,
 )
-from attnrx.vit.models.reader import Reader
-from attnrx.vit.models.token_hooks import attach_tokens_, described_tokens, recording_tokens
-from attnrx.vit.models.token_reduction import TokenReduction, TokenRun, reduction_of, require_all_tokens
-from attnrx.vit.models.working_copy import (
-    Answering,
-    accepting,
-    answer,
-    at_size_of,
-    library_form,
-    model_fingerprint,
-    own_model,
-    save_model,
-    timed_form,
-    token_run,
-    working_copy,
-)
+from attnrx.vit.models.parts.mlp import LowRankLinear, hidden_units, rank_of
+from attnrx.vit.models.parts.module_inputs import ModuleInputs
+from attnrx.vit.models.parts.token_reduction import TokenReduction, TokenRun, reduction_of, require_all_tokens
+from attnrx.vit.models.users.reader import Reader
+from attnrx.vit.models.working.token_hooks import attach_tokens_, described_tokens, recording_tokens
 
 __all__ = [
     "FAMILIES",

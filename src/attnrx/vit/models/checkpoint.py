@@ -33,7 +33,7 @@ from attnrx.support.storage import (
 )
 from attnrx.vit.maps import REALIZATIONS
 from attnrx.vit.models.family import Family, require_ordinary_weights, state_outputs_, stated_outputs
-from attnrx.vit.models.token_hooks import attach_tokens_, described_tokens
+from attnrx.vit.models.working.token_hooks import attach_tokens_, described_tokens
 from attnrx.vit.tokens import policy_from_dict
 
 KIND, SCHEMA = "attnrx model", 1

@@ -6,14 +6,14 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.optional import import_plugins
-from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.family import Family, NamedFamily
-from attnrx.vit.models.huggingface_family import HuggingFaceFamily
-from attnrx.vit.models.parts import model_name
-from attnrx.vit.models.reader import ModuleFamily
-from attnrx.vit.models.timm_family import TimmFamily
-from attnrx.vit.models.tower_families import OpenClipFamily, TorchvisionFamily
-from attnrx.vit.models.whole import WholeFamily
+from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
+from attnrx.vit.models.libraries.huggingface_family import HuggingFaceFamily
+from attnrx.vit.models.libraries.timm_family import TimmFamily
+from attnrx.vit.models.libraries.tower_families import OpenClipFamily, TorchvisionFamily
+from attnrx.vit.models.parts.model_parts import model_name
+from attnrx.vit.models.users.reader import ModuleFamily
+from attnrx.vit.models.users.whole import WholeFamily
 
 # The families of other libraries, by the prefix of a model name.
 LIBRARIES: dict[str, AdoptedFamily] = {

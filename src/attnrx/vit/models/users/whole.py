@@ -17,26 +17,26 @@ from attnrx.support.records import fields_of, of_fields
 from attnrx.support.shapes import Bool, Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.costs import ModelCosts, PartCosts
-from attnrx.vit.models.adopted import Adopted, OwnModel, PlainShape, aliased, chunked_forward, remove_capturing_
-from attnrx.vit.models.adopted_family import AdoptedFamily, num_params
-from attnrx.vit.models.adoption_proof import (
+from attnrx.vit.models.family import Family, LayerShapes, called_with_images
+from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, num_params
+from attnrx.vit.models.libraries.huggingface_family import saved_names
+from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
+from attnrx.vit.models.parts.mlp import Pair
+from attnrx.vit.models.parts.model_parts import model_name, reading_parts, require_parts
+from attnrx.vit.models.parts.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
+from attnrx.vit.models.parts.record import RECORD, TOKENS, Record, record_of
+from attnrx.vit.models.parts.token_reduction import reduction_of
+from attnrx.vit.models.users.reader import Factory, StructureFamily, class_name, created_by, imported_class, prove_units
+from attnrx.vit.models.users.units import Cut, UnitsFamily, macs_by_part, separate_pairs
+from attnrx.vit.models.working.adopted import Adopted, OwnModel, PlainShape, aliased, chunked_forward, remove_capturing_
+from attnrx.vit.models.working.adoption_proof import (
     LIBRARIES,
     difference_of,
     not_finite,
     require_equal_attention,
     require_unchanged,
 )
-from attnrx.vit.models.family import Family, LayerShapes, called_with_images
-from attnrx.vit.models.huggingface_family import saved_names
-from attnrx.vit.models.mlp import Pair
-from attnrx.vit.models.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
-from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
-from attnrx.vit.models.parts import model_name, reading_parts, require_parts
-from attnrx.vit.models.reader import Factory, StructureFamily, class_name, created_by, imported_class, prove_units
-from attnrx.vit.models.record import RECORD, TOKENS, Record, record_of
-from attnrx.vit.models.token_hooks import TokenHook
-from attnrx.vit.models.token_reduction import reduction_of
-from attnrx.vit.models.units import Cut, UnitsFamily, macs_by_part, separate_pairs
+from attnrx.vit.models.working.token_hooks import TokenHook
 from attnrx.vit.tokens import TokenLayout
 
 IMAGE_METHODS = ("get_image_features", "encode_image")  # of models of images and texts

@@ -19,8 +19,8 @@ from attnrx.support.arguments import described_error
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.support.modules import random_images, rounding_limits, tensors_of
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.models.adopted import Adopted
 from attnrx.vit.models.observation_hooks import evaluating, recording_calls
+from attnrx.vit.models.working.adopted import Adopted
 
 # Functions of these packages are no changes by a user.
 LIBRARIES = ("attnrx", "attnrx_lab", "torch", "timm", "transformers", "torchvision", "open_clip")

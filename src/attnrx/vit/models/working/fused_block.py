@@ -32,8 +32,8 @@ from attnrx.vit.attention.forms import DenseForm
 from attnrx.vit.attention.head_linear import HeadLinear, OutputProjection
 from attnrx.vit.kernels.native_attention import JointFeatures
 from attnrx.vit.kernels.native_products import LEAST_ROWS, BlockTensors, KnownBlock, is_native, native_block
-from attnrx.vit.models.adopted import Adapter
-from attnrx.vit.models.mlp import FusedMLP, is_exact_gelu, linears_of
+from attnrx.vit.models.parts.mlp import FusedMLP, is_exact_gelu, linears_of
+from attnrx.vit.models.working.adopted import Adapter
 
 # Backends whose attention is that of products alone, on another device than a CPU.
 OPERATIONS = (Auto, Fused, AttentionCapture)

@@ -26,7 +26,7 @@ from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import CapturedAttention
 from attnrx.vit.kernels.native_attention import can_merge
 from attnrx.vit.maps import REALIZATIONS
-from attnrx.vit.models.record import TOKENS
+from attnrx.vit.models.parts.record import TOKENS
 from attnrx.vit.tokens import (
     LayerStatistic,
     Reduction,

@@ -18,11 +18,11 @@ from attnrx.support.optional import installed_versions, required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
-from attnrx.vit.models.adopted import HALVES, INTERLEAVED, Adapter, Adopted, Origin, PairBias, image_shape
-from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.family import num_outputs
-from attnrx.vit.models.mlp import set_parameter_
-from attnrx.vit.models.parts import NOT_PLAIN, ModelParts, Refusal, unread_attention
+from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
+from attnrx.vit.models.parts.mlp import set_parameter_
+from attnrx.vit.models.parts.model_parts import NOT_PLAIN, ModelParts, Refusal, unread_attention
+from attnrx.vit.models.working.adopted import HALVES, INTERLEAVED, Adapter, Adopted, Origin, PairBias, image_shape
 
 NO_BLOCKS = "Of timm, attnrx adopts models with one list of blocks, whose attention is attn."
 POST_NORM = ("ResPostBlock", "EvaBlockPostNorm", "ResPostRelPosBlock")

@@ -33,13 +33,13 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.costs.model_costs import frozen
 from attnrx.vit.kernels.native_products import NativeLinear, native_
-from attnrx.vit.models.adopted import Adopted, Origin, PlainShape
-from attnrx.vit.models.adopted_family import AdoptedFamily, matrix_entries, mlp_costs, num_params
 from attnrx.vit.models.family import LayerShapes, num_outputs
-from attnrx.vit.models.mlp import Pair, halve_, hidden_units, keep_units_of_
-from attnrx.vit.models.module_inputs import called, inputs_of
+from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, matrix_entries, mlp_costs, num_params
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls, replacing_forward
-from attnrx.vit.models.parts import ModelParts, model_name, require_parts
+from attnrx.vit.models.parts.mlp import Pair, halve_, hidden_units, keep_units_of_
+from attnrx.vit.models.parts.model_parts import ModelParts, model_name, require_parts
+from attnrx.vit.models.parts.module_inputs import called, inputs_of
+from attnrx.vit.models.working.adopted import Adopted, Origin, PlainShape
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 

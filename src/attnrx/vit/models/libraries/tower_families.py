@@ -11,10 +11,10 @@ from torch import nn
 from attnrx.support.errors import NotSupported, UnknownName
 from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry
-from attnrx.vit.models.adopted import Adopted, Origin, image_shape
-from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.input_validation import IMAGENET
-from attnrx.vit.models.parts import ModelParts, Refusal, last_linear
+from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
+from attnrx.vit.models.parts.model_parts import ModelParts, Refusal, last_linear
+from attnrx.vit.models.working.adopted import Adopted, Origin, image_shape
 
 # The arguments of VisionTransformer that the model stores as attributes; the other three are those of its blocks.
 ARGUMENTS = ("image_size", "patch_size", "hidden_dim", "mlp_dim", "dropout", "num_classes", "representation_size")

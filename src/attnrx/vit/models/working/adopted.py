@@ -14,9 +14,9 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module, is_traced, joined, mapped, of_weights
 from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
 from attnrx.vit.attention import Attention, AttentionContext, Positions
-from attnrx.vit.models.mlp import Pair
-from attnrx.vit.models.token_hooks import NO_CHECKPOINTS, forward_pass, is_checkpointed
-from attnrx.vit.models.token_reduction import CallState, reduction_of
+from attnrx.vit.models.parts.mlp import Pair
+from attnrx.vit.models.parts.token_reduction import CallState, reduction_of
+from attnrx.vit.models.working.token_hooks import NO_CHECKPOINTS, forward_pass, is_checkpointed
 from attnrx.vit.spec import BIASES, INNER_NORMS, AttentionSpec
 
 # The projections in attnrx attention, in the order of BIASES.

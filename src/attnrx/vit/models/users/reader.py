@@ -34,11 +34,11 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import containing, copy_module, outermost, random_images
 from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Tensor, TokenBatch
-from attnrx.vit.models.adopted import Adopted, Origin, image_shape
-from attnrx.vit.models.adopted_family import AdoptedFamily, num_params, unsaved_buffers
+from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, num_params, unsaved_buffers
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
-from attnrx.vit.models.parts import ModelParts, Refusal, last_linear, model_name, require_parts
-from attnrx.vit.models.units import UnitsFamily, unmixed
+from attnrx.vit.models.parts.model_parts import ModelParts, Refusal, last_linear, model_name, require_parts
+from attnrx.vit.models.users.units import UnitsFamily, unmixed
+from attnrx.vit.models.working.adopted import Adopted, Origin, image_shape
 
 # The names of attributes that hold the number of heads.
 HEADS = ("num_heads", "heads", "n_heads", "nhead", "n_head", "num_attention_heads", "h")

@@ -15,8 +15,8 @@ from attnrx.vit.attention import Attention, AttentionCapture, capture_uniform
 from attnrx.vit.attention.attention import BACKENDS
 from attnrx.vit.models.family import Family
 from attnrx.vit.models.observation_hooks import blocks_of
-from attnrx.vit.models.record import TOKENS, record_of
-from attnrx.vit.models.token_reduction import TokenReduction, TokenRun, reduction_of
+from attnrx.vit.models.parts.record import TOKENS, record_of
+from attnrx.vit.models.parts.token_reduction import TokenReduction, TokenRun, reduction_of
 from attnrx.vit.tokens import TokenPolicy
 
 

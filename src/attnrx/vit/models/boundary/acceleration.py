@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from attnrx.support.arguments import checked
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
-from attnrx.vit.models.adopted import chunked_forward
+from attnrx.vit.models.boundary.working_copy import WORKING, library_form, working_copy
 from attnrx.vit.models.families import family_of
-from attnrx.vit.models.record import record_of
-from attnrx.vit.models.whole import Whole
-from attnrx.vit.models.working_copy import WORKING, library_form, working_copy
+from attnrx.vit.models.parts.record import record_of
+from attnrx.vit.models.users.whole import Whole
+from attnrx.vit.models.working.adopted import chunked_forward
 
 
 class Accelerated(nn.Module):

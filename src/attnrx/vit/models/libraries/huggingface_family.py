@@ -22,11 +22,11 @@ from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import ImageBatch, Tensor, TokenBatch
 from attnrx.support.storage import read_json
 from attnrx.vit.attention import Attention
-from attnrx.vit.models.adopted import HALVES, Adapter, Adopted, Origin, PairBias, image_shape
-from attnrx.vit.models.adopted_family import AdoptedFamily
 from attnrx.vit.models.family import num_outputs
-from attnrx.vit.models.module_inputs import ModuleInputs, PatchInputs, inputs_of_config
-from attnrx.vit.models.parts import ModelParts, Refusal, unread_attention
+from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
+from attnrx.vit.models.parts.model_parts import ModelParts, Refusal, unread_attention
+from attnrx.vit.models.parts.module_inputs import ModuleInputs, PatchInputs, inputs_of_config
+from attnrx.vit.models.working.adopted import HALVES, Adapter, Adopted, Origin, PairBias, image_shape
 
 CLASS_TOKEN = "class token"
 MAPS = "feature_maps"  # of a backbone, which is adopted as a whole module because they are several

@@ -20,7 +20,24 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.maps import LINEAR_MAPS
-from attnrx.vit.models.adopted import (
+from attnrx.vit.models.checkpoint import read_weight_file
+from attnrx.vit.models.family import Family, LayerShapes, num_outputs, require_ordinary_weights
+from attnrx.vit.models.parts.mlp import (
+    FusedMLP,
+    LowRankLinear,
+    Pair,
+    halve_,
+    hidden_units,
+    keep_units_of_,
+    map_at,
+    rank_of,
+    set_parameter_,
+    write_linear_,
+)
+from attnrx.vit.models.parts.model_parts import ModelParts, Refusal, changed_linears, model_name, reading_parts
+from attnrx.vit.models.parts.record import KEPT_HEADS, RECORD, TOKENS, Record
+from attnrx.vit.models.parts.token_reduction import reduction_of
+from attnrx.vit.models.working.adopted import (
     INTERLEAVED,
     PROJECTION_PATHS,
     Adapter,
@@ -35,7 +52,7 @@ from attnrx.vit.models.adopted import (
     attention_from_projections,
     interleaved_rows,
 )
-from attnrx.vit.models.adoption_proof import (
+from attnrx.vit.models.working.adoption_proof import (
     LAYERS,
     build_part,
     difference_in_structure,
@@ -46,24 +63,7 @@ from attnrx.vit.models.adoption_proof import (
     require_plain_code,
     require_unchanged,
 )
-from attnrx.vit.models.checkpoint import read_weight_file
-from attnrx.vit.models.family import Family, LayerShapes, num_outputs, require_ordinary_weights
-from attnrx.vit.models.fused_block import fuse_
-from attnrx.vit.models.mlp import (
-    FusedMLP,
-    LowRankLinear,
-    Pair,
-    halve_,
-    hidden_units,
-    keep_units_of_,
-    map_at,
-    rank_of,
-    set_parameter_,
-    write_linear_,
-)
-from attnrx.vit.models.parts import ModelParts, Refusal, changed_linears, model_name, reading_parts
-from attnrx.vit.models.record import KEPT_HEADS, RECORD, TOKENS, Record
-from attnrx.vit.models.token_reduction import reduction_of
+from attnrx.vit.models.working.fused_block import fuse_
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 

@@ -20,20 +20,20 @@ from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.support.storage import fingerprint
 from attnrx.vit.attention import Attention
 from attnrx.vit.attention.attention import BACKENDS
-from attnrx.vit.models.adopted import Adapter, Adopted, OwnModel, PairBias, aliased
-from attnrx.vit.models.adopted_family import AdoptedFamily
-from attnrx.vit.models.adoption_proof import difference_of
 from attnrx.vit.models.checkpoint import save_weights
 from attnrx.vit.models.families import FAMILIES, family_of, known_family
 from attnrx.vit.models.family import called_with_images, require_ordinary_weights, state_outputs_, stated_outputs
-from attnrx.vit.models.mlp import Halves, LowRankLinear, write_linear_
+from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.observation_hooks import evaluating
-from attnrx.vit.models.reader import StructureFamily
-from attnrx.vit.models.record import KEPT_HEADS, RECORD, Record, record_of
-from attnrx.vit.models.token_hooks import attach_tokens_, detach_tokens_, recording_tokens
-from attnrx.vit.models.token_reduction import TokenRun, reduction_of
-from attnrx.vit.models.units import Convolution
-from attnrx.vit.models.whole import Whole
+from attnrx.vit.models.parts.mlp import Halves, LowRankLinear, write_linear_
+from attnrx.vit.models.parts.record import KEPT_HEADS, RECORD, Record, record_of
+from attnrx.vit.models.parts.token_reduction import TokenRun, reduction_of
+from attnrx.vit.models.users.reader import StructureFamily
+from attnrx.vit.models.users.units import Convolution
+from attnrx.vit.models.users.whole import Whole
+from attnrx.vit.models.working.adopted import Adapter, Adopted, OwnModel, PairBias, aliased
+from attnrx.vit.models.working.adoption_proof import difference_of
+from attnrx.vit.models.working.token_hooks import attach_tokens_, detach_tokens_, recording_tokens
 
 WORKING = "attnrx_working"
 """The attribute of an accelerated model with its working copy."""

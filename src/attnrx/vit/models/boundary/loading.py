@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, nearest
 from attnrx.support.hub import NAME, download
 from attnrx.support.storage import read_tensors, require_finite_tensors
-from attnrx.vit.models.adoption_proof import require_plain_code
+from attnrx.vit.models.boundary.working_copy import library_form, working_copy
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights
 from attnrx.vit.models.families import (
     LIBRARIES,
@@ -24,12 +24,12 @@ from attnrx.vit.models.families import (
     require_no_supported_part,
 )
 from attnrx.vit.models.family import require_ordinary_weights
-from attnrx.vit.models.huggingface_family import HuggingFaceFamily, is_transformers_folder
-from attnrx.vit.models.module_inputs import ATTRIBUTE, ModuleInputs
-from attnrx.vit.models.parts import model_name, reading_parts
-from attnrx.vit.models.reader import Factory, ModuleFamily, Reader
-from attnrx.vit.models.whole import WholeFamily, named_function
-from attnrx.vit.models.working_copy import library_form, working_copy
+from attnrx.vit.models.libraries.huggingface_family import HuggingFaceFamily, is_transformers_folder
+from attnrx.vit.models.parts.model_parts import model_name, reading_parts
+from attnrx.vit.models.parts.module_inputs import ATTRIBUTE, ModuleInputs
+from attnrx.vit.models.users.reader import Factory, ModuleFamily, Reader
+from attnrx.vit.models.users.whole import WholeFamily, named_function
+from attnrx.vit.models.working.adoption_proof import require_plain_code
 
 
 def load_model(

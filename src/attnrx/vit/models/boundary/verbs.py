@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from attnrx.support.hardware import restored_random_states
-from attnrx.vit.models.adopted import Adopted
-from attnrx.vit.models.adoption_proof import require_plain_code, require_unchanged
+from attnrx.vit.models.boundary.working_copy import is_working, library_form, working_copy
 from attnrx.vit.models.families import OWN
-from attnrx.vit.models.working_copy import is_working, library_form, working_copy
+from attnrx.vit.models.working.adopted import Adopted
+from attnrx.vit.models.working.adoption_proof import require_plain_code, require_unchanged
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

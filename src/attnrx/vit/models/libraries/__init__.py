@@ -1,0 +1,1 @@
+"""Families of other libraries: timm, transformers, torchvision, open_clip."""
