@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from attnrx.vit.attention import Fused, ScoreFactors, using
-from attnrx.vit.models import adopted, family_of, observing
+from attnrx.vit.models import family_of, observing
+from attnrx.vit.models.working import adopted
 from support.cases import CONFIGS, LVVITS, images, model, own
 
 

@@ -15,8 +15,8 @@ from attnrx.vit.attention import Attention, AttentionCapture, CapturedAttention,
 from attnrx.vit.kernels import compilation
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.models import attach_tokens_, family_of, load_model
-from attnrx.vit.models import fused_block as fused_block_module
 from attnrx.vit.models.parts.mlp import FusedMLP, LowRankLinear
+from attnrx.vit.models.working import fused_block as fused_block_module
 from attnrx.vit.models.working.fused_block import BlockModules, fused_block
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import parse_policy

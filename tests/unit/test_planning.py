@@ -41,7 +41,8 @@ from attnrx.support.errors import (
 from attnrx.support.hardware import bfloat16_products, has_fast_bfloat16
 from attnrx.support.progress import no_log
 from attnrx.support.storage import read_json
-from attnrx.vit.models import adopted, blocks_of, family_of, load_model, recording_calls
+from attnrx.vit.models import blocks_of, family_of, load_model, recording_calls
+from attnrx.vit.models.working import adopted
 from attnrx.vit.outputs import KINDS
 from attnrx.vit.tokens import AttentionReceived, Reducer, ToMe, Ward
 from attnrx_lab.tokens import Random
