@@ -156,6 +156,43 @@ def _require_same(small: nn.Module) -> None:
         assert torch.allclose(rows_of(working_copy(each)(images)), rows, rtol=1e-9, atol=1e-9)
 
 
+class Encoder(nn.Module):
+    """A user's own: the encoder of PyTorch, whose layers take batches or tokens first."""
+
+    def __init__(self, batch_first: bool):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(12, 3, 24, 0.0, "gelu", batch_first=batch_first, norm_first=True)
+        self.patch, self.head, self.batch_first = nn.Conv2d(3, 12, 8, 8), nn.Linear(12, 5), batch_first
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(12), enable_nested_tensor=False)
+        self.token = nn.Parameter(torch.zeros(1, 1, 12))
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        tokens = self.patch(pixels).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(len(tokens), -1, -1), tokens], 1)
+        return self.head(self.encoder(tokens)[:, 0] if self.batch_first else self.encoder(tokens.transpose(0, 1))[0])
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("rules", ["hidden=uniform_rank:0.5", "qk=uniform_rank:0.5", "tokens=tome:0.6@2"])
+def test_structures_that_are_found_stay_the_users(rules: str, batch_first: bool) -> None:
+    model = pretrained.shaken(Encoder(batch_first))
+    loaded = rx.load(model)
+    images = pretrained.inputs(working_copy(loaded), 12)
+    small = rx.realize(loaded, rx.prescribe(rx.diagnose(loaded, images, moments=True), rules))
+    assert type(small) is Encoder
+    if rules.startswith("hidden"):
+        assert list(small.state_dict()) == list(model.state_dict())
+        assert [type(part) for part in small.modules()] == [type(part) for part in model.modules()]
+    _require_same(small)
+
+
+def test_the_result_of_a_verb_has_memory_of_its_own() -> None:
+    _, loaded = case("vit")
+    addresses = {weight.data_ptr() for weight in loaded.parameters()}
+    for other in (rx.load(loaded), realized("vit", "hidden=uniform_rank:0.5"), rx.plain(rx.accelerate(loaded))):
+        assert not addresses & {weight.data_ptr() for weight in other.parameters()}
+
+
 def test_saved_models_load(tmp_path: Any) -> None:
     small = realized("vit", "qk=uniform_rank:0.5 hidden=uniform_rank:0.5 tokens=tome:0.6@2")
     rx.save(small, tmp_path / "small")

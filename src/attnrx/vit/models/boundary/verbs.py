@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from attnrx.support.hardware import restored_random_states
-from attnrx.vit.models.boundary.working_copy import is_working, library_form, working_copy
+from attnrx.support.modules import copy_module
+from attnrx.vit.models.boundary.working_copy import library_form, working_copy
 from attnrx.vit.models.families import OWN
+from attnrx.vit.models.parts.record import record_of
 from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.models.working.adoption_proof import require_plain_code, require_unchanged
 
@@ -41,7 +43,7 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
             given = [copies.get(id(value), value) for value in args]
             named = {name: copies.get(id(value), value) for name, value in kwargs.items()}
             result = function(*given, **named)  # type: ignore[call-arg]
-            return result if is_inside else returned(result)
+            return result if is_inside else returned(result, models)
 
     return bounded
 
@@ -59,16 +61,27 @@ def inside_verb() -> Iterator[None]:
         _IS_INSIDE.reset(token)
 
 
-def returned(result: Any) -> Any:
-    """Returns the result of a verb with models of their own classes in the place of working copies."""
-    if isinstance(result, nn.Module):
-        return library_form(result)
+def returned(result: Any, given: Sequence[nn.Module] = ()) -> Any:
+    """Returns the result of a verb with models of their own classes in the place of working copies.
+
+    A model that shares memory with one that was given, e.g. the unchanged one, is copied.
+    """
     if hasattr(result, "in_library_form"):
-        return result.in_library_form()
+        result = result.in_library_form()
+    if isinstance(result, nn.Module):
+        return _with_own_memory(library_form(result), given)
     model = getattr(result, "model", None)
-    if is_dataclass(result) and isinstance(model, nn.Module) and is_working(model):
-        return replace(result, model=library_form(model))  # type: ignore[type-var, call-arg]
+    if is_dataclass(result) and isinstance(model, nn.Module):
+        return replace(result, model=_with_own_memory(library_form(model), given))  # type: ignore[type-var, call-arg]
     return result
+
+
+def _with_own_memory(model: nn.Module, given: Sequence[nn.Module]) -> nn.Module:
+    if record_of(model) is None or any(each is model for each in given):
+        return model
+    addresses = {weight.data_ptr() for each in given for weight in each.parameters() if weight.numel()}
+    shares = any(weight.data_ptr() in addresses for weight in model.parameters() if weight.numel())
+    return copy_module(model) if shares else model
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from attnrx.support.atomic_writes import Parts
-from attnrx.support.errors import NotSupported
 from attnrx.support.modules import copy_module
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.support.storage import fingerprint
@@ -133,14 +132,26 @@ def token_run(model: nn.Module, images: ImageBatch, tracked: bool = False) -> To
     return runs[-1] if runs else TokenRun()
 
 
+class _NeedsBlocks(Exception):
+    """A part of the result needs blocks that are called with [batch, tokens, width]."""
+
+
 def library_form(model: nn.Module) -> nn.Module:
     """Returns the model of a working copy: a module of the user's class, with the working copy's weights.
 
-    Raises:
-        NotSupported: Other attention is to take the place of an nn.MultiheadAttention that takes tokens first.
+    It shares the memory of the working copy.
     """
     if not is_working(model):
         return model
+    try:
+        # Tokens leave between blocks, which the user's module may not call as one.
+        return _library_form(model, in_blocks=reduction_of(model) is not None)
+    except _NeedsBlocks:
+        return _library_form(model, in_blocks=True)
+
+
+def _library_form(model: nn.Module, in_blocks: bool) -> nn.Module:
+    """Does so; `in_blocks`: a structure that was found has the blocks that attnrx calls, and not the user's."""
     whole = model if isinstance(model, Whole) else None
     trunk: Any = model if whole is None else whole.trunk
     owner: Any = family_of(model)
@@ -150,8 +161,7 @@ def library_form(model: nn.Module) -> nn.Module:
     result: nn.Module = trunk.plain.copied()
     facts, places = dict(family.facts(trunk)), dict[str, str]()
     if isinstance(family, StructureFamily):
-        if reduction_of(model) is not None and not facts["rewritten"]:
-            # Tokens leave between blocks, which the user's module does not call as one.
+        if in_blocks and not facts["rewritten"]:
             result, _ = family.restructured(result, facts)
             facts["rewritten"] = True
             family.recall_(result, path, facts)
@@ -194,7 +204,7 @@ def _put_attention_(
         module = result.get_submodule(target)
         if isinstance(module, nn.Sequential) and isinstance(module[-1], Adapter):
             target, module = f"{target}.{len(module) - 1}", module[-1]
-        source = result.get_submodule(path) if not places else trunk.source
+        source = trunk.source if isinstance(family, StructureFamily) else result.get_submodule(path)
         if isinstance(module, Adapter):
             result.set_submodule(target, _released(adapter))
         elif not _is_written_(family, source, module, adapter):
@@ -205,10 +215,7 @@ def _put_attention_(
                 replaced = nn.Sequential(result.get_submodule(norm), replaced).train(module.training)
                 places[_joined(path, block, "norm")] = f"{target}.0"
             elif isinstance(module, nn.MultiheadAttention) and not module.batch_first:
-                raise NotSupported(
-                    f"{target} of {trunk.origin.architecture} is an nn.MultiheadAttention that takes tokens first: "
-                    "create it with batch_first=True, so that attention of other ranks can take its place."
-                )
+                raise _NeedsBlocks  # it takes tokens first
             result.set_submodule(target, replaced)
 
 
