@@ -13,13 +13,14 @@ import argparse
 import copy
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from attnrx.cli.options import add_data, add_model, model_argument, splits_argument
 from attnrx.show.checks.outputs import patch_features
-from attnrx.vit.models import attach_tokens_, family_of, recording_tokens
+from attnrx.vit.models import attach_tokens_, family_of, recording_tokens, working_copy
 from attnrx.vit.tokens import gathered_rows, parse_policy
 
 SHARES: dict[str, Callable[[int, int], float]] = {
@@ -29,8 +30,9 @@ SHARES: dict[str, Callable[[int, int], float]] = {
 }
 
 
-def restorations(model: nn.Module, images: torch.Tensor) -> dict[str, torch.Tensor]:
+def restorations(given: nn.Module, images: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns the features of all patches by every restoration."""
+    model: Any = working_copy(given)
     # "attnrx" are the features of the package, which must be those of "depth" below.
     with recording_tokens(model) as runs:
         features, source = {"attnrx": patch_features(model, images)}, model.source

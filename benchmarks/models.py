@@ -58,18 +58,33 @@ read by a `Reader` ([Use a model of your own](how-to/own_model.md)); without one
 A head that was replaced (`model.head = nn.Linear(192, 10)`, an `nn.Sequential` of layers, `nn.Identity()`) is read,
 saved and loaded with the model. So is a module of your own that contains one of these models (a backbone with a
 decoder, several outputs, an averaged model), or is one with a head of your own, made by its constructor or of a
-subclass: `attnrx.load(module)` returns a copy of the whole, with the module in `.module`. Tensors of any shape,
+subclass: `attnrx.load(module)` returns a copy of the whole. Tensors of any shape,
 tuples and dictionaries are compared by the squared error relative to their variance, or by a `divergence` and a
 `metric` of yours ([A segmentation model](how-to/segmentation.md)); files have every output by its name. A saved
 folder creates the module by its class where that takes no arguments, by its library where that creates it (also
 backbones and segmentation models of transformers), else by `attnrx.load(folder, factory="module:function")`; `save`
 says which.
 
-The result takes the place of the original: `isinstance` holds for the classes of the original, its methods, outputs
-and attributes stay (`pipeline`, `Trainer` and its checkpoints, `AutoBackbone`, `features_only`, timm's loops and
-optimizers), and copies, pickles, `half()`, `torch.compile`, averaged weights and hooks work before and after a pass.
-Attention weights (`output_attentions=True`) are not computed. `torch.compile` of a module of transformers that captures
-hidden states takes no token policy.
+**The result is a model of your own class.** `load` returns a deep copy of your module, and a smaller model is your
+module too: `type(small) is type(model)`. Its keys, its call, its hooks and its methods stay. What you do with the
+original works on it: write attributes, replace the head, freeze weights by name, put it back into a larger model, train
+it with `Trainer`, add adapters of PEFT, compile it.
+
+| what was removed | what changes in the module |
+|---|---|
+| hidden units, ranks of the MLP | the shapes of its linear maps; a map of low rank is two maps, `first` and `second` |
+| whole heads | the shapes of its projections (timm's Vision Transformers, most of transformers); else as below |
+| ranks of scores or values; a mask | attnrx attention takes the place of that attention: other keys, the same call |
+| tokens | hooks on the blocks, and a submodule `attnrx_tokens`; attention that weights tokens is replaced |
+
+Attention that was replaced returns no attention weights, and refuses masks. Where tokens are pruned,
+`output_hidden_states=True` returns the states of all patches. `torch.compile` of a module of transformers that captures
+hidden states takes no token policy. `save_pretrained` writes what your module has, so that `from_pretrained` needs the
+shapes of the original; `attnrx.save(small, folder)` and `attnrx.load(folder)` always work.
+
+`attnrx.accelerate(model)` returns a copy that computes the same in attnrx's kernels: float32 inference on a CPU. It has
+your class and call, and refuses training and new weights; `attnrx.plain(fast)` is the way back. `load` and `realize`
+never do this. `shrink(model, data, faster=1.6)` does it if the target is a latency in eager PyTorch on a CPU.
 
 A module whose forward needs more than images and that has `get_image_features` or `encode_image` (CLIP with texts, a
 vision-language model) is copied as a whole too: called with its own arguments it returns what it returned, and images
@@ -84,7 +99,8 @@ Adapters, masks of `torch.nn.utils.prune`, weight norms and other parametrizatio
 interpolated by the code of the library (timm's `set_input_size` or `dynamic_img_size`, `interpolate_pos_encoding` of
 transformers, torchvision's `interpolate_embeddings` for squares), and costs, plans and files state that size. `shrink`
 and `elastic` take the size of the images that they are given. Saved folders and smaller models can be loaded at another
-size too; a token policy keeps the same shares of the patches. Refused: timm's models with a bias for every pair of
+size too; a token policy keeps the same shares of the patches. A model of transformers interpolates in every call that
+asks for it: call the result with `interpolate_pos_encoding=True`. Refused: timm's models with a bias for every pair of
 tokens (create them with `img_size=...`), DPT, YOLOS, `CLIPForImageClassification`, open_clip, and sizes that patches do
 not tile.
 
@@ -93,7 +109,7 @@ it with `fn(batch)`, a tensor, a tuple of arguments or a mapping of named ones, 
 of images, a batch in a dictionary, images with texts or masks, timm's NaFlex patches
 (`inputs=lambda batch: (batch[0],)`). The module is then planned, fitted and verified by what it returns for these;
 labels are optional, and go to a `metric` alone. `attnrx.load(module, inputs=fn(batch))` does the same for single steps.
-A module that takes one tensor has files too; of others export `.module` with `torch.onnx.export`.
+A module that takes one tensor has files too; export others with `torch.onnx.export`.
 
 `shrink`, `elastic` and every other verb take what the loader yields for the model: mappings with `pixel_values`
 [batch, frames, channels, height, width] (VideoMAE, ViViT), `input_values` [batch, time, mel] (AST), or SigLIP 2's

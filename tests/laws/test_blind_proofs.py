@@ -86,11 +86,11 @@ def test_other_attention_is_refused_beside_anything(name: str, kind: str) -> Non
     for call in (rx.load, lambda model: rx.shrink(model, PIXELS, macs=0.7)):
         model = Module(AROUND[name], kind).eval()
         try:
-            found = call(model)
+            found: Any = call(model)
         except NotSupported:
             continue
         # What is adopted nevertheless has units alone: its attention is not read.
-        found = getattr(found, "model", found)
+        found = found.model if isinstance(found, rx.Shrunk) else found
         assert not family_of(found).reads_attention(found)
 
 
@@ -111,9 +111,11 @@ def test_a_column_without_numbers_is_named(value: float, word: str, kind: str) -
 class Counting(timm.models.vision_transformer.Attention):
     """Attention that counts its calls."""
 
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
+    calls: Tensor
+
+    def forward(self, x: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Tensor:
         self.calls += 1
-        return super().forward(x, **options)
+        return super().forward(x, attn_mask, is_causal)
 
 
 def test_attention_that_changes_itself_is_refused_and_loading_changes_no_model() -> None:

@@ -46,7 +46,7 @@ USE = """\
 import attnrx as rx
 
 model = rx.load("path/to/this/folder")
-{outputs} = model(images)  # images normalized as in config.json
+{call}  # images normalized as in config.json
 ```"""
 
 # The last line, by which an edit is found: a comment, which is not shown.
@@ -213,6 +213,9 @@ def model_card(
         The card, whose last line seals it (`is_unedited`).
     """
     rows, returned = [], RETURNED.get(str(facts.get("outputs")), "logits")
+    # A model of transformers returns its answer among others.
+    is_transformers = facts.get("family") == "huggingface"
+    call = "output = model(images)" if is_transformers else f"{returned} = model(images)"
     for name, value in facts.items():
         is_count = isinstance(value, int) and value >= COUNTED
         if name != "name":
@@ -226,7 +229,7 @@ def model_card(
         markdown(sentence(evidence)),
         markdown_table(("", ""), rows) if rows else "",
         "## How to use it",
-        USE.format(outputs=returned),
+        USE.format(call=call),
         *([] if prescription is None else _prescribed(prescription)),
         *([] if evidence is None else _evidence(evidence)),
     ]
