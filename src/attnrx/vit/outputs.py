@@ -1,6 +1,5 @@
 """The kinds of outputs (logits of classes or labels, numbers, embeddings), and how those of two models are compared."""
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -427,8 +426,8 @@ def _judged(kind: OutputKind, model: nn.Module, judgement: Judgement) -> OutputK
             values = self.divergence(shifted, outputs)
             return values.sum() if values.requires_grad else super().drawn(outputs, generator)
 
-    other = copy.copy(kind)
-    other.__class__ = Judged
+    other = object.__new__(Judged)
+    vars(other).update(vars(kind))
     return other
 
 

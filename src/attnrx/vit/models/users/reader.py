@@ -293,14 +293,10 @@ class PairedBlock(nn.Module):
 class TokensFirst(nn.Sequential):
     """A block of [batch, tokens, width], its only part, that is called with [tokens, batch, width]."""
 
-    def __getattr__(self, name: str) -> Any:
-        # nn.TransformerEncoder reads parts of its first layer.
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("_") or name == "0":
-                raise
-            return getattr(self[0], name)
+    @property
+    def self_attn(self) -> Any:
+        """The attention of the block, which nn.TransformerEncoder reads of its first layer."""
+        return self[0].self_attn
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         output = self[0](input.transpose(0, 1), *args, **kwargs)
