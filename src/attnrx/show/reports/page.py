@@ -12,6 +12,7 @@ from typing import Any
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import FAILS, HOLDS, REPORTED, UNDECIDED, Evidence
 from attnrx.nouns.prescription import Prescription
+from attnrx.show.checks.costs import KERNELS
 from attnrx.show.reports.layers import changes, maps, treatment
 from attnrx.show.reports.numbers import fixed, interval, number, percent, plain, quantity, short, typeset, with_unit
 from attnrx.show.reports.results import (
@@ -46,8 +47,10 @@ USE = """\
 import attnrx as rx
 
 model = rx.load("path/to/this/folder")
-{call}  # images normalized as in config.json
+{call}  # images normalized as in config.json{accelerated}
 ```"""
+# Where the speed was measured in attnrx's kernels, which `load` does not use.
+ACCELERATED = "\nfast = rx.accelerate(model)  # the same model at the speed above: inference on a CPU"
 
 # The last line, by which an edit is found: a comment, which is not shown.
 SEAL = "<!-- attnrx card {} -->\n"
@@ -221,6 +224,7 @@ def model_card(
         if name != "name":
             rows.append((name.replace("_", " "), number(value) if is_count else plain(value)))
     measured = evidence or Evidence((), {})
+    in_kernels = any(KERNELS in finding.claim for finding in measured.findings)
     blocks = [
         _head(facts, measured, "image-classification" if returned == "logits" else "image-feature-extraction"),
         f"# {markdown(facts.get('name', UNNAMED))}",
@@ -229,7 +233,7 @@ def model_card(
         markdown(sentence(evidence)),
         markdown_table(("", ""), rows) if rows else "",
         "## How to use it",
-        USE.format(call=call),
+        USE.format(call=call, accelerated=ACCELERATED if in_kernels else ""),
         *([] if prescription is None else _prescribed(prescription)),
         *([] if evidence is None else _evidence(evidence)),
     ]
