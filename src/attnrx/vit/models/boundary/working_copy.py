@@ -60,10 +60,7 @@ def working_copy(model: nn.Module) -> nn.Module:
     working = family.working(model if reduction is None else detach_tokens_(aliased(model)), record)
     if record.outputs is not None:
         state_outputs_(working, record.outputs)
-    if reduction is not None:
-        copied = attach_tokens_(working, family, reduction.policy, reduction.by, reduction.shape.heads)
-        copied._modules["stages"] = aliased(reduction.stages)
-        copied.train(reduction.training)
+    _attach_tokens_of_(working, model)
     _trunk_of(working).own = OwnModel(model)
     return working
 
@@ -175,12 +172,18 @@ def _library_form(model: nn.Module, in_blocks: bool) -> nn.Module:
     _put_modes_(root, result, places)
     record = Record(family.name, trunk.origin, None if whole is None else whole.around, facts, stated_outputs(model))
     vars(result)[RECORD] = record
-    reduction = reduction_of(model)
-    if reduction is not None:
-        attached = attach_tokens_(result, family_of(result), reduction.policy, reduction.by, reduction.shape.heads)
-        attached._modules["stages"] = aliased(reduction.stages)
-        attached.train(reduction.training)
+    _attach_tokens_of_(result, model)
     return result
+
+
+def _attach_tokens_of_(model: nn.Module, other: nn.Module) -> None:
+    """Attaches the token policy of another form of the model, if it has one, with its predictors."""
+    reduction = reduction_of(other)
+    if reduction is None:
+        return
+    attached = attach_tokens_(model, family_of(model), reduction.policy, reduction.by, reduction.shape.heads)
+    attached._modules["stages"] = aliased(reduction.stages)
+    attached.train(reduction.training)
 
 
 def _joined(*paths: str) -> str:
@@ -300,7 +303,7 @@ def _put_maps_(trunk: Any, result: nn.Module, path: str, places: Mapping[str, st
                 yield inside
                 continue
             if half in ("first", "second") and isinstance(result.get_submodule(named), Halves):
-                library, inside = working, inside
+                library = working
             target = _joined(path, library)
             _put_map_(part, result, places.get(target, target))
             yield inside

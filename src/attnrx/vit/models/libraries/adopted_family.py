@@ -146,9 +146,7 @@ class AdoptedFamily(Family):
         parts = self.parts(source)
         weights, biases = self.projected(source, module)
         kept_heads = vars(module).get(KEPT_HEADS)  # of a module that has lost some
-        name = "num_heads" if isinstance(module, nn.MultiheadAttention) else parts.num_heads
-        heads = name if isinstance(name, int) else int(getattr(module, name))
-        heads = heads if kept_heads is None else len(kept_heads)
+        heads = self._num_heads(module, parts) if kept_heads is None else len(kept_heads)
         scale = getattr(module, parts.scale) if isinstance(parts.scale, str) else parts.scale
         scale = scale or (weights[0].shape[0] // heads) ** -0.5
         attention = attention_from_projections(weights, biases, heads, scale, **self.traits(source, module))
@@ -194,11 +192,11 @@ class AdoptedFamily(Family):
                 # The tables of timm are parameters of the attention module itself.
                 holder = module if not owner and getattr(module, name, None) is target else holder
                 set_parameter_(holder, name, state[path], target.requires_grad)
-        kept_heads = spec.heads
-        if kept_heads != tuple(range(self._num_heads(source, module, parts))):
-            self.keep_heads_(module, kept_heads, spec.head_dim)
+        if spec.heads != tuple(range(self._num_heads(module, parts))):
+            self.keep_heads_(module, spec.heads, spec.head_dim)
 
-    def _num_heads(self, source: nn.Module, module: nn.Module, parts: ModelParts) -> int:
+    def _num_heads(self, module: nn.Module, parts: ModelParts) -> int:
+        """Returns the number of heads that an attention module states."""
         name = "num_heads" if isinstance(module, nn.MultiheadAttention) else parts.num_heads
         return name if isinstance(name, int) else int(getattr(module, name))
 
