@@ -11,7 +11,7 @@ from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.libraries.huggingface_family import HuggingFaceFamily
 from attnrx.vit.models.libraries.timm_family import TimmFamily
 from attnrx.vit.models.libraries.tower_families import OpenClipFamily, TorchvisionFamily
-from attnrx.vit.models.parts.model_parts import model_name
+from attnrx.vit.models.parts.vit_parts import model_name
 from attnrx.vit.models.users.reader import ModuleFamily
 from attnrx.vit.models.users.whole import WholeFamily
 

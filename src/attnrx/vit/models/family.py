@@ -16,9 +16,9 @@ from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, TokenCosts, token_costs
 from attnrx.vit.models.parts.mlp import hidden_units, rank_of
-from attnrx.vit.models.parts.model_parts import model_name
 from attnrx.vit.models.parts.record import RECORD, Record, record_of
 from attnrx.vit.models.parts.token_reduction import reduction_of, require_all_tokens
+from attnrx.vit.models.parts.vit_parts import model_name
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenLayout, TokenPolicy
 

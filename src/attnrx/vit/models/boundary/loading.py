@@ -25,8 +25,8 @@ from attnrx.vit.models.families import (
 )
 from attnrx.vit.models.family import require_ordinary_weights
 from attnrx.vit.models.libraries.huggingface_family import HuggingFaceFamily, is_transformers_folder
-from attnrx.vit.models.parts.model_parts import model_name, reading_parts
 from attnrx.vit.models.parts.module_inputs import ATTRIBUTE, ModuleInputs
+from attnrx.vit.models.parts.vit_parts import model_name, reading_parts
 from attnrx.vit.models.users.reader import Factory, ModuleFamily, Reader
 from attnrx.vit.models.users.whole import WholeFamily, named_function
 from attnrx.vit.models.working.adoption_proof import require_plain_code

@@ -34,9 +34,9 @@ from attnrx.vit.models.parts.mlp import (
     set_parameter_,
     write_linear_,
 )
-from attnrx.vit.models.parts.model_parts import ModelParts, Refusal, changed_linears, model_name, reading_parts
 from attnrx.vit.models.parts.record import KEPT_HEADS, RECORD, TOKENS, Record
 from attnrx.vit.models.parts.token_reduction import reduction_of
+from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, changed_linears, model_name, reading_parts
 from attnrx.vit.models.working.adopted import (
     INTERLEAVED,
     PROJECTION_PATHS,
@@ -90,7 +90,7 @@ class AdoptedFamily(Family):
     """Whether `load` takes the weights of a file, or downloads them."""
 
     @abstractmethod
-    def parts(self, source: nn.Module) -> ModelParts:
+    def parts(self, source: nn.Module) -> ViTParts:
         """Returns where the parts of a model are."""
 
     def adopts(self, model: nn.Module) -> bool:
@@ -195,7 +195,7 @@ class AdoptedFamily(Family):
         if spec.heads != tuple(range(self._num_heads(module, parts))):
             self.keep_heads_(module, spec.heads, spec.head_dim)
 
-    def _num_heads(self, module: nn.Module, parts: ModelParts) -> int:
+    def _num_heads(self, module: nn.Module, parts: ViTParts) -> int:
         """Returns the number of heads that an attention module states."""
         name = "num_heads" if isinstance(module, nn.MultiheadAttention) else parts.num_heads
         return name if isinstance(name, int) else int(getattr(module, name))
@@ -933,7 +933,7 @@ def unsaved_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
     ]
 
 
-def _fuse_mlp_(block: nn.Module, parts: ModelParts) -> None:
+def _fuse_mlp_(block: nn.Module, parts: ViTParts) -> None:
     """Replaces the library's MLP by one with the same parts, if it is one module without other ones."""
     name, *others = parts.mlp
     mlp = block.get_submodule(name)

@@ -24,8 +24,8 @@ from attnrx.support.storage import read_json
 from attnrx.vit.attention import Attention
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
-from attnrx.vit.models.parts.model_parts import ModelParts, Refusal, unread_attention
 from attnrx.vit.models.parts.module_inputs import ModuleInputs, PatchInputs, inputs_of_config
+from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, unread_attention
 from attnrx.vit.models.working.adopted import HALVES, Adapter, Adopted, Origin, PairBias, image_shape
 
 CLASS_TOKEN = "class token"
@@ -48,7 +48,7 @@ ANSWERS: Mapping[str, Callable[[Any], Tensor]] = {
 
 
 # Where the parts of most classes are, in the body of a model.
-LAYOUT = ModelParts(
+LAYOUT = ViTParts(
     "layers", "attention", "embeddings.patch_embeddings.projection", "layernorm", classifiers=CLASSIFIERS,
     projections=("q_proj", "k_proj", "v_proj", "o_proj"), returns_weights=True,
 )  # fmt: skip
@@ -62,7 +62,7 @@ class ModelReader:
     the output, or one of ANSWERS.
     """
 
-    layout: ModelParts = LAYOUT
+    layout: ViTParts = LAYOUT
     pooling: str = "class"
     answer: str = "logits"
     takes_any_size: bool = False
@@ -82,7 +82,7 @@ class ModelReader:
         """Returns what a model of this class takes."""
         return inputs_of_config(self.body_of(source).config)
 
-    def parts(self, source: nn.Module) -> ModelParts:
+    def parts(self, source: nn.Module) -> ViTParts:
         """Returns where the parts of a model of this class are."""
         path, layout = self.body_path(source), self.layout
         body: Any = source.get_submodule(path)
@@ -301,7 +301,7 @@ class HuggingFaceFamily(AdoptedFamily):
     model_type = HuggingFaceModel
     adapter_type = HuggingFaceAttention
 
-    def parts(self, source: nn.Module) -> ModelParts:
+    def parts(self, source: nn.Module) -> ViTParts:
         return reader_of(source).parts(source)
 
     def output_kind(self, model: nn.Module) -> str:

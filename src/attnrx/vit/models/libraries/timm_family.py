@@ -21,7 +21,7 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.parts.mlp import set_parameter_
-from attnrx.vit.models.parts.model_parts import NOT_PLAIN, ModelParts, Refusal, unread_attention
+from attnrx.vit.models.parts.vit_parts import NOT_PLAIN, Refusal, ViTParts, unread_attention
 from attnrx.vit.models.working.adopted import HALVES, INTERLEAVED, Adapter, Adopted, Origin, PairBias, image_shape
 
 NO_BLOCKS = "Of timm, attnrx adopts models with one list of blocks, whose attention is attn."
@@ -273,7 +273,7 @@ class TimmFamily(AdoptedFamily):
         computed.init_non_persistent_buffers()
         return computed
 
-    def parts(self, source: nn.Module) -> ModelParts:
+    def parts(self, source: nn.Module) -> ViTParts:
         model: Any = source
         pooling = {"token": "class", "avg": "mean"}.get(str(model.global_pool), str(model.global_pool))
         if getattr(model, "pool_include_prefix", False):
@@ -281,7 +281,7 @@ class TimmFamily(AdoptedFamily):
         post_norm = any(type(block).__name__ in POST_NORM for block in model.blocks)
         own = next((block.attn for block in model.blocks if not isinstance(block.attn, Adapter)), None)
         is_fused = getattr(own, "qkv", None) is not None
-        return ModelParts(
+        return ViTParts(
             blocks="blocks", attention="attn", patches="patch_embed.proj", norm="norm", mlp_classes=("Mlp",),
             gated=GATED, heads=("norm", "fc_norm", "attn_pool", *CLASSIFIERS), classifiers=CLASSIFIERS,
             projections=FUSED if is_fused else SEPARATE, scale="scale",

@@ -13,7 +13,7 @@ from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.vit.models.input_validation import IMAGENET
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
-from attnrx.vit.models.parts.model_parts import ModelParts, Refusal, last_linear
+from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, last_linear
 from attnrx.vit.models.working.adopted import Adopted, Origin, image_shape
 
 # The arguments of VisionTransformer that the model stores as attributes; the other three are those of its blocks.
@@ -31,8 +31,8 @@ class TorchvisionFamily(AdoptedFamily):
     model_type = TorchvisionModel
     takes_weights = True
 
-    def parts(self, source: nn.Module) -> ModelParts:
-        return ModelParts(
+    def parts(self, source: nn.Module) -> ViTParts:
+        return ViTParts(
             blocks="encoder.layers", attention="self_attention", norm_before="ln_1", maps=("mlp.0", "mlp.3"),
             patches="conv_proj", norm="encoder.ln", heads=("encoder.ln", "heads"),
             classifiers=last_linear(source, "heads"), prefix_tokens=1, has_class_token=True,
@@ -128,14 +128,14 @@ class OpenClipFamily(AdoptedFamily):
     library = "open_clip"
     model_type = OpenClipModel
 
-    def parts(self, source: nn.Module) -> ModelParts:
+    def parts(self, source: nn.Module) -> ViTParts:
         tower: Any = source
         pooling = {"tok": "class", "avg": "mean"}.get(tower.pool_type, str(tower.pool_type))
         pooling = pooling if tower.attn_pool is None else "attention"
         # The mean before the last norm.
         pooling = "mean without a norm" if tower.final_ln_after_pool and pooling == "mean" else pooling
         # The head, a projection, is a parameter (`head_macs`).
-        return ModelParts(
+        return ViTParts(
             blocks="transformer.resblocks", attention="attn", norm_before="ln_1", maps=("mlp.c_fc", "mlp.c_proj"),
             patches="conv1", norm="ln_post", heads=("ln_post",), prefix_tokens=1, has_class_token=True, pooling=pooling,
         )  # fmt: skip

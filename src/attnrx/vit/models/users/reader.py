@@ -36,7 +36,7 @@ from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, num_params, unsaved_buffers
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
-from attnrx.vit.models.parts.model_parts import ModelParts, Refusal, last_linear, model_name, require_parts
+from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, last_linear, model_name, require_parts
 from attnrx.vit.models.users.units import UnitsFamily, unmixed
 from attnrx.vit.models.working.adopted import Adopted, Origin, image_shape
 
@@ -98,10 +98,10 @@ class Reader:
                 "patches, the class token among them, or another pooling, e.g. 'mean'."
             )
 
-    def parts(self, source: nn.Module) -> ModelParts:
+    def parts(self, source: nn.Module) -> ViTParts:
         """Returns where the parts of a model are that this describes."""
         head = () if self.head is None else (self.head,)
-        return ModelParts(
+        return ViTParts(
             blocks=self.blocks, attention=self.attention, patches=self.patches, norm=self.norm,
             heads=(self.norm, *head), classifiers=last_linear(source, self.head) if self.head else (),
             projections=self.projections, num_heads=self.heads, scale=self.scale,
@@ -159,7 +159,7 @@ class ModuleFamily(AdoptedFamily):
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         return self.parts(model).refusals(model)
 
-    def parts(self, source: nn.Module) -> ModelParts:
+    def parts(self, source: nn.Module) -> ViTParts:
         return vars(source)["attnrx_reader"].parts(source)
 
     def origin(self, model: nn.Module) -> Origin:
@@ -273,7 +273,7 @@ def imported_class(name: str) -> type[nn.Module] | None:
 class Structure:
     """What was found of a Vision Transformer: its parts, its input format, and the number of patches of such images."""
 
-    parts: ModelParts
+    parts: ViTParts
     origin: Origin
     num_patches: int
 
@@ -358,7 +358,7 @@ class StructureFamily(AdoptedFamily):
         return vars(adopted.source)["attnrx_facts"]
 
     def recognize_(self, module: nn.Module, path: str, description: Mapping[str, Any]) -> nn.Module:
-        structure: Structure = from_dict(description["structure"], (Structure, ModelParts, Origin), "structure")
+        structure: Structure = from_dict(description["structure"], (Structure, ViTParts, Origin), "structure")
         facts: dict[str, Any] = {"structure": structure, "rewritten": False}
         places: dict[str, str] = {}
         if (group := _group_of(module)) is not None:
@@ -371,7 +371,7 @@ class StructureFamily(AdoptedFamily):
         vars(module.get_submodule(path))["attnrx_places"] = places
         return module
 
-    def parts(self, source: nn.Module) -> ModelParts:
+    def parts(self, source: nn.Module) -> ViTParts:
         return vars(source)["attnrx_structure"].parts
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
@@ -569,7 +569,7 @@ def _observed(
     own = [path for path in maps if paths.count(f"{blocks[0]}.{path}") == 1]
     maps = maps if len(own) == len(maps) else ()
     path = next(containing([*blocks, patches[-1]]))
-    parts = ModelParts(
+    parts = ViTParts(
         blocks=tuple(block.removeprefix(f"{path}.") for block in blocks), attention=attention,
         patches=patches[-1].removeprefix(f"{path}."),
         norm=after[0].removeprefix(f"{path}.") if after and after[0].startswith(path) else "",

@@ -37,8 +37,8 @@ from attnrx.vit.models.family import LayerShapes, num_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, matrix_entries, mlp_costs, num_params
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls, replacing_forward
 from attnrx.vit.models.parts.mlp import Pair, halve_, hidden_units, keep_units_of_
-from attnrx.vit.models.parts.model_parts import ModelParts, model_name, require_parts
 from attnrx.vit.models.parts.module_inputs import called, inputs_of
+from attnrx.vit.models.parts.vit_parts import ViTParts, model_name, require_parts
 from attnrx.vit.models.working.adopted import Adopted, Origin, PlainShape
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
@@ -93,8 +93,8 @@ class UnitsFamily(AdoptedFamily):
     def adopts(self, model: nn.Module) -> bool:
         return True
 
-    def parts(self, source: nn.Module) -> ModelParts:
-        return ModelParts((), "", "", "", mlp_classes=(), pooling="parts that are not read")
+    def parts(self, source: nn.Module) -> ViTParts:
+        return ViTParts((), "", "", "", mlp_classes=(), pooling="parts that are not read")
 
     def origin_inside(self, model: nn.Module) -> Origin:
         """Returns the input format: the first stated or common size that the module runs at.

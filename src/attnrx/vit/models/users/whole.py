@@ -22,10 +22,10 @@ from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, num_params
 from attnrx.vit.models.libraries.huggingface_family import saved_names
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
 from attnrx.vit.models.parts.mlp import Pair
-from attnrx.vit.models.parts.model_parts import model_name, reading_parts, require_parts
 from attnrx.vit.models.parts.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
 from attnrx.vit.models.parts.record import RECORD, TOKENS, Record, record_of
 from attnrx.vit.models.parts.token_reduction import reduction_of
+from attnrx.vit.models.parts.vit_parts import model_name, reading_parts, require_parts
 from attnrx.vit.models.users.reader import Factory, StructureFamily, class_name, created_by, imported_class, prove_units
 from attnrx.vit.models.users.units import Cut, UnitsFamily, macs_by_part, separate_pairs
 from attnrx.vit.models.working.adopted import Adopted, OwnModel, PlainShape, aliased, chunked_forward, remove_capturing_

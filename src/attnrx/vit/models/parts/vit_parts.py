@@ -66,7 +66,7 @@ def model_name(model: nn.Module) -> str:
 
 
 @dataclass(frozen=True)
-class ModelParts:
+class ViTParts:
     """Where the parts of a model are, how many tokens it has besides the patches, and how it pools them.
 
     Paths are those of modules in the model: `blocks` the list of blocks or each of them, `patches` the map that makes
