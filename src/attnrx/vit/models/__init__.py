@@ -1,7 +1,7 @@
 """Model families: locate the attention layers of each kind of model; build, load and save models by name."""
 
 from attnrx.vit.attention import use_backend
-from attnrx.vit.models.boundary.loading import load_model
+from attnrx.vit.models.boundary.loading import load_model, save_model
 from attnrx.vit.models.boundary.working_copy import (
     Answering,
     accepting,
@@ -10,7 +10,6 @@ from attnrx.vit.models.boundary.working_copy import (
     library_form,
     model_fingerprint,
     own_model,
-    save_model,
     timed_form,
     token_run,
     working_copy,

@@ -1,4 +1,4 @@
-"""Loads models: a saved folder, a name, a folder of transformers, or an instance, which is adopted."""
+"""Loads models: a saved folder, a name, a folder of transformers, or an instance, which is adopted; and saves them."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from attnrx.support.atomic_writes import Parts
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, nearest
 from attnrx.support.hub import NAME, download
 from attnrx.support.storage import read_tensors, require_finite_tensors
-from attnrx.vit.models.boundary.working_copy import library_form, working_copy
-from attnrx.vit.models.checkpoint import is_model_folder, load_weights
+from attnrx.vit.models.boundary.working_copy import is_working, library_form, require_alike, working_copy
+from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
 from attnrx.vit.models.families import (
     LIBRARIES,
     build_model,
@@ -28,7 +29,7 @@ from attnrx.vit.models.libraries.huggingface_family import HuggingFaceFamily, is
 from attnrx.vit.models.parts.module_inputs import ATTRIBUTE, ModuleInputs
 from attnrx.vit.models.parts.vit_parts import model_name, reading_parts
 from attnrx.vit.models.users.reader import Factory, ModuleFamily, Reader
-from attnrx.vit.models.users.whole import WholeFamily, named_function
+from attnrx.vit.models.users.whole import WholeFamily, named_function, needed_to_load
 from attnrx.vit.models.working.adoption_proof import require_plain_code
 
 
@@ -90,6 +91,57 @@ def load_model(
     if isinstance(source, str) and not Path(source).exists():
         raise CheckpointError(f"{source!r:.200} is not a folder{_meant(source)}")
     return _load_folder(source, factory, weights)
+
+
+def save_model(
+    folder: Path | str,
+    model: nn.Module,
+    notes: dict[str, Any] | None = None,
+    write_beside: Callable[[Path], object] | None = None,
+    parts: Parts | None = None,
+) -> Path:
+    """Saves a model of a supported family as a folder that `load_model` reads.
+
+    A model already in the folder is replaced atomically, together with all files that belong to it: `parts`, by default
+    PARTS of `models.checkpoint`. `write_beside` is called with the temporary folder and writes further files of the new
+    model. Before anything is replaced, the new folder is loaded, and its model compared with this one.
+
+    Raises:
+        NotSupported: The model belongs to no family, its weights cannot be stored one by one, or what was written is
+            another model, because this one was changed in a way that a folder cannot hold.
+    """
+    given, model = model, working_copy(model)
+    family: Any = family_of(model)
+    if is_working(model):
+        family.refresh_(model)
+
+    def write(new: Path) -> None:
+        if write_beside is not None:
+            write_beside(new)
+        if "factory" not in needed_to_load(model):  # a function of the user's, known where it is loaded alone
+            _require_same(new, given, vars(getattr(model, "source", model)).get("attnrx_factory"))
+
+    return save_weights(folder, model, family, notes, write, parts)
+
+
+def _require_same(folder: Path, model: nn.Module, factory: Factory | None) -> None:
+    """Raises NotSupported unless a folder holds this model, as its answer for a random image and its parts show."""
+    remedy = (
+        "was not saved: it was changed after it was made or loaded in a way that a folder cannot hold. Make the change "
+        "in the arguments of the model, or state a function that creates it: attnrx.load(module, factory=...)."
+    )
+    model = library_form(model)
+    try:
+        saved = _load_folder(folder, factory)
+    except AttnrxError as error:
+        why = str(error).replace(f"{folder}/", "").replace(str(folder), "the folder")
+        raise NotSupported(f"{type(model).__name__} {remedy} What was written cannot be loaded: {why}") from error
+    saved = library_form(saved)
+    require_alike(model, saved, remedy)
+    # Also what the outputs do not show, e.g. of a head of zeros: activations, epsilons, rates of dropout.
+    for own, other in zip(repr(model).splitlines(), repr(saved).splitlines(), strict=False):
+        if own != other:
+            raise NotSupported(f"{type(model).__name__} {remedy} It has {own.strip()}, the folder {other.strip()}.")
 
 
 def _meant(name: str) -> str:

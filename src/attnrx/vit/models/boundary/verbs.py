@@ -12,11 +12,16 @@ from torch import nn
 
 from attnrx.support.hardware import restored_random_states
 from attnrx.support.modules import copy_module
-from attnrx.vit.models.boundary.working_copy import library_form, working_copy
+from attnrx.vit.models.boundary.working_copy import library_form, require_alike, working_copy
 from attnrx.vit.models.families import OWN
 from attnrx.vit.models.parts.record import record_of
 from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.models.working.adoption_proof import require_plain_code, require_unchanged
+
+CHANGED = (
+    "was changed after attnrx.load in a way that attnrx does not read. Make the change in the model that you give to "
+    "attnrx.load, or undo it."
+)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -36,6 +41,9 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         is_inside = _IS_INSIDE.get()
         with ordinary_modes(), restored_state(models), inside_verb():
             copies = {id(model): working_copy(model) for model in models}
+            for model in models if not is_inside else ():
+                if record_of(model) is not None:
+                    require_alike(model, copies[id(model)], CHANGED)
             for model in copies.values():
                 if isinstance(model, Adopted) or any(family.matches(model) for family in OWN):
                     require_plain_code(model)

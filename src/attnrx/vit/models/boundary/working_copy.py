@@ -7,19 +7,18 @@ library's own part cannot hold the result. An attention that its own module can 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from attnrx.support.atomic_writes import Parts
-from attnrx.support.modules import copy_module
+from attnrx.support.arguments import user_code
+from attnrx.support.errors import NotSupported
+from attnrx.support.modules import copy_module, random_images, tensors_of
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.support.storage import fingerprint
 from attnrx.vit.attention import Attention
 from attnrx.vit.attention.attention import BACKENDS
-from attnrx.vit.models.checkpoint import save_weights
 from attnrx.vit.models.families import FAMILIES, family_of, known_family
 from attnrx.vit.models.family import called_with_images, require_ordinary_weights, state_outputs_, stated_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
@@ -87,6 +86,21 @@ def answer(model: nn.Module, images: ImageBatch) -> Any:
 def _caller(model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
     family = known_family(model)
     return called_with_images if family is None else family.caller(model)
+
+
+def require_alike(model: nn.Module, other: nn.Module, remedy: str) -> None:
+    """Raises NotSupported, with the remedy, where a model answers something else than another form of it.
+
+    Both are run with a random image. Models that prune tokens are not compared: which ones may depend on rounding.
+    """
+    if next(model.parameters()).is_meta or reduction_of(model) is not None:
+        return
+    name, images = type(model).__name__, random_images(other, family_of(model).input_shape(model), 1)
+    with evaluating((model, other)), user_code(f"{name}, called with random images,"):
+        expected = tensors_of(answer(model, images))
+        difference = difference_of(expected, tensors_of(answer(other, images)))
+        if difference and not difference_of(expected, tensors_of(answer(model, images))):
+            raise NotSupported(f"{name} {remedy} On random images {difference}.")
 
 
 def own_model(model: nn.Module) -> nn.Module:
@@ -428,26 +442,3 @@ def at_size_of(model: nn.Module, other: nn.Module) -> nn.Module:
     # One without a family is a file of a runtime, or any other module.
     family = known_family(other)
     return model if family is None or known_family(model) is None else accepting(model, family.input_shape(other))
-
-
-def save_model(
-    folder: Path | str,
-    model: nn.Module,
-    notes: dict[str, Any] | None = None,
-    write_beside: Callable[[Path], object] | None = None,
-    parts: Parts | None = None,
-) -> Path:
-    """Saves a model of a supported family as a folder that `load_model` reads.
-
-    A model already in the folder is replaced atomically, together with all files that belong to it: `parts`, by default
-    PARTS of `models.checkpoint`. `write_beside` is called with the temporary folder and writes further files of the new
-    model.
-
-    Raises:
-        NotSupported: The model belongs to no family, or its weights cannot be stored one by one.
-    """
-    model = working_copy(model)
-    family: Any = family_of(model)
-    if is_working(model):
-        family.refresh_(model)
-    return save_weights(folder, model, family, notes, write_beside, parts)
