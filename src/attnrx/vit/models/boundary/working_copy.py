@@ -24,6 +24,7 @@ from attnrx.vit.models.family import called_with_images, require_ordinary_weight
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.parts.mlp import Halves, LowRankLinear, write_linear_
+from attnrx.vit.models.parts.module_inputs import PatchInputs
 from attnrx.vit.models.parts.record import KEPT_HEADS, RECORD, Record, record_of
 from attnrx.vit.models.parts.token_reduction import TokenRun, reduction_of
 from attnrx.vit.models.users.reader import StructureFamily
@@ -91,11 +92,17 @@ def _caller(model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
 def require_alike(model: nn.Module, other: nn.Module, remedy: str) -> None:
     """Raises NotSupported, with the remedy, where a model answers something else than another form of it.
 
-    Both are run with a random image. Models that prune tokens are not compared: which ones may depend on rounding.
+    Copies of both are run with the random images of their adoption: transformers leaves hooks in a model that it runs.
+    Models that prune tokens are not compared, because rounding may decide which ones are pruned.
     """
-    if next(model.parameters()).is_meta or reduction_of(model) is not None:
+    if next(model.parameters()).is_meta or WORKING in vars(model) or reduction_of(model) is not None:
         return
-    name, images = type(model).__name__, random_images(other, family_of(model).input_shape(model), 1)
+    model, other = (each if is_working(each) else aliased(each) for each in (model, other))
+    family, name = family_of(model), type(model).__name__
+    shape, inputs = family.input_shape(model), family.inputs(model)
+    if isinstance(inputs, PatchInputs) and inputs.is_padded(shape):
+        return  # random numbers are no mask of patches
+    images = random_images(other, shape)
     with evaluating((model, other)), user_code(f"{name}, called with random images,"):
         expected = tensors_of(answer(model, images))
         difference = difference_of(expected, tensors_of(answer(other, images)))
