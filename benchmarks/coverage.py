@@ -11,7 +11,7 @@ python benchmarks/coverage.py --weights WEIGHTS --data DATA --label-column image
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
 import torch
@@ -140,12 +140,12 @@ def real_divergences(arguments: argparse.Namespace) -> Tensor:
     return (outputs[0].exp() * (outputs[0] - outputs[1])).sum(-1)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", help="of a real ViT-Tiny, whose divergences on the data are resampled too")
     add_data(parser, "whose test images are used", required=False)
     parser.add_argument("--repetitions", type=int, default=500)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     distributions = dict(DIVERGENCES)
     if arguments.weights is not None:
         distributions["a real ViT-Tiny"] = resampled(real_divergences(arguments))

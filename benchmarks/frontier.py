@@ -29,7 +29,7 @@ from attnrx.support.subprocess_runner import run_in_subprocess
 from attnrx.support.tables import markdown_table
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies
-from attnrx.vit.models import attach_tokens_, family_of
+from attnrx.vit.models import attach_tokens_, family_of, working_copy
 from attnrx.vit.tokens import parse_policy
 from attnrx_lab.comparison.methods import Method, MethodBench
 
@@ -224,7 +224,7 @@ def main(words: Sequence[str] | None = None) -> None:
     model = model_argument(arguments.model, "cpu", arguments.weights, arguments.trust).eval()
     splits = splits_argument(model, arguments)
     with torch.inference_mode(False):
-        record = measure(model, splits, arguments.out)
+        record = measure(working_copy(model), splits, arguments.out)  # the baselines read attention of attnrx
     print(table(record))
     if arguments.chart is not None:
         write_text(arguments.chart, chart(record))

@@ -9,14 +9,14 @@ made here. A library that is not installed is left out. What was found is kept i
 for every kind, which another call continues.
 """
 
+import argparse
 import importlib
 import inspect
 import json
 import re
-import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -320,7 +320,11 @@ def section(library: str, package: str, unit: str, outcomes: list[tuple[int, Out
     return "\n".join(lines) + "\n"
 
 
-def main(page: Path, state: Path | None = None) -> None:
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path, nargs="?", default=PAGE)
+    parser.add_argument("outcomes", type=Path, nargs="?")
+    arguments = parser.parse_args(words)
     parts = [INTRODUCTION]
     for library, (package, unit, read) in SOURCES.items():
         try:
@@ -330,9 +334,9 @@ def main(page: Path, state: Path | None = None) -> None:
             continue
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            parts.append(section(library, package, unit, outcomes_of(read(), state)))
-    page.write_text("\n".join(parts))
+            parts.append(section(library, package, unit, outcomes_of(read(), arguments.outcomes)))
+    arguments.page.write_text("\n".join(parts))
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:])) if len(sys.argv) > 1 else main(PAGE)
+    main()

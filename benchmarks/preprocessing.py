@@ -10,7 +10,7 @@ import argparse
 import io
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -56,7 +56,7 @@ def pictures(data: Path, image: str, label: str, test: str, count: int) -> Itera
         yield row[image]["bytes"], row[label]
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--weights")
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--label-column", default="imagenet1k_label")
     parser.add_argument("--test-column", default="ilsvrc_val", help="true for the rows to use")
     parser.add_argument("--images", type=int, default=250)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     from timm.data import create_transform, resolve_model_data_config
 
     torch.manual_seed(0)
@@ -106,8 +106,8 @@ def main() -> None:
                 )
             same = 0
             for number in range(COMMANDS):
-                words = [sys.executable, str(script), str(root / "all" / f"{number:06d}.png")]
-                printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+                command = [sys.executable, str(script), str(root / "all" / f"{number:06d}.png")]
+                printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
                 same += printed.rpartition(" ")[0] == exported.facts["class_names"][int(classes["timm"][number])]
             print(f"{kind:7} command {same} of {COMMANDS} print the class of timm's transform")
 

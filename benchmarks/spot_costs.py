@@ -5,7 +5,9 @@
 A cell is off where the cost does not round to the printed number. The operations are those of `attnrx_lab.costs`.
 """
 
+import argparse
 import json
+from collections.abc import Sequence
 from importlib import resources
 
 from attnrx.support.tables import markdown_table
@@ -43,7 +45,12 @@ def _rounds_to(value: float, printed: str, digits: int) -> bool:
     return abs(value - float(printed)) <= 0.5 * 10**-digits + 1e-9
 
 
-if __name__ == "__main__":
+def main(words: Sequence[str] | None = None) -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(words)
     cells = rows()
     print(markdown_table(("table", "row", "quantity", "printed", "closed form", ""), cells))
     print(f"\n{sum(cell[-1] == 'off' for cell in cells)} of {len(cells)} cells are off")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 """The benchmarks run, at a size that takes a second, and write what they promise."""
 
+import re
 import runpy
 import subprocess
 import sys
@@ -12,22 +13,36 @@ from attnrx.support.storage import read_json, write_json
 from attnrx.vit.models import attach_tokens_, build_model, family_of, save_model
 from attnrx.vit.tokens import TokenPolicy
 from attnrx_lab.tokens import DynamicViT
-from support.pictures import write_folder
+from support.pictures import rows, write_folder, write_parquet
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
-def run(name: str, *arguments: str) -> int:
+SCRIPTS = sorted(each.name for each in BENCHMARKS.glob("*.py") if "__main__" in each.read_text())
+
+
+@pytest.fixture(autouse=True)
+def precision() -> None:
     # The benchmarks measure what a user has: float32 by default.
     torch.set_default_dtype(torch.float32)
-    return runpy.run_path(str(BENCHMARKS / name))["main"]([*arguments, "--scenario", "digits", "--rounds", "2"])
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_benchmark_says_how_it_is_called(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch_pruning")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))  # the frontier imports another file there
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(BENCHMARKS / name))["main"](["--help"])
+    assert end.value.code == 0 and "usage:" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_latency_compares_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "latency.json"
-    requested = ("--ranks", "16", "8", "--patterns", "ragged", "--batches", "2", "--precisions", "float32")
-    assert run("latency.py", *requested, "--device", "cpu", "--out", str(out)) == 0
+    words = "--scenario digits --rounds 2 --ranks 16 8 --patterns ragged --batches 2 --precisions float32 --device cpu"
+    assert runpy.run_path(str(BENCHMARKS / "latency.py"))["main"]([*words.split(), "--out", str(out)]) == 0
     full, half = read_json(out)["results"]
     assert full["macs_ratio"] == 1 > half["macs_ratio"]
     assert full["memory"]["candidate"] == full["memory"]["reference"]
@@ -56,34 +71,6 @@ def test_the_script_for_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
     assert "| ViT-T | 1 |" in page and "Not finished" not in page
 
 
-def test_products_are_timed_beside_those_of_the_libraries(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch.set_default_dtype(torch.float32)
-    threads = torch.get_num_threads()
-    monkeypatch.setattr("sys.argv", ["products.py", "--width", "24", "--tokens", "9", "--rounds", "4"])
-    try:
-        runpy.run_path(str(BENCHMARKS / "products.py"))["main"]()
-    finally:
-        torch.set_num_threads(threads)
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| 24")]
-    assert [row[2] for row in rows] == ["query, key, value", "output", "MLP"]
-    assert all(float(cell.strip("| ")) > 0 for row in rows for cell in row[3:])
-
-
-@pytest.mark.parametrize("parts", [(), ("--alone", "--values", "3")])
-def test_attention_of_shared_and_mixed_directions_is_timed(
-    parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch.set_default_dtype(torch.float32)
-    forms = ("16,16,16,16", "shared:9", "mixed:4,0,5")
-    command = ["unfused.py", "dense:digits", "--ranks", *forms, "--tokens", "9", "--batch", "2", "--rounds", "4"]
-    monkeypatch.setattr("sys.argv", [*command, *parts])
-    runpy.run_path(str(BENCHMARKS / "unfused.py"))["main"]()
-    lines = [line.split(":") for line in capsys.readouterr().out.splitlines() if line.startswith("9 tokens")]
-    assert len(lines) == 9 and all(float(line[-1].split()[0]) >= 0 for line in lines)
-
-
 def test_token_relevance_tells_layers_methods_and_noise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_default_dtype(torch.float32)
     model = build_model("dense:digits", channels=3, classes=3)
@@ -107,49 +94,6 @@ def test_token_relevance_tells_layers_methods_and_noise(tmp_path: Path, capsys: 
     assert reported["noise left, claimed"]["value"] == 0.5 and 0 < reported["noise left, measured"]["value"] < 10
     assert reported["kept again, one layer"]["value"] <= 1
     assert "rank correlation" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_plan_measures_tells_how_far_few_images_say_what_many_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch.set_default_dtype(torch.float32)
-    module = runpy.run_path(str(BENCHMARKS / "plan_measures.py"))
-    random = torch.Generator().manual_seed(0)
-    quiet = torch.arange(6.0)[:, None].expand(6, 400)  # plans, images
-    loud = quiet + 3 * torch.randn(6, 400, generator=random)
-    found = module["plan_quality"]({"divergence": loud, "softened": quiet}, 4, 20, 0)
-    assert found["softened"][0] > 0.9 > found["divergence"][0]
-    assert found["softened"][1] <= found["divergence"][1]
-    whole = save_model(tmp_path / "whole", build_model("dense:digits", channels=3, classes=3))
-    data = write_folder(tmp_path / "images", {"train": 8, "validation": 2, "test": 2})
-    requested = (str(whole), "--data", str(data), "--images", "8", "--plans", "3", "--few", "2")
-    module["main"]([*requested, "--target", "0.7", "--splits", "2"])
-    assert "3 plans, 8 images, 2 splits" in capsys.readouterr().out
-
-
-def test_training_step_compares_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "step.json"
-    requested = ("--batch", "2", "--precisions", "float32", "--modes", "eager", "--device", "cpu")
-    assert run("training_step.py", *requested, "--out", str(out)) == 0
-    (result,) = read_json(out)["results"]
-    assert result["svda"]["median"] > 0 and result["dense"]["median"] > 0
-    assert "svda / dense" in capsys.readouterr().out
-
-
-def test_roofline_tells_every_product(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.set_default_dtype(torch.float32)
-    main = runpy.run_path(str(BENCHMARKS / "roofline.py"))["main"]
-    out = tmp_path / "roofline.json"
-    requested = ("dense:digits", "--ranks", "4", "--mlp", "8", "--tokens", "5", "--batches", "2", "--rounds", "2")
-    assert main([*requested, "--out", str(out)]) == 0
-    (found,) = read_json(out)["results"]
-    assert found["ideal"] > 1 and found["at_most"] > 0 and found["reached"] > 0
-    assert {"qkv", "attention", "output", "fc1 first", "fc2 second", "gelu"} <= {
-        each["name"] for each in found["compressed"]
-    }
-    assert all((each["gflops"] is None) == (each["name"] in ("gelu", "norms and sums")) for each in found["original"])
-    assert "GFLOP/s" in capsys.readouterr().out
 
 
 def _speed(method: str, batch: int, threads: int, speedup: float) -> dict[str, object]:
@@ -200,22 +144,8 @@ def test_realizations_are_measured_and_kept(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == first
 
 
-def test_spot_features_measures_how_much_predictors_depend_on_attention(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pretrained = pytest.importorskip("support.pretrained")
-    torch.set_default_dtype(torch.float32)
-    model = save_model(tmp_path / "model", pretrained.TIMM.adopt(pretrained.of_timm(pretrained.VIT).float()))
-    data = write_folder(tmp_path / "images", {"train": 4, "validation": 2, "test": 2})
-    main = runpy.run_path(str(BENCHMARKS / "spot_features.py"))["main"]
-    options = ["--images", "4", "--policy", "spot:0.5@2", "--seeds", "0", "1"]
-    assert main([str(model), "--data", str(data), *options]) == 0
-    assert "stage 1: kept by both" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_the_frontier_measures_every_method_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_default_dtype(torch.float32)
     pytest.importorskip("torch_pruning")
     data = write_folder(tmp_path / "images", {"train": 24, "validation": 12, "test": 12})
     model = build_model("timm:vit_tiny_patch16_224", depth=10, embed_dim=48, img_size=32, patch_size=8, num_classes=3)
@@ -241,7 +171,6 @@ def test_files_are_timed_beside_the_conversion_of_the_vendor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("openvino")
-    torch.set_default_dtype(torch.float32)
     main = runpy.run_path(str(BENCHMARKS / "runtimes.py"))["main"]
     words = ["--out", str(tmp_path), "--models", "--only", "onnx"]
     cells = ["--shapes", "free", "--batches", "1", "--threads", "1", "--rounds", "2"]
@@ -257,8 +186,52 @@ def test_files_are_timed_beside_the_conversion_of_the_vendor(
 
 @pytest.mark.slow
 def test_predicted_speeds_are_compared_with_measured_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.set_default_dtype(torch.float32)
     words = ["dense:digits", "--data", "digits", "--to", "eager", "--batch", "32"]
     assert runpy.run_path(str(BENCHMARKS / "predicted_speed.py"))["main"](words) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| eager")]
     assert len(rows) == 4 and all("x |" in row and row.endswith("% |") for row in rows)
+
+
+def test_coverage_counts_how_often_intervals_cover_the_truth(capsys: pytest.CaptureFixture[str]) -> None:
+    module = runpy.run_path(str(BENCHMARKS / "coverage.py"))
+    module["main"](["--repetitions", "2"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    shares = [float(cell) for row in rows for cell in row if re.fullmatch(r"[01]\.\d{3}", cell)]
+    assert len(shares) > 40 and {0.0, 0.5, 1.0} >= set(shares)
+
+
+def test_the_costs_that_spot_prints_are_compared_with_the_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(BENCHMARKS / "spot_costs.py"))["main"]([])
+    assert "9 of 51 cells are off" in capsys.readouterr().out
+
+
+def test_patch_probe_tells_what_features_lose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = save_model(tmp_path / "whole", build_model("dense:digits", channels=3, classes=3))
+    data = write_folder(tmp_path / "images", {"train": 4, "validation": 2, "test": 6})
+    words = [str(whole), "--data", str(data), "--policies", "ward:2@every"]
+    runpy.run_path(str(BENCHMARKS / "patch_probe.py"))["main"](words)
+    printed = capsys.readouterr().out
+    assert "ward:2@every: accuracy of the segmentation probe, reference:" in printed
+    assert "by the probe trained on the candidate" in printed
+
+
+@pytest.mark.slow
+def test_preprocessing_compares_three_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnxruntime")
+    model = build_model("timm:vit_tiny_patch16_224", depth=1, embed_dim=12, img_size=32, patch_size=16)
+    folder = save_model(tmp_path / "model", model)
+    content = [{**row, "is_test": True} for row in rows(8, size=(40, 48))]
+    data = write_parquet(tmp_path / "pictures.parquet", content)
+    words = [str(folder), "--data", str(data), "--label-column", "label", "--test-column", "is_test", "--images", "8"]
+    runpy.run_path(str(BENCHMARKS / "preprocessing.py"))["main"](words)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8 and all("timm's transform 100.0 %" in line for line in lines if " top-1 " in line)
+
+
+@pytest.mark.slow
+def test_the_page_of_models_has_a_table_of_every_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = runpy.run_path(str(BENCHMARKS / "models.py"))
+    names = module["main"].__globals__
+    monkeypatch.setitem(names, "SOURCES", {"torchvision": names["SOURCES"]["torchvision"]})
+    module["main"]([str(tmp_path / "models.md")])
+    assert "| VisionTransformer |" in (tmp_path / "models.md").read_text()

@@ -80,10 +80,6 @@ print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.h
 # %% [markdown]
 # ## Phones and browsers
 #
-# `to="executorch"` writes a .pte file for phones and devices without Python (`pip install 'attnrx[executorch]'`): the
-# program in XNNPACK, for one image unless `batch=` states more, compared with the model like every file. Merged and
-# pruned tokens work there too.
-#
 # ONNX Runtime Web runs the ONNX files as they are, by `ort.InferenceSession.create("slim.onnx")`. A ViT-Tiny, unchanged
 # and with three stages of merging, gave the outputs of PyTorch to 1.5e-6 in its WebAssembly (onnxruntime-web 1.30 in
 # Node; WebGPU was not tried).

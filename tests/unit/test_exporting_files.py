@@ -18,8 +18,7 @@ import attnrx as rx
 from attnrx.change.exporting import Onnx, parse_format, present_exports, present_script, remove_export
 from attnrx.change.exporting.exported import sealed_script
 from attnrx.data.model_data import preprocessing_of
-from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.vit.costs import Conditions
+from attnrx.support.errors import InvalidInput
 from support import odd_pictures, pretrained
 
 onnx = pytest.importorskip("onnx")
@@ -153,12 +152,6 @@ def test_the_script_classifies_as_the_transform_of_timm_and_the_model_do(
         printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
         assert printed[0] == ("ant", "bee", "cow")[int(shares.argmax())]
         assert float(printed[1]) == pytest.approx(float(shares.max()), abs=1e-3)
-
-
-def test_a_plan_for_the_speed_of_files_of_fixed_sizes_is_refused() -> None:
-    runtime = rx.exporting.Runtime(Conditions("cpu", "float32", 1), rx.exporting.ExecuTorch())
-    with pytest.raises(NotSupported, match="plans are not made for the speed of executorch"):
-        runtime.prepare(torch.nn.Linear(2, 2), torch.zeros(1, 3, 2))
 
 
 @pytest.mark.slow

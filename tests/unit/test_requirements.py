@@ -9,9 +9,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# ExecuTorch is not pinned: it needs sixteen more libraries, and its tests skip without it.
-OPTIONAL = {name: extra for name, extra in PROJECT["optional-dependencies"].items() if name != "executorch"}
-EXTRAS = [each for extra in OPTIONAL.values() for each in extra]
+EXTRAS = [each for extra in PROJECT["optional-dependencies"].values() for each in extra]
 STATED = [*PROJECT["dependencies"], *(each for each in EXTRAS if not each.startswith("attnrx["))]
 PINNED = dict(re.findall(r"^([\w.-]+)==(\S+) \\$", (ROOT / "requirements" / "oldest.txt").read_text(), re.MULTILINE))
 

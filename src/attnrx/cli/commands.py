@@ -457,7 +457,7 @@ def _verify(arguments: Namespace, log: Log) -> Outcome:
 
 
 FORMATS = (
-    "onnx, program (torch.export), aotinductor, openvino, executorch or int8, with knobs in brackets: onnx(opset=18), "
+    "onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets: onnx(opset=18), "
     "int8(images=128,tolerance=0.05), openvino(precision=bf16), openvino(precision=int8)"
 )
 
@@ -524,7 +524,6 @@ def _report_options(parser: Parser) -> None:
     option(parser, "--evidence", "FILE", "the file of `attnrx verify`")
     option(parser, "--prescription", "FILE", "the file of `attnrx prescribe`")
     option(parser, "--diagnosis", "FILE", "the file of `attnrx diagnose`")
-    option(parser, "--title", "TITLE", "the title of the page")
     options.add_out(parser, "the page", kind="attnrx report")
 
 
@@ -540,7 +539,7 @@ def _report(arguments: Namespace, log: Log) -> Outcome:
         evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
     about = {} if name is None else {"candidate": name}
     content = rx.reports.ReportContent(
-        title=arguments.title or f"attnrx: {name or arguments.out}",
+        title=f"attnrx: {name or arguments.out}",
         # Fields of the evidence have precedence, because they are about its numbers.
         about=about if evidence is None else {**about, **evidence.about},
         prescription=_part(rx.Prescription, arguments.prescription, folder, "prescription.json"),

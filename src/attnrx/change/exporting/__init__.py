@@ -15,7 +15,7 @@ from attnrx.change.exporting.exported import (
     require_export_path,
     require_replaceable_files,
 )
-from attnrx.change.exporting.formats import AOTInductor, ExecuTorch, Format, Program, dtype_name
+from attnrx.change.exporting.formats import AOTInductor, Format, Program, dtype_name
 from attnrx.change.exporting.runtime_formats import FORMATS, Int8, Onnx, OpenVINO, parse_format
 from attnrx.change.exporting.writing import (
     DYNAMIC,
@@ -31,7 +31,7 @@ from attnrx.change.exporting.writing import (
 )
 
 __all__ = [
-    "DYNAMIC", "FORMATS", "AOTInductor", "ExecuTorch", "ExportSubject", "Exported", "Format", "Images", "Int8", "Onnx",
+    "DYNAMIC", "FORMATS", "AOTInductor", "ExportSubject", "Exported", "Format", "Images", "Int8", "Onnx",
     "OpenVINO", "PatchFeatures", "Program", "Runtime", "bare_subject", "compare_with_original", "dtype_name", "export",
     "fitting_names", "is_exported", "load_exported", "parse_format", "precision_for", "present_exports",
     "present_script", "remove_export", "require_export_path", "require_replaceable_files", "write_exported",

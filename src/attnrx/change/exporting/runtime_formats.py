@@ -18,7 +18,6 @@ from attnrx.change.exporting.formats import (
     INPUT,
     ROUNDING,
     AOTInductor,
-    ExecuTorch,
     Format,
     Program,
     Run,
@@ -538,9 +537,7 @@ class OpenVINO(Format):
 
 # All formats ----------------------------------------------------------------------------------------------------------
 
-FORMATS: Mapping[str, type[Format]] = {
-    form.name: form for form in (Onnx, Program, AOTInductor, OpenVINO, ExecuTorch, Int8)
-}
+FORMATS: Mapping[str, type[Format]] = {form.name: form for form in (Onnx, Program, AOTInductor, OpenVINO, Int8)}
 
 
 class _FormatReader(TextReader):

@@ -61,7 +61,7 @@ TIMED, ROUNDS = (1, 32), 20
 # equal scores, and rounding to bfloat16 or 8 bits swaps some in most images. A wrong file differs in all of them, and
 # `verify` states what a file loses.
 MAY_DIFFER, MAY_DIFFER_AT_LOW_PRECISION = 0.1, 0.5
-PACKAGES = ("attnrx", "torch", "onnx", "onnxscript", "onnxruntime", "openvino", "executorch")
+PACKAGES = ("attnrx", "torch", "onnx", "onnxscript", "onnxruntime", "openvino")
 
 
 class PatchFeatures(nn.Module):
@@ -116,7 +116,7 @@ class ExportSubject:
             converted = _Answer(converted, has_several=isinstance(output_kind_of(model), Several))
         converted = converted if precision is None else converted.to(PRECISIONS[precision])
         weight = next(converted.parameters())
-        fixed = batch if isinstance(batch, int) else form.fixed_batch
+        fixed = batch if isinstance(batch, int) else None
         images = Images(family.input_shape(model), dtype_name(weight.dtype), fixed, str(weight.device))
         mean, std = family.normalization(model)
         costs, outputs = family.costs(model), output_kind_of(model)
@@ -197,10 +197,9 @@ def export(
     Args:
         model: The model. The file of a model without a classifier returns its embeddings, and has no class names.
         path: The file.
-        to: A format or its text: onnx, program (torch.export), aotinductor, openvino, executorch or int8, with knobs in
-            brackets, e.g. openvino(precision=bf16).
-        batch: The number of images that the file takes at once, or dynamic for any (dynamic). A file of executorch
-            takes one unless a number is given.
+        to: A format or its text: onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets,
+            e.g. openvino(precision=bf16).
+        batch: The number of images that the file takes at once, or dynamic for any (dynamic).
         precision: Of weights and images (the model's own).
         calibration: Images, normalized for the model, that parity is measured on, by default on noise; required for
             int8.
@@ -373,15 +372,10 @@ class Runtime:
         model depends on its outputs, which blocks alone do not have.
 
         Raises:
-            NotSupported: The module cannot be written in the format, or its files have fixed sizes.
+            NotSupported: The module cannot be written in the format.
         """
         if self.form is None:
             return self.conditions.prepare(module)
-        if self.form.fixed_batch is not None:
-            raise NotSupported(
-                f"plans are not made for the speed of {self.form.name}: parts of a model are timed with several numbers"
-                " of tokens, and such a file has fixed sizes. Plan for MACs or another runtime, and export the result."
-            )
         form: Any = self.form  # a dataclass, as every format
         form = replace(form, tolerance=inf) if form.calibrated else form
         ready = copy_module(module).eval().to(self.conditions.device, PRECISIONS[self.conditions.precision])

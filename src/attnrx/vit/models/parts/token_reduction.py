@@ -4,7 +4,7 @@ Restoration: a block adds an update to every token. A restored patch is the toke
 difference from that token at the stage where it was merged or pruned: it receives the updates of that token, and keeps
 its difference, which a copy of the merged token loses. Later layers change differences, so that early ones count less:
 the difference before layer l has the weight l / n at the output of layer n. This weight has the smallest error of those
-measured (`benchmarks/dense_features.py`). Stages are undone from the last to the first, only for the blocks whose
+measured (docs/results/dense.md). Stages are undone from the last to the first, only for the blocks whose
 output is requested. The blocks pass the restored tokens to each other, so that every method of a library that runs them
 returns features of all patches: `TokenReduction.leave` stores the present tokens after a block, and `enter` gives them
 to the next one.
