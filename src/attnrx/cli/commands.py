@@ -20,7 +20,7 @@ from attnrx.cli.options import Command, Outcome, Parser, option
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
-from attnrx.vit.maps import FITS, REALIZATIONS, REALIZED_NORMS
+from attnrx.vit.maps import FITS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +44,7 @@ EXAMPLES = {
     "train": "attnrx train svda:cifar10 --data cifar10 --out runs/cifar10 --epochs 4 --seed 42",
     "diagnose": "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json",
     "prescribe": "attnrx prescribe diagnosis.json --rules qk=energy_retention:0.90 --out prescription.json",
-    "realize": "attnrx realize runs/cifar10 --prescription prescription.json --norms refit --data cifar10 --out slim",
+    "realize": "attnrx realize runs/cifar10 --prescription prescription.json --out slim",
     "verify": "attnrx verify runs/cifar10-slim --reference runs/cifar10 --data cifar10 --out evidence.json",
     "export": (
         "attnrx export slim --to onnx --out slim.onnx\n"
@@ -334,9 +334,9 @@ def _diagnosis(arguments: Namespace) -> "rx.Diagnosis | nn.Module":
     return rx.Diagnosis.load(arguments.diagnosis)
 
 
-NORMS = (
-    "the norms of compressed SVDA layers: exact as in the mask (saves least), renormalized over the kept directions as "
-    "in the paper, or with strengths refitted on --data"
+BY = (
+    "compress deletes what is pruned, mask sets it to zero; or the name of another compression, which the form of the "
+    "attention brings"
 )
 REPAIR = (
     "fit the weights of the compressed model, block by block, to the outputs of the original's blocks on --data "
@@ -352,12 +352,11 @@ def _realize_options(parser: Parser) -> None:
     options.add_model(parser, "the model of the prescription")
     option(parser, "--prescription", "FILE", "the prescription to apply", required=True)
     options.add_out(parser, "the folder of the new model; an existing model in it is replaced", folder=True)
-    option(parser, "--by", REALIZATIONS, "delete the pruned directions, or set them to zero", "compress")
-    option(parser, "--norms", REALIZED_NORMS, NORMS, REALIZED_NORMS[0])
+    option(parser, "--by", "NAME", BY, "compress")
     option(parser, "--repair", options.STEPS, REPAIR, 0)
     option(parser, "--distill", options.STEPS, DISTILL, 0)
-    options.add_data(parser, "training images for --norms refit and fits of weights", required=False)
-    calibration = "training images for --norms refit, --repair and --distill"
+    options.add_data(parser, "training images for fits of strengths and weights", required=False)
+    calibration = "training images for compressions that fit strengths, --repair and --distill"
     option(parser, "--calibration-images", options.COUNT, calibration, 512)
     option(parser, "--seed", options.SEED, "seeds --repair and --distill", 0)
     options.add_device(parser)
@@ -365,30 +364,27 @@ def _realize_options(parser: Parser) -> None:
 
 def _realize(arguments: Namespace, log: Log) -> Outcome:
     from attnrx.change.realization.realizing import fits_of, fits_record, realize_and_fit  # imports torch
+    from attnrx.vit.spec import compression_of
 
     # Before the model is realized, which takes long with --repair.
     rx.models.require_model_folder(arguments.out)
-    if arguments.by == "mask" and arguments.norms != REALIZED_NORMS[0]:
-        raise InvalidInput(
-            f"--by mask --norms {arguments.norms}: a mask keeps the norms of the model, so --norms has no effect; omit "
-            "it, or take --by compress."
-        )
+    compression = compression_of(arguments.by)
     prescription = rx.Prescription.load(arguments.prescription)
     model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     # The settings are saved with the model, because its matched controls are realized with the same settings.
-    how = {name: getattr(arguments, name) for name in ("by", "norms", *FITS, "calibration_images")}
+    how = {name: getattr(arguments, name) for name in ("by", *FITS, "calibration_images")}
     fits = fits_of({name: how[name] for name in FITS}, arguments.seed)
     how |= fits_record(*fits)
     # Data that nothing is fitted on are not loaded.
     images, fitted = None, [f"--{name}" for name in FITS if getattr(arguments, name)]
-    fitted += ["--norms refit"] * (arguments.norms == "refit")
+    fitted += [f"--by {arguments.by}"] * (compression is not None and compression.fit is not None)
     if fitted:
         if arguments.data is None:
             requested = " and ".join(fitted)
             raise InvalidInput(f"{requested}: fitted on images, and --data names none; add --data NAME.")
         train = options.splits_argument(model, arguments, distinct=True).train
         images = train.take(min(arguments.calibration_images, len(train)))
-    slim = realize_and_fit(model, prescription, images, fits, arguments.by, arguments.norms)
+    slim = realize_and_fit(model, prescription, images, fits, arguments.by)
     prescription = replace(prescription, about={**prescription.about, "realized": how})
     folder = rx.save(slim, arguments.out, prescription=prescription)
     changes, table = _cost_changes(*(rx.models.family_of(each).costs(each) for each in (model, slim)))

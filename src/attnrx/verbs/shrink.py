@@ -60,7 +60,6 @@ from attnrx.verbs.load import load, preflight
 from attnrx.verbs.save import require_no_sizes, save_with
 from attnrx.verbs.verify import verify
 from attnrx.vit.costs import Conditions
-from attnrx.vit.maps import REALIZED_NORMS
 from attnrx.vit.models import (
     accepting,
     at_size_of,
@@ -615,8 +614,7 @@ class ShrinkRun:
         if self.settings.to is not None and self._is_slower(slim, target):
             return self.unchanged(target)
         # `attnrx realize` and the matched controls read this record, and repeat it.
-        how = {"by": "compress", "norms": REALIZED_NORMS[0]}
-        how |= {"calibration_images": len(self.images.planned), **fits_record(*fits)}
+        how = {"by": "compress", "calibration_images": len(self.images.planned), **fits_record(*fits)}
         prescription = replace(chosen, about={**chosen.about, "realized": how})
         rounds = rounds_of(batch, self.original)
         return self._verified(slim, target, plan, prescription, Promises(rounds=rounds))
