@@ -142,10 +142,11 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         DataError: There is no image, or a requested check needs labels that are missing.
 
     Examples:
-        >>> model, images = rx.load("svda:digits"), torch.randn(64, 1, 16, 16)
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> model, images = rx.load(vit), torch.randn(64, 3, 32, 32)
         >>> prescription = rx.prescribe(rx.diagnose(model, images), "total_rank:0.5")
         >>> small = rx.realize(model, prescription)
-        >>> evidence = rx.verify(small, model, torch.randn(64, 1, 16, 16), "costs,fidelity", prescription=prescription)
+        >>> evidence = rx.verify(small, model, torch.randn(64, 3, 32, 32), "costs,fidelity", prescription=prescription)
         >>> [f.claim for f in evidence.findings if f.outcome == "fails"]
         []
     """

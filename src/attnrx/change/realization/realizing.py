@@ -97,8 +97,9 @@ def realize(
         NotSupported: A decision that cannot be realized, or a model that is compressed already.
 
     Examples:
-        >>> model = rx.load("svda:digits")
-        >>> diagnosis = rx.diagnose(model, torch.randn(64, 1, 16, 16))
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> model = rx.load(vit)
+        >>> diagnosis = rx.diagnose(model, torch.randn(64, 3, 32, 32))
         >>> small = rx.realize(model, rx.prescribe(diagnosis, "total_rank:0.5"))
         >>> sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
         True

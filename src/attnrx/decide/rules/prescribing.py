@@ -84,10 +84,11 @@ def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescriptio
         InvalidRule: A rule is outside its range, does not apply to its map, or removes a map in all layers.
 
     Examples:
-        >>> diagnosis = rx.diagnose(rx.load("svda:digits"), torch.randn(64, 1, 16, 16))
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> diagnosis = rx.diagnose(rx.load(vit), torch.randn(64, 3, 32, 32))
         >>> prescription = rx.prescribe(diagnosis, "qk=total_rank:0.5")
-        >>> [sum(ranks) for ranks in prescription.ranks]  # of 4 heads with 16 directions, in each layer
-        [32, 32, 32]
+        >>> [sum(ranks) for ranks in prescription.ranks]  # of 3 heads with 64 directions, in each layer
+        [96, 96]
     """
     read, tokens = parse_rules(rules)
     if isinstance(diagnosis, nn.Module):
