@@ -451,6 +451,7 @@ class ViTFamily(AttnrxFamily[ViTConfig]):
     name = "vit"
     model_type = VisionTransformer
     config_type = ViTConfig
+    fits_data = True  # a scenario fits any data of its image size
 
     def names(self) -> tuple[str, ...]:
         return tuple(f"{form}:{scenario}" for form in ("svda", "dense") for scenario in SCENARIOS)

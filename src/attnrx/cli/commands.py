@@ -41,7 +41,7 @@ SUMMARIES = {
 EXAMPLES = {
     "shrink": "attnrx shrink timm:vit_tiny_patch16_224 --data imagenette224.parquet --faster 1.6 --out runs/shrunk",
     "elastic": "attnrx elastic timm:vit_tiny_patch16_224 --data imagenette224.parquet --macs 0.8,0.6 --out runs/sizes",
-    "train": "attnrx train svda:cifar10 --data cifar10 --out runs/cifar10 --epochs 4 --seed 42",
+    "train": "attnrx train timm:vit_tiny_patch16_224 --data imagenette --epochs 4 --learning-rate 1e-4 --out tuned",
     "diagnose": "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json",
     "prescribe": "attnrx prescribe diagnosis.json --rules qk=energy_retention:0.90 --out prescription.json",
     "realize": "attnrx realize runs/cifar10 --prescription prescription.json --out slim",
@@ -56,7 +56,7 @@ EXAMPLES = {
         "  afterwards hub:someone/slim-vit is the name of the model: attnrx costs hub:someone/slim-vit"
     ),
     "report": "attnrx report --candidate runs/cifar10-slim --diagnosis diagnosis.json --out report.html",
-    "costs": "attnrx costs timm:deit_small_patch16_224 --tokens spot:0.7@4,7,10 --json",
+    "costs": "attnrx costs timm:deit_small_patch16_224 --tokens ward:0.7@4,7,10 --json",
 }
 
 # The quantities of the claims about a target that is measured; MACs and parameters are met by construction.
@@ -138,10 +138,6 @@ def _elastic(arguments: Namespace, log: Log) -> Outcome:
     return Outcome(sizes.to_record(), (*map(str, sizes.sizes), f"sizes: {sizes.folder}"))
 
 
-# Models of the SVDA paper: a scenario fits any data of its image size. All others have weights, or the shape of a
-# published model.
-BUILT_FOR_DATA = ("svda", "dense")
-
 LOSSES = "terms added to the task, e.g. target_rank:16:0.1 perturbation_robustness:layers=3/4 task:0 (no smoothing)"
 
 
@@ -209,10 +205,9 @@ def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Modu
     """Returns model and data: data normalized for a model, or a new model with the data's shape and scale."""
     # A new model is built twice: this one states the image size that the data are loaded with.
     model = rx.load(arguments.model, seed, weights=arguments.weights, trust=arguments.trust)
-    form = arguments.model.partition(":")[0]
-    if form not in BUILT_FOR_DATA or Path(arguments.model).exists():
+    family = rx.models.own_family(arguments.model)
+    if family is None or not family.fits_data or Path(arguments.model).exists():
         return model, options.splits_argument(model, arguments)
-    family = rx.models.family_of(model)
     channels, size, _ = family.input_shape(model)
     splits = options.load_splits(arguments, image_size=size)
     for note in splits.notes:
@@ -282,7 +277,7 @@ RULES = (
 
 def _prescribe_options(parser: Parser) -> None:
     parser.add_argument("diagnosis", metavar="DIAGNOSIS", help=SUBJECT)
-    option(parser, "--weights", "FILE", "the weights of that timm:NAME or lvvit:SIZE")
+    option(parser, "--weights", "FILE", "the weights of a model that is given by its name, in a local file")
     options.add_trust(parser)
     option(parser, "--rules", "MAP=RULE", RULES, nargs="+", required=True)
     kind = "attnrx prescription"
@@ -557,7 +552,9 @@ def _part(kind: Any, given: str | None, folder: Path | None = None, name: str = 
 
 
 def _costs_options(parser: Parser) -> None:
-    parser.add_argument("model", help="a name such as svda:cifar10, whose weights are not needed, or a saved folder")
+    parser.add_argument(
+        "model", help="a name such as timm:deit_small_patch16_224, whose weights are not needed, or a saved folder"
+    )
     options.add_trust(parser)
     option(parser, "--tokens", "POLICY", f"the costs with token pruning or merging: {options.POLICY}")
 

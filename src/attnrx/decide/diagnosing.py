@@ -49,7 +49,7 @@ def diagnose(
         data: Images in any form that `data.image_set` reads, normalized for the model; for images on another scale a
             ScaleWarning is issued and recorded in `about["notes"]`.
         diagnostics: The diagnostics.
-        moments: Measure the moments of values and MLP for models with norms (SVDA) too: rules for vo, fc1 and fc2 need
+        moments: Measure the moments of values and MLP for models with norms too: rules for vo, fc1 and fc2 need
             them, unless their metric is weights; for models without norms they are always measured.
         images: The largest number of images.
         batch_size: Images per forward pass.

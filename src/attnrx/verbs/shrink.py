@@ -419,7 +419,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             is made with the latency of blocks in the runtime of the format; `Shrunk.save(to=...)` writes the file.
         inputs: What the forward of a module of your own takes, of every batch: `inputs(batch)` returns a tensor, a
             tuple of arguments or a mapping of named ones. By default the batch is one of images.
-        weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.
+        weights: The weights of a model that is given by its name, in a local file.
         columns: The columns of images and labels, for tables.
         folder: Where `Shrunk.save` will write the results; files there that attnrx did not write are refused before the
             work. One call at a time uses a folder.
