@@ -8,9 +8,11 @@ import torch
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet, Normalization, from_tensors
 from attnrx.support.errors import FingerprintMismatch, InvalidInput, NotSupported
+from attnrx.vit.attention import Attention
+from attnrx.vit.attention.forms import SCORES, DenseForm, register_form
 from attnrx.vit.models import family_of, observing
-from attnrx.vit.spec import COMPRESSIONS
-from attnrx_lab.vision_transformer import TransformerConfig, VisionTransformer
+from attnrx.vit.spec import COMPRESSIONS, FORMS, Compression, FormTraits
+from attnrx_lab.vision_transformer import TransformerConfig, VisionTransformer, full_spec
 from support.cases import BY, CONFIGS, OWN, PATTERNS, images, model, own, prescription, with_heads, with_strength
 
 
@@ -135,6 +137,23 @@ def test_refit_keeps_the_strengths_where_solved_ones_are_farther(monkeypatch: py
     monkeypatch.setitem(COMPRESSIONS, "refit", replace(COMPRESSIONS["refit"], fit=lambda *_: farther))
     plain = realize(vit, given, by="renormalized")
     assert torch.equal(realize(vit, given, by="refit", calibration=data)(inputs), plain(inputs))
+
+
+def test_a_form_is_registered_with_its_traits_scores_and_compressions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in (FORMS, SCORES, COMPRESSIONS):
+        monkeypatch.setitem(table, "plain", next(iter(table.values())))  # removed afterwards
+    kept = Compression(fit=lambda model, prescription, images: prescription.layers)
+    traits = FormTraits(has_strengths=False, shares_directions=False, norms=("none",))
+    register_form("plain", DenseForm, traits, {"plain": kept})
+    spec = replace(full_spec("dense", 12, 3), form="plain")
+    assert isinstance(Attention(spec).scores, DenseForm) and spec.traits is traits
+    config = CONFIGS["dense"]
+    vit, inputs = model(config), images(config)
+    given = prescription(vit, PATTERNS["half"])
+    small = realize(vit, given, "plain", calibration(config))
+    assert torch.equal(small(inputs), realize(vit, given)(inputs))
+    with pytest.raises(InvalidInput, match="by='plain' fits strengths"):
+        realize(vit, given, "plain")
 
 
 def test_the_original_stays_as_it_is() -> None:

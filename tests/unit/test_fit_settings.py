@@ -56,6 +56,13 @@ def test_every_setting_of_a_fit_is_recorded_and_read_again(tmp_path: Path) -> No
         recorded_fits({"repair": 2, "settings": {"repair": {"learning_rate": [0.1]}}})
 
 
+def test_records_of_earlier_versions_state_the_norms_beside_by() -> None:
+    kinds = [recorded_by({"by": "compress", "norms": norms}) for norms in ("exact", "renormalized", "refit")]
+    assert kinds == ["compress", "renormalized", "refit"]
+    assert {recorded_by({"by": "mask", **more}) for more in ({}, {"norms": "exact"}, {"norms": "refit"})} == {"mask"}
+    assert recorded_by({"by": "renormalized"}) == "renormalized"
+
+
 def test_every_fit_is_repeated_with_its_recorded_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Any] = []
 

@@ -474,11 +474,12 @@ def _needs_original_norms(spec: AttentionSpec, scores: ScoreDecision, order: Seq
     if not spec.has_norms or spec.keeps_original_norms or not loses:
         return False
     if any(rank < spec.original_rank for rank in spec.ranks):
-        others = [name for name, compression in COMPRESSIONS.items() if not compression.keeps_norms]
+        others = [f"or give by={name!r}" for name, compression in COMPRESSIONS.items() if not compression.keeps_norms]
         raise NotSupported(
             f"by='compress' needs the norms of all {spec.original_rank} original directions, but this layer was "
-            f"compressed to ranks {spec.ranks} before; realize the prescription from the original model, "
-            f"or give by={' or '.join(map(repr, others))}."
+            f"compressed to ranks {spec.ranks} before; "
+            + ", ".join(["realize the prescription from the original model", *others])
+            + "."
         )
     return True
 
