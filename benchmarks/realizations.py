@@ -113,9 +113,7 @@ def measure(start: Start, seed: int, arguments: argparse.Namespace) -> list[dict
             continue
         logits_of = {
             kind: logits(
-                rx.realize(model, prescription, by="mask")
-                if kind == "mask"
-                else rx.realize(model, prescription, norms=kind, calibration=calibration),
+                rx.realize(model, prescription, by="compress" if kind == "exact" else kind, calibration=calibration),
                 splits.test,
             )
             for kind in KINDS

@@ -97,22 +97,22 @@ print(prescription.layers[0].qk.reasons[0])
 # ## Realize in three ways
 #
 # Deleting directions changes the norms that the rows are divided by, so there are [three compressions](../exact.md).
-# `exact` equals the mask to rounding and saves the least; `renormalized` is the paper's; `refit` is equally small, and
-# fits the kept strengths on some images. For spread strengths, as here, `exact` is the nearest to the original.
+# `compress` equals the mask to rounding and saves the least; `renormalized` is the paper's; `refit` is equally small,
+# and fits the kept strengths on some images. For spread strengths, as here, `compress` is the nearest to the original.
 
 # %%
 masked = rx.realize(run.model, prescription, by="mask")
 few = splits.train.take(256)
 whole = rx.models.family_of(run.model).costs(run.model)
-for norms in ("exact", "renormalized", "refit"):
-    slim = rx.realize(run.model, prescription, norms=norms, calibration=few)
+for by in ("compress", "renormalized", "refit"):
+    slim = rx.realize(run.model, prescription, by=by, calibration=few)
     evidence = rx.verify(slim, run.model, splits.test, [rx.checks.Fidelity()], masked=masked)
     to_original, to_mask = (
         next(found.value for found in evidence.findings if found.claim.endswith(pair) and "logit" in found.claim)
         for pair in ("candidate against reference", "candidate against masked")
     )
     macs = rx.models.family_of(slim).costs(slim).macs / whole.macs
-    print(f"{norms}: {100 * macs:.1f} % of the MACs; {to_original:.4f} from the original, {to_mask:.1e} from the mask")
+    print(f"{by}: {100 * macs:.1f} % of the MACs; {to_original:.4f} from the original, {to_mask:.1e} from the mask")
 
 # %%
 folder = rx.save(slim, "slim-svda", prescription=prescription)
@@ -125,6 +125,6 @@ print(folder)
 # attnrx train svda:cifar10 --data cifar10 --out runs/cifar10
 # attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json
 # attnrx prescribe diagnosis.json --rules qk=energy_retention:0.90 --out prescription.json
-# attnrx realize runs/cifar10 --prescription prescription.json --norms refit --data cifar10 --out slim
+# attnrx realize runs/cifar10 --prescription prescription.json --by refit --data cifar10 --out slim
 # attnrx verify slim --reference runs/cifar10 --data cifar10 --prescription prescription.json --out evidence.json
 # ```

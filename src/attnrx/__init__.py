@@ -6,7 +6,7 @@
     splits = rx.adapt_preprocessing(rx.load_data("cifar10"), model)
     diagnosis = rx.diagnose(model, splits.validation)
     prescription = rx.prescribe(diagnosis, "energy_retention:0.90")
-    slim = rx.realize(model, prescription, norms="refit", calibration=splits.train.take(512))
+    slim = rx.realize(model, prescription)
     evidence = rx.verify(slim, model, splits.test, prescription=prescription)
     rx.save(slim, "slim", prescription=prescription, evidence=evidence)
 

@@ -16,7 +16,7 @@ from attnrx.vit.attention.backends import Bucket, BucketValues, HeadOutputs, Mix
 from attnrx.vit.attention.forms import Keys, Queries, ScoreForm, register_form
 from attnrx.vit.kernels.compilation import address, define, kernel_threads, require_inference, required_library
 from attnrx.vit.kernels.native_attention import described_heads, num_features, require_heads
-from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.spec import AttentionSpec, FormTraits
 
 
 class SharedForm(ScoreForm):
@@ -212,5 +212,7 @@ _NATIVE_MIXED_ATTENTION = define(
     _mixed_attention, _empty_mixed, _mixed_operations,
 )  # fmt: skip
 
-register_form("shared", SharedForm)
-register_form("mixed", MixedForm)
+register_form("shared", SharedForm, FormTraits(has_strengths=True, shares_directions=True, norms=("none",)))
+register_form(
+    "mixed", MixedForm, FormTraits(has_strengths=False, shares_directions=True, norms=("none",), mixes_blocks=True)
+)

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from attnrx.change.predictions import observe_images
-from attnrx.change.realization.realizing import REFITS
 from attnrx.data import ImageSet
 from attnrx.nouns.prescription import LayerPrescription, Prescription
 from attnrx.support.errors import InvalidInput, NotSupported
@@ -102,8 +101,8 @@ def refit_strengths(model: nn.Module, prescription: Prescription, calibration: I
     """
     if any(layer.qk.basis is not None for layer in prescription.layers):
         raise NotSupported(
-            "norms='refit' solves for the strengths of the model's own directions, and this prescription has "
-            "rewritten ones, whose strengths follow from the metric; omit norms='refit'."
+            "by='refit' solves for the strengths of the model's own directions, and this prescription has rewritten "
+            "ones, whose strengths follow from the metric; omit by='refit'."
         )
     attentions = family_of(model).attention(model)
     fits = [StrengthFit(*layer.qk.keep.shape) for layer in prescription.layers]
@@ -131,6 +130,3 @@ def _kept_rows(rows: Float[Tensor, "batch tokens heads directions"], keep: Tenso
     masked = rows * keep.to(rows.dtype)
     # The observed rows are divided by their norms already; dividing again by the norm of the kept part is the same.
     return nn.functional.normalize(masked, dim=-1) if has_norms else masked
-
-
-REFITS["refit"] = refit_strengths  # `attnrx.realize(norms="refit")`

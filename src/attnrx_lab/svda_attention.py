@@ -11,7 +11,8 @@ from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention.backends import Bucket, ScoreFactors
 from attnrx.vit.attention.forms import Keys, Queries, ScoreForm, register_form
 from attnrx.vit.attention.head_linear import padding_index
-from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.spec import AttentionSpec, Compression, FormTraits
+from attnrx_lab.strength_refit import refit_strengths
 
 
 class SvdaForm(ScoreForm):
@@ -116,4 +117,13 @@ class _UnitRows(torch.autograd.Function):
         return tangent.mul_(inverse.to(rows.dtype))
 
 
-register_form("svda", SvdaForm)
+register_form(
+    "svda",
+    SvdaForm,
+    FormTraits(has_strengths=True, shares_directions=False, norms=("kept", "original")),
+    {
+        # The paper's: rows are deleted, and divided by the norm of the remaining ones.
+        "renormalized": Compression(keeps_norms=False),
+        "refit": Compression(keeps_norms=False, fit=refit_strengths),
+    },
+)

@@ -252,7 +252,7 @@ LINES = (
     "realize svda:digits --prescription {plain} --out {out}", "realize {model} --prescription {pipe} --out {out}",
     "realize {model} --prescription /dev/null --out {out}",
     "realize {model} --prescription {diagnosis} --out {out}",
-    "realize {model} --prescription {plain} --out {out} --norms refit",
+    "realize {model} --prescription {plain} --out {out} --by refit",
     "diagnose {model} --data {data} --out {out} --device meta",
     "diagnose {model} --data {data} --out {out} --images 9999",
     "diagnose {model} --data {data} --out {out} --divergence nothing",

@@ -16,9 +16,9 @@ from attnrx_lab.vision_transformer import Transformer, VisionTransformer, block_
 from support.cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
 
 
-def compressed(config: str, pattern: str, norms: str) -> Transformer:
+def compressed(config: str, pattern: str, by: str) -> Transformer:
     original = own(OWN[config])
-    result = realize(original, prescription(original, PATTERNS[pattern]), by="compress", norms=norms)  # type: ignore[arg-type]
+    result = realize(original, prescription(original, PATTERNS[pattern]), by=by)  # type: ignore[arg-type]
     assert isinstance(result, Transformer)
     return result
 
@@ -29,24 +29,24 @@ def eager_product_macs(vit: Transformer, count: int = 5) -> int:
         return count_product_macs(vit, images(vit.config, count))
 
 
-@pytest.mark.parametrize("norms", ["renormalized", "exact"])
+@pytest.mark.parametrize("by", ["renormalized", "compress"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("config", OWN)
-def test_closed_form_equals_what_is_allocated_and_what_runs(config: str, pattern: str, norms: str) -> None:
-    vit = compressed(config, pattern, norms)
+def test_closed_form_equals_what_is_allocated_and_what_runs(config: str, pattern: str, by: str) -> None:
+    vit = compressed(config, pattern, by)
     costs = family_of(vit).costs(vit)
     assert costs.params == count_params(vit)
     assert costs.product_macs == eager_product_macs(vit)
 
 
-@pytest.mark.parametrize("norms", ["renormalized", "exact"])
+@pytest.mark.parametrize("by", ["renormalized", "compress"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("config", OWN)
-def test_a_prescription_is_priced_before_it_is_realized(config: str, pattern: str, norms: str) -> None:
+def test_a_prescription_is_priced_before_it_is_realized(config: str, pattern: str, by: str) -> None:
     original = own(OWN[config])
     layers = zip(original.config.attention, prescription(original, PATTERNS[pattern]).layers, strict=True)
-    specs = tuple(compressed_spec(spec, layer, norms) for spec, layer in layers)  # type: ignore[arg-type]
-    vit = compressed(config, pattern, norms)
+    specs = tuple(compressed_spec(spec, layer, by == "compress") for spec, layer in layers)  # type: ignore[arg-type]
+    vit = compressed(config, pattern, by)
     assert family_of(original).costs(original, specs) == family_of(vit).costs(vit)
 
 

@@ -49,12 +49,11 @@ def test_mask_equals_compress_and_costs_are_exact(subjects, form: str, metric: s
     if form == "svda" and "qk" in others:
         others = others.replace("qk=", "qk=top_rank:2 & ")
     given = rx.prescribe(diagnosis, rules(metric, others))
-    norms = "exact" if form == "svda" else "renormalized"
-    masked, small = (rx.realize(model, given, by=by, norms=norms) for by in ("mask", "compress"))
+    masked, small = (rx.realize(model, given, by=by) for by in ("mask", "compress"))
     torch.testing.assert_close(masked(images), small(images), rtol=1e-9, atol=1e-9)
     specs = [attention.spec for attention in family_of(small).attention(small)]
     assert [len(spec.heads) for spec in specs] == [2] * 3
-    if norms != "exact":
+    if form != "svda":
         assert prescribed_costs(model, given) == family_of(small).costs(small)
 
 

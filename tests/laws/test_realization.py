@@ -5,12 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnrx.change.realization import realize, realizing
+from attnrx.change.realization import realize
 from attnrx.data import ImageSet, Normalization, from_tensors
 from attnrx.support.errors import FingerprintMismatch, InvalidInput, NotSupported
+from attnrx.vit.attention import Attention
+from attnrx.vit.attention.forms import SCORES, DenseForm, register_form
 from attnrx.vit.models import family_of, observing
-from attnrx_lab.vision_transformer import TransformerConfig, VisionTransformer
-from support.cases import CONFIGS, NORMS, OWN, PATTERNS, images, model, own, prescription, with_heads, with_strength
+from attnrx.vit.spec import COMPRESSIONS, FORMS, Compression, FormTraits
+from attnrx_lab.vision_transformer import TransformerConfig, VisionTransformer, full_spec
+from support.cases import BY, CONFIGS, OWN, PATTERNS, images, model, own, prescription, with_heads, with_strength
 
 
 def calibration(config: TransformerConfig) -> ImageSet:
@@ -28,7 +31,7 @@ def test_exact_compression_equals_the_mask(config: str, pattern: str) -> None:
     given = with_strength(prescription(vit, PATTERNS[pattern]), 0.7)
     inputs = images(OWN[config])
     masked = realize(vit, given, "mask")(inputs)
-    compressed = realize(vit, given, "compress", "exact")(inputs)
+    compressed = realize(vit, given, "compress")(inputs)
     torch.testing.assert_close(compressed, masked, rtol=1e-10, atol=1e-10)
     # Which is the default, because no other compression keeps what the prescription kept.
     assert torch.equal(realize(vit, given)(inputs), compressed)
@@ -61,30 +64,30 @@ def test_exact_compression_equals_the_mask_at_the_edges(kind: str, pattern: str,
     vit, inputs = edge_of(kind).to(dtype), images(CONFIGS["svda-deep"]).to(dtype)
     given = prescription(vit, PATTERNS[pattern])
     masked = realize(vit, given, "mask")(inputs)
-    compressed = realize(vit, given, "compress", "exact")(inputs)
+    compressed = realize(vit, given, "compress")(inputs)
     close = 1e-10 if dtype == torch.float64 else 1e-4
     torch.testing.assert_close(compressed, masked, rtol=close, atol=close)
     assert bool(masked.isfinite().all())
 
 
-@pytest.mark.parametrize("norms", NORMS)
+@pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("config", OWN)
-def test_keeping_everything_changes_no_bit(config: str, norms: str) -> None:
+def test_keeping_everything_changes_no_bit(config: str, by: str) -> None:
     vit = own(OWN[config])
     given, inputs = prescription(vit, PATTERNS["full"]), images(OWN[config])
     before = vit(inputs)
     assert torch.equal(realize(vit, given, "mask")(inputs), before)
-    compressed = realize(vit, given, "compress", norms, calibration(OWN[config]))
+    compressed = realize(vit, given, by, calibration(OWN[config]))
     assert torch.equal(compressed(inputs), before)
 
 
-@pytest.mark.parametrize("norms", NORMS)
+@pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("config", OWN)
-def test_compression_is_physical(config: str, pattern: str, norms: str) -> None:
+def test_compression_is_physical(config: str, pattern: str, by: str) -> None:
     vit = own(OWN[config])
     given = prescription(vit, PATTERNS[pattern])
-    small = realize(vit, given, "compress", norms, calibration(OWN[config]))
+    small = realize(vit, given, by, calibration(OWN[config]))
     for attention, layer, before in zip(
         family_of(small).attention(small), given.layers, family_of(vit).attention(vit), strict=True
     ):
@@ -95,7 +98,7 @@ def test_compression_is_physical(config: str, pattern: str, norms: str) -> None:
         assert spec.scale == before.spec.scale
         assert attention.scores.query.weight.shape[0] == sum(spec.rows)
         assert attention.value.weight.shape[0] == len(spec.heads) * spec.head_dim
-        if norms != "exact":
+        if by != "compress":
             assert sum(spec.rows) == sum(layer.qk.ranks)
 
 
@@ -113,8 +116,8 @@ def test_refit_is_never_worse_than_renormalized_on_its_own_data(pattern: str, fa
     pixels = next(iter(data.batches(24))).images.double()
     with observing(vit, family_of(vit), lambda layer, seen: truth.append(seen.scores)), torch.no_grad():
         vit(pixels)
-    for norms in ("renormalized", "refit"):
-        small = realize(vit, given, "compress", norms, data)
+    for by in ("renormalized", "refit"):
+        small = realize(vit, given, by, data)
         found: list[torch.Tensor] = []
         with observing(small, family_of(small), lambda layer, seen, to=found: to.append(seen.scores)), torch.no_grad():
             small(pixels)
@@ -122,7 +125,7 @@ def test_refit_is_never_worse_than_renormalized_on_its_own_data(pattern: str, fa
         target = truth[0][:, order]  # only the first layer has the same tokens
         weight, difference = target.softmax(-1), found[0] - target
         centred = difference - (weight * difference).sum(-1, keepdim=True)
-        errors[norms] = (weight * centred.square()).sum((0, 2, 3))
+        errors[by] = (weight * centred.square()).sum((0, 2, 3))
     assert bool((errors["refit"] <= errors["renormalized"] * (1 + 1e-9)).all())
 
 
@@ -131,9 +134,26 @@ def test_refit_keeps_the_strengths_where_solved_ones_are_farther(monkeypatch: py
     vit, data, inputs = model(config), calibration(config), images(config)
     given = prescription(vit, PATTERNS["half"])
     farther = [layer.with_scores(replace(layer.qk, strength=-20 * layer.qk.strength)) for layer in given.layers]
-    monkeypatch.setitem(realizing.REFITS, "refit", lambda *_: farther)
-    plain = realize(vit, given, norms="renormalized")
-    assert torch.equal(realize(vit, given, norms="refit", calibration=data)(inputs), plain(inputs))
+    monkeypatch.setitem(COMPRESSIONS, "refit", replace(COMPRESSIONS["refit"], fit=lambda *_: farther))
+    plain = realize(vit, given, by="renormalized")
+    assert torch.equal(realize(vit, given, by="refit", calibration=data)(inputs), plain(inputs))
+
+
+def test_a_form_is_registered_with_its_traits_scores_and_compressions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in (FORMS, SCORES, COMPRESSIONS):
+        monkeypatch.setitem(table, "plain", next(iter(table.values())))  # removed afterwards
+    kept = Compression(fit=lambda model, prescription, images: prescription.layers)
+    traits = FormTraits(has_strengths=False, shares_directions=False, norms=("none",))
+    register_form("plain", DenseForm, traits, {"plain": kept})
+    spec = replace(full_spec("dense", 12, 3), form="plain")
+    assert isinstance(Attention(spec).scores, DenseForm) and spec.traits is traits
+    config = CONFIGS["dense"]
+    vit, inputs = model(config), images(config)
+    given = prescription(vit, PATTERNS["half"])
+    small = realize(vit, given, "plain", calibration(config))
+    assert torch.equal(small(inputs), realize(vit, given)(inputs))
+    with pytest.raises(InvalidInput, match="by='plain' fits strengths"):
+        realize(vit, given, "plain")
 
 
 def test_the_original_stays_as_it_is() -> None:
@@ -141,7 +161,7 @@ def test_the_original_stays_as_it_is() -> None:
     before = {name: tensor.clone() for name, tensor in vit.state_dict().items()}
     given = prescription(vit, PATTERNS["ragged"])
     realize(vit, given, "mask")
-    realize(vit, given, "compress", "exact")
+    realize(vit, given, "compress")
     assert all(torch.equal(tensor, before[name]) for name, tensor in vit.state_dict().items())
 
 
@@ -166,12 +186,12 @@ def test_all_heads_can_go() -> None:
 def test_a_compressed_model_can_be_compressed_again() -> None:
     config = CONFIGS["svda"]
     vit, inputs = model(config), images(config)
-    once = realize(vit, prescription(vit, PATTERNS["ragged-falling"]), norms="renormalized")
-    twice = realize(once, _strongest(once, 1), norms="renormalized")
+    once = realize(vit, prescription(vit, PATTERNS["ragged-falling"]), by="renormalized")
+    twice = realize(once, _strongest(once, 1), by="renormalized")
     assert all(spec.ranks == (1, 1, 1) for spec in twice.config.attention)  # type: ignore[union-attr]
     assert torch.isfinite(twice(inputs)).all()
     with pytest.raises(NotSupported, match="compressed to ranks"):
-        realize(once, _strongest(once, 1), "compress", "exact")
+        realize(once, _strongest(once, 1), "compress")
 
 
 @pytest.mark.parametrize("name", ["dense", "svda"])
@@ -202,6 +222,6 @@ def test_refusals() -> None:
     with pytest.raises(FingerprintMismatch, match="was made for the model"):
         realize(other, given)
     with pytest.raises(InvalidInput, match="calibration"):
-        realize(vit, given, "compress", "refit")
-    with pytest.raises(InvalidInput, match="give one of"):
+        realize(vit, given, "refit")
+    with pytest.raises(InvalidInput, match=r"choose from compress, .*refit"):
         realize(vit, given, "prune")

@@ -20,12 +20,12 @@ from attnrx_lab.vision_transformer import ViTConfig
 from support.cases import CONFIGS, OWN, PATTERNS, images, model, own, prescription
 
 
-@pytest.mark.parametrize("norms", ["renormalized", "exact"])
+@pytest.mark.parametrize("by", ["renormalized", "compress"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("config", OWN)
-def test_models_survive_saving(tmp_path: Path, config: str, pattern: str, norms: str) -> None:
+def test_models_survive_saving(tmp_path: Path, config: str, pattern: str, by: str) -> None:
     vit = own(OWN[config])
-    small = realize(vit, prescription(vit, PATTERNS[pattern]), "compress", norms)
+    small = realize(vit, prescription(vit, PATTERNS[pattern]), by)
     again = load_model(save_model(tmp_path / "m", small))
     inputs = images(OWN[config])
     assert torch.equal(again(inputs), small(inputs))

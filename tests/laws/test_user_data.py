@@ -125,7 +125,7 @@ def test_images_alone_are_enough_where_no_label_is_needed(tmp_path: Path) -> Non
     vit = model()
     diagnosis = rx.diagnose(vit, IMAGES)
     prescription = rx.prescribe(diagnosis, "total_rank:0.5")
-    slim = rx.realize(vit, prescription, norms="exact")
+    slim = rx.realize(vit, prescription)
     evidence = rx.verify(slim, vit, DataLoader(Items(lambda row: IMAGES[row]), batch_size=4))
     assert "accuracy" not in {finding.check for finding in evidence.findings}
     assert "fidelity" in {finding.check for finding in evidence.findings}

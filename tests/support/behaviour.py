@@ -42,15 +42,14 @@ class Setting:
 
     model: str
     rules: Mapping[str, str]
-    by: str = "compress"
-    norms: str = "renormalized"
+    by: str = "renormalized"
     macs: float | None = None
     """With a share of the MACs, `{share}` in the rules becomes the largest that fits."""
 
     @property
     def name(self) -> str:
         rules = " ".join(f"{name}={rule}" for name, rule in self.rules.items())
-        how = [self.by if self.by == "mask" else self.norms]
+        how = ["exact" if self.by == "compress" else self.by]
         how += [] if self.macs is None else [f"macs={self.macs}"]
         return f"{self.model}: {rules} ({', '.join(how)})"
 
@@ -58,16 +57,16 @@ class Setting:
 EVERY = {"qk": "total_rank:0.6", "vo": "total_rank:0.75", "fc1": "total_rank:0.4", "fc2": "total_rank:0.4"}
 
 SETTINGS = [
-    *(Setting("svda", {"qk": "energy_retention:0.8"}, norms=norms) for norms in ("exact", "renormalized", "refit")),
+    *(Setting("svda", {"qk": "energy_retention:0.8"}, by=by) for by in ("compress", "renormalized", "refit")),
     Setting("svda", {"qk": "energy_retention:0.8"}, by="mask"),
-    Setting("svda", {"qk": "shrinkage:0.4"}, norms="exact"),
-    Setting("svda", {"qk": "energy_retention:0.9", "heads": "remove_heads:spectral=0.9,output=0.9"}, norms="exact"),
+    Setting("svda", {"qk": "shrinkage:0.4"}, by="compress"),
+    Setting("svda", {"qk": "energy_retention:0.9", "heads": "remove_heads:spectral=0.9,output=0.9"}, by="compress"),
     Setting("svda", {"qk": "shrinkage:0.3 & top_rank:3 | uniform_heads:selectivity=0.2"}),
     Setting("svda", {"qk": "random_matched(energy_retention:0.8):seed=3"}),
     Setting(
         "svda",
         {"qk": "effective_rank", "vo": "uniform_rank:0.75,metric=weights", "tokens": "attention_received:0.5@2"},
-        norms="exact",
+        by="compress",
     ),
     Setting("timm", {"tokens": "spot:0.5@2"}),
     Setting("dense", {"qk": "total_rank:0.6"}),
@@ -85,7 +84,7 @@ SETTINGS = [
     *(
         Setting(model, {**EVERY, "tokens": "ward:0.5@2"}, by=by)
         for model in ("timm", "transformers")
-        for by in ("compress", "mask")
+        for by in ("renormalized", "mask")
     ),
     Setting("timm", {"tokens": "zero_tprune:0.5@2"}),
     Setting(
@@ -164,8 +163,8 @@ def prescribed(setting: Setting) -> rx.Prescription:
 def measured(setting: Setting) -> dict[str, Any]:
     """Returns what is recorded of one setting."""
     given, prescription = subject(setting.model), prescribed(setting)
-    calibration = given.images if setting.norms == "refit" else None
-    small = rx.realize(given.model, prescription, by=setting.by, norms=setting.norms, calibration=calibration)
+    calibration = given.images if setting.by == "refit" else None
+    small = rx.realize(given.model, prescription, by=setting.by, calibration=calibration)
     before, after = logits(given.model, given.images), logits(small, given.images)
     costs = family_of(small).costs(small)
     found = {
@@ -182,8 +181,8 @@ def measured(setting: Setting) -> dict[str, Any]:
         "logits_norm": float(after.norm()),
         "kl": float((before.softmax(-1) * (before.log_softmax(-1) - after.log_softmax(-1))).sum(-1).mean()),
     }
-    if setting.by == "compress":
-        priced = prescribed_costs(given.model, prescription, setting.norms)
+    if setting.by != "mask":
+        priced = prescribed_costs(given.model, prescription, setting.by)
         assert (priced.macs, priced.params) == (costs.macs, costs.params)
     return found
 

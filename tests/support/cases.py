@@ -78,7 +78,7 @@ LVVITS: dict[str, LVViTConfig] = {
 # Every model of ours.
 OWN: dict[str, TransformerConfig] = {**CONFIGS, **LVVITS}
 
-NORMS = ("renormalized", "exact", "refit")
+BY = ("renormalized", "compress", "refit")  # the compressions
 
 # name -> rule with knobs that bite on strengths of about one.
 RULES: dict[str, Rule] = {

@@ -51,7 +51,7 @@ class Setting:
     @property
     def compressed(self) -> nn.Module:
         """The paper's smaller model."""
-        return realize(self.reference, self.prescription, norms="renormalized")
+        return realize(self.reference, self.prescription, by="renormalized")
 
     def comparison(self, candidate: nn.Module, images: int = 40, batch_size: int = 64) -> Comparison:
         """Compares a candidate on random pictures."""

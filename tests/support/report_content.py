@@ -38,7 +38,7 @@ def _example(depth: int, heads: int) -> ReportContent:
     model = spread_model(depth, heads)
     diagnosis = diagnosed(model)
     prescription = prescribed(model)
-    slim = realize(model, prescription, norms="renormalized")
+    slim = realize(model, prescription, by="renormalized")
     return ReportContent(
         title="SVDA on digits, energy retention 0.90",
         about={"model": "svda:digits", "data": f"digits {HOSTILE}", "seed": 42, "versions": {"attnrx": "0.1.0"}},

@@ -32,7 +32,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         "diagnose": record("diagnose", run, "--data", data, "--out", files["diagnosis"]),
         "prescribe": record("prescribe", files["diagnosis"], "--rules", "top_rank:6", "--out", files["rx"]),
         "realize": record(
-            "realize", run, "--prescription", files["rx"], "--norms", "refit", "--data", data, "--out", slim
+            "realize", run, "--prescription", files["rx"], "--by", "refit", "--data", data, "--out", slim
         ),
     }
     checks = ("--checks", "accuracy(most_drop=100),fidelity,costs,controls(draws=2)")
@@ -61,12 +61,12 @@ def test_the_chain_leaves_files_that_belong_together(chain: SimpleNamespace) -> 
 
 def test_a_realized_model_is_distilled_on_images(chain: SimpleNamespace, tmp_path: Path) -> None:
     words = ("realize", chain.run, "--prescription", chain.rx, "--data", chain.data, "--out", tmp_path / "slim")
-    reported = record(*words, "--distill", 4, "--norms", "renormalized")
+    reported = record(*words, "--distill", 4, "--by", "renormalized")
     assert reported["distill"] == 4 and reported["compressed"] == chain.steps["realize"]["compressed"]
     slim = rx.load(tmp_path / "slim")
     stored = rx.Prescription.load(tmp_path / "slim" / "prescription.json").about["realized"]
     images, model = rx.load_data(str(chain.data), image_size=16).train, rx.load(chain.run)
-    again = rx.realize(model, rx.Prescription.load(chain.rx), norms="renormalized")
+    again = rx.realize(model, rx.Prescription.load(chain.rx), by="renormalized")
     assert stored["distill"] == 4
     first, second = (distill(each, model, images, Distill(1)).before for each in (again, slim))
     assert second < first
@@ -161,7 +161,7 @@ def test_a_compressed_model_learns_from_the_original_alone(chain: SimpleNamespac
         ("costs svda:cifar11", 2, "svda:cifar10"),
         ("diagnose {run} --data digitz --out x.json", 3, "digits"),
         ("realize {slim} --prescription {rx} --out x", 2, "made for the model"),
-        ("realize {run} --prescription {rx} --norms refit --out x", 2, "--data"),
+        ("realize {run} --prescription {rx} --by refit --out x", 2, "--data"),
         ("realize {run} --prescription {rx} --out {run}", 2, "would overwrite an input"),
         ("verify {slim} --reference {run} --data {data} --checks acuracy", 2, "accuracy"),
         ("report --out x.html", 2, "nothing to show"),

@@ -97,7 +97,6 @@ def test_a_function_takes_the_folders_that_the_command_takes(made: SimpleNamespa
     ("line", "message"),
     [
         ("verify {slim} --reference {model} --data {data} --diagnosis {root}/diagnosis.json", "--diagnosis belongs to"),
-        ("realize {model} --prescription {rx} --by mask --norms refit --out {root}/x", "no effect"),
         ("bench {model} --methods a=top_rank:2 a=top_rank:3 --out {root}/x", "the name 'a' was given to 2 methods"),
     ],
 )

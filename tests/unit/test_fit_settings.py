@@ -13,6 +13,7 @@ from attnrx.change.realization import realizing
 from attnrx.change.realization.distillation import Distill
 from attnrx.change.realization.realizing import KINDS, fits_record, realize_and_fit
 from attnrx.change.realization.repair import Repair
+from attnrx.nouns.prescription import recorded_by
 from attnrx.support.errors import InvalidInput
 from attnrx.verbs.shrink import FITS_BY_EFFORT
 from attnrx.vit.models import model_fingerprint
@@ -24,7 +25,7 @@ from support.planned import CONFIG, original
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SETTINGS = (Repair(2, 0.01, 3, 64, 0.1, 8, 1e12), Distill(1, (1e-3,), 16, 9))
-HOW = {"by": "compress", "norms": "renormalized", "calibration_images": 24}
+HOW = {"by": "compress", "norms": "renormalized", "calibration_images": 24}  # of an earlier version
 
 
 def prescribed() -> rx.Prescription:
@@ -35,7 +36,7 @@ def prescribed() -> rx.Prescription:
 
 def again(model: torch.nn.Module, prescription: rx.Prescription, how: Any, images: Any) -> torch.nn.Module:
     """Makes a model from its record."""
-    return realize_and_fit(model, prescription, images, recorded_fits(how), how["by"], how["norms"])
+    return realize_and_fit(model, prescription, images, recorded_fits(how), recorded_by(how))
 
 
 def test_every_setting_of_a_fit_is_recorded_and_read_again(tmp_path: Path) -> None:
@@ -53,6 +54,13 @@ def test_every_setting_of_a_fit_is_recorded_and_read_again(tmp_path: Path) -> No
         recorded_fits({"repair": 2, "settings": {"repair": {"rate": 0.1}}})
     with pytest.raises(InvalidInput, match="learning_rate"):
         recorded_fits({"repair": 2, "settings": {"repair": {"learning_rate": [0.1]}}})
+
+
+def test_records_of_earlier_versions_state_the_norms_beside_by() -> None:
+    kinds = [recorded_by({"by": "compress", "norms": norms}) for norms in ("exact", "renormalized", "refit")]
+    assert kinds == ["compress", "renormalized", "refit"]
+    assert {recorded_by({"by": "mask", **more}) for more in ({}, {"norms": "exact"}, {"norms": "refit"})} == {"mask"}
+    assert recorded_by({"by": "renormalized"}) == "renormalized"
 
 
 def test_every_fit_is_repeated_with_its_recorded_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def shown_to() -> dict[str, Callable[[LoadedImages], Any]]:
     return {
         "diagnose": lambda data: diagnose(vit, data),
         "measure_divergence": lambda data: measure_divergence(vit, found, data, "weights"),
-        "realize": lambda data: realize(vit, given, norms="refit", calibration=data),
+        "realize": lambda data: realize(vit, given, by="refit", calibration=data),
     }
 
 

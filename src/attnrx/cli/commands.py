@@ -20,7 +20,7 @@ from attnrx.cli.options import Command, Outcome, Parser, option
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
-from attnrx.vit.maps import FITS, REALIZATIONS, REALIZED_NORMS
+from attnrx.vit.maps import FITS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,10 +41,10 @@ SUMMARIES = {
 EXAMPLES = {
     "shrink": "attnrx shrink timm:vit_tiny_patch16_224 --data imagenette224.parquet --faster 1.6 --out runs/shrunk",
     "elastic": "attnrx elastic timm:vit_tiny_patch16_224 --data imagenette224.parquet --macs 0.8,0.6 --out runs/sizes",
-    "train": "attnrx train svda:cifar10 --data cifar10 --out runs/cifar10 --epochs 4 --seed 42",
+    "train": "attnrx train timm:vit_tiny_patch16_224 --data imagenette --epochs 4 --learning-rate 1e-4 --out tuned",
     "diagnose": "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json",
     "prescribe": "attnrx prescribe diagnosis.json --rules qk=energy_retention:0.90 --out prescription.json",
-    "realize": "attnrx realize runs/cifar10 --prescription prescription.json --norms refit --data cifar10 --out slim",
+    "realize": "attnrx realize runs/cifar10 --prescription prescription.json --out slim",
     "verify": "attnrx verify runs/cifar10-slim --reference runs/cifar10 --data cifar10 --out evidence.json",
     "export": (
         "attnrx export slim --to onnx --out slim.onnx\n"
@@ -56,7 +56,7 @@ EXAMPLES = {
         "  afterwards hub:someone/slim-vit is the name of the model: attnrx costs hub:someone/slim-vit"
     ),
     "report": "attnrx report --candidate runs/cifar10-slim --diagnosis diagnosis.json --out report.html",
-    "costs": "attnrx costs timm:deit_small_patch16_224 --tokens spot:0.7@4,7,10 --json",
+    "costs": "attnrx costs timm:deit_small_patch16_224 --tokens ward:0.7@4,7,10 --json",
 }
 
 # The quantities of the claims about a target that is measured; MACs and parameters are met by construction.
@@ -138,10 +138,6 @@ def _elastic(arguments: Namespace, log: Log) -> Outcome:
     return Outcome(sizes.to_record(), (*map(str, sizes.sizes), f"sizes: {sizes.folder}"))
 
 
-# Models of the SVDA paper: a scenario fits any data of its image size. All others have weights, or the shape of a
-# published model.
-BUILT_FOR_DATA = ("svda", "dense")
-
 LOSSES = "terms added to the task, e.g. target_rank:16:0.1 perturbation_robustness:layers=3/4 task:0 (no smoothing)"
 
 
@@ -209,10 +205,9 @@ def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Modu
     """Returns model and data: data normalized for a model, or a new model with the data's shape and scale."""
     # A new model is built twice: this one states the image size that the data are loaded with.
     model = rx.load(arguments.model, seed, weights=arguments.weights, trust=arguments.trust)
-    form = arguments.model.partition(":")[0]
-    if form not in BUILT_FOR_DATA or Path(arguments.model).exists():
+    family = rx.models.own_family(arguments.model)
+    if family is None or not family.fits_data or Path(arguments.model).exists():
         return model, options.splits_argument(model, arguments)
-    family = rx.models.family_of(model)
     channels, size, _ = family.input_shape(model)
     splits = options.load_splits(arguments, image_size=size)
     for note in splits.notes:
@@ -282,7 +277,7 @@ RULES = (
 
 def _prescribe_options(parser: Parser) -> None:
     parser.add_argument("diagnosis", metavar="DIAGNOSIS", help=SUBJECT)
-    option(parser, "--weights", "FILE", "the weights of that timm:NAME or lvvit:SIZE")
+    option(parser, "--weights", "FILE", "the weights of a model that is given by its name, in a local file")
     options.add_trust(parser)
     option(parser, "--rules", "MAP=RULE", RULES, nargs="+", required=True)
     kind = "attnrx prescription"
@@ -334,9 +329,9 @@ def _diagnosis(arguments: Namespace) -> "rx.Diagnosis | nn.Module":
     return rx.Diagnosis.load(arguments.diagnosis)
 
 
-NORMS = (
-    "the norms of compressed SVDA layers: exact as in the mask (saves least), renormalized over the kept directions as "
-    "in the paper, or with strengths refitted on --data"
+BY = (
+    "compress deletes what is pruned, mask sets it to zero; or the name of another compression, which the form of the "
+    "attention brings"
 )
 REPAIR = (
     "fit the weights of the compressed model, block by block, to the outputs of the original's blocks on --data "
@@ -352,12 +347,11 @@ def _realize_options(parser: Parser) -> None:
     options.add_model(parser, "the model of the prescription")
     option(parser, "--prescription", "FILE", "the prescription to apply", required=True)
     options.add_out(parser, "the folder of the new model; an existing model in it is replaced", folder=True)
-    option(parser, "--by", REALIZATIONS, "delete the pruned directions, or set them to zero", "compress")
-    option(parser, "--norms", REALIZED_NORMS, NORMS, REALIZED_NORMS[0])
+    option(parser, "--by", "NAME", BY, "compress")
     option(parser, "--repair", options.STEPS, REPAIR, 0)
     option(parser, "--distill", options.STEPS, DISTILL, 0)
-    options.add_data(parser, "training images for --norms refit and fits of weights", required=False)
-    calibration = "training images for --norms refit, --repair and --distill"
+    options.add_data(parser, "training images for fits of strengths and weights", required=False)
+    calibration = "training images for compressions that fit strengths, --repair and --distill"
     option(parser, "--calibration-images", options.COUNT, calibration, 512)
     option(parser, "--seed", options.SEED, "seeds --repair and --distill", 0)
     options.add_device(parser)
@@ -365,30 +359,27 @@ def _realize_options(parser: Parser) -> None:
 
 def _realize(arguments: Namespace, log: Log) -> Outcome:
     from attnrx.change.realization.realizing import fits_of, fits_record, realize_and_fit  # imports torch
+    from attnrx.vit.spec import compression_of
 
     # Before the model is realized, which takes long with --repair.
     rx.models.require_model_folder(arguments.out)
-    if arguments.by == "mask" and arguments.norms != REALIZED_NORMS[0]:
-        raise InvalidInput(
-            f"--by mask --norms {arguments.norms}: a mask keeps the norms of the model, so --norms has no effect; omit "
-            "it, or take --by compress."
-        )
+    compression = compression_of(arguments.by)
     prescription = rx.Prescription.load(arguments.prescription)
     model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     # The settings are saved with the model, because its matched controls are realized with the same settings.
-    how = {name: getattr(arguments, name) for name in ("by", "norms", *FITS, "calibration_images")}
+    how = {name: getattr(arguments, name) for name in ("by", *FITS, "calibration_images")}
     fits = fits_of({name: how[name] for name in FITS}, arguments.seed)
     how |= fits_record(*fits)
     # Data that nothing is fitted on are not loaded.
     images, fitted = None, [f"--{name}" for name in FITS if getattr(arguments, name)]
-    fitted += ["--norms refit"] * (arguments.norms == "refit")
+    fitted += [f"--by {arguments.by}"] * (compression is not None and compression.fit is not None)
     if fitted:
         if arguments.data is None:
             requested = " and ".join(fitted)
             raise InvalidInput(f"{requested}: fitted on images, and --data names none; add --data NAME.")
         train = options.splits_argument(model, arguments, distinct=True).train
         images = train.take(min(arguments.calibration_images, len(train)))
-    slim = realize_and_fit(model, prescription, images, fits, arguments.by, arguments.norms)
+    slim = realize_and_fit(model, prescription, images, fits, arguments.by)
     prescription = replace(prescription, about={**prescription.about, "realized": how})
     folder = rx.save(slim, arguments.out, prescription=prescription)
     changes, table = _cost_changes(*(rx.models.family_of(each).costs(each) for each in (model, slim)))
@@ -560,7 +551,9 @@ def _part(kind: Any, given: str | None, folder: Path | None = None, name: str = 
 
 
 def _costs_options(parser: Parser) -> None:
-    parser.add_argument("model", help="a name such as svda:cifar10, whose weights are not needed, or a saved folder")
+    parser.add_argument(
+        "model", help="a name such as timm:deit_small_patch16_224, whose weights are not needed, or a saved folder"
+    )
     options.add_trust(parser)
     option(parser, "--tokens", "POLICY", f"the costs with token pruning or merging: {options.POLICY}")
 

@@ -289,7 +289,7 @@ def given_arguments(arguments: Namespace, function: str) -> dict[str, Any]:
 
 # The syntax of token policies, for help texts.
 POLICY = (
-    "NAME[(knob=value,...)]:RATIO@LAYERS, e.g. evit:0.7@4,7,10 (keeps 0.7 of the remaining patches before the layers "
+    "NAME[(knob=value,...)]:RATIO@LAYERS, e.g. ward:0.7@4,7,10 (keeps 0.7 of the remaining patches before the layers "
     "4, 7 and 10, counted from 1), class_attention:0.8/0.5@4,7 (shares of all patches), or tome:13@every (merges 13 "
     "patches before every layer but the first)"
 )
@@ -297,9 +297,11 @@ POLICY = (
 
 def add_model(parser: argparse.ArgumentParser, purpose: str = "") -> None:
     folders = "a folder saved by attnrx or transformers"
-    kinds = f"{folders}, timm:NAME, hf:ID, hub:OWNER/NAME, or a name such as svda:cifar10 for fresh weights"
+    kinds = (
+        f"{folders}, timm:NAME, hf:ID, hub:OWNER/NAME, or a name that an installed package registers, for fresh weights"
+    )
     parser.add_argument("model", help=f"{purpose}: {kinds}" if purpose else kinds)
-    option(parser, "--weights", "FILE", "the weights of timm:NAME or lvvit:SIZE, in a local file")
+    option(parser, "--weights", "FILE", "the weights of a model that is given by its name, in a local file")
     add_trust(parser)
 
 

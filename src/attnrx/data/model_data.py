@@ -250,9 +250,10 @@ def adapt_preprocessing(splits: Splits, model: nn.Module, label_map: Mapping[str
         InvalidInput: `label_map` is given for a model without classes.
 
     Examples:
-        >>> splits = rx.adapt_preprocessing(rx.load_data("digits"), rx.load("svda:digits"))
-        >>> splits.train.normalization
-        Normalization(mean=(0.5,), std=(0.5,))
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> splits = rx.adapt_preprocessing(rx.load_data("digits"), rx.load(vit))
+        >>> splits.channels, splits.image_size  # of gray images of 16 x 16 pixels
+        (3, 32)
     """
     family = family_of(model)
     shape = family.input_shape(model)

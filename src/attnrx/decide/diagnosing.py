@@ -49,7 +49,7 @@ def diagnose(
         data: Images in any form that `data.image_set` reads, normalized for the model; for images on another scale a
             ScaleWarning is issued and recorded in `about["notes"]`.
         diagnostics: The diagnostics.
-        moments: Measure the moments of values and MLP for models with norms (SVDA) too: rules for vo, fc1 and fc2 need
+        moments: Measure the moments of values and MLP for models with norms too: rules for vo, fc1 and fc2 need
             them, unless their metric is weights; for models without norms they are always measured.
         images: The largest number of images.
         batch_size: Images per forward pass.
@@ -62,10 +62,11 @@ def diagnose(
         DataError: There are no images, they do not have the model's input shape, or they contain NaN or infinity.
 
     Examples:
-        >>> model = rx.load("svda:digits")
-        >>> diagnosis = rx.diagnose(model, torch.randn(64, 1, 16, 16))
-        >>> diagnosis.layers[0].readings["effective_rank"].shape  # one per head
-        torch.Size([4])
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> model = rx.load(vit)
+        >>> diagnosis = rx.diagnose(model, torch.randn(64, 3, 32, 32))
+        >>> diagnosis.layers[0].readings["effective_rank_mix"].shape  # one per head
+        torch.Size([3])
     """
     require_all_tokens(model, "diagnose")
     require_ordinary_weights(model)

@@ -324,7 +324,7 @@ def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) 
     """Returns the standard diagnostics, and `Moments` for layers that need them, with their default options.
 
     Forms without norms can be rewritten in the metrics that `Moments` measures. With `moments` it is included for forms
-    with norms (SVDA), too, whose values and MLP have no other metric of the data.
+    with norms, too, whose values and MLP have no other metric of the data.
     """
     if spectra and not any(spectrum.heads for spectrum in spectra):  # attention that is not read, or has been removed
         return (Moments(),)

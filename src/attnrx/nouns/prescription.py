@@ -14,17 +14,8 @@ from attnrx.support.errors import FingerprintMismatch, InvalidInput
 from attnrx.support.records import Invalid, below
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.support.storage import json_text, layer_tensors, read_with_tensors, tensors_below, write_with_tensors
-from attnrx.vit.maps import (
-    FITS,
-    HEADS,
-    HIDDEN,
-    LAYER_MAPS,
-    OUTPUT_MAPS,
-    REALIZATIONS,
-    REALIZED_NORMS,
-    TOKENS,
-    UNIT_MAPS,
-)
+from attnrx.vit.maps import FITS, HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, TOKENS, UNIT_MAPS
+from attnrx.vit.spec import compression_of
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
 KIND, SCHEMA = "attnrx prescription", 5
@@ -483,17 +474,15 @@ PLAN = fields.Record(
     open=True,
 )
 # The settings of fits beside their steps (`realization.realizing.fits_record`).
-# `refine` is of earlier versions, as below. The fits validate their settings themselves (`Repair`, `Distill`).
+# `refine` is of earlier versions, as are `norms` and `refine` below. The fits validate their settings themselves
+# (`Repair`, `Distill`).
 FIT_SETTINGS = fields.Record(more=dict.fromkeys(("refine", *FITS), fields.JSON_OBJECT))
 # The options of `attnrx realize`, which are used for the matched controls too, and the classes into which the original
 # puts the images of the repair, for the check `shift`.
 REALIZED = fields.Record(
+    {"by": fields.Text(compression_of), "calibration_images": fields.Integer(1)},
     {
-        "by": fields.Choice(REALIZATIONS),
-        "norms": fields.Choice(REALIZED_NORMS),
-        "calibration_images": fields.Integer(1),
-    },
-    {
+        "norms": fields.Text(),
         "refine": fields.Integer(0, 10**6),
         "repair": fields.Integer(0, 10**6),
         "distill": fields.Integer(0, 10**6),
@@ -501,6 +490,14 @@ REALIZED = fields.Record(
         "settings": FIT_SETTINGS,
     },
 )
+
+
+def recorded_by(realized: Mapping[str, Any]) -> str:
+    """Returns how a prescription was realized (`by` of `realize`)."""
+    # Earlier versions stated the norms of a compression beside it.
+    norms = realized.get("norms", "exact")
+    return realized["by"] if norms == "exact" or realized["by"] == "mask" else norms
+
 
 # Open: it has whatever the diagnosis and the plan recorded, of which these two fields are read again.
 ABOUT = fields.Record(more={"plan": PLAN, "realized": REALIZED}, open=True)

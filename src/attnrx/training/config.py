@@ -11,17 +11,14 @@ from attnrx.training.losses import Loss, Task
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The settings of a training run. The defaults are those of the runs compared with the SVDA paper's tables.
-
-    Of these settings the paper states the epochs (80), the batch size (256) and the seeds (42, 43, 44) of its models on
-    32x32 images. It does not state optimizer, learning rate and schedule, warm-up, weight decay, label smoothing,
-    gradient clipping, precision, augmentation, or the initial strengths: those defaults are ours.
+    """The settings of a training run. The defaults train a small model on images of 32x32 pixels from scratch.
 
     The learning rate rises linearly over the warm-up and falls along a cosine, step by step. Weight decay applies to
     matrices only: not to biases, norms or strengths.
 
-    A large initial strength enables selective heads (it bounds the scores) but keeps the spectrum flat; decay moves
-    heads towards uniform attention; a larger strength learning rate spreads the spectrum (docs/how-to/svda.md).
+    Some forms of attention have a learned strength for every direction. A large initial strength enables selective
+    heads (it bounds the scores) but keeps the spectrum flat; decay moves heads towards uniform attention; a larger
+    strength learning rate spreads the spectrum.
 
     With "ddp" every process has a copy of the model; with "fsdp" a shard of weights, gradients, optimizer state and
     running mean, and it gathers the weights for every step. The results are equal up to rounding, and a run may be

@@ -91,7 +91,7 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
 
 
 def strengths_of(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the strengths of the layers whose rows have unit length (SVDA)."""
+    """Returns the strengths of the layers whose rows have unit length."""
     strengths = [layer.scores.strengths() for layer in family_of(model).attention(model) if layer.spec.has_norms]
     return [strength for strength in strengths if isinstance(strength, nn.Parameter)]
 

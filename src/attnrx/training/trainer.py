@@ -103,8 +103,10 @@ def train(model: nn.Module, data: Any, config: TrainingConfig, folder: Path | st
         TrainingDiverged: The loss or a gradient is not finite.
 
     Examples:
-        >>> config = rx.TrainingConfig(epochs=1, batch_size=128)
-        >>> run = rx.train(rx.load("svda:digits"), rx.load_data("digits"), config, "runs/digits")
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> model = rx.load(vit)
+        >>> splits = rx.adapt_preprocessing(rx.load_data("digits"), model)
+        >>> run = rx.train(model, splits, rx.TrainingConfig(epochs=1, batch_size=128), "runs/digits")
     """
     folder, splits = Path(folder), splits_for(model, data, training=True)
     splits = adapt_data(model, splits, config)

@@ -81,7 +81,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         effort: How much is measured: quick, or normal and thorough, which also distill every size (see `shrink`).
         inputs: What the forward of a module of your own takes, of every batch: `inputs(batch)` returns a tensor, a
             tuple of arguments or a mapping of named ones. By default the batch is one of images.
-        weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.
+        weights: The weights of a model that is given by its name, in a local file.
         columns: The columns of images and labels, for tables.
         seed: Seeds every random draw.
         log: Receives a line for every step.

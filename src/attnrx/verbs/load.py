@@ -35,7 +35,8 @@ from attnrx.vit.outputs import STATEMENTS
 # A model or its name; exactly one of the budgets, whose ranges depend on each other, is validated by `target_of`.
 BUDGET = optional(number(0.0, expected="a positive number"))
 SOURCE = replace(
-    either("a folder, a name such as svda:cifar10, or a model", PATH, MODEL), explain=lambda value: _no_model(value)
+    either("a folder, a name such as timm:vit_tiny_patch16_224, or a model", PATH, MODEL),
+    explain=lambda value: _no_model(value),
 )
 
 INPUTS = instance("a tensor, a tuple of arguments or a mapping of named ones", Tensor, tuple, list, Mapping)
@@ -75,8 +76,8 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     - `timm:NAME`, with the weights of the file `weights` or those that timm downloads;
     - `hf:ID` or a transformers folder;
     - `torchvision:NAME`, with weights as `timm:NAME`, or `open_clip:NAME` (an image tower, fresh weights);
-    - a configuration name such as `svda:cifar10` (fresh weights);
-    - `lvvit:SIZE` (fresh weights, or those of the published file `weights`);
+    - a name that an installed package registers, one of `rx.models.model_names()` (fresh weights, or where they are
+      published those of the file `weights`);
     - a module; a model of another library is converted, and so is a module of your own that contains one (a backbone
       with a decoder, several outputs), or whose parts a `reader` names;
     - the folder of an elastic model, with one of `macs`, `params` or `faster`; in one text, `FOLDER@macs=0.6`: the size
@@ -86,7 +87,7 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     Args:
         source: The model.
         seed: Seeds fresh weights.
-        weights: Weights in a local file (safetensors, or PyTorch's for timm and LV-ViT); of a folder those after
+        weights: Weights in a local file (safetensors, or PyTorch's for a published model); of a folder those after
             further training, as a file or a folder that the Trainer of transformers wrote.
         pretrained: Whether timm and torchvision load their published weights.
         trust: Open a .pt2 file (formats program and aotinductor), which can run any code of its author.

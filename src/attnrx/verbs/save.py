@@ -49,8 +49,9 @@ def save(
         FingerprintMismatch: The evidence is of another model.
 
     Examples:
-        >>> model = rx.load("svda:digits")
-        >>> prescription = rx.prescribe(rx.diagnose(model, torch.randn(64, 1, 16, 16)), "total_rank:0.5")
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> model = rx.load(vit)
+        >>> prescription = rx.prescribe(rx.diagnose(model, torch.randn(64, 3, 32, 32)), "total_rank:0.5")
         >>> folder = rx.save(rx.realize(model, prescription), "small", prescription=prescription)
         >>> small = rx.load("small")
     """

@@ -60,7 +60,6 @@ from attnrx.verbs.load import load, preflight
 from attnrx.verbs.save import require_no_sizes, save_with
 from attnrx.verbs.verify import verify
 from attnrx.vit.costs import Conditions
-from attnrx.vit.maps import REALIZED_NORMS
 from attnrx.vit.models import (
     accepting,
     at_size_of,
@@ -420,7 +419,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             is made with the latency of blocks in the runtime of the format; `Shrunk.save(to=...)` writes the file.
         inputs: What the forward of a module of your own takes, of every batch: `inputs(batch)` returns a tensor, a
             tuple of arguments or a mapping of named ones. By default the batch is one of images.
-        weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.
+        weights: The weights of a model that is given by its name, in a local file.
         columns: The columns of images and labels, for tables.
         folder: Where `Shrunk.save` will write the results; files there that attnrx did not write are refused before the
             work. One call at a time uses a folder.
@@ -615,8 +614,7 @@ class ShrinkRun:
         if self.settings.to is not None and self._is_slower(slim, target):
             return self.unchanged(target)
         # `attnrx realize` and the matched controls read this record, and repeat it.
-        how = {"by": "compress", "norms": REALIZED_NORMS[0]}
-        how |= {"calibration_images": len(self.images.planned), **fits_record(*fits)}
+        how = {"by": "compress", "calibration_images": len(self.images.planned), **fits_record(*fits)}
         prescription = replace(chosen, about={**chosen.about, "realized": how})
         rounds = rounds_of(batch, self.original)
         return self._verified(slim, target, plan, prescription, Promises(rounds=rounds))

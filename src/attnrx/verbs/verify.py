@@ -16,7 +16,7 @@ from attnrx.data.model_data import images_for
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.nouns.evidence import judged as judged_finding
-from attnrx.nouns.prescription import Prescription
+from attnrx.nouns.prescription import Prescription, recorded_by
 from attnrx.show.checks import Check, Comparison, parse_checks, possible_checks, require_possible, standard_checks
 from attnrx.show.checks.check import chance_notes
 from attnrx.show.checks.outputs import Metric as MetricCheck
@@ -34,9 +34,12 @@ from attnrx.vit.outputs import Divergence, Logits, Metric, current_judgement, ju
 def realization_of(prescription: Prescription | None) -> str | None:
     """Returns how a prescription was realized, in a few words; None if it is unknown."""
     how = {} if prescription is None else prescription.about.get("realized", {})
+    if not how:
+        return None
     fitted = [word for name, word in zip(FITS, ("repaired", "distilled"), strict=True) if how.get(name)]
-    # Weights that were fitted no longer follow from the kind of norms.
-    return " and ".join(fitted) or ("mask" if how.get("by") == "mask" else how.get("norms"))
+    # Weights that were fitted no longer follow from the kind of compression. The usual one equals the mask.
+    by = recorded_by(how)
+    return " and ".join(fitted) or ("exact" if by == "compress" else by)
 
 
 def stored_prescription(
@@ -139,10 +142,11 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         DataError: There is no image, or a requested check needs labels that are missing.
 
     Examples:
-        >>> model, images = rx.load("svda:digits"), torch.randn(64, 1, 16, 16)
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> model, images = rx.load(vit), torch.randn(64, 3, 32, 32)
         >>> prescription = rx.prescribe(rx.diagnose(model, images), "total_rank:0.5")
         >>> small = rx.realize(model, prescription)
-        >>> evidence = rx.verify(small, model, torch.randn(64, 1, 16, 16), "costs,fidelity", prescription=prescription)
+        >>> evidence = rx.verify(small, model, torch.randn(64, 3, 32, 32), "costs,fidelity", prescription=prescription)
         >>> [f.claim for f in evidence.findings if f.outcome == "fails"]
         []
     """

@@ -29,10 +29,8 @@ COST_PARTS: Mapping[str, tuple[str, ...]] = {
 of heads changes those of "qk" and "vo"."""
 
 REALIZATIONS = ("compress", "mask")
-"""How a prescription is realized (`by`): the removed parts are deleted, or set to zero with every shape kept."""
-
-REALIZED_NORMS = ("exact", "renormalized", "refit")
-"""The norms of compressed SVDA layers (`norms`), which `realize` describes; the default first."""
+"""How a prescription is realized (`by`): the removed parts are deleted, or set to zero with every shape kept. A form of
+attention may add ways to delete them (`spec.Compression`)."""
 
 FITS = ("repair", "distill")
 """The fits of the weights of a compressed model, in the order in which they are applied."""

@@ -1,12 +1,13 @@
 """The static shape of one attention layer, plain data from which it is built, costed and reloaded; and its spectrum."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from attnrx.support.display import Displayed
-from attnrx.support.errors import InvalidInput
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.optional import import_plugins
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 
 
@@ -17,8 +18,8 @@ class FormTraits:
     `has_strengths`: every direction has a learned strength in every head that uses it. `shares_directions`: all heads
     share one set of directions. `norms` are its normalizations of query and key rows, the default first. `rotates`:
     pairs of rows are rotated by angles that depend on the position of the token. `mixes_blocks`: the shared directions
-    are in blocks, and a matrix mixes the score maps of the blocks. The class that is registered by the same name in
-    `attention/forms.py` computes the scores.
+    are in blocks, and a matrix mixes the score maps of the blocks. The class that is registered with them
+    (`attention.forms.register_form`) computes the scores.
     """
 
     has_strengths: bool
@@ -28,17 +29,58 @@ class FormTraits:
     mixes_blocks: bool = False
 
 
-# `shared` is CP SlimAtt, `mixed` is IrrAtt (`AttentionSpec`); the laboratory computes these two and `svda`.
-FORMS: Mapping[str, FormTraits] = {
+# Other packages add forms (`attention.forms.register_form`).
+FORMS: dict[str, FormTraits] = {
     "dense": FormTraits(has_strengths=False, shares_directions=False, norms=("none",)),
-    "svda": FormTraits(has_strengths=True, shares_directions=False, norms=("kept", "original")),
-    "shared": FormTraits(has_strengths=True, shares_directions=True, norms=("none",)),
     "rotary": FormTraits(has_strengths=False, shares_directions=False, norms=("none",), rotates=True),
-    "mixed": FormTraits(has_strengths=False, shares_directions=True, norms=("none",), mixes_blocks=True),
 }
-NORMS = tuple(sorted({norm for traits in FORMS.values() for norm in traits.norms}))
+NORMS = ("kept", "none", "original")
 BIASES = ("query", "key", "value", "output")
 INNER_NORMS = ("query_norm", "key_norm", "output_norm")
+
+
+def traits_of(form: str) -> FormTraits:
+    """Returns the properties of a form of attention.
+
+    Raises:
+        InvalidInput: No installed package has registered the form.
+    """
+    if form not in FORMS:
+        import_plugins()
+    if form not in FORMS:
+        raise InvalidInput(f"form={form!r}: choose from {', '.join(FORMS)}.")
+    return FORMS[form]
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A way to delete what a prescription removes (`realize(by=NAME)`).
+
+    `keeps_norms`: a layer that divides rows by their norms keeps the rows that only the norms need, so it equals the
+    mask. Without them it divides by the norms over the kept directions. `fit` takes the model, the prescription and
+    images, and returns the prescribed layers with strengths that are fitted to the images.
+    """
+
+    keeps_norms: bool = True
+    fit: Callable[..., Sequence[Any]] | None = None
+
+
+COMPRESSIONS: dict[str, Compression] = {"compress": Compression()}  # a form is registered with its other ones
+
+
+def compression_of(by: str) -> Compression | None:
+    """Returns how `by` deletes what is removed; None for a mask, which deletes nothing.
+
+    Raises:
+        InvalidInput: No installed package has registered such a compression.
+    """
+    if by == "mask":
+        return None
+    if by not in COMPRESSIONS:
+        import_plugins()
+    if by not in COMPRESSIONS:
+        raise InvalidInput(f"by={by!r}: choose from {', '.join((*COMPRESSIONS, 'mask'))}.")
+    return COMPRESSIONS[by]
 
 
 @dataclass(frozen=True)
@@ -46,10 +88,9 @@ class AttentionSpec:
     """The numbers of directions and value dimensions of every head of a layer.
 
     `ranks` are the numbers of score directions per stored head, `heads` the indices of these heads in the original
-    model. `norms` is the normalization of the query and key rows: "none" (dense, shared and mixed), "kept" (the norm
-    over the kept directions) or "original" (the norm over all `original_rank` directions, which the projections then
-    still compute). In the shared form (CP SlimAtt) all heads share the directions and have separate strengths. In the
-    mixed form (IrrAtt) the shared directions are in blocks of `blocks[b]` neighbouring ones; a block may be empty.
+    model. `norms` is the normalization of the query and key rows: "none", "kept" (the norm over the kept directions) or
+    "original" (the norm over all `original_rank` directions, which the projections then still compute). In a form that
+    mixes blocks the shared directions are in blocks of `blocks[b]` neighbouring ones; a block may be empty.
     `value_ranks` are the value dimensions per stored head (default: head_dim), `biases` the projections with a bias.
     `scale` is stored: it does not depend on the rank.
 
@@ -78,16 +119,14 @@ class AttentionSpec:
     inner_norms: tuple[str, ...] = ()
 
     def __post_init__(self):
-        if self.form not in FORMS:
-            raise InvalidInput(f"form={self.form!r}: choose from {', '.join(FORMS)}.")
         # Defaults that depend on other fields; the class is frozen.
-        if self.traits.rotates and self.pairs is None:
+        if self.traits.rotates and self.pairs is None:  # `traits` refuses unknown forms
             object.__setattr__(self, "pairs", (tuple(range(self.original_rank // 2)),) * len(self.heads))
         if self.value_ranks is not None and all(rank == self.head_dim for rank in self.value_ranks):
             object.__setattr__(self, "value_ranks", None)  # canonical form, so that equal layers compare equal
-        if self.norms not in FORMS[self.form].norms:
+        if self.norms not in self.traits.norms:
             raise InvalidInput(
-                f"form={self.form!r} with norms={self.norms!r}: this form has {' or '.join(FORMS[self.form].norms)}."
+                f"form={self.form!r} with norms={self.norms!r}: this form has {' or '.join(self.traits.norms)}."
             )
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise InvalidInput(f"scale {self.scale} must be positive and finite.")
@@ -117,7 +156,7 @@ class AttentionSpec:
         if self.traits.shares_directions and len(set(self.ranks)) > 1:
             raise InvalidInput(f"ranks {self.ranks}: heads that share their directions have the same rank.")
         if self.traits.mixes_blocks != (self.blocks is not None):
-            raise InvalidInput(f"form={self.form!r} with blocks={self.blocks}: the mixed form alone has blocks.")
+            raise InvalidInput(f"form={self.form!r} with blocks={self.blocks}: only forms that mix blocks have them.")
         shared = max(self.ranks, default=0)
         if self.blocks is not None and not (min(self.blocks, default=-1) >= 0 and sum(self.blocks) == shared > 0):
             raise InvalidInput(
@@ -156,7 +195,7 @@ class AttentionSpec:
     @property
     def traits(self) -> FormTraits:
         """The properties of its form."""
-        return FORMS[self.form]
+        return traits_of(self.form)
 
     @property
     def has_norms(self) -> bool:
@@ -214,13 +253,17 @@ class AttentionSpec:
         return projection in self.biases
 
     def with_shared_directions(self, rank: int, blocks: tuple[int, ...] | None = None) -> "AttentionSpec":
-        """Returns the layer whose heads share `rank` directions, in the shared form or, with `blocks`, the mixed one.
+        """Returns the layer whose heads share `rank` directions, in a form that shares them and, with `blocks`, mixes
+        them.
 
-        Its original rank is the number of directions of all heads. Without any direction it has the shared form.
+        Its original rank is the number of directions of all heads. Without any direction it has no blocks.
+
+        Raises:
+            NotSupported: No installed package has registered such a form.
         """
         # Of a layer that is shared already, the original rank is that of all heads together.
         blocks, whole = blocks if rank and self.heads else None, self.original_rank
-        form = "shared" if blocks is None else "mixed"
+        form = _sharing_form(mixes_blocks=blocks is not None)
         return replace(
             self, form=form, ranks=(rank,) * len(self.heads), norms="none", blocks=blocks,
             original_rank=whole if self.traits.shares_directions else whole * len(self.heads),
@@ -243,6 +286,15 @@ class AttentionSpec:
             self, ranks=tuple(ranks), heads=tuple(heads), norms=norms, value_ranks=value_ranks,
             pairs=None if pairs is None else tuple(pairs),
         )  # fmt: skip
+
+
+def _sharing_form(*, mixes_blocks: bool) -> str:
+    """Returns the first registered form whose heads share their directions, in blocks or not."""
+    import_plugins()
+    for form, traits in FORMS.items():
+        if traits.shares_directions and traits.mixes_blocks == mixes_blocks:
+            return form
+    raise NotSupported("no installed package computes attention whose heads share their directions.")
 
 
 @dataclass(frozen=True, repr=False)

@@ -12,7 +12,7 @@ from torch import nn
 from attnrx.change.predictions import Predictions
 from attnrx.change.realization.realizing import KINDS, Fit, realize_and_fit
 from attnrx.nouns.evidence import Finding
-from attnrx.nouns.prescription import Prescription
+from attnrx.nouns.prescription import Prescription, recorded_by
 from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.outputs import discrepancy, squared_distances
 from attnrx.show.checks.statistics import estimate, resampled_means
@@ -65,7 +65,7 @@ class Controls(Check):
                 "folder records its settings."
             )
         images = splits.train.take(min(how["calibration_images"], len(splits.train)))
-        settings = {"images": images, "fits": recorded_fits(how), "by": how["by"], "norms": how["norms"]}
+        settings = {"images": images, "fits": recorded_fits(how), "by": recorded_by(how)}
         prescriptions = control_prescriptions(diagnosis, prescription, draws=self.draws, seed=comparison.seed)
         return prescriptions, partial(realize_and_fit, comparison.reference, **settings)
 

@@ -38,7 +38,7 @@ from attnrx_lab.papers.sources import generated_splits
 from attnrx_lab.rules import TopRank, control_prescriptions
 from attnrx_lab.vision_transformer import SCENARIOS
 
-KINDS = ("mask", "renormalized", "exact", "refit")
+KINDS = ("mask", "renormalized", "exact", "refit")  # `realized`
 CONTROL_KINDS = ("mask", "renormalized", "refit")  # how controls are realized
 
 # The retention ratios, and a stronger cut of every head to a share of its directions, whatever the strengths.
@@ -182,10 +182,8 @@ def _parts(kind: str, quantity: str) -> tuple[str, ...]:
 
 
 def realized(model: nn.Module, prescription: Prescription, kind: str, calibration: ImageSet) -> nn.Module:
-    """Realizes a prescription by `kind`: "mask", or one of the compressions."""
-    if kind == "mask":
-        return realize(model, prescription, by="mask")
-    return realize(model, prescription, by="compress", norms=kind, calibration=calibration)
+    """Realizes a prescription by `kind`: "exact" is the usual compression, the others are those of `realize`."""
+    return realize(model, prescription, by="compress" if kind == "exact" else kind, calibration=calibration)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ diagnosed.
 
 from attnrx.decide.diagnostics import register_diagnostic
 from attnrx.decide.rules import register_rule
-from attnrx_lab import perturbation, shared_attention, strength_refit, svda_attention  # noqa: F401  (they register losses, forms and the refit of strengths)
+from attnrx_lab import perturbation, shared_attention, svda_attention  # noqa: F401  (they register losses and forms)
 from attnrx_lab.redundancy import Indicators, Redundancy
 from attnrx_lab.rules.controls import CONTROLS, control_prescriptions
 from attnrx_lab.rules.divergence import DivergenceRank, measure_divergence

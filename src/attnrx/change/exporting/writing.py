@@ -216,7 +216,8 @@ def export(
             not write.
 
     Examples:
-        >>> file = rx.export(rx.load("svda:digits"), "model.onnx")  # compared with the model before it is written
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> file = rx.export(rx.load(vit), "model.onnx")  # compared with the model before it is written
         >>> file.path.name
         'model.onnx'
     """

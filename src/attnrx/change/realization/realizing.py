@@ -10,7 +10,7 @@ seeds included, so that a model and its matched controls are made again by `real
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,10 +31,9 @@ from attnrx.nouns.prescription import (
     ScoreDecision,
     TokenPrescription,
 )
-from attnrx.support.arguments import IMAGES, checked, one_of, optional
+from attnrx.support.arguments import IMAGES, checked, optional
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
-from attnrx.support.optional import import_plugins
 from attnrx.support.progress import Log, begin, no_log
 from attnrx.support.records import fields_of
 from attnrx.support.shapes import Float, Int, Tensor
@@ -42,7 +41,7 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.attention.forms import row_pairs
 from attnrx.vit.attention.head_linear import HeadLinear
 from attnrx.vit.kernels.native_products import NativeLinear
-from attnrx.vit.maps import FITS, LINEAR_MAPS, REALIZATIONS, REALIZED_NORMS
+from attnrx.vit.maps import FITS, LINEAR_MAPS
 from attnrx.vit.models import (
     Family,
     LowRankLinear,
@@ -53,10 +52,7 @@ from attnrx.vit.models import (
     require_all_tokens,
 )
 from attnrx.vit.models.boundary.verbs import verb
-from attnrx.vit.spec import BIASES, AttentionSpec
-
-# How `norms` of layers whose rows are divided by their norms (SVDA) change the strengths; the laboratory has "refit".
-REFITS: dict[str, Callable[[nn.Module, Prescription, ImageSet], Sequence[LayerPrescription]]] = {}
+from attnrx.vit.spec import BIASES, COMPRESSIONS, AttentionSpec, Compression, compression_of
 
 Fit = Repair | Distill
 # The settings of every fit, and the field that counts its steps: the record has it under the name of the fit.
@@ -65,72 +61,61 @@ KINDS: Mapping[str, tuple[type[Any], str]] = dict(zip(FITS, ((Repair, "steps"), 
 NO_INDICES = torch.zeros(0, dtype=torch.long)  # before a concatenation, for layers without any head
 
 
-@checked(by=one_of(*REALIZATIONS), norms=one_of(*REALIZED_NORMS), calibration=optional(IMAGES))
+@checked(calibration=optional(IMAGES))
 @verb
 def realize(
-    model: nn.Module,
-    prescription: Prescription,
-    by: str = "compress",
-    norms: str = REALIZED_NORMS[0],
-    calibration: ImageData | None = None,
+    model: nn.Module, prescription: Prescription, by: str = "compress", calibration: ImageData | None = None
 ) -> nn.Module:
     """Returns a copy of the model with the prescription applied; the model itself is not changed.
 
     A mask keeps every shape and writes zeros: removed directions get strength zero (the original norms remain), removed
-    heads a zero output projection. Compression deletes the zeros. For SVDA, whose rows are divided by their norms,
-    there are three variants:
+    heads a zero output projection. Compression deletes the zeros and equals the mask. If a layer divides the rows of
+    query and key by their norms, "compress" keeps the rows that only the norms need: such a layer saves score MACs
+    only.
 
-    - "exact" keeps all rows of the projections to compute the norms and equals the mask; it saves score MACs only.
-    - "renormalized" (the paper's) deletes rows and divides by the norm of the remaining ones: smaller, and an
-      approximation that can be far from the mask.
-    - "refit" has the same size; the kept strengths are solved by least squares so that the attention approximates the
-      original's, to second order in KL divergence (`attnrx_lab.strength_refit`). If the refitted logits have the larger
-      KL divergence from the original's on the calibration images, the strengths of "renormalized" are used.
+    A form of attention may bring further compressions, which you request by name. They delete these rows as well, so
+    the layer is smaller and only approximates the mask. Some also fit the kept strengths to calibration images; where
+    the fitted logits have the larger KL divergence from the original's, the strengths stay as prescribed.
+    docs/exact.md compares them.
 
-    The default is "exact", because the other two delete rows whose norms the strengths cannot replace: once strengths
-    have spread, "refit" is nearer to the original than "renormalized", and farther than the mask (docs/exact.md).
-
-    Dense attention has no norms: there "exact" and "renormalized" are the same model. A prescription that keeps
-    everything gives identical logits. Tokens are pruned or merged last. Statistics of the attention that a reducer uses
-    are equal in mask and compressed model; keys (ToMe) are not, because the mask retains keys that the compressed model
-    has lost.
+    A prescription that keeps everything gives identical logits. Tokens are pruned or merged last. Statistics of the
+    attention that a reducer uses are equal in mask and compressed model; keys (`tome`) are not, because the mask
+    retains keys that the compressed model has lost.
 
     Args:
         model: The model that was prescribed for.
         prescription: Decisions about the maps, the heads and the tokens.
-        by: "compress" deletes what is pruned, "mask" sets it to zero.
-        norms: The norms of compressed SVDA layers.
-        calibration: Images for norms="refit".
+        by: "compress" deletes what is pruned, "mask" sets it to zero; or the name of another compression.
+        calibration: Images for a compression that fits strengths.
 
     Returns:
         The smaller model, or the masked one.
 
     Raises:
         FingerprintMismatch: The prescription is for another model.
-        InvalidInput: The layers do not fit, or norms="refit" without images.
+        InvalidInput: The layers do not fit, `by` is unknown, or a compression that fits strengths has no images.
         NotSupported: A decision that cannot be realized, or a model that is compressed already.
 
     Examples:
-        >>> model = rx.load("svda:digits")
-        >>> diagnosis = rx.diagnose(model, torch.randn(64, 1, 16, 16))
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> model = rx.load(vit)
+        >>> diagnosis = rx.diagnose(model, torch.randn(64, 3, 32, 32))
         >>> small = rx.realize(model, rx.prescribe(diagnosis, "total_rank:0.5"))
         >>> sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
         True
     """
+    compression = compression_of(by)
     prescription.require(model_fingerprint(model))
     require_all_tokens(model, "realize a prescription on")
     _require_shapes(model, prescription)
-    if by == "mask" or norms != "refit":
-        return _realized(model, prescription, prescription.layers, by, norms)
+    if compression is None or compression.fit is None:
+        return _realized(model, prescription, prescription.layers, compression)
     if calibration is None:
-        raise InvalidInput(
-            "norms='refit' solves for strengths on data: pass calibration images, e.g. splits.train.take(512)."
-        )
+        raise InvalidInput(f"by={by!r} fits strengths to data: pass calibration images, e.g. splits.train.take(512).")
     images = images_for(model, calibration, "calibration")
-    import_plugins()
-    # The order decides between equal candidates: the refit comes first.
-    fits = (REFITS[norms](model, prescription, images), prescription.layers)
-    candidates = [_realized(model, prescription, layers, by, norms) for layers in fits]
+    # The order decides between equal candidates: the fitted strengths come first.
+    fits = (compression.fit(model, prescription, images), prescription.layers)
+    candidates = [_realized(model, prescription, layers, compression) for layers in fits]
     return nearest_candidate(candidates, model, images)
 
 
@@ -146,18 +131,18 @@ def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images:
 
 
 def _realized(
-    model: nn.Module, prescription: Prescription, layers: Sequence[LayerPrescription], by: str, norms: str
+    model: nn.Module, prescription: Prescription, layers: Sequence[LayerPrescription], compression: Compression | None
 ) -> nn.Module:
     changed = copy_module(model)
-    family = family_of(changed)
+    family, by = family_of(changed), "mask" if compression is None else "compress"
     with torch.no_grad():
         for index, (attention, layer) in enumerate(zip(family.attention(model), layers, strict=True)):
-            if by == "mask":
+            if compression is None:
                 masked = family.attention(changed)[index]
                 mask_attention_(masked, layer)
                 family.set_attention_(changed, index, masked)  # which describes the layers
             else:
-                family.set_attention_(changed, index, compressed_attention(attention, layer, norms))
+                family.set_attention_(changed, index, compressed_attention(attention, layer, compression.keeps_norms))
             # Hidden units or ranks of the MLP maps: a prescription has one of them (`prescribe_maps`).
             if layer.hidden is not None:
                 _realize_hidden_(family, changed, index, layer.hidden, by)
@@ -304,7 +289,6 @@ def realize_and_fit(
     images: ImageData | None = None,
     fits: Sequence[Fit] = (),
     by: str = "compress",
-    norms: str = REALIZED_NORMS[0],
     log: Log = no_log,
 ) -> nn.Module:
     """Realizes a prescription as `realize` does, and fits the weights of the result to the model, without labels.
@@ -317,16 +301,15 @@ def realize_and_fit(
         prescription: The prescription of the original.
         images: The images to calibrate on and to fit to.
         fits: The settings of the fits.
-        by: "compress" or "mask"; weights of a mask are not fitted.
-        norms: The norms of compressed SVDA layers.
+        by: As in `realize`; weights of a mask are not fitted.
         log: Receives the result of the distillation, and what the budget of a repair leaves.
 
     Raises:
         InvalidInput: Fits of a mask, or without images.
     """
     if not fits:
-        return realize(model, prescription, by=by, norms=norms, calibration=images)
-    if by != "compress" or images is None:
+        return realize(model, prescription, by=by, calibration=images)
+    if by == "mask" or images is None:
         requested = " and ".join(map(_name_of, fits))
         raise InvalidInput(
             f"{requested} with by={by!r} and {'no images' if images is None else 'images'}: the weights of "
@@ -335,7 +318,7 @@ def realize_and_fit(
         )
     images, ranks, tokens = images_for(model, images, "images"), replace(prescription, tokens=None), prescription.tokens
     if ranks.rules or tokens is None:
-        realized = realize(model, ranks, norms=norms, calibration=images)
+        realized = realize(model, ranks, by=by, calibration=images)
     else:  # no ranks to realize, only a copy to make
         prescription.require(model_fingerprint(model))
         realized = copy_module(model)
@@ -363,15 +346,15 @@ def _name_of(settings: Fit) -> str:
 # Attention ------------------------------------------------------------------------------------------------------------
 
 
-def compressed_attention(attention: Attention, layer: LayerPrescription, norms: str) -> Attention:
+def compressed_attention(attention: Attention, layer: LayerPrescription, keeps_norms: bool) -> Attention:
     """Returns the smaller attention of a layer; its heads are stored by descending rank.
 
     Raises:
-        NotSupported: norms="exact" of a layer that lost directions before.
+        NotSupported: The original norms (`keeps_norms`) of a layer that lost directions before.
         InvalidInput: A decision that does not fit the form of the attention.
     """
     order, values, weight = head_order(layer), layer.outputs.get("vo"), attention.value.weight
-    small = compressed_spec(attention.spec, layer, norms)
+    small = compressed_spec(attention.spec, layer, keeps_norms)
     result = Attention(small, attention.backend).to(weight.device, weight.dtype)
     if layer.qk.basis is None:
         _copy_directions_(result, attention, layer.qk, order)
@@ -441,14 +424,14 @@ def head_order(layer: LayerPrescription) -> list[int]:
     return sorted(heads, key=lambda head: -ranks[head])
 
 
-def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = REALIZED_NORMS[0]) -> AttentionSpec:
-    """Returns the spec of the compressed layer.
+def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, keeps_norms: bool = True) -> AttentionSpec:
+    """Returns the spec of the compressed layer, by default with the norms of the original.
 
     Rewritten directions need no key bias, which the softmax cancels. Rewritten values need no bias either: the bias of
     the output projection absorbs it.
 
     Raises:
-        NotSupported: norms="exact" of a layer that lost directions before.
+        NotSupported: The original norms (`keeps_norms`) of a layer that lost directions before.
         InvalidInput: A decision that does not fit the form of the attention.
     """
     scores, values, order = layer.qk, layer.outputs.get("vo"), head_order(layer)
@@ -469,7 +452,7 @@ def compressed_spec(spec: AttentionSpec, layer: LayerPrescription, norms: str = 
         pairs = _kept_pairs(spec, scores, order)
     elif scores.basis is not None:
         biases.discard("key")
-    elif norms == "exact" and _needs_original_norms(spec, scores, order):
+    elif keeps_norms and _needs_original_norms(spec, scores, order):
         kept_norms = "original"
     # The names of the heads are those of the original model, ranks and value ranks refer to the heads of `spec`.
     small = large.with_ranks(ranks, tuple(spec.heads[head] for head in order), kept_norms, pairs)
@@ -491,10 +474,12 @@ def _needs_original_norms(spec: AttentionSpec, scores: ScoreDecision, order: Seq
     if not spec.has_norms or spec.keeps_original_norms or not loses:
         return False
     if any(rank < spec.original_rank for rank in spec.ranks):
+        others = [f"or give by={name!r}" for name, compression in COMPRESSIONS.items() if not compression.keeps_norms]
         raise NotSupported(
-            f"norms='exact' needs the norms of all {spec.original_rank} original directions, but this layer was "
-            f"compressed to ranks {spec.ranks} before; realize the prescription from the original model, "
-            "or use 'renormalized'."
+            f"by='compress' needs the norms of all {spec.original_rank} original directions, but this layer was "
+            f"compressed to ranks {spec.ranks} before; "
+            + ", ".join(["realize the prescription from the original model", *others])
+            + "."
         )
     return True
 
@@ -570,7 +555,7 @@ def _mask_combined_directions_(attention: Attention, scores: ScoreDecision, basi
     spec = attention.spec
     if basis.shared:
         raise NotSupported(
-            "directions that all heads share (CP SlimAtt) have no mask: the original layer has no rows for them. "
+            "directions that all heads share have no mask: the original layer has no rows for them. "
             "Realize the prescription by='compress'."
         )
     pairs = None if basis.pairs is None else _kept_pairs(spec, scores, range(len(spec.heads)))

@@ -10,8 +10,9 @@ from attnrx.change.realization import compressed_spec, realize
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
 from attnrx.nouns.prescription import Prescription
 from attnrx.vit.costs import ModelCosts
-from attnrx.vit.maps import COST_PARTS, LINEAR_MAPS, REALIZED_NORMS
+from attnrx.vit.maps import COST_PARTS, LINEAR_MAPS
 from attnrx.vit.models import family_of, hidden_units, rank_of, require_all_tokens
+from attnrx.vit.spec import compression_of
 
 # The cost parts that grow quadratically with the number of tokens.
 SQUARE = ("scores", "fusion", "read_out")
@@ -21,13 +22,17 @@ SQUARE = ("scores", "fusion", "read_out")
 BELOW, ABOVE = 0.1, 10.0
 
 
-def prescribed_costs(model: nn.Module, prescription: Prescription, norms: str = REALIZED_NORMS[0]) -> ModelCosts:
-    """Returns the costs of the model after the prescription (qk, vo, MLP and tokens) without realizing it."""
+def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "compress") -> ModelCosts:
+    """Returns the costs of the model after the prescription (qk, vo, MLP and tokens) without realizing it.
+
+    `by` is a compression, as in `realize`.
+    """
     require_all_tokens(model, "compute the costs of a prescription on")
-    family = family_of(model)
+    family, compression = family_of(model), compression_of(by)
+    keeps_norms = compression is None or compression.keeps_norms
     # The specs of the layers after `realize`; below, the ranks of both MLP maps and the numbers of hidden units.
     pairs = zip(family.attention(model), prescription.layers, strict=True)
-    specs = tuple(compressed_spec(attention.spec, layer, norms) for attention, layer in pairs)
+    specs = tuple(compressed_spec(attention.spec, layer, keeps_norms) for attention, layer in pairs)
     ranks = tuple(
         tuple(
             # A map without a decision costs what it does now, which may be a factored one.

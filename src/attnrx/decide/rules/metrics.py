@@ -23,7 +23,7 @@ from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention import Positions
 from attnrx.vit.spec import Spectrum
 
-# The name for the model's own directions, whose strengths SVDA learns.
+# The name for the model's own directions, whose strengths some forms of attention learn.
 OWN = "own"
 
 # The share of "softmax" in the recommended metric "mix". "softmax" alone gives too few directions to heads that attend
@@ -39,7 +39,7 @@ KEY_MOMENTS: Mapping[str, Mapping[str, float]] = {
     "mix": {"key_softmax": MIX, "key_covariance": 1 - MIX},
 }
 
-# weights: the matrices W_Q W_K^T (TruncAtt). augmented: with the query bias as one more row, because it changes the
+# weights: the matrices W_Q W_K^T. augmented: with the query bias as one more row, because it changes the
 # softmax; the key bias does not. activation: the mean square of the scores on the data. centered: that of the scores
 # minus their mean over the keys, which the softmax cancels. softmax: weighted by the curvature of the softmax.
 METRICS = ("weights", "augmented", *KEY_MOMENTS)
@@ -59,8 +59,8 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> "Balanced | RotaryDirec
 
     Raises:
         UnknownName: The metric is none of METRICS.
-        NotSupported: The layer is SVDA, whose rows are divided by their norms and must not be combined, its heads share
-            their directions, or it has a norm over all features of query and key.
+        NotSupported: The rows of the layer are divided by their norms and must not be combined, its heads share their
+            directions, or it has a norm over all features of query and key.
         InvalidInput: The diagnosis lacks the moments of the metric.
     """
     spectrum = layer.spectrum
@@ -72,14 +72,13 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> "Balanced | RotaryDirec
         )
     if spectrum.has_norms:
         raise NotSupported(
-            f"metric={metric!r} would combine the directions of a layer whose rows are divided by their norms (SVDA), "
+            f"metric={metric!r} would combine the directions of a layer whose rows are divided by their norms, "
             "which changes the norms; its own strengths rank its directions: omit the metric."
         )
     if spectrum.shared:
         raise NotSupported(
-            f"metric={metric!r} would give every head directions of its own in a layer whose heads share them (CP "
-            "SlimAtt, IrrAtt); the strengths rank the shared directions: omit the metric, or prescribe the original "
-            "model."
+            f"metric={metric!r} would give every head directions of its own in a layer whose heads share them; "
+            "the strengths rank the shared directions: omit the metric, or prescribe the original model."
         )
     if metric in KEY_MOMENTS:
         keys = torch.stack([share * layer.reading(name) for name, share in KEY_MOMENTS[metric].items()]).sum(0)

@@ -40,7 +40,7 @@ from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.spec import Spectrum
 
 # The metrics of vo, fc1 and fc2. centered: the mean square of the outputs about their mean on the data. weights: the
-# plain SVD of the weight matrix (for vo: of W_O W_V per head, TruncAtt), without data.
+# plain SVD of the weight matrix (for vo: of W_O W_V per head), without data.
 CENTERED, WEIGHTS = "centered", "weights"
 OUTPUT_METRICS = (CENTERED, WEIGHTS)
 # The metrics of heads. centered: the error of the layer's output on the data if the output projection is refitted to
@@ -84,10 +84,11 @@ def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescriptio
         InvalidRule: A rule is outside its range, does not apply to its map, or removes a map in all layers.
 
     Examples:
-        >>> diagnosis = rx.diagnose(rx.load("svda:digits"), torch.randn(64, 1, 16, 16))
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> diagnosis = rx.diagnose(rx.load(vit), torch.randn(64, 3, 32, 32))
         >>> prescription = rx.prescribe(diagnosis, "qk=total_rank:0.5")
-        >>> [sum(ranks) for ranks in prescription.ranks]  # of 4 heads with 16 directions, in each layer
-        [32, 32, 32]
+        >>> [sum(ranks) for ranks in prescription.ranks]  # of 3 heads with 64 directions, in each layer
+        [96, 96]
     """
     read, tokens = parse_rules(rules)
     if isinstance(diagnosis, nn.Module):
@@ -186,7 +187,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         raise NoOpPrescription(
             f"{' '.join(given) or 'no rule'} would change nothing: every map keeps everything{span}, no token is "
             "removed, or (fc1, fc2) no rank saves parameters. Request a smaller rank or share, or use another rule, "
-            "e.g. qk=total_rank:0.5, or tokens=evit:0.7@4,7,10."
+            "e.g. qk=total_rank:0.5, or tokens=ward:0.7@4,7,10."
         )
     texts = {name: str(rule) for name, rule in stated.items()}
     return Prescription(layers, texts, diagnosis.fingerprint, diagnosis.about, tokens)

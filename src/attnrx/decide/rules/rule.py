@@ -93,7 +93,7 @@ def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
     if not spectrum.has_norms and strength.numel() > 1 and bool((strength == 1).all()):
         raise NotSupported(
             f"{rule} ranks by strength, but layer {layer} is dense attention, where every direction has strength 1. "
-            "State a metric of the data, e.g. metric=mix, or train an SVDA model."
+            "State a metric of the data, e.g. metric=mix, or train a model that learns strengths."
         )
     return spectrum
 
@@ -248,10 +248,10 @@ class UniformRank(Rule):
 class TotalRank(Rule):
     """Keeps the strongest directions of all heads together: `rank` per layer, or that share of all directions.
 
-    This is water-filling: of all selections of that size it removes the least energy, so heads get irregular ranks
-    (IrrAtt). With `scope="model"` the total is distributed over all layers. Every rank is a multiple of `multiple` and
+    This is water-filling: of all selections of that size it removes the least energy, so heads get irregular ranks.
+    With `scope="model"` the total is distributed over all layers. Every rank is a multiple of `multiple` and
     at least `minimum`, even for a smaller requested share. Strengths are those of the `metric` (see METRICS), or with
-    "own" the model's. The default metric is "mix" for scores without norms, "own" for scores with norms (SVDA), and
+    "own" the model's. The default metric is "mix" for scores without norms, "own" for scores with norms, and
     "centered" for values and MLP (see OUTPUT_METRICS).
     """
 
@@ -476,7 +476,7 @@ def parse_rules(rules: RulesLike) -> tuple[dict[str, Rule], TokenPrescription | 
     policy = values_by_map.get(TOKENS)
     policy = parse_policy(policy) if isinstance(policy, str) else policy
     if policy is not None and not isinstance(policy, TokenPolicy | TokenPrescription):
-        raise InvalidInput(f"tokens={policy!r} is not a policy; give e.g. 'evit:0.7@4,7,10'.")
+        raise InvalidInput(f"tokens={policy!r} is not a policy; give e.g. 'ward:0.7@4,7,10'.")
     return rules_by_map, TokenPrescription(policy) if isinstance(policy, TokenPolicy) else policy
 
 

@@ -127,8 +127,9 @@ def write_report(
         FingerprintMismatch: Diagnosis and prescription belong to different models.
 
     Examples:
-        >>> model = rx.load("svda:digits")
-        >>> diagnosis = rx.diagnose(model, torch.randn(64, 1, 16, 16))
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> model = rx.load(vit)
+        >>> diagnosis = rx.diagnose(model, torch.randn(64, 3, 32, 32))
         >>> prescription = rx.prescribe(diagnosis, "total_rank:0.5")
         >>> page = rx.write_report("report.html", diagnosis=diagnosis, prescription=prescription)
     """

@@ -365,7 +365,8 @@ def use_backend(model: nn.Module, backend: str | Backend) -> nn.Module:
             attention is captured for a token reducer.
 
     Examples:
-        >>> model = rx.use_backend(rx.load("svda:digits"), "eager")  # the reference
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> model = rx.use_backend(rx.accelerate(rx.load(vit)), "eager")  # the reference
     """
     layers = [part for part in model.modules() if isinstance(part, Attention)]
     free = [layer for layer in layers if not isinstance(layer.backend, AttentionCapture | Observed)]

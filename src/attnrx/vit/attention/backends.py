@@ -678,7 +678,8 @@ def sized_softmax(
 
     The same as adding the logarithm of the size to the scores, -inf for 0, but with a gradient for the sizes that is
     finite everywhere: the score of a key of size zero is clamped to the largest score of the others. That gradient is
-    smaller than that of the formula of DynamicViT, which grows exponentially with the scores of such keys.
+    smaller than with the formula of DynamicViT (Rao et al., 2021), which grows exponentially with the scores of such
+    keys.
     """
     if sizes is None or not logits.shape[-1]:
         return torch.softmax(logits, dim=-1)

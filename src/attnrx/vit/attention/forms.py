@@ -2,21 +2,20 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import has_fixed_weights, kept
-from attnrx.support.optional import import_plugins
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention.backends import Bucket, ScoreFactors
 from attnrx.vit.attention.head_linear import HeadLinear
 from attnrx.vit.kernels.native_attention import RotationTable
-from attnrx.vit.spec import AttentionSpec
+from attnrx.vit.spec import COMPRESSIONS, FORMS, AttentionSpec, Compression, FormTraits
 
 Queries = Float[Tensor, "batch queries rows"]
 Keys = Float[Tensor, "batch keys rows"]
@@ -265,22 +264,24 @@ def row_pairs(spec: AttentionSpec) -> Int[Tensor, "heads directions"]:
     return frequencies
 
 
-FORMS: dict[str, type[ScoreForm]] = {"dense": DenseForm, "rotary": RotaryForm}
+SCORES: dict[str, type[ScoreForm]] = {"dense": DenseForm, "rotary": RotaryForm}
 
 
-def register_form(name: str, kind: type[ScoreForm]) -> None:
-    """Makes a class known that computes the scores of a form, whose traits are in `spec.FORMS`."""
-    FORMS[name] = kind
+def register_form(
+    name: str, kind: type[ScoreForm], traits: FormTraits, compressions: Mapping[str, Compression] | None = None
+) -> None:
+    """Makes a form of attention known: the class that computes its scores, and its traits.
+
+    Args:
+        name: The form, as specs and files name it.
+        kind: The class of its scores.
+        traits: What costs, rules, backends and realizations need to know of it.
+        compressions: Other ways than the exact one to compress its layers, by their names in `realize(by=NAME)`.
+    """
+    SCORES[name], FORMS[name] = kind, traits
+    COMPRESSIONS.update(compressions or {})
 
 
 def form_of(spec: AttentionSpec) -> ScoreForm:
-    """Returns a new module that computes the scores of a layer; its weights are drawn.
-
-    Raises:
-        NotSupported: The form is of a package that is not installed.
-    """
-    if spec.form not in FORMS:
-        import_plugins()
-    if spec.form not in FORMS:
-        raise NotSupported(f"no installed package computes attention of the form {spec.form!r}; install attnrx_lab.")
-    return FORMS[spec.form](spec)
+    """Returns a new module that computes the scores of a layer; its weights are drawn."""
+    return SCORES[spec.form](spec)

@@ -23,6 +23,7 @@ from attnrx.vit.models.families import (
     known_families,
     known_family,
     model_names,
+    own_family,
     register_family,
 )
 from attnrx.vit.models.family import (
@@ -89,6 +90,7 @@ __all__ = [
     "observing",
     "observing_calls",
     "observing_mlp",
+    "own_family",
     "own_model",
     "rank_of",
     "recording_blocks",

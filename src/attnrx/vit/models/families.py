@@ -99,7 +99,7 @@ def own_family(name: str) -> NamedFamily | None:
 
 
 def build_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:
-    """Builds a freshly initialized model from its name, e.g. `svda:cifar10` or `timm:vit_tiny_patch16_224`.
+    """Builds a freshly initialized model from its name, e.g. `timm:vit_tiny_patch16_224`.
 
     `changes` override fields of its configuration. On the meta device the model has no weights; its costs can be
     computed.

@@ -272,6 +272,8 @@ class NamedFamily(Family):
 
     takes_weights: ClassVar[bool] = False
     """Whether `load` takes published weights."""
+    fits_data: ClassVar[bool] = False
+    """Whether a new model is built for the images and classes that it is trained on (`attnrx train`)."""
 
     @abstractmethod
     def names(self) -> tuple[str, ...]:

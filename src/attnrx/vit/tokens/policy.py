@@ -1,6 +1,6 @@
 """The token policy: a reducer, the layers before which it runs, and the number of tokens kept at each stage.
 
-Policies as text: `evit:0.7@4,7,10`, `spot(variance=false,projected=0):0.7@4,7,10`, `class_attention:0.8/0.5@4,7`,
+Policies as text: `attention_received:0.7@4,7,10`, `ward(relevance=0.3):0.7@4,7,10`, `class_attention:0.8/0.5@4,7`,
 `tome:13@every`.
 
     policy  = reducer ":" ( ratio { "/" ratio } "@" layer { "," layer } | number "@every" )
@@ -23,7 +23,7 @@ from attnrx.support.text_parsing import Registry, TextReader, share
 from attnrx.vit.tokens.merging import ToMe, Ward
 from attnrx.vit.tokens.reducer import AttentionReceived, ClassAttention, Reducer, TokenLayout
 
-EXAMPLES = "evit:0.7@4,7,10, spot(variance=false):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
+EXAMPLES = "ward:0.7@4,7,10, ward(relevance=0.3):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
 EVERY = "every"
 
 
@@ -220,7 +220,7 @@ class PolicyReader(TextReader):
 
 
 def parse_policy(text: str) -> TokenPolicy:
-    """Parses a policy, NAME[(knob=value,...)]:RATIO@LAYER,LAYER,..., e.g. `evit:0.7@4,7,10`, or NAME:N@every.
+    """Parses a policy, NAME[(knob=value,...)]:RATIO@LAYER,LAYER,..., e.g. `ward:0.7@4,7,10`, or NAME:N@every.
 
     One ratio is the share of the remaining patches kept at every stage; ratios separated by / are shares of the image's
     patches, one per stage. `tome:13@every` reduces the patches by 13 before every layer but the first.

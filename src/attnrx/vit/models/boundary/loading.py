@@ -77,7 +77,7 @@ def load_model(
     if pretrained is not None or (weights is not None and not is_saved):
         raise InvalidInput(
             f"load({str(source)!r}) takes no weights or pretrained; timm:NAME and torchvision:NAME take both, "
-            "lvvit:SIZE and a folder saved by attnrx take weights."
+            "a folder saved by attnrx and some models of installed packages take weights."
         )
     if library == "hub":
         return _load_folder(download(name), factory)
