@@ -21,7 +21,8 @@ from attnrx.cli.options import add_data, add_model, model_argument, splits_argum
 from attnrx.decide.planning.allocation import Frontier
 from attnrx.decide.planning.cost_table import exact_cost_table
 from attnrx.decide.planning.sensitivity import Answers, measure_sensitivities
-from attnrx.decide.planning.space import Choices, PlanSettings, Space
+from attnrx.decide.planning.space import Choices, Space
+from attnrx.nouns.effort import PlanSettings
 from attnrx.vit.tokens import parse_reducer
 
 Measured = Mapping[str, torch.Tensor]

@@ -22,9 +22,8 @@ from attnrx.cli.options import add_data, add_model, model_argument, option, spli
 from attnrx.data import FixedImages, ImageSet, three_parts
 from attnrx.data.fixed_images import content_hashes, read_once
 from attnrx.data.images import RowImages
-from attnrx.decide.planning.space import EFFORTS
+from attnrx.nouns.effort import EFFORTS
 from attnrx.show.checks.statistics import mean_estimate
-from attnrx.verbs.shrink import DIAGNOSIS_IMAGES, FITS_BY_EFFORT, PREDICTION_IMAGES
 
 
 def main() -> None:
@@ -72,9 +71,8 @@ def main() -> None:
 
 def unseen_training_images(splits: rx.data.Splits, effort: str) -> FixedImages:
     """Returns the training and validation images that a call of `shrink` at this effort does not look at."""
-    fitted = max(EFFORTS[effort].num_images, FITS_BY_EFFORT[effort][0], DIAGNOSIS_IMAGES)
     # Divided as by `shrink`; the smaller sets that it takes are parts of these.
-    parts = three_parts(splits, fitted, PREDICTION_IMAGES)
+    parts = three_parts(splits, EFFORTS[effort].fitted_images, EFFORTS[effort].predicted_images)
     seen = torch.cat([content_hashes(batch.images) for part in parts for batch in part.batches(50)])
     batches = chain.from_iterable(images.batches(50) for images in (splits.train, splits.validation))
     found = read_once(batches, splits.name, normalization=splits.normalization, distinct=True)

@@ -11,28 +11,21 @@ from torch import nn
 
 from attnrx.data import Columns, ImageData, Splits
 from attnrx.data.model_data import ModelBatches
-from attnrx.decide.planning import PlanSettings, Target
-from attnrx.decide.planning.measured_costs import final_protocol
-from attnrx.decide.planning.space import target_of
+from attnrx.decide.planning.measured_costs import final_protocol, timing_conditions
+from attnrx.nouns.effort import PlanSettings
 from attnrx.nouns.elastic import INDEX, KIND, ORIGINAL, Elastic, Size
 from attnrx.nouns.evidence import Evidence
+from attnrx.nouns.target import Target, target_of
 from attnrx.support.arguments import FASTER, checked, each
 from attnrx.support.atomic_writes import file_lock, require_absent
 from attnrx.support.errors import InvalidInput, TargetMet
 from attnrx.support.progress import Log, no_log, phases
 from attnrx.support.storage import file_kind
 from attnrx.support.subprocess_runner import shared_subprocess
-from attnrx.verbs.load import load, preflight
+from attnrx.verbs.load import load, load_original, preflight
 from attnrx.verbs.save import save
-from attnrx.verbs.shrink import (
-    BELOW_ONE,
-    MODEL_OR_NAME,
-    ShrinkRun,
-    load_original,
-    phase_shares,
-    require_result_folder,
-    timing_conditions,
-)
+from attnrx.verbs.shrink import BELOW_ONE, MODEL_OR_NAME, ShrinkRun, phase_shares
+from attnrx.verbs.shrunk import require_result_folder
 from attnrx.vit.costs import compare_latencies
 from attnrx.vit.models import family_of, model_fingerprint
 from attnrx.vit.models.boundary.verbs import verb

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from attnrx.change.exporting import Format, is_exported, load_exported
 from attnrx.data import Columns
 from attnrx.data.loading import SIDES, locate
-from attnrx.decide.planning.space import DROP, Target, target_of
+from attnrx.data.model_data import ModelBatches
 from attnrx.nouns.elastic import Elastic, Size, is_elastic
+from attnrx.nouns.target import DROP, Target, target_of
 from attnrx.support.arguments import (
     FASTER,
     MODEL,
@@ -28,6 +29,7 @@ from attnrx.support.arguments import (
 )
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.optional import require_installed
+from attnrx.support.progress import begin
 from attnrx.vit.models import Reader, accepting, family_of, load_model, state_outputs_
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import STATEMENTS
@@ -175,6 +177,14 @@ def size_of(source: str | Path | nn.Module, target: Target | None = None) -> tup
     if target is not None:
         raise InvalidInput(f"load({described(source)}) with the budget {target}: it is not an elastic model.")
     return None
+
+
+def load_original(model: nn.Module | str | Path, weights: str | Path | None, data: Any) -> nn.Module:
+    """Loads the model, with the inputs of the first batch of the data where those are no images."""
+    begin("loading the model")
+    batches = next(iter(data.values())) if isinstance(data, Mapping) and data else data
+    inputs = batches.example() if isinstance(batches, ModelBatches) else None
+    return load(model, weights=weights, inputs=inputs).eval()
 
 
 def preflight(

@@ -22,9 +22,11 @@ from attnrx.decide.planning.allocation import Frontier, Step, require_reachable
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import PlanTimer
 from attnrx.decide.planning.sensitivity import Answers, Deviation, Sensitivities, measure_sensitivities, suits_bfloat16
-from attnrx.decide.planning.space import AXES, DROP, TOKENS, Choices, PlanSettings, Space, Target
+from attnrx.decide.planning.space import TOKENS, Choices, Space, format_of
 from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.effort import AXES, PlanSettings
 from attnrx.nouns.plan import Plan, PredictedQuantity, limits_of
+from attnrx.nouns.target import DROP, Target
 from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
 from attnrx.support.progress import begin, phases, track
@@ -127,6 +129,7 @@ def plan_sharing(
     require_all_tokens(model, "plan for")
     diagnosis.require(model_fingerprint(model), "the model to plan for")
     settings = settings or PlanSettings()
+    format_of(settings)  # an unknown one raises before the work
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
     # Those that predictions are not measured on.
     distinct_images = without_images_of(plan_images, other_images)
@@ -136,7 +139,7 @@ def plan_sharing(
         require_labels(distinct_images)
     cost = target.minimized  # what is measured depends on it and not on its limit
     if cost not in planners:
-        space = settings.space(model, diagnosis, target)
+        space = Space.of(model, diagnosis, target, settings)
         planners[cost] = Planner(space, settings, cost, distinct_images, reference)
     return planners[cost].plan(target, other_images)
 
