@@ -13,7 +13,7 @@ from attnrx.change.realization import decoding
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.data import FixedImages
 from attnrx.data.model_data import images_for
-from attnrx.decide.planning import PlanSettings, Target, plan_sharing
+from attnrx.decide.planning import Plan, PlanSettings, Target, plan_sharing
 from attnrx.decide.planning.sensitivity import Answers
 from attnrx.nouns.effort import DecoderFit
 from attnrx.verbs.shrink import ShrinkRun
@@ -190,6 +190,7 @@ def test_divergences_and_costs_of_plans_are_relative_to_the_original() -> None:
     images, others = (images_for(model, each, "images") for each in (IMAGES[:24], IMAGES[24:]))
     diagnosis = rx.diagnose(small, images, moments=True)
     plan = plan_sharing(small, diagnosis, "macs=0.8x", images, others, {}, settings=settings, reference=model)
+    assert isinstance(plan, Plan)
     plain = Answers.of(model, images, 24).measure(small).mean
     chosen = Answers.of(model, images, 24).measure(rx.realize(small, plan.prescription)).mean
     (trial,) = plan.about["trials"]

@@ -22,18 +22,19 @@ from attnrx.change.realization.repair import Repair
 from attnrx.data import Columns, FixedImages, ImageData, ImageSet, Parts, Splits, load_data, require_labels, three_parts
 from attnrx.data.model_data import ModelBatches, adapt_preprocessing, splits_for
 from attnrx.decide.diagnosing import diagnose
-from attnrx.decide.planning import Plan, plan_sharing
+from attnrx.decide.planning import plan_sharing
 from attnrx.decide.planning.measured_costs import file_speeds, final_protocol, timing_conditions
 from attnrx.decide.planning.planner import Planner
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.effort import EFFORTS, Effort, PlanSettings, final_rounds
+from attnrx.nouns.plan import Plan, TargetMet
 from attnrx.nouns.prescription import Prescription
 from attnrx.nouns.target import DROP, Target, target_of
 from attnrx.show.checks import Check, Costs, Fidelity, Latency, Promises
 from attnrx.show.reports import first_images, sample_maps
 from attnrx.support.arguments import FASTER, checked, instance, number, optional
 from attnrx.support.atomic_writes import file_lock
-from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.progress import Log, begin, no_log, phases
 from attnrx.support.subprocess_runner import shared_subprocess
 from attnrx.verbs.load import load_original, preflight
@@ -176,12 +177,12 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         run = ShrinkRun.start(original, data, columns, effort, settings, decoder)
         if target.quantity == DROP:
             require_labels(run.images.planned)
-        try:
-            return run.result(target)
-        except TargetMet as met:
+        result = run.result(target)
+        if isinstance(result, TargetMet):
             # The kernels of attnrx, or the format, reach the speed alone: nothing has to be removed.
-            log(str(met))
+            log(result.reason)
             return run.unchanged(target)
+        return result
 
 
 def phase_shares(spend: str, effort: str) -> dict[str, float]:
@@ -259,11 +260,15 @@ class ShrinkRun:
         """How plans are searched and timed."""
         return self.effort.settings
 
-    def result(self, target: Target) -> Shrunk:
-        """Returns the smaller model of a target: plans, realizes, fits and verifies it."""
+    def result(self, target: Target) -> Shrunk | TargetMet:
+        """Returns the smaller model of a target: plans, realizes, fits and verifies it; or that the unchanged model
+        meets the target.
+        """
         log, images = self.settings.log, (self.planned, self.images.predicted)
         shared = {"settings": self.settings, "reference": self.original}
         plan = plan_sharing(self.planned_model, self.diagnosis, target, *images, self.measured, **shared)
+        if isinstance(plan, TargetMet):
+            return plan
         begin("realizing and repairing")
         chosen = plan.with_predictions
         slim, fits = self._realized(chosen, bool(plan.about["bfloat16"]), log)
