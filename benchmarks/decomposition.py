@@ -18,8 +18,9 @@ from types import ModuleType
 import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
+from attnrx.support.estimate import Estimate
 from attnrx.support.storage import write_json
-from attnrx.vit.costs import Ratio, Timing, device_name, interleave
+from attnrx.vit.costs import Timing, device_name, interleave, ratio_of
 from attnrx_lab.decompositions import Canonical, FactoredTensor, als
 from attnrx_lab.decompositions.canonical import starting_terms
 
@@ -57,7 +58,7 @@ class Baseline:
 
     backend: str
     timing: Timing
-    ratio: Ratio
+    ratio: Estimate
     error: float
 
 
@@ -123,7 +124,7 @@ def measure(tensorly: ModuleType, case: Case, arguments: argparse.Namespace) -> 
     # Without a warm-up, because each has run once above.
     seconds = interleave({"ours": ours, **theirs}, rounds=arguments.rounds, warmup=0, clock=arguments.clock)
     baselines = (
-        Baseline(name, Timing.of(seconds[name]), Ratio.of(seconds[name], seconds["ours"]), errors[name])
+        Baseline(name, Timing.of(seconds[name]), ratio_of(seconds[name], seconds["ours"]), errors[name])
         for name in theirs
     )
     return Result(case, Timing.of(seconds["ours"]), error, tuple(baselines))

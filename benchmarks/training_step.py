@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from attnrx.support.estimate import Estimate
 from attnrx.support.storage import write_json
-from attnrx.vit.costs import Ratio, Timing, device_name, interleave
+from attnrx.vit.costs import Timing, device_name, interleave, ratio_of
 from attnrx_lab.vision_transformer import VisionTransformer, initialize_, named_config
 
 
@@ -40,7 +41,7 @@ class Result:
     setting: Setting
     svda: Timing
     dense: Timing
-    ratio: Ratio
+    ratio: Estimate
 
     def __str__(self) -> str:
         setting, ratio = self.setting, self.ratio
@@ -81,7 +82,7 @@ def measure(setting: Setting) -> Result:
     # The warm-up includes the compilation.
     seconds = interleave(steps, rounds=setting.rounds, warmup=3, clock=setting.clock)
     svda, dense = seconds["svda"], seconds["dense"]
-    return Result(setting, Timing.of(svda), Timing.of(dense), Ratio.of(svda, dense))
+    return Result(setting, Timing.of(svda), Timing.of(dense), ratio_of(svda, dense))
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:

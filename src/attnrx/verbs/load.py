@@ -30,7 +30,7 @@ from attnrx.support.arguments import (
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.optional import require_installed
 from attnrx.support.progress import begin
-from attnrx.vit.models import Reader, accepting, family_of, load_model, state_outputs_
+from attnrx.vit.models import Reader, accepting, family_of, load_model, model_fingerprint, state_outputs_
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import STATEMENTS
 
@@ -135,7 +135,8 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         model = load_exported(source, trust)
     elif (found := size_of(source, target_of(faster, macs, params) if has_budget else None)) is not None:
         elastic, size = found
-        model = elastic.model_of(size, factory=factory)
+        model = load_model(elastic.folder / size.name, factory=factory)
+        elastic.require(size, model_fingerprint(model), family_of(model).costs(model).macs)
     else:
         model = load_model(source, seed, weights, pretrained, reader=reader, factory=factory, inputs=inputs)
     if image_size is not None:

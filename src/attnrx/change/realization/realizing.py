@@ -117,7 +117,7 @@ def realize(
         >>> sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
         True
     """
-    prescription.require(model_fingerprint(model))
+    prescription.require(model_fingerprint(model), "this model")
     require_all_tokens(model, "realize a prescription on")
     _require_shapes(model, prescription)
     if by == "mask" or norms != "refit":
@@ -337,7 +337,7 @@ def realize_and_fit(
     if ranks.rules or tokens is None:
         realized = realize(model, ranks, norms=norms, calibration=images)
     else:  # no ranks to realize, only a copy to make
-        prescription.require(model_fingerprint(model))
+        prescription.require(model_fingerprint(model), "this model")
         realized = copy_module(model)
     for settings in (fit for fit in fits if isinstance(fit, Repair)):
         result = repair(realized, model, images, settings)
