@@ -11,7 +11,7 @@ from attnrx.nouns.effort import Effort, PlanSettings, final_rounds
 from attnrx.support.errors import UnknownName
 from attnrx.vit.outputs import KINDS
 
-# MACs per image at 224 pixels; a decoder adds a fifth or more.
+# MACs per image, at 224 pixels where no size is named; a decoder adds a fifth or more.
 MACS = {
     "ViT-Tiny": 1.26e9,
     "ViT-S": 4.6e9,
@@ -20,6 +20,7 @@ MACS = {
     "ViT-S, decoder": 8e9,
     "ViT-B, decoder": 2.2e10,
     "ViT-L, decoder": 1e11,
+    "ViT-L, decoder, 384 pixels": 3e11,
 }
 SEARCHES = {
     # trials, variations, finalists, rounds, whole rounds, attempts
@@ -40,6 +41,7 @@ TABLE: dict[tuple[str, str, str], tuple[Any, ...]] = {
     ("quick", "ViT-S, decoder", "map"): (128, 48, 32, 48, 94, 8, 24, 2, 8, True, 1.0, 0, 60, 200),
     ("quick", "ViT-B, decoder", "map"): (128, 48, 11, 17, 64, 3, 9, 2, 8, True, (4 / 11) ** 0.5, 0, 22, 73),
     ("quick", "ViT-L, decoder", "map"): (128, 48, 1, 2, 64, 1, 1, 4, 8, True, 0.08**0.5, 0, 5, 16),
+    ("quick", "ViT-L, decoder, 384 pixels", "map"): (128, 48, 1, 1, 64, 1, 1, 4, 8, True, (8 / 300) ** 0.5, 0, 2, 5),
     ("normal", "ViT-Tiny", "logits"): (1024, 96, 128, 512, 10_000, 64, 96, 1, 32, False, None, 2, 60, 200),
     ("normal", "ViT-S", "logits"): (1024, 96, 128, 512, 10_000, 64, 96, 1, 32, False, None, 2, 60, 200),
     ("normal", "ViT-L", "logits"): (1024, 96, 128, 512, 10_000, 64, 96, 1, 32, False, None, 0, 8, 26),

@@ -336,7 +336,7 @@ class Effort:
         return replace(
             self,
             settings=settings,
-            diagnosed_images=round(share * self.diagnosed_images) // parts,
+            diagnosed_images=max(round(share * self.diagnosed_images) // parts, 1),
             verified_images=min(max(round(budget / macs), least), self.verified_images),
             image_share=share**0.5 if is_map else None,
         )
