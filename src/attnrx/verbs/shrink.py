@@ -14,11 +14,8 @@ from typing import Any, Literal
 from torch import nn
 
 from attnrx.change.exporting import parse_format
-from attnrx.change.realization import realize_and_fit
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
-from attnrx.change.realization.distillation import HELD_OUT, Distill
-from attnrx.change.realization.realizing import Fit, fits_record
-from attnrx.change.realization.repair import Repair
+from attnrx.change.realization.realizing import fits_record, realize_with_effort
 from attnrx.data import Columns, FixedImages, ImageData, ImageSet, Parts, Splits, load_data, require_labels, three_parts
 from attnrx.data.model_data import ModelBatches, adapt_preprocessing, splits_for
 from attnrx.decide.diagnosing import diagnose
@@ -31,23 +28,21 @@ from attnrx.nouns.plan import Plan, TargetMet
 from attnrx.nouns.prescription import Prescription
 from attnrx.nouns.target import DROP, Target, target_of
 from attnrx.show.checks import Check, Costs, Fidelity, Latency, Promises
-from attnrx.show.reports import first_images, sample_maps
 from attnrx.support.arguments import FASTER, checked, instance, number, optional
 from attnrx.support.atomic_writes import file_lock
-from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.errors import NotSupported
 from attnrx.support.progress import Log, begin, no_log, phases
 from attnrx.support.subprocess_runner import shared_subprocess
 from attnrx.verbs.load import load_original, preflight
-from attnrx.verbs.shrunk import Shrunk, require_result_folder, result_files, with_accuracy
+from attnrx.verbs.shrunk import Shrunk, require_result_folder, result_files, samples_of, with_accuracy
 from attnrx.verbs.verify import verify
 from attnrx.vit.maps import REALIZED_NORMS
 from attnrx.vit.models import accepting, family_of, model_fingerprint
 from attnrx.vit.models.boundary.verbs import verb
-from attnrx.vit.outputs import Divergence, Map, Metric, judged, most_images, output_kind_of
+from attnrx.vit.outputs import Divergence, Metric, judged, most_images, output_kind_of
 
 # A target of latency that saves less is planned with the whole decoder, which could otherwise meet it alone.
 LARGEST_DECODER = 0.2
-REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
 
 # The phases of `shrink` and their usual shares of the time of a quick call for MACs (`progress.Phases`). Those before
 # the repair are seconds of CPU time of a ViT-Tiny at 224 pixels on one thread of a loaded machine (2026-11).
@@ -271,10 +266,12 @@ class ShrinkRun:
             return plan
         begin("realizing and repairing")
         chosen = plan.with_predictions
-        slim, fits = self._realized(chosen, bool(plan.about["bfloat16"]), log)
+        # In bfloat16 if plans were compared in it.
+        bfloat16, fitted = bool(plan.about["bfloat16"]), self.images.planned
+        slim, fits = realize_with_effort(self.planned_model, chosen, fitted, self.effort, bfloat16, log)
         if self.has_smaller_decoder:
             budget = self.effort.decoder_fits[1]
-            slim, line = fit_decoder(slim, self.original, self.images.planned, budget, self.settings.seed)
+            slim, line = fit_decoder(slim, self.original, fitted, budget, self.settings.seed)
             log(line)
             # The blocks are those of the original, which the prescription is about.
             chosen = replace(chosen, fingerprint=model_fingerprint(self.original))
@@ -282,30 +279,9 @@ class ShrinkRun:
             return self.unchanged(target)
         # `attnrx realize` and the matched controls read this record, and repeat it.
         how = {"by": "compress", "norms": REALIZED_NORMS[0]}
-        how |= {"calibration_images": len(self.images.planned), **fits_record(*fits)}
+        how |= {"calibration_images": len(fitted), **fits_record(*fits)}
         prescription = replace(chosen, about={**chosen.about, "realized": how})
         return self._verified(slim, target, plan, prescription, Promises(rounds=self._final_rounds))
-
-    def _realized(self, prescription: Prescription, bfloat16: bool, log: Log) -> tuple[nn.Module, tuple[Fit, ...]]:
-        """Realizes a plan and fits it as the effort states, in bfloat16 if its plans were compared in it; returns the
-        fits that were possible too.
-        """
-        images, effort, seed = self.images.planned, self.effort, self.settings.seed
-        fits = list[Fit]()
-        # Without its tokens the rules are those of ranks and units. Without any there is no map to repair.
-        if effort.repair is not None and replace(prescription, tokens=None).rules:
-            steps, at_once, macs = effort.repair
-            fits.append(Repair(steps, images=at_once, macs=macs, seed=seed, bfloat16=bfloat16))
-        if effort.distill_epochs and len(images) >= 2 * HELD_OUT:
-            fits.append(Distill(effort.distill_epochs, seed=seed))
-        try:
-            return realize_and_fit(self.planned_model, prescription, images, fits, log=log), tuple(fits)
-        except (NotSupported, InvalidInput) as error:  # e.g. other MLPs, or fewer images than repair needs
-            if not any(isinstance(fit, Repair) for fit in fits):
-                raise
-            log(f"not repaired: {error}")
-        others = [fit for fit in fits if not isinstance(fit, Repair)]
-        return realize_and_fit(self.planned_model, prescription, images, others, log=log), tuple(others)
 
     @property
     def has_smaller_decoder(self) -> bool:
@@ -348,12 +324,7 @@ class ShrinkRun:
         about = {"target": str(target), **self.about}
         context = {"prescription": prescription, "seed": self.settings.seed, "batch_size": 32}
         evidence = verify(model, self.original, tested, checks, about, **context)
-        # Of pictures: others cannot be drawn.
-        is_drawn = getattr(family_of(self.original).inputs(self.original), "is_plain", True)
-        samples, maps = first_images(tested, names, REPORT_IMAGES) if is_drawn else None, None
-        if samples is not None and isinstance(output_kind_of(self.original), Map):
-            shown, labels = samples[0][:REPORT_MAPS], samples[1][:REPORT_MAPS]
-            maps = sample_maps({"original": self.original, "this model": model}, shown, labels)
+        samples, maps = samples_of(self.original, model, tested, names)
         # Of the blocks, which a copy with a smaller decoder shares with the original.
         diagnosis = replace(self.diagnosis, fingerprint=model_fingerprint(self.original))
         in_kernels = self.settings.to is None and self.settings.conditions.in_kernels

@@ -28,7 +28,15 @@ from attnrx.nouns.plan import Plan
 from attnrx.nouns.prescription import Prescription
 from attnrx.nouns.target import Target
 from attnrx.show.checks import Accuracy, Check, Fidelity, Latency
-from attnrx.show.reports import MapSamples, ReportContent, sample_tokens, summary_of, write_report
+from attnrx.show.reports import (
+    MapSamples,
+    ReportContent,
+    first_images,
+    sample_maps,
+    sample_tokens,
+    summary_of,
+    write_report,
+)
 from attnrx.support.arguments import checked
 from attnrx.support.atomic_writes import Parts as ReplacedFiles
 from attnrx.support.atomic_writes import require_absent
@@ -52,7 +60,9 @@ from attnrx.vit.models import (
 from attnrx.vit.models.boundary.acceleration import accelerate
 from attnrx.vit.models.boundary.working_copy import is_working
 from attnrx.vit.models.parts.record import record_of
-from attnrx.vit.outputs import output_kind_of
+from attnrx.vit.outputs import Map, output_kind_of
+
+REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +227,21 @@ class Shrunk:
             tokens=tokens,
             outputs=self.maps,
         )
+
+
+def samples_of(
+    original: nn.Module, model: nn.Module, images: ImageSet, class_names: tuple[str, ...]
+) -> tuple[tuple[ImageBatch, tuple[str, ...]] | None, MapSamples | None]:
+    """Returns some images for the report with their classes, and the maps of both models for the first of them; None
+    for inputs that are no pictures, and for other outputs.
+    """
+    if not getattr(family_of(original).inputs(original), "is_plain", True):
+        return None, None
+    samples = first_images(images, class_names, REPORT_IMAGES)
+    if samples is None or not isinstance(output_kind_of(original), Map):
+        return samples, None
+    shown, labels = samples[0][:REPORT_MAPS], samples[1][:REPORT_MAPS]
+    return samples, sample_maps({"original": original, "this model": model}, shown, labels)
 
 
 def with_accuracy(images: ImageSet, model: nn.Module, *checks: Check) -> tuple[Check, ...]:
