@@ -25,7 +25,8 @@ from attnrx.decide.planning.cost_table import (
     nonnegative_fit,
 )
 from attnrx.decide.planning.measured_costs import _Timer
-from attnrx.decide.planning.space import RANKS, Choices, Space, Target
+from attnrx.decide.planning.space import RANKS, Choices, Space
+from attnrx.nouns.target import Target
 from attnrx.vit.costs import Conditions
 from attnrx.vit.models import family_of
 from attnrx_lab.vision_transformer import ViTConfig
