@@ -23,7 +23,7 @@ from attnrx.nouns.evidence import FAILS, HOLDS, OUTCOMES, UNDECIDED
 from attnrx.nouns.plan import PredictedQuantity, limits_of
 from attnrx.show.checks.costs import judged_promise
 from attnrx.show.checks.statistics import estimate, mean_estimate, resampled_means
-from attnrx.vit.costs import Ratio
+from attnrx.vit.costs import ratio_of
 from attnrx.vit.costs.measured import PROCESSES
 from attnrx.vit.outputs import KINDS
 
@@ -105,7 +105,7 @@ def covers_ratio(
     for _ in range(repetitions):
         runs = [run_of(rounds // processes, phi, between, generator) for _ in range(processes)]
         sides = [torch.stack(side) for side in zip(*runs, strict=True)]
-        found = Ratio.of(*sides)
+        found = ratio_of(*sides)
         covered += found.low <= 1.5 <= found.high
         width += (found.high - found.low) / 1.5
     return covered / repetitions, width / repetitions

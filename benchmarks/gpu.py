@@ -40,7 +40,7 @@ from attnrx.show.checks import Accuracy, Fidelity
 from attnrx.support.storage import read_json, write_json, write_text
 from attnrx.support.tables import markdown_table
 from attnrx.vit.attention import Attention, Backend, Eager, Fused
-from attnrx.vit.costs import Conditions, Ratio, interleave
+from attnrx.vit.costs import Conditions, interleave, ratio_of
 from attnrx.vit.costs.measured import PRECISIONS, RecordedCalls
 from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec
@@ -349,7 +349,7 @@ def timed(
     seconds = interleave(runs, rounds=rounds or run.rounds, warmup=3, clock=clock)
     rows = {}
     for name, times in seconds.items():
-        faster = Ratio.of(seconds[anchor], times)
+        faster = ratio_of(seconds[anchor], times)
         rows[name] = {
             "ms": round(1000 * float(times.median()), 4),
             "faster": [round(value, 3) for value in (faster.value, faster.low, faster.high)],

@@ -14,8 +14,9 @@ from dataclasses import replace
 
 import attnrx as rx
 from attnrx.cli.options import add_data, add_model, model_argument, splits_argument
-from attnrx.decide.planning.measured_costs import ROUND_FACTOR, PlanTimer
-from attnrx.decide.planning.space import Choices, PlanSettings, Space
+from attnrx.decide.planning.measured_costs import PlanTimer
+from attnrx.decide.planning.space import Choices, Space
+from attnrx.nouns.effort import ROUND_FACTOR, PlanSettings
 from attnrx.support.tables import markdown_table
 from attnrx.vit.costs import Conditions
 
@@ -68,7 +69,7 @@ def main(words: Sequence[str] | None = None) -> int:
             to=None if to == "eager" else to,
             log=lambda line: print(line, file=sys.stderr, flush=True),
         )
-        space = settings.space(model, diagnosis, rx.planning.Target("latency", 0.5))
+        space = Space.of(model, diagnosis, rx.planning.Target("latency", 0.5), settings)
         timer, chosen = PlanTimer(space, settings, images), plans(space)
         table = timer.cost_table()
         made = {name: rx.realize(model, space.prescription(choices)) for name, choices in chosen.items()}

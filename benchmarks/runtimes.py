@@ -29,7 +29,7 @@ import torch
 import attnrx as rx
 from attnrx.support.storage import read_json, write_json
 from attnrx.support.tables import markdown_table
-from attnrx.vit.costs.measured import Ratio, interleave
+from attnrx.vit.costs.measured import interleave, ratio_of
 from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.tokens import parse_policy
 
@@ -126,7 +126,7 @@ def measured(
     runtime, shape, batch, threads = cell
     runs = {name: opened(path, runtime, batch, threads, shape == "static") for name, path in paths.items()}
     seconds = interleave(runs, rounds=rounds or ROUNDS.get(batch, 10), warmup=3, clock=clock)
-    speeds = {name: Ratio.of(seconds[ANCHOR], times) for name, times in seconds.items() if name != ANCHOR}
+    speeds = {name: ratio_of(seconds[ANCHOR], times) for name, times in seconds.items() if name != ANCHOR}
     return {
         "anchor_seconds": float(seconds[ANCHOR].median()),
         "speeds": {name: [speed.value, speed.low, speed.high] for name, speed in speeds.items()},

@@ -23,9 +23,9 @@ from torch import nn
 import attnrx as rx
 from attnrx.cli.options import add_data, add_model, model_argument, splits_argument
 from attnrx.data import ImageSet
-from attnrx.nouns.evidence import Estimate
 from attnrx.show.checks.statistics import mean_estimate
 from attnrx.support.errors import AttnrxError, InvalidInput
+from attnrx.support.estimate import Estimate
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.support.storage import write_json
 from attnrx.vit.attention import Observation

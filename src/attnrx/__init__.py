@@ -44,7 +44,7 @@ HOMES = {
     "repair": "attnrx.change.realization.repair",
     "save": "attnrx.verbs.save",
     "shrink": "attnrx.verbs.shrink",
-    "Shrunk": "attnrx.verbs.shrink",
+    "Shrunk": "attnrx.verbs.shrunk",
     "train": "attnrx.training",
     "use_backend": "attnrx.vit.models",
     "verify": "attnrx.verbs.verify",
@@ -94,7 +94,8 @@ if TYPE_CHECKING:  # isort: off
     from attnrx.verbs.load import load as load
     from attnrx.decide.rules.prescribing import prescribe as prescribe
     from attnrx.verbs.save import push_to_hub as push_to_hub, save as save
-    from attnrx.verbs.shrink import Shrunk as Shrunk, shrink as shrink
+    from attnrx.verbs.shrink import shrink as shrink
+    from attnrx.verbs.shrunk import Shrunk as Shrunk
     from attnrx.verbs.verify import verify as verify
     from attnrx.vit import costs as costs, models as models, tokens as tokens
     from attnrx.vit.models import Reader as Reader, use_backend as use_backend

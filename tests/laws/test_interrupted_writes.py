@@ -21,7 +21,7 @@ from attnrx.data.model_data import splits_for
 from attnrx.decide.planning import Target
 from attnrx.nouns.prescription import TokenPrescription
 from attnrx.support import atomic_writes
-from attnrx.verbs.shrink import Shrunk
+from attnrx.verbs.shrunk import Shrunk
 from attnrx_lab.vision_transformer import ViTConfig
 from support.cases import model
 from support.command_line import call

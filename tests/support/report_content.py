@@ -15,7 +15,8 @@ from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.evidence import Evidence, Finding, judged
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports import ReportContent, TokenSamples, sample_tokens
-from attnrx.vit.costs import Conditions, LatencyComparison, Ratio, Timing
+from attnrx.support.estimate import Estimate
+from attnrx.vit.costs import Conditions, LatencyComparison, Timing
 from attnrx.vit.models import attach_tokens_, build_model, family_of, model_fingerprint
 from attnrx.vit.spec import Spectrum
 from attnrx.vit.tokens import AttentionReceived, TokenPolicy
@@ -128,7 +129,7 @@ def latency() -> LatencyComparison:
     return LatencyComparison(
         candidate=Timing(0.0412, 0.0405, 0.0441),
         reference=Timing(0.0437, 0.0429, 0.0480),
-        faster=Ratio(1 / 0.943, 1 / 0.956, 1 / 0.931),
+        faster=Estimate(1 / 0.943, 1 / 0.956, 1 / 0.931),
         batch=32,
         image_shape=(1, 16, 16),
         rounds=30,
@@ -138,8 +139,8 @@ def latency() -> LatencyComparison:
         hardware="a quiet machine",
         torch_version="2.11.0",
         unchanged=Timing(0.0424, 0.0418, 0.0450),
-        by_runtime=Ratio(1.03, 1.02, 1.04),
-        by_compression=Ratio(1.03, 1.02, 1.04),
+        by_runtime=Estimate(1.03, 1.02, 1.04),
+        by_compression=Estimate(1.03, 1.02, 1.04),
     )
 
 

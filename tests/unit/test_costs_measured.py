@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, UnknownName
-from attnrx.vit.costs import Conditions, LatencyProtocol, Ratio, compare_latency, compare_memory, interleave, measured
+from attnrx.support.estimate import Estimate
+from attnrx.vit.costs import (
+    Conditions,
+    LatencyProtocol,
+    compare_latency,
+    compare_memory,
+    interleave,
+    measured,
+    ratio_of,
+)
 from attnrx.vit.costs.measured import REFERENCE, UNCHANGED, peak_bytes
 from support.cases import CONFIGS, images, model
 
@@ -55,7 +64,7 @@ def test_models_that_cannot_be_pickled_are_measured_in_this_process() -> None:
 
 def test_an_interval_over_processes_has_the_spread_of_their_medians() -> None:
     medians = torch.tensor([1.0, 1.1, 1.2, 1.3], dtype=torch.float64)
-    found = Ratio.of(medians[:, None].expand(4, 9), torch.ones(4, 9))
+    found = ratio_of(medians[:, None].expand(4, 9), torch.ones(4, 9))
     low, high = (found.value / found.low, found.high / found.value)
     half = 3.182 * float(medians.log().std()) / 2
     assert found.value == pytest.approx(1.15) and low == pytest.approx(high) == pytest.approx(math.exp(half))
@@ -91,7 +100,7 @@ def test_an_unchanged_model_of_another_role_is_timed_once(role: str) -> None:
     own, other = found.by_compression, found.by_runtime
     if role == "reference":
         own, other = other, own
-    assert own == Ratio(1.0, 1.0, 1.0) and other == found.faster
+    assert own == Estimate(1.0, 1.0, 1.0) and other == found.faster
 
 
 def test_runs_take_turns_and_warm_ups_do_not_count() -> None:
@@ -119,11 +128,11 @@ def test_the_cpu_clock_does_not_count_sleep() -> None:
 def test_the_ratio_pairs_the_rounds() -> None:
     # The machine gets ten times slower half-way: both medians are useless, every pair still says 2.
     reference = torch.tensor([1.0, 1.0, 10.0, 10.0, 10.0])
-    ratio = Ratio.of(2 * reference, reference)
+    ratio = ratio_of(2 * reference, reference)
     assert (ratio.value, ratio.low, ratio.high) == (2, 2, 2)
-    noisy = Ratio.of(torch.tensor([1.0, 3.0, 2.0, 4.0]), torch.ones(4))
+    noisy = ratio_of(torch.tensor([1.0, 3.0, 2.0, 4.0]), torch.ones(4))
     assert noisy.low < noisy.value == 2.5 < noisy.high
-    assert noisy == Ratio.of(torch.tensor([1.0, 3.0, 2.0, 4.0]), torch.ones(4))
+    assert noisy == ratio_of(torch.tensor([1.0, 3.0, 2.0, 4.0]), torch.ones(4))
 
 
 def test_the_peak_is_what_is_held_at_once() -> None:

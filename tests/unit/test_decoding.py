@@ -13,13 +13,16 @@ from attnrx.change.realization import decoding
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.data import FixedImages
 from attnrx.data.model_data import images_for
-from attnrx.decide.planning import PlanSettings, Target, plan_sharing
+from attnrx.decide.planning import Plan, PlanSettings, Target, plan_sharing
 from attnrx.decide.planning.sensitivity import Answers
-from attnrx.verbs.shrink import ShrinkRun, Shrunk
+from attnrx.nouns.effort import DecoderFit
+from attnrx.verbs.shrink import ShrinkRun
+from attnrx.verbs.shrunk import Shrunk
 from attnrx.vit.models import family_of, library_form, working_copy
 from attnrx.vit.models.boundary.verbs import inside_verb, returned
 
 SIZE, WIDTH, CHANNELS = 32, 32, 16
+FIRST, LAST = DecoderFit(64, 60), DecoderFit(128, 200)
 
 
 class Saliency(nn.Module):
@@ -108,7 +111,7 @@ def fixed(model: Any) -> FixedImages:
 
 
 def lean(model: Any) -> Any:
-    found = smaller_decoder(model, fixed(model))
+    found = smaller_decoder(model, fixed(model), FIRST)
     assert found is not None
     return found[0]
 
@@ -141,7 +144,7 @@ def test_tokens_are_merged_and_the_decoder_is_fitted_to_the_original() -> None:
     with torch.no_grad():
         small.module.decoder[5].weight.mul_(2)
     fitted: Any
-    fitted, line = fit_decoder(small, model, fixed(model))
+    fitted, line = fit_decoder(small, model, fixed(model), LAST)
     with torch.no_grad():
         base, *others = (each(IMAGES) for each in (model, small, fitted))
     errors = [float((other - base).square().mean()) for other in others]
@@ -187,6 +190,7 @@ def test_divergences_and_costs_of_plans_are_relative_to_the_original() -> None:
     images, others = (images_for(model, each, "images") for each in (IMAGES[:24], IMAGES[24:]))
     diagnosis = rx.diagnose(small, images, moments=True)
     plan = plan_sharing(small, diagnosis, "macs=0.8x", images, others, {}, settings=settings, reference=model)
+    assert isinstance(plan, Plan)
     plain = Answers.of(model, images, 24).measure(small).mean
     chosen = Answers.of(model, images, 24).measure(rx.realize(small, plan.prescription)).mean
     (trial,) = plan.about["trials"]
@@ -196,9 +200,9 @@ def test_divergences_and_costs_of_plans_are_relative_to_the_original() -> None:
 def test_a_decoder_that_loses_much_or_costs_little_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     model = working(module(redundant=False))
     monkeypatch.setattr(decoding, "TOLERATED", 0.0)
-    assert smaller_decoder(model, fixed(model)) is None
+    assert smaller_decoder(model, fixed(model), FIRST) is None
     monkeypatch.setattr(decoding, "TOLERATED", 1e9)
-    monkeypatch.setattr(decoding, "FIRST", (16, 4))
-    assert smaller_decoder(model, fixed(model)) is not None
+    short = DecoderFit(16, 4)
+    assert smaller_decoder(model, fixed(model), short) is not None
     monkeypatch.setattr(decoding, "LEAST_SAVED", 0.99)
-    assert smaller_decoder(model, fixed(model)) is None
+    assert smaller_decoder(model, fixed(model), short) is None

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.decide.planning import Plan
 from attnrx.nouns.elastic import Elastic, Size
-from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, TargetMet
+from attnrx.nouns.plan import Plan, TargetMet
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NoOpPrescription, NotSupported
 from attnrx.verbs import shrink as shrink_module
 from attnrx.vit.models import family_of, model_fingerprint, reduction_of
 from support.comparisons import pixels
@@ -52,9 +52,9 @@ def test_every_stored_size_is_its_own_plan(made: Elastic) -> None:
 def test_a_budget_that_the_original_meets_needs_no_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan_sharing = shrink_module.plan_sharing
 
-    def met(*given: Any, **settings: Any) -> Plan:
+    def met(*given: Any, **settings: Any) -> Plan | TargetMet:
         if given[2].limit > 0.8:
-            raise TargetMet("macs=0.9x is met by the unchanged model")
+            return TargetMet("macs=0.9x is met by the unchanged model")
         return plan_sharing(*given, **settings)
 
     monkeypatch.setattr(shrink_module, "plan_sharing", met)
@@ -63,7 +63,7 @@ def test_a_budget_that_the_original_meets_needs_no_size(tmp_path: Path, monkeypa
     found = rx.elastic(original(), images(48), tmp_path / "some", macs=(0.9, 0.7), **given)
     assert [size.name for size in found.sizes] == ["original", "macs-0.7"]
     assert any(line.startswith("macs-0.9: macs=0.9x is met") for line in lines)
-    with pytest.raises(TargetMet):
+    with pytest.raises(NoOpPrescription, match="is met"):
         rx.elastic(original(), images(48), tmp_path / "none", macs=(0.9,), **given)
 
 

@@ -13,9 +13,9 @@ from attnrx.change.realization import realizing
 from attnrx.change.realization.distillation import Distill
 from attnrx.change.realization.realizing import KINDS, fits_record, realize_and_fit
 from attnrx.change.realization.repair import Repair
+from attnrx.nouns.effort import EFFORTS
 from attnrx.nouns.prescription import recorded_by
 from attnrx.support.errors import InvalidInput
-from attnrx.verbs.shrink import FITS_BY_EFFORT
 from attnrx.vit.models import model_fingerprint
 from attnrx_lab.checks.controls import recorded_fits
 from support.command_line import record
@@ -78,7 +78,7 @@ def test_every_fit_is_repeated_with_its_recorded_settings(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_a_shrunk_model_is_repeated_from_its_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(FITS_BY_EFFORT, "quick", (512, (*FITS_BY_EFFORT["quick"][1], Distill(1))))
+    monkeypatch.setitem(EFFORTS, "quick", replace(EFFORTS["quick"], fitted_images=512, distill_epochs=1))
     batches = [(batch.images, batch.labels) for batch in pixels(CONFIG, 48).batches(8)]
     found = rx.shrink(original(), batches, macs=0.8, seed=5)
     assert found.prescription is not None and found.images is not None

@@ -21,12 +21,12 @@ from attnrx.data.model_data import images_for
 from attnrx.decide.planning import PlanSettings, PredictedQuantity, Target, plan, sensitivity
 from attnrx.decide.planning.allocation import Frontier
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
-from attnrx.decide.planning.planner import Planner, varied
+from attnrx.decide.planning.planner import Planner, Trial, varied
 from attnrx.decide.planning.sensitivity import Answers, Sensitivities, measure_sensitivities, resumed, suits_bfloat16
-from attnrx.decide.planning.space import EFFORTS, RANKS, Choices, Space
+from attnrx.decide.planning.space import RANKS, Choices, Space
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Finding
-from attnrx.nouns.plan import limits_of
+from attnrx.nouns.plan import TargetMet, limits_of
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Comparison, Promises
 from attnrx.support.errors import (
@@ -35,7 +35,6 @@ from attnrx.support.errors import (
     InvalidInput,
     NoOpPrescription,
     NotSupported,
-    TargetMet,
     UnknownName,
 )
 from attnrx.support.hardware import bfloat16_products, has_fast_bfloat16
@@ -51,7 +50,7 @@ from support import cases, planned, pretrained
 from support.comparisons import pixels
 from support.planned import CONFIG, SETTINGS, made
 
-THOROUGH = EFFORTS["thorough"]
+THOROUGH = PlanSettings.preset("thorough")
 
 
 @pytest.fixture(scope="module")
@@ -333,9 +332,10 @@ def test_a_plan_for_latency_is_repeated_until_the_measurement_agrees(
 
     settings = PlanSettings(trials=8, batch_size=12)
     target, whole = Target.parse(f"latency={most}x"), family_of(model).costs(model).macs
-    made = MacsAsLatency(settings.space(model, diagnosis, target), settings, "latency", images)
+    made = MacsAsLatency(Space.of(model, diagnosis, target, settings), settings, "latency", images)
     made.timer = SlowTimer()  # pyright: ignore[reportAttributeAccessIssue]
     trial = made.best(target)
+    assert isinstance(trial, Trial)
     assert made.latency(trial.step.choices) == {"faster": 1 / (slower * requested[-1])}
     assert requested[-1] == pytest.approx(trial.step.cost) and 0.98 * most <= slower * requested[-1] <= most
     # The closed form alone was too slow; what was searched for after that is not. Each is measured twice, because the
@@ -357,7 +357,7 @@ def test_no_output_of_a_plan_is_computed_twice(
 ) -> None:
     settings = PlanSettings(trials=6, batch_size=4, trial_images=4, finalists=2)
     images, target = pixels(CONFIG, 16), Target.parse("macs=0.8x")
-    made = Planner(settings.space(model, diagnosis, target), settings, "macs", images)
+    made = Planner(Space.of(model, diagnosis, target, settings), settings, "macs", images)
     computed, outputs_of = [], Answers.outputs_of
 
     def counting(self: Answers, candidate: nn.Module, start: int = 0) -> list[torch.Tensor]:
@@ -366,10 +366,19 @@ def test_no_output_of_a_plan_is_computed_twice(
 
     monkeypatch.setattr(Answers, "outputs_of", counting)
     best = made.best(target)
+    assert isinstance(best, Trial)
     plans = len({trial.step.choices for trial in made.trials})
     # Batches of four images: one of every plan, three more of the finalists.
     assert sorted(computed) == [1] * plans + [3, 3]
     assert_close(best.divergence, Answers.of(model, images, 16).measure(made.realized(best.step.choices)).mean)
+
+
+def test_a_target_that_the_unchanged_model_meets_has_no_plan(
+    model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Planner, "best", lambda *_: TargetMet("faster=1.1 is met by the unchanged model"))
+    with pytest.raises(NoOpPrescription, match="is met by the unchanged model"):
+        plan(model, diagnosis, "macs=0.9x", images, pixels(CONFIG, 10, 4))
 
 
 def test_a_plan_for_a_file_is_corrected_by_the_speed_of_files(
@@ -397,17 +406,18 @@ def test_a_plan_for_a_file_is_corrected_by_the_speed_of_files(
 
     settings = PlanSettings(trials=4, batch_size=12, to="openvino(precision=bf16)")
     target = Target.parse("faster=4")
-    made = CostsOfFiles(settings.space(model, diagnosis, target), settings, "latency", images)
+    made = CostsOfFiles(Space.of(model, diagnosis, target, settings), settings, "latency", images)
     made.timer = FileTimer()  # pyright: ignore[reportAttributeAccessIssue]
     trial = made.best(target)
+    assert isinstance(trial, Trial)
     # A first plan at 3/4 of the MACs is too slow as a file; the last one is fast enough, and little faster.
     assert files[0] == pytest.approx(0.75, abs=0.03) and 4 <= 3.0 / (0.2 + 0.8 * files[-1]) <= 4.12
     # The plan promises the speed of the model in attnrx, not that of the file.
     assert made.latency(trial.step.choices) == {"faster": pytest.approx(1 / (3 * trial.step.cost))}
-    with pytest.raises(TargetMet, match="unchanged model as openvino"):
-        made.best(Target.parse("faster=2.9"))
+    met = made.best(Target.parse("faster=2.9"))
+    assert isinstance(met, TargetMet) and "unchanged model as openvino" in met.reason
     with pytest.raises(UnknownName):
-        PlanSettings(to="openvina")
+        plan(model, diagnosis, target, images, images, settings=PlanSettings(to="openvina"))
 
 
 def test_what_is_expected_of_other_images_is_wider_for_few() -> None:
@@ -507,7 +517,7 @@ def test_plans_are_compared_in_bfloat16(whole: nn.Module, photos: Tensor) -> Non
 
 def test_sensitivities_are_without_the_rounding_to_bfloat16(whole: nn.Module, photos: Tensor) -> None:
     settings = PlanSettings(pruned_shares=(1 / 16, 1 / 2))
-    space = settings.space(whole, rx.diagnose(whole, photos, moments=True), Target.parse("macs=0.7x"))
+    space = Space.of(whole, rx.diagnose(whole, photos, moments=True), Target.parse("macs=0.7x"), settings)
     images = images_for(whole, photos, "images")
     answers = [Answers.of(whole, images, 8, bfloat16) for bfloat16 in (False, True)]
     ones, others = (measure_sensitivities(space, each, settings) for each in answers)

@@ -25,7 +25,8 @@ from attnrx.decide.planning.cost_table import (
     nonnegative_fit,
 )
 from attnrx.decide.planning.measured_costs import _Timer
-from attnrx.decide.planning.space import RANKS, Choices, Space, Target
+from attnrx.decide.planning.space import RANKS, Choices, Space
+from attnrx.nouns.target import Target
 from attnrx.vit.costs import Conditions
 from attnrx.vit.models import family_of
 from attnrx_lab.vision_transformer import ViTConfig
@@ -115,7 +116,7 @@ OTHERS = [
 def test_blocks_of_two_layers_with_positions_are_timed_after_a_stage(name: str) -> None:
     model = rx.load(pretrained.of_timm(name, depth=2)).float()  # biases, or rotations, of all patches
     diagnosis = rx.diagnose(model, pretrained.inputs(model, 6).float(), moments=True)
-    space = SETTINGS.space(model, diagnosis, Target.parse("faster=1.1"))
+    space = Space.of(model, diagnosis, Target.parse("faster=1.1"), SETTINGS)
     table = timed(space, (4,))
     assert table.patches == space.patches and table.total(Choices.nothing(2)) == pytest.approx(1.0)
     assert table.attention[0, 0, 0, 1] > 0
@@ -134,7 +135,7 @@ def test_ranks_are_multiples_of_8_on_cuda(
     model = cases.model(config)
     diagnosis = rx.diagnose(model, cases.pixels(config, 8), moments=True)
     settings = replace(SETTINGS, axes=("qk", "vo"))
-    space = settings.space(model, diagnosis, Target.parse(target))
+    space = Space.of(model, diagnosis, Target.parse(target), settings)
     assert space.multiple == multiple
     for level in range(1, len(space.levels)):
         ranks = rx.prescribe(diagnosis, {"qk": space.rule(level)}).ranks
@@ -153,7 +154,8 @@ def test_ranks_are_multiples_of_8_on_cuda(
 def test_heads_have_equal_ranks_where_others_are_slower(to: str | None, target: str, form: str) -> None:
     config = ViTConfig.uniform("dense", width=64, depth=1, heads=2, **cases.TINY)
     diagnosis = rx.diagnose(model := cases.model(config), cases.pixels(config, 8), moments=True)
-    assert replace(SETTINGS, axes=("qk", "vo"), to=to).space(model, diagnosis, Target.parse(target)).form == form
+    settings = replace(SETTINGS, axes=("qk", "vo"), to=to)
+    assert Space.of(model, diagnosis, Target.parse(target), settings).form == form
 
 
 def test_no_lower_level_is_slower_and_many_times_quiet_the_clock(space: Space) -> None:

@@ -19,7 +19,8 @@ from attnrx.show.reports.numbers import TIMES
 from attnrx.show.reports.page import render
 from attnrx.show.reports.results import verdict
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.costs import LatencyComparison, Ratio
+from attnrx.support.estimate import Estimate
+from attnrx.vit.costs import LatencyComparison
 from support import cases, report_content
 
 EVERYTHING = [
@@ -164,7 +165,7 @@ KERNELS_ALONE = "its speed is that of attnrx's kernels alone; an exported file s
     ],
 )
 def test_a_result_from_which_nothing_was_removed_says_so_first(about: dict, runtime: str | None, words: str | None):
-    timing = replace(report_content.latency(), faster=Ratio(1.6, 1.5, 1.7), by_compression=Ratio(1.0, 1.0, 1.0))
+    timing = replace(report_content.latency(), faster=Estimate(1.6, 1.5, 1.7), by_compression=Estimate(1.0, 1.0, 1.0))
     record = as_record(timing) | ({} if runtime is None else {"runtime": runtime})
     speed = Finding("latency", "speed", 1.6, "x", details={"quantity": "speed", **record})
     evidence = Evidence((*report_content.evidence().findings, speed), about)
@@ -183,7 +184,7 @@ def test_a_result_from_which_nothing_was_removed_says_so_first(about: dict, runt
 def test_the_sentence_is_the_same_on_the_page_and_in_a_console():
     evidence = report_content.evidence()
     assert summary_of(evidence) == "-0.6 points of accuracy [-2.0, +0.8], 360 images"
-    timing = replace(report_content.latency(), faster=Ratio(1.6, 1.5625, 1.6667), batch=32, threads=1)
+    timing = replace(report_content.latency(), faster=Estimate(1.6, 1.5625, 1.6667), batch=32, threads=1)
     promised = {"faster": 1.59, "batch": 32, "threads": 1, "precision": "float32", "torch": "2.1", "hardware": "a CPU"}
     details = {"quantity": "promised speed", "promised": promised, "within": 0.1, "measured": as_record(timing)}
     speed = Finding("promises", "speed of a pass", 1.6, "x", low=1.5625, high=1.6667, details=details)

@@ -5,8 +5,8 @@ from argparse import ArgumentTypeError
 import pytest
 
 from attnrx.cli.options import parse_losses
-from attnrx.decide.planning.space import Target
 from attnrx.decide.rules import parse_rule
+from attnrx.nouns.target import Target
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.tokens import parse_policy
 from attnrx_lab.commands.methods import SHARES

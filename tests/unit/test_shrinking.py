@@ -14,16 +14,17 @@ import torch
 
 import attnrx as rx
 from attnrx.change.exporting import load_exported, parse_format
-from attnrx.change.realization.distillation import Distill
 from attnrx.data import three_parts
 from attnrx.data.model_data import splits_for
 from attnrx.decide.planning import Plan, Target
-from attnrx.decide.planning.space import target_of
+from attnrx.decide.planning.measured_costs import timing_conditions
+from attnrx.nouns import effort as efforts
+from attnrx.nouns.effort import EFFORTS
+from attnrx.nouns.target import target_of
 from attnrx.show.checks import Costs
 from attnrx.show.reports import summary_of
 from attnrx.support.errors import DataError, InvalidInput
-from attnrx.verbs import shrink as shrinking
-from attnrx.verbs.shrink import FITS_BY_EFFORT, Shrunk, timing_conditions
+from attnrx.verbs.shrunk import Shrunk
 from attnrx.vit.models import model_fingerprint
 from attnrx.vit.outputs import output_kind_of
 from attnrx_lab.vision_transformer import ViTConfig
@@ -123,9 +124,9 @@ def test_the_log_has_the_phases_of_the_call_in_their_order(first) -> None:
 
 @pytest.mark.slow
 def test_a_quick_call_for_a_large_model_takes_fewer_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shrinking, "HUGE", 0.0)
-    monkeypatch.setattr(shrinking, "QUICK_MACS", 0.0)
-    monkeypatch.setattr(shrinking, "MIN_QUICK_IMAGES", 8)
+    monkeypatch.setattr(efforts, "HUGE", 0.0)
+    monkeypatch.setattr(efforts, "VERIFICATION_MACS", 0.0)
+    monkeypatch.setattr(efforts, "MIN_VERIFICATION_IMAGES", 8)
     lines = list[str]()
     found = rx.shrink(original(), images(96), macs=0.5, log=lines.append)
     assert found.images is not None and len(found.images.verified) == found.evidence.about["images"] == 8
@@ -133,10 +134,10 @@ def test_a_quick_call_for_a_large_model_takes_fewer_images(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most", [shrinking.MOST_DISTILLED, 0])
+@pytest.mark.parametrize("most", [EFFORTS["normal"].most_distilled, 0])
 def test_a_normal_call_distills_small_models(monkeypatch: pytest.MonkeyPatch, most: float) -> None:
-    monkeypatch.setitem(FITS_BY_EFFORT, "normal", (64, (Distill(1),)))
-    monkeypatch.setattr(shrinking, "MOST_DISTILLED", most)
+    fits = {"fitted_images": 64, "repair": None, "distill_epochs": 1, "most_distilled": most}
+    monkeypatch.setitem(EFFORTS, "normal", replace(EFFORTS["normal"], **fits))
     prescription = rx.shrink(original(), images(96), macs=0.35, effort="normal").prescription
     assert prescription is not None and ("distill" in prescription.about["realized"]) == (most > 0)
 
@@ -147,7 +148,7 @@ def test_an_effort_with_distillation_comes_nearer_to_the_original(
 ) -> None:
     batches, lines = images(96), list[str]()
     plain = rx.shrink(original(), batches, macs=0.3, folder=tmp_path)
-    monkeypatch.setitem(FITS_BY_EFFORT, "quick", (512, (*FITS_BY_EFFORT["quick"][1], Distill(4))))
+    monkeypatch.setitem(EFFORTS, "quick", replace(EFFORTS["quick"], fitted_images=512, distill_epochs=4))
     fitted = rx.shrink(original(), batches, macs=0.3, folder=tmp_path, log=lines.append)
     assert any(line.startswith("distilled at ") for line in lines)
     assert plain.prescription is not None and fitted.prescription is not None

@@ -7,8 +7,8 @@ import pytest
 
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.reports import files_table, written_files
+from attnrx.support.estimate import Estimate
 from attnrx.support.storage import write_json
-from attnrx.vit.costs import Ratio
 from support import report_content
 
 
@@ -20,7 +20,7 @@ def folder_with(folder: Path, about: dict, timing_changes: dict) -> Path:
     evidence.save(folder / "evidence.json")
     (folder / "model.safetensors").write_bytes(b"0" * 2_500_000)
     (folder / "model.onnx").write_bytes(b"0" * 3_000_000)
-    speeds = [asdict(replace(timing, faster=Ratio(1.25, 1.2, 1.3), by_runtime=None, by_compression=None))]
+    speeds = [asdict(replace(timing, faster=Estimate(1.25, 1.2, 1.3), by_runtime=None, by_compression=None))]
     write_json(folder / "model.onnx.json", {"files": {"model.onnx": "hash"}, "speeds": speeds})
     (folder / "model-openvino.xml").write_bytes(b"0" * 100_000)
     (folder / "model-openvino.bin").write_bytes(b"0" * 1_400_000)
@@ -43,7 +43,7 @@ def test_every_file_has_its_size_speed_and_accuracy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("about", [{"nothing_removed": True}])
 def test_files_of_the_unchanged_model_say_so(about: dict, tmp_path: Path) -> None:
-    _, texts, _ = files_table(folder_with(tmp_path, about, {"by_compression": Ratio(1.0, 1.0, 1.0)}))
+    _, texts, _ = files_table(folder_with(tmp_path, about, {"by_compression": Estimate(1.0, 1.0, 1.0)}))
     assert {row[2] for row in texts} == {"is the unchanged model's"}
 
 

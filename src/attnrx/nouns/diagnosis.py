@@ -9,9 +9,15 @@ import torch
 
 from attnrx.support import records as fields
 from attnrx.support.display import Displayed
-from attnrx.support.errors import FingerprintMismatch, InvalidInput
+from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Float, Tensor
-from attnrx.support.storage import layer_tensors, read_with_tensors, tensors_below, write_with_tensors
+from attnrx.support.storage import (
+    layer_tensors,
+    read_with_tensors,
+    require_fingerprint,
+    tensors_below,
+    write_with_tensors,
+)
 from attnrx.vit.maps import LAYER_MAPS
 from attnrx.vit.spec import NORMS, Spectrum
 
@@ -194,11 +200,7 @@ class Diagnosis(Displayed):
         Raises:
             FingerprintMismatch: It belongs to another model.
         """
-        if self.fingerprint != fingerprint:
-            raise FingerprintMismatch(
-                f"the diagnosis was made for the model {self.fingerprint}, {what} is {fingerprint}; "
-                "diagnose that model."
-            )
+        require_fingerprint(self.fingerprint, fingerprint, "the diagnosis was made for", what, "diagnose that model")
 
 
 def _tensors(layer: LayerDiagnosis) -> dict[str, Tensor]:

@@ -6,12 +6,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from attnrx.support.errors import CheckpointError, NotSupported
 from attnrx.support.records import ANYTHING, Integer, Items, Number, Optional, Record, Text, matching
 from attnrx.support.storage import read_record, write_json
-from attnrx.vit.models import family_of, load_model, model_fingerprint
 
 KIND, SCHEMA = "attnrx elastic model", 1
 INDEX = "elastic.json"
@@ -66,7 +63,7 @@ class Size:
 class Elastic:
     """Several sizes of one model in a folder, each an ordinary saved model with its evidence, and the original.
 
-    `load` returns, of the sizes within a budget, the one that diverges least.
+    `load` returns, of the sizes within a budget, the one that diverges least (`best`).
     """
 
     folder: Path
@@ -111,28 +108,28 @@ class Elastic:
         divergences = {size: inf if size.divergence is None else size.divergence for size in fitting}
         return min(fitting, key=lambda size: (size.name != ORIGINAL and divergences[size], -size.macs))
 
-    def model_of(self, size: Size, **given: Any) -> nn.Module:
-        """Loads a size with arguments of `load_model`, and checks that it is the model of its entry.
+    def require(self, size: Size, fingerprint: str, macs: int) -> None:
+        """Checks that the model in the folder of a size is the one of its entry.
+
+        Args:
+            size: The size.
+            fingerprint: The fingerprint of the model.
+            macs: Its MACs.
 
         Raises:
             CheckpointError: The folder of the size has another model: it was swapped with another one, or replaced.
         """
-        path = self.folder / size.name
-        model = load_model(path, **given)
         # An index of an earlier version lacks the fingerprints of sizes, or the MACs of the original.
-        fingerprint = size.fingerprint or (self.about.get("fingerprint") if size.name == ORIGINAL else None)
+        stored = size.fingerprint or (self.about.get("fingerprint") if size.name == ORIGINAL else None)
         # The token policy is no weight, but changes the MACs.
-        macs = None if "macs" not in self.about else round(size.macs * self.about["macs"])
-        for name, found, expected in (
-            ("fingerprint", model_fingerprint(model), fingerprint),
-            ("MACs", family_of(model).costs(model).macs, macs),
-        ):
+        expected_macs = None if "macs" not in self.about else round(size.macs * self.about["macs"])
+        for name, found, expected in (("fingerprint", fingerprint, stored), ("MACs", macs, expected_macs)):
             if expected is not None and found != expected:
                 raise CheckpointError(
-                    f"{path} is not the model that {INDEX} describes ({name} {found}, not {expected}): it was replaced "
-                    "or renamed. Put it back, or make the sizes again with attnrx.elastic."
+                    f"{self.folder / size.name} is not the model that {INDEX} describes ({name} {found}, not "
+                    f"{expected}): it was replaced or renamed. Put it back, or make the sizes again with "
+                    "attnrx.elastic."
                 )
-        return model
 
 
 def is_elastic(folder: Path | str) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 
 from attnrx.support import records as fields
 from attnrx.support.display import Displayed, Sentence
-from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
-from attnrx.support.storage import read_record, write_json
+from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.estimate import Estimate
+from attnrx.support.storage import read_record, require_fingerprint, write_json
 from attnrx.support.tables import aligned_table
 
 KIND, SCHEMA = "attnrx evidence", 2
@@ -129,33 +130,16 @@ def judged(
     return {**judgement, "outcome": UNDECIDED, "deciding_n": unit * math.ceil(count / unit)}
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A measured number with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def scaled(self, factor: float) -> "Estimate":
-        """Returns the estimate in another unit; a negative factor swaps the ends."""
-        ends = sorted((self.low * factor, self.high * factor))
-        return Estimate(self.value * factor, *ends)
-
-    def judged(
-        self, n: int, limit: float | None = None, *, at_least: bool = True, strict: bool = False
-    ) -> dict[str, Any]:
-        """Returns value, interval, n and the outcome against the limit, if any, as arguments of `Finding`."""
-        # All resamples of one image are that image: their interval without width says nothing, and decides no claim.
-        if n == 1 and math.isclose(self.low, self.high, rel_tol=1e-9):
-            undecided: dict[str, Any] = {} if limit is None else {"outcome": UNDECIDED}
-            return {"value": self.value, "limit": limit, "n": n, **undecided}
-        ends = (self.low, self.high)
-        return {"value": self.value, **judged(self.value, limit, ends, n, at_least=at_least, strict=strict)}
-
-    def text(self, digits: int) -> str:
-        """Returns the value and its interval with this many decimals."""
-        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+def judged_estimate(
+    estimate: Estimate, n: int, limit: float | None = None, *, at_least: bool = True, strict: bool = False
+) -> dict[str, Any]:
+    """Returns value, interval, n and the outcome against the limit, if any, as arguments of `Finding`."""
+    value, ends = estimate.value, (estimate.low, estimate.high)
+    # All resamples of one image are that image: their interval without width says nothing, and decides no claim.
+    if n == 1 and math.isclose(*ends, rel_tol=1e-9):
+        undecided: dict[str, Any] = {} if limit is None else {"outcome": UNDECIDED}
+        return {"value": value, "limit": limit, "n": n, **undecided}
+    return {"value": value, **judged(value, limit, ends, n, at_least=at_least, strict=strict)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -249,11 +233,8 @@ class Evidence(Displayed):
         """
         # Evidence that does not record its candidate is accepted.
         measured = self.about.get("candidate", fingerprint)
-        if measured != fingerprint:
-            raise FingerprintMismatch(
-                f"the evidence was measured on the model {measured}, and {what} is {fingerprint}: verify that model, "
-                "or omit the evidence."
-            )
+        advice = "verify that model, or omit the evidence"
+        require_fingerprint(measured, fingerprint, "the evidence was measured on", what, advice)
 
     def save(self, path: Path | str) -> Path:
         """Writes one JSON file, and returns its path."""

@@ -60,6 +60,13 @@ def limits_of(quantity: str, outputs: OutputKind) -> tuple[float, float]:
     return (0.0, 1.0) if quantity == "agreement" else (-1.0, 1.0)
 
 
+@dataclass(frozen=True)
+class TargetMet:
+    """What the planner returns in place of a plan if the unchanged model meets the target, with a `reason` to read."""
+
+    reason: str
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Displayed):
     """A prescription for a target, with its predictions.

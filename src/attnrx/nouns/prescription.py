@@ -10,10 +10,17 @@ import torch
 
 from attnrx.support import records as fields
 from attnrx.support.display import Displayed
-from attnrx.support.errors import FingerprintMismatch, InvalidInput
+from attnrx.support.errors import InvalidInput
 from attnrx.support.records import Invalid, below
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.support.storage import json_text, layer_tensors, read_with_tensors, tensors_below, write_with_tensors
+from attnrx.support.storage import (
+    json_text,
+    layer_tensors,
+    read_with_tensors,
+    require_fingerprint,
+    tensors_below,
+    write_with_tensors,
+)
 from attnrx.vit.maps import FITS, HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, TOKENS, UNIT_MAPS
 from attnrx.vit.spec import compression_of
 from attnrx.vit.tokens import TokenPolicy, parse_policy
@@ -376,17 +383,18 @@ class Prescription(Displayed):
             )
         return loaded
 
-    def require(self, fingerprint: str) -> None:
-        """Checks that the prescription belongs to the model with this fingerprint.
+    def require(self, fingerprint: str, what: str) -> None:
+        """Checks that the prescription belongs to a model.
+
+        Args:
+            fingerprint: The fingerprint of the model.
+            what: What the model is, in the words of the caller.
 
         Raises:
             FingerprintMismatch: It belongs to another model.
         """
-        if self.fingerprint != fingerprint:
-            raise FingerprintMismatch(
-                f"the prescription was made for the model {self.fingerprint}, this model is {fingerprint}; "
-                "diagnose and prescribe this model, or realize the prescription on its own."
-            )
+        advice = "diagnose and prescribe that model, or realize the prescription on its own"
+        require_fingerprint(self.fingerprint, fingerprint, "the prescription was made for", what, advice)
 
 
 # The file: its fields, which values of them are valid, and layers to and from them ------------------------------------

@@ -39,11 +39,7 @@ class MissingMoments(InvalidRule):
 
 
 class NoOpPrescription(AttnrxError):
-    """A prescription or option without any effect."""
-
-
-class TargetMet(NoOpPrescription):
-    """A target that the unchanged model meets."""
+    """A prescription or option without any effect, or a target that the unchanged model meets."""
 
 
 class FingerprintMismatch(AttnrxError):

@@ -18,7 +18,7 @@ from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
 
 from attnrx.support.atomic_writes import write_atomically
-from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.support.records import DEEPEST_JSON, Field, Part, nesting, require_regular, validated
 from attnrx.support.shapes import Tensor
 
@@ -237,6 +237,20 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         # As bytes, because NumPy has no bfloat16.
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def require_fingerprint(made_for: str, fingerprint: str, document: str, what: str, advice: str) -> None:
+    """Raises FingerprintMismatch if a document belongs to another model.
+
+    Args:
+        made_for: The fingerprint of the model that the document belongs to.
+        fingerprint: The fingerprint of the model that it is used with.
+        document: The document and how it belongs to its model, e.g. "the diagnosis was made for".
+        what: What the other model is, in the words of the caller.
+        advice: What to do.
+    """
+    if made_for != fingerprint:
+        raise FingerprintMismatch(f"{document} the model {made_for}, and {what} is {fingerprint}: {advice}.")
 
 
 def check_schema(record: object, kind: str, schema: int, path: Path | str) -> None:

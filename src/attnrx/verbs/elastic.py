@@ -11,28 +11,22 @@ from torch import nn
 
 from attnrx.data import Columns, ImageData, Splits
 from attnrx.data.model_data import ModelBatches
-from attnrx.decide.planning import PlanSettings, Target
-from attnrx.decide.planning.measured_costs import final_protocol
-from attnrx.decide.planning.space import target_of
+from attnrx.decide.planning.measured_costs import final_protocol, timing_conditions
+from attnrx.nouns.effort import PlanSettings
 from attnrx.nouns.elastic import INDEX, KIND, ORIGINAL, Elastic, Size
 from attnrx.nouns.evidence import Evidence
+from attnrx.nouns.plan import TargetMet
+from attnrx.nouns.target import Target, target_of
 from attnrx.support.arguments import FASTER, checked, each
 from attnrx.support.atomic_writes import file_lock, require_absent
-from attnrx.support.errors import InvalidInput, TargetMet
+from attnrx.support.errors import InvalidInput, NoOpPrescription
 from attnrx.support.progress import Log, no_log, phases
 from attnrx.support.storage import file_kind
 from attnrx.support.subprocess_runner import shared_subprocess
-from attnrx.verbs.load import load, preflight
+from attnrx.verbs.load import load, load_original, preflight
 from attnrx.verbs.save import save
-from attnrx.verbs.shrink import (
-    BELOW_ONE,
-    MODEL_OR_NAME,
-    ShrinkRun,
-    load_original,
-    phase_shares,
-    require_result_folder,
-    timing_conditions,
-)
+from attnrx.verbs.shrink import BELOW_ONE, MODEL_OR_NAME, ShrinkRun, phase_shares
+from attnrx.verbs.shrunk import require_result_folder
 from attnrx.vit.costs import compare_latencies
 from attnrx.vit.models import family_of, model_fingerprint
 from attnrx.vit.models.boundary.verbs import verb
@@ -92,7 +86,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     Raises:
         InvalidInput: Not exactly one kind of budget, or a folder with sizes of another original, of other data or
             settings.
-        TargetMet: The original meets every budget.
+        NoOpPrescription: The original meets every budget.
         NotSupported: No plan reaches a budget.
 
     Examples:
@@ -134,16 +128,15 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             unneeded = dict[str, TargetMet]()
             # An interrupted call continues with the next size.
             for name, target in missing.items():
-                try:
-                    result = run.result(target)
-                except TargetMet as met:  # by the original, which is a size itself
-                    log(f"{name}: {met}")
-                    unneeded[name] = met
+                result = run.result(target)
+                if isinstance(result, TargetMet):  # by the original, which is a size itself
+                    log(f"{name}: {result.reason}")
+                    unneeded[name] = result
                     continue
                 result.save(folder / name, onnx=False)
                 log(f"{name}: {result.summary()}")
             if len(unneeded) == len(targets):
-                raise list(unneeded.values())[-1]
+                raise NoOpPrescription(list(unneeded.values())[-1].reason)
         original = run.original  # at the size of the images
         # All sizes are timed in one run, as ratios of separate runs depend on the state of the machine.
         save(original, folder / ORIGINAL)

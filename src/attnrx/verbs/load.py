@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from attnrx.change.exporting import Format, is_exported, load_exported
 from attnrx.data import Columns
 from attnrx.data.loading import SIDES, locate
-from attnrx.decide.planning.space import DROP, Target, target_of
+from attnrx.data.model_data import ModelBatches
 from attnrx.nouns.elastic import Elastic, Size, is_elastic
+from attnrx.nouns.target import DROP, Target, target_of
 from attnrx.support.arguments import (
     FASTER,
     MODEL,
@@ -28,7 +29,8 @@ from attnrx.support.arguments import (
 )
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.optional import require_installed
-from attnrx.vit.models import Reader, accepting, family_of, load_model, state_outputs_
+from attnrx.support.progress import begin
+from attnrx.vit.models import Reader, accepting, family_of, load_model, model_fingerprint, state_outputs_
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import STATEMENTS
 
@@ -134,7 +136,8 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         model = load_exported(source, trust)
     elif (found := size_of(source, target_of(faster, macs, params) if has_budget else None)) is not None:
         elastic, size = found
-        model = elastic.model_of(size, factory=factory)
+        model = load_model(elastic.folder / size.name, factory=factory)
+        elastic.require(size, model_fingerprint(model), family_of(model).costs(model).macs)
     else:
         model = load_model(source, seed, weights, pretrained, reader=reader, factory=factory, inputs=inputs)
     if image_size is not None:
@@ -176,6 +179,14 @@ def size_of(source: str | Path | nn.Module, target: Target | None = None) -> tup
     if target is not None:
         raise InvalidInput(f"load({described(source)}) with the budget {target}: it is not an elastic model.")
     return None
+
+
+def load_original(model: nn.Module | str | Path, weights: str | Path | None, data: Any) -> nn.Module:
+    """Loads the model, with the inputs of the first batch of the data where those are no images."""
+    begin("loading the model")
+    batches = next(iter(data.values())) if isinstance(data, Mapping) and data else data
+    inputs = batches.example() if isinstance(batches, ModelBatches) else None
+    return load(model, weights=weights, inputs=inputs).eval()
 
 
 def preflight(

@@ -1,115 +1,47 @@
 """`shrink`: the whole workflow in one call. Divides the images, plans, realizes and fits, and verifies a smaller model.
 
-`Shrunk` is its result, with the files of its folder: saving replaces those of an earlier result, and never those of
-others. `elastic` runs the same steps for several targets.
+`Shrunk` is its result. `elastic` runs the same steps for several targets.
 """
 
 import math
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
-from attnrx.change import exporting
-from attnrx.change.exporting import Format, parse_format
-from attnrx.change.exporting.exported import KIND as EXPORTED
-from attnrx.change.exporting.exported import files_of_export, present_exports, present_script
-from attnrx.change.realization import realize_and_fit
-from attnrx.change.realization.decoding import fit_decoder, map_share, smaller_decoder
-from attnrx.change.realization.distillation import HELD_OUT, Distill
-from attnrx.change.realization.realizing import Fit, fits_record
-from attnrx.change.realization.repair import Repair
+from attnrx.change.exporting import parse_format
+from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
+from attnrx.change.realization.realizing import fits_record, realize_with_effort
 from attnrx.data import Columns, FixedImages, ImageData, ImageSet, Parts, Splits, load_data, require_labels, three_parts
-from attnrx.data.fixed_images import ONE_DRAW
-from attnrx.data.model_data import ModelBatches, adapt_preprocessing, num_classes, splits_for
+from attnrx.data.model_data import ModelBatches, adapt_preprocessing, splits_for
 from attnrx.decide.diagnosing import diagnose
-from attnrx.decide.planning import Plan, PlanSettings, Target, plan_sharing
-from attnrx.decide.planning.measured_costs import file_speeds, final_protocol, rounds_of
+from attnrx.decide.planning import plan_sharing
+from attnrx.decide.planning.measured_costs import file_speeds, final_protocol, timing_conditions
 from attnrx.decide.planning.planner import Planner
-from attnrx.decide.planning.space import DROP, target_of
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.evidence import KIND as EVIDENCE
-from attnrx.nouns.evidence import Evidence
+from attnrx.nouns.effort import EFFORTS, Effort, PlanSettings, final_rounds
+from attnrx.nouns.plan import Plan, TargetMet
 from attnrx.nouns.prescription import Prescription
-from attnrx.show.checks import Accuracy, Check, Costs, Fidelity, Latency, Promises
-from attnrx.show.reports import (
-    MapSamples,
-    ReportContent,
-    first_images,
-    sample_maps,
-    sample_tokens,
-    summary_of,
-    write_report,
-)
+from attnrx.nouns.target import DROP, Target, target_of
+from attnrx.show.checks import Check, Costs, Fidelity, Latency, Promises
 from attnrx.support.arguments import FASTER, checked, instance, number, optional
-from attnrx.support.atomic_writes import Parts as ReplacedFiles
-from attnrx.support.atomic_writes import file_lock, require_absent
-from attnrx.support.display import Sentence
-from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, TargetMet
+from attnrx.support.atomic_writes import file_lock
+from attnrx.support.errors import NotSupported
 from attnrx.support.progress import Log, begin, no_log, phases
-from attnrx.support.shapes import ImageBatch
-from attnrx.support.storage import REPORT, file_kind
 from attnrx.support.subprocess_runner import shared_subprocess
-from attnrx.verbs.load import load, preflight
-from attnrx.verbs.save import require_no_sizes, save_with
+from attnrx.verbs.load import load_original, preflight
+from attnrx.verbs.shrunk import Shrunk, require_result_folder, result_files, samples_of, with_accuracy
 from attnrx.verbs.verify import verify
-from attnrx.vit.costs import Conditions
-from attnrx.vit.models import (
-    accepting,
-    at_size_of,
-    family_of,
-    is_model_file,
-    library_form,
-    model_fingerprint,
-    reduction_of,
-    require_model_folder,
-)
-from attnrx.vit.models.boundary.acceleration import accelerate
+from attnrx.vit.models import accepting, family_of, model_fingerprint
 from attnrx.vit.models.boundary.verbs import verb
-from attnrx.vit.models.boundary.working_copy import is_working
-from attnrx.vit.models.parts.record import record_of
-from attnrx.vit.outputs import Divergence, Map, Metric, judged, most_images, output_kind_of
+from attnrx.vit.outputs import Divergence, Metric, judged, most_images, output_kind_of
 
-# The images that the diagnosis is made on, and those that the predictions of the plan are measured on.
-DIAGNOSIS_IMAGES, PREDICTION_IMAGES = 128, 96
-# A quick call for a model of more than LARGE multiply-accumulates per image diagnoses on half of them, and measures
-# sensitivities on half of the usual ones, of outputs with a number per position on so many at least. For one of more
-# than HUGE (a ViT-L has 6e10) it plans on half of all images, with sensitivities in half of the layers, and diagnoses
-# on a quarter. Plans of both are compared and repaired in bfloat16 where that is faster (docs/results/plan.md).
-LARGE, HUGE, MIN_SENSITIVITY_IMAGES = 2.5e9, 4e10, 8
 # A target of latency that saves less is planned with the whole decoder, which could otherwise meet it alone.
 LARGEST_DECODER = 0.2
-# The most images that a result is verified on, of which an accuracy has a standard error of 0.5 points at most.
-MAX_VERIFICATION_IMAGES = 10_000
-# A quick call verifies on as many images as take so many multiply-accumulates in the original, and on so many at least:
-# on 4,800 of a ViT-Tiny, 340 of a ViT-B.
-QUICK_MACS, MIN_QUICK_IMAGES = 6e12, 256
-# Outputs with a number per position vary less between images, so that both numbers are smaller: of 128 the mean error
-# of a saliency map has an interval of +- 20 %, of 324 of +- 13 % (docs/results/dense.md).
-MAP_MACS, MIN_MAPS = 7.5e11, 64
-REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
-
-# By effort, the number of images that the weights of a realized plan are fitted to, and the fits. Within its budget of
-# multiply-accumulates a repair takes fewer images and steps.
-FITS_BY_EFFORT: Mapping[str, tuple[int, tuple[Fit, ...]]] = {
-    # A ViT-Tiny needs 2e12 for all images; larger models have LEAST_IMAGES and half of the steps. 512 images and steps
-    # on four of them take 1.6 times the CPU time for the same divergence (docs/results/plan.md).
-    "quick": (256, (Repair(100, images=2, macs=3.5e12),)),
-    # The distillation takes 14 % of the divergence of a plan of one image for eager PyTorch, in 131 s on two threads.
-    "normal": (1024, (Repair(300, macs=1e14), Distill(2))),
-    # At 60 % of the parameters 0.376 nats, with 1,024 images and 300 steps 0.420 (docs/results/plan.md). The tokens of
-    # the images that the budget leaves of a ViT-L are in memory seven times, in 12 GB.
-    "thorough": (3072, (Repair(500, macs=4e14), Distill(2))),
-}
-
-# A normal call does not distill models of more multiply-accumulates per image: a ViT-S has 4.6e9.
-MOST_DISTILLED = 5e9
 
 # The phases of `shrink` and their usual shares of the time of a quick call for MACs (`progress.Phases`). Those before
 # the repair are seconds of CPU time of a ViT-Tiny at 224 pixels on one thread of a loaded machine (2026-11).
@@ -130,237 +62,6 @@ PHASE_SHARES = {
 MODEL_OR_NAME = instance("a model, a folder or a name, e.g. 'timm:vit_tiny_patch16_224'", nn.Module, str, Path)
 BELOW_ONE = number(0.0, math.nextafter(1.0, 0.0), "a share of the original's above 0 and below 1, e.g. 0.6")
 POINTS = number(0.0, 100.0, "points of accuracy from 0 to 100, e.g. 1", above=False)
-
-
-# The result, and the files of its folder ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Shrunk:
-    """A smaller model with its prescription, its plan, and the evidence of what it cost.
-
-    It unpacks as `model, prescription, evidence`.
-
-    Attributes:
-        model: The smaller model.
-        prescription: What was pruned, and how; None for the unchanged model, which meets the target by its kernels.
-        evidence: The comparison with the original.
-        plan: The plan with its predictions; None for the unchanged model.
-        target: The target of the call.
-        diagnosis: The diagnosis of the original, for the report.
-        samples: A few normalized test images [images, channels, height, width] with their classes, for the report.
-        class_names: The classes of the data, for exported files.
-        images: The images that it was planned and verified on.
-        maps: The maps that the original and the smaller model return for some samples, for the report; None for other
-            outputs.
-        timed_in_kernels: Whether a target of latency is that in attnrx's kernels, so that the model is accelerated.
-    """
-
-    model: nn.Module
-    prescription: Prescription | None
-    evidence: Evidence
-    plan: Plan | None
-    target: Target
-    diagnosis: Diagnosis | None = None
-    samples: tuple[ImageBatch, tuple[str, ...]] | None = None
-    class_names: tuple[str, ...] = ()
-    images: Parts | None = None
-    maps: MapSamples | None = None
-    timed_in_kernels: bool = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.model, self.prescription, self.evidence))
-
-    def in_library_form(self) -> "Shrunk":
-        """Returns the result with a model of its own class, accelerated where its speed was measured so."""
-        model = library_form(self.model)
-        in_kernels = self.target.minimized == "latency" and self.timed_in_kernels
-        is_kernel = in_kernels and is_working(self.model) and record_of(model) is not None
-        return replace(self, model=accelerate(model) if is_kernel else model)
-
-    @property
-    def summary(self) -> Sentence:
-        """The result in one sentence: speed with its factors, accuracy, costs; with a note on images that were a draw
-        of random ones. It may be called, too.
-        """
-        draws = [note for note in self.images.notes if ONE_DRAW in note] if self.images is not None else []
-        return Sentence("; ".join((summary_of(self.evidence), *draws)))
-
-    def __repr__(self) -> str:
-        return f"Shrunk({self.summary})"
-
-    @checked()
-    def save(
-        self,
-        folder: Path | str,
-        onnx: bool = True,
-        *,
-        to: str | None = None,
-        original: nn.Module | None = None,
-        batch: int = 32,
-        threads: int | None = None,
-    ) -> Path:
-        """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime.
-
-        Everything is written to a new folder, which replaces the old one in one step: files of an earlier result are
-        replaced, and exports of other models removed; files that attnrx did not write are kept.
-
-        A file of the format `to` is named after it, model-int8.onnx, and so is the evidence of what it costs against
-        the original, evidence-int8.json. It is calibrated on the images that the plan was made on, and verified on
-        those that neither has seen. Its speed is that in the runtime of the format, relative to the original in its own
-        library at the precision of the file, which is the model's own or else float32. The original's file of the same
-        format is timed in turns with it, so that the speed is divided into what the format gave and what the
-        compression gave.
-
-        Args:
-            folder: The folder.
-            onnx: Whether model.onnx is written.
-            to: Another format to write, e.g. "int8" or "openvino(precision=bf16)" (see `export`).
-            original: The model that `shrink` was given; with it model.onnx is timed beside the same file of the
-                original, for `reports.files_table`. `to` needs it.
-            batch: For `to`, the images of a timed batch.
-            threads: CPU threads of the timings (torch's default).
-
-        Returns:
-            The folder.
-
-        Raises:
-            InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
-            AttnrxError: The model cannot be exported; everything else was saved.
-        """
-        folder = Path(folder)
-        files = result_files(folder, onnx, to)
-        preflight(folder=folder, formats=files.values(), report=True)
-        require_result_folder(folder, self.model, files)
-        original = None if original is None else at_size_of(original, self.model)
-        if to is not None and original is None:
-            raise InvalidInput(f"to={to!r} needs the original, which the evidence of the file is against; give it.")
-        failures: list[AttnrxError] = []
-
-        def write_others(new: Path) -> None:
-            write_report(new / "report.html", self.report(f"attnrx: {folder.name}"))
-            try:
-                for path, form in files.items():
-                    self._write_exported(new / path.name, form, to, original, batch, threads)
-            except AttnrxError as error:  # hours of work are not lost by a file that cannot be written
-                failures.append(error)
-
-        documents = self.prescription, self.evidence
-        save_with(self.model, folder, *documents, write_others, result_parts(model_fingerprint(self.model)))
-        if failures:
-            raise failures[0]
-        return folder
-
-    def _write_exported(
-        self, path: Path, form: Format, to: str | None, original: nn.Module | None, batch: int, threads: int | None
-    ) -> None:
-        """Writes a file to a folder that has none: model.onnx with its speed beside the original's, if that is given,
-        or the file of another format with its evidence.
-        """
-        is_onnx, images = path.stem == "model", self.images
-        calibration = None if is_onnx or images is None else images.planned
-        settings = {"precision": exporting.precision_for(self.model, form), "calibration": calibration}
-        names = exporting.fitting_names(self.model, self.class_names)
-        file = exporting.export(self.model, path, to=form, class_names=names, **settings)
-        if is_onnx:
-            if original is not None and self.prescription is not None:
-                timed = int(self.evidence.about.get("batch", 32))
-                rounds = rounds_of(timed, original)
-                exporting.compare_with_original(file, original, threads=threads, batches=(timed,), rounds=rounds)
-            return
-        assert original is not None and images is not None  # `save` needs the original, and `shrink` returns images
-        conditions = Conditions(file.images.device, file.images.precision, threads)
-        protocol = final_protocol(conditions, batch, original)
-        speed = 1 / self.target.limit if self.target.quantity == "latency" else None
-        tested, latency = images.verified, Latency(batch, protocol, speed, library=True)
-        about = {"target": str(self.target), "file": path.name, "format": to}
-        try:
-            checks = with_accuracy(tested, original, Fidelity(), latency)
-            evidence = verify(file, original, tested, checks, about, batch_size=32)
-        except AttnrxError:
-            exporting.remove_export(path)  # no file without evidence
-            raise
-        evidence.save(evidence_of(path))
-
-    def report(self, title: str) -> ReportContent:
-        """Returns the content of the report, with the tokens of the sample images if tokens are pruned or merged."""
-        tokens = None
-        if self.samples is not None and reduction_of(self.model) is not None:
-            with suppress(InvalidInput):  # patches that are no grid cannot be drawn
-                tokens = sample_tokens(self.model, *self.samples)
-        return ReportContent(
-            title,
-            self.evidence.about,
-            self.prescription,
-            self.diagnosis,
-            self.evidence,
-            tokens=tokens,
-            outputs=self.maps,
-        )
-
-
-def with_accuracy(images: ImageSet, model: nn.Module, *checks: Check) -> tuple[Check, ...]:
-    """Returns the checks, preceded by that of the accuracy if the images have labels and the model makes decisions."""
-    has_accuracy = images.has_labels and output_kind_of(model).has_decisions
-    return (Accuracy(None), *checks) if has_accuracy else checks  # reported, without a limit
-
-
-RESULT = re.compile(r"model(-\w+)?")  # the stems of exported files in a folder of results
-
-
-def result_files(folder: Path, onnx: bool, to: str | None) -> dict[Path, Format]:
-    """Returns the formats of the exported files of a result by their paths: model.onnx, and the file of a format."""
-    files = {folder / "model.onnx": parse_format("onnx")} if onnx else {}
-    if to is not None:
-        form = parse_format(to)
-        files[folder / f"model-{form.name}{form.suffix}"] = form
-    return files
-
-
-def evidence_of(path: Path) -> Path:
-    """Returns the path of the evidence of model-FORMAT.SUFFIX in a folder of results."""
-    return path.with_name(f"evidence{path.stem.removeprefix('model')}.json")
-
-
-def require_result_folder(folder: Path, model: nn.Module, files: Mapping[Path, Format]) -> None:
-    """Raises InvalidInput if results with these files would overwrite files that attnrx did not write."""
-    require_no_sizes(folder)
-    require_model_folder(folder)
-    require_absent([folder / "report.html"], lambda path: file_kind(path) == REPORT)
-    for path, form in files.items():
-        exporting.require_replaceable_files(path, form.files(path))
-        exporting.require_export_path(path, form, with_script=form.example(path) is not None and num_classes(model) > 0)
-        if path.stem != "model":
-            require_absent([evidence_of(path)], lambda path: file_kind(path) == EVIDENCE)
-
-
-def result_parts(fingerprint: str) -> ReplacedFiles:
-    """Returns the files that `Shrunk.save` replaces for the model with this fingerprint.
-
-    These are the model, its report, and exports of other models with their evidence; exports of this model stay, unless
-    they are written again.
-    """
-
-    def parts(folder: Path, written: Collection[str]) -> set[str]:
-        names = {each.name for each in folder.iterdir() if is_model_file(each)}
-        names |= {"report.html"} if file_kind(folder / "report.html") == REPORT else set()
-        for path, facts in present_exports(folder).items():
-            model = facts.get("model")
-            stored = model.get("fingerprint") if isinstance(model, Mapping) else None
-            name = RESULT.fullmatch(path.stem)
-            if (name and fingerprint != stored) or path.name in written:
-                names |= {each.name for each in files_of_export(path, facts)}
-                has_evidence = name and name[1] and file_kind(evidence_of(path)) == EVIDENCE
-                names |= {evidence_of(path).name} if has_evidence else set()
-        # Facts and scripts without a file are those of an export that was interrupted.
-        paths = [folder / name for name in written]
-        names |= {path.name for path in paths if path.suffix == ".json" and file_kind(path) in (EXPORTED, EVIDENCE)}
-        return names | {script.name for path in paths if (script := present_script(path)) is not None}
-
-    return parts
-
-
-# The call -------------------------------------------------------------------------------------------------------------
 
 
 @checked(
@@ -470,12 +171,12 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         run = ShrinkRun.start(original, data, columns, effort, settings, decoder)
         if target.quantity == DROP:
             require_labels(run.images.planned)
-        try:
-            return run.result(target)
-        except TargetMet as met:
+        result = run.result(target)
+        if isinstance(result, TargetMet):
             # The kernels of attnrx, or the format, reach the speed alone: nothing has to be removed.
-            log(str(met))
+            log(result.reason)
             return run.unchanged(target)
+        return result
 
 
 def phase_shares(spend: str, effort: str) -> dict[str, float]:
@@ -485,45 +186,9 @@ def phase_shares(spend: str, effort: str) -> dict[str, float]:
         # Blocks are timed, and so are whole plans. Seconds of wall clock on one thread of an idle machine (2026-11).
         shares |= {"diagnosing": 11.0, "measuring costs": 18.0, "measuring sensitivities": 12.0}
         shares |= {"searching plans": 34.0, "realizing and repairing": 34.0, "measuring speed": 50.0}
-    if any(isinstance(fit, Distill) for fit in FITS_BY_EFFORT[effort][1]):
+    if EFFORTS[effort].distill_epochs:
         shares["distilling"] = 150.0
     return {name: share for name, share in shares.items() if share}
-
-
-def load_original(model: nn.Module | str | Path, weights: str | Path | None, data: Any) -> nn.Module:
-    """Loads the model, with the inputs of the first batch of the data where those are no images."""
-    begin("loading the model")
-    batches = next(iter(data.values())) if isinstance(data, Mapping) and data else data
-    inputs = batches.example() if isinstance(batches, ModelBatches) else None
-    return load(model, weights=weights, inputs=inputs).eval()
-
-
-def timing_conditions(
-    model: nn.Module, threads: int | None, batch: int, form: Format | None = None, log: Log = no_log
-) -> Conditions:
-    """Returns the conditions of the timings: the model's own precision if it is timed, or that of files of a format; on
-    a CUDA device recorded graphs, if the model can be recorded.
-    """
-    # Of models in float64 neither is timed at its own.
-    weight = next(model.parameters())
-    precision = exporting.precision_for(model, form or parse_format("program")) or exporting.dtype_name(weight.dtype)
-    # On one thread latency can be measured by CPU time (`PlanTimer.settings`).
-    threads = 1 if threads is None and torch.get_num_threads() == 1 else threads
-    conditions = Conditions(str(weight.device), precision, threads)
-    if not conditions.on_cuda or form is not None:
-        return conditions
-    # Eager passes of fewer than some hundred images take the time in which the processor launches their kernels, which
-    # is that of a busy processor, and hardly depends on what is removed.
-    recorded = replace(conditions, graphs=True)
-    images = recorded.prepare_images(torch.zeros(batch, *family_of(model).input_shape(model)))
-    try:
-        with recorded.held():
-            recorded.prepare(model)(images)
-    except NotSupported as problem:
-        log(f"timed without CUDA graphs: {problem}")
-        return conditions
-    log("timed as CUDA graphs (Conditions(graphs=True).prepare records the result the same way)")
-    return recorded
 
 
 @dataclass(frozen=True, eq=False)
@@ -535,7 +200,7 @@ class ShrinkRun:
     planned: FixedImages  # the images that the plan is chosen on, which are among those that weights are fitted to
     images: Parts
     class_names: tuple[str, ...]
-    settings: PlanSettings
+    effort: Effort
     about: Mapping[str, Any]
     planned_model: nn.Module  # the original, or a copy of it with a smaller decoder
     measured: dict[str, Planner] = field(default_factory=dict)  # for plans, by cost
@@ -554,97 +219,76 @@ class ShrinkRun:
         log, seed = settings.log, settings.seed
         begin("reading the images")
         kind = output_kind_of(original)
-        settings = settings.for_outputs(kind)
-        # Repair fits many more numbers than a plan chooses, and takes more images; those of the plan are among them.
-        fitted = max(round(FITS_BY_EFFORT[effort][0] * kind.needed_images**0.5), settings.num_images)
-        predicted = round(PREDICTION_IMAGES * kind.needed_images**0.5)
         if isinstance(data, str | Path):
             data = adapt_preprocessing(load_data(str(data), columns=columns), original)
-        limit = fitted + predicted + MAX_VERIFICATION_IMAGES
-        splits = splits_for(original, data, limit=limit, seed=seed)
+        needed = Effort.of(effort, kind, settings=settings)
+        counts = needed.fitted_images, needed.predicted_images, needed.verified_images
+        splits = splits_for(original, data, limit=sum(counts), seed=seed)
         # What is chosen, what is predicted and what is reported are measured on disjoint images: a plan is the best of
         # many on its own images, so its divergence there is too low.
-        images = three_parts(splits, fitted, predicted, MAX_VERIFICATION_IMAGES)
+        images = three_parts(splits, *counts)
         for line in (images.summary, *images.notes):
             log(line)
         original, splits = _at_size_of(images.planned, original, splits, log)
+        work = Effort.of(effort, kind, family_of(original).costs(original).macs, settings)
         images = _verified_on(images, most_images(original), "the outputs are large", log)
-        share, macs = 1.0, family_of(original).costs(original).macs if effort == "quick" else 0
-        if macs:
-            is_map = kind.needed_images < 1
-            budget, least = (MAP_MACS, MIN_MAPS) if is_map else (QUICK_MACS, MIN_QUICK_IMAGES)
-            images = _verified_on(images, max(round(budget / macs), least), "a quick call", log)
-            if is_map:
-                images, settings, share = _fewer_maps(images, settings, macs)
-        settings = replace(settings, bfloat16=macs > LARGE)
-        if macs > HUGE:
-            settings = replace(settings.on_share(0.5), layer_stride=2 * settings.layer_stride)
-        elif macs > LARGE:
-            fewer = max(settings.sensitivity_images // 2, MIN_SENSITIVITY_IMAGES)
-            settings = replace(settings, sensitivity_images=min(fewer, settings.sensitivity_images))
-        planned = images.planned.take(min(settings.num_images, len(images.planned)))
+        images = _verified_on(images, work.verified_images, f"a {effort} call", log)
+        if work.image_share is not None:
+            fewer = {name: _share_of(getattr(images, name), work.image_share) for name in ("planned", "predicted")}
+            images = images._replace(**fewer)
+        planned = images.planned.take(min(work.settings.num_images, len(images.planned)))
         planned_model = original
         begin("diagnosing")
-        if decoder and (smaller := smaller_decoder(original, images.planned, settings.seed)) is not None:
+        if decoder and (smaller := smaller_decoder(original, images.planned, work.decoder_fits[0], seed)) is not None:
             planned_model, divergence = smaller
-            # The search of ten plans gained 5 % in 53 CPU seconds, of which the fit of the decoder needs fewer.
-            settings = replace(settings, trials=-(-settings.trials // 2))
+            work = work.with_smaller_decoder()
             units = " + ".join(str(cut.units) for cut in planned_model.around.cuts)
             log(f"decoder: {units} channels are left; divergence {divergence:.3g}, before the plan")
-        parts = 1 + (macs > LARGE) + 2 * (macs > HUGE)
-        wanted = round(share * DIAGNOSIS_IMAGES * output_kind_of(original).needed_images ** 0.5) // parts
-        diagnosed = planned.take(min(wanted, len(planned)))
+        diagnosed = planned.take(min(work.diagnosed_images, len(planned)))
         diagnosis = diagnose(planned_model, diagnosed, moments=True, batch_size=32)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
-        return cls(original, diagnosis, planned, images, splits.class_names, settings, about, planned_model)
+        return cls(original, diagnosis, planned, images, splits.class_names, work, about, planned_model)
 
-    def result(self, target: Target) -> Shrunk:
-        """Returns the smaller model of a target: plans, realizes, fits and verifies it."""
-        log, batch, images = self.settings.log, self.settings.batch, (self.planned, self.images.predicted)
+    @property
+    def settings(self) -> PlanSettings:
+        """How plans are searched and timed."""
+        return self.effort.settings
+
+    def result(self, target: Target) -> Shrunk | TargetMet:
+        """Returns the smaller model of a target: plans, realizes, fits and verifies it; or that the unchanged model
+        meets the target.
+        """
+        log, images = self.settings.log, (self.planned, self.images.predicted)
         shared = {"settings": self.settings, "reference": self.original}
         plan = plan_sharing(self.planned_model, self.diagnosis, target, *images, self.measured, **shared)
+        if isinstance(plan, TargetMet):
+            return plan
         begin("realizing and repairing")
         chosen = plan.with_predictions
-        slim, fits = self._realized(chosen, bool(plan.about["bfloat16"]), log)
+        # In bfloat16 if plans were compared in it.
+        bfloat16, fitted = bool(plan.about["bfloat16"]), self.images.planned
+        slim, fits = realize_with_effort(self.planned_model, chosen, fitted, self.effort, bfloat16, log)
         if self.has_smaller_decoder:
-            slim, line = fit_decoder(slim, self.original, self.images.planned, self.settings.seed)
+            budget = self.effort.decoder_fits[1]
+            slim, line = fit_decoder(slim, self.original, fitted, budget, self.settings.seed)
             log(line)
             # The blocks are those of the original, which the prescription is about.
             chosen = replace(chosen, fingerprint=model_fingerprint(self.original))
         if self.settings.to is not None and self._is_slower(slim, target):
             return self.unchanged(target)
         # `attnrx realize` and the matched controls read this record, and repeat it.
-        how = {"by": "compress", "calibration_images": len(self.images.planned), **fits_record(*fits)}
+        how = {"by": "compress", "calibration_images": len(fitted), **fits_record(*fits)}
         prescription = replace(chosen, about={**chosen.about, "realized": how})
-        rounds = rounds_of(batch, self.original)
-        return self._verified(slim, target, plan, prescription, Promises(rounds=rounds))
-
-    def _realized(self, prescription: Prescription, bfloat16: bool, log: Log) -> tuple[nn.Module, tuple[Fit, ...]]:
-        """Realizes a plan and fits it as the effort states, in bfloat16 if its plans were compared in it; returns the
-        fits that were possible too.
-        """
-        images, effort = self.images.planned, self.about["effort"]
-        # Without its tokens the rules are those of ranks and units. Without any there is no map to repair. The fit of
-        # a decoder gains more than a quick repair, in a quarter of the time.
-        has_ranks = bool(replace(prescription, tokens=None).rules)
-        repairs = has_ranks and not (self.has_smaller_decoder and effort == "quick")
-        is_small = effort != "normal" or family_of(self.original).costs(self.original).macs <= MOST_DISTILLED
-        possible = {Repair: repairs, Distill: is_small and len(images) >= 2 * HELD_OUT}
-        fits = [replace(fit, seed=self.settings.seed) for fit in FITS_BY_EFFORT[effort][1] if possible[type(fit)]]
-        fits = [replace(fit, bfloat16=bfloat16) if isinstance(fit, Repair) else fit for fit in fits]
-        try:
-            return realize_and_fit(self.planned_model, prescription, images, fits, log=log), tuple(fits)
-        except (NotSupported, InvalidInput) as error:  # e.g. other MLPs, or fewer images than repair needs
-            if not any(isinstance(fit, Repair) for fit in fits):
-                raise
-            log(f"not repaired: {error}")
-        others = [fit for fit in fits if not isinstance(fit, Repair)]
-        return realize_and_fit(self.planned_model, prescription, images, others, log=log), tuple(others)
+        return self._verified(slim, target, plan, prescription, Promises(rounds=self._final_rounds))
 
     @property
     def has_smaller_decoder(self) -> bool:
         """Whether the plan is for a copy of the original with fewer channels in its decoder."""
         return self.planned_model is not self.original
+
+    @property
+    def _final_rounds(self) -> int:
+        return final_rounds(self.settings.batch, family_of(self.original).costs(self.original).macs)
 
     def _is_slower(self, model: nn.Module, target: Target) -> bool:
         """Whether the file of a model is slower than that of the original, in place of which it is not written; a model
@@ -653,8 +297,7 @@ class ShrinkRun:
         settings = self.settings
         models = {"unchanged": self.original, "smaller": model}
         # A file of the result that differed could not be saved.
-        rounds = rounds_of(settings.batch, self.original)
-        gain = file_speeds(models, settings, self.planned, rounds, are_compared=True)["smaller"]
+        gain = file_speeds(models, settings, self.planned, self._final_rounds, are_compared=True)["smaller"]
         settings.log(f"as {settings.to}: {gain:.2f}x the speed of the unchanged model")
         if gain >= 1 or target.minimized == "params":
             return False
@@ -679,12 +322,7 @@ class ShrinkRun:
         about = {"target": str(target), **self.about}
         context = {"prescription": prescription, "seed": self.settings.seed, "batch_size": 32}
         evidence = verify(model, self.original, tested, checks, about, **context)
-        # Of pictures: others cannot be drawn.
-        is_drawn = getattr(family_of(self.original).inputs(self.original), "is_plain", True)
-        samples, maps = first_images(tested, names, REPORT_IMAGES) if is_drawn else None, None
-        if samples is not None and isinstance(output_kind_of(self.original), Map):
-            shown, labels = samples[0][:REPORT_MAPS], samples[1][:REPORT_MAPS]
-            maps = sample_maps({"original": self.original, "this model": model}, shown, labels)
+        samples, maps = samples_of(self.original, model, tested, names)
         # Of the blocks, which a copy with a smaller decoder shares with the original.
         diagnosis = replace(self.diagnosis, fingerprint=model_fingerprint(self.original))
         in_kernels = self.settings.to is None and self.settings.conditions.in_kernels
@@ -700,17 +338,8 @@ def _verified_on(images: Parts, most: int, reason: str, log: Log) -> Parts:
     return images._replace(verified=images.verified.take(most))
 
 
-def _fewer_maps(images: Parts, settings: PlanSettings, macs: float) -> tuple[Parts, PlanSettings, float]:
-    """Returns as few images as a quick call takes of a model with a number per position and so many MACs, and their
-    share: the more positions an image has, the less it varies.
-    """
-    share = map_share(macs)
-
-    def some(part: ImageSet) -> ImageSet:
-        return part.take(max(round(share**0.5 * len(part)), 1))
-
-    images = images._replace(planned=some(images.planned), predicted=some(images.predicted))
-    return images, settings.on_share(share), share
+def _share_of(images: FixedImages, share: float) -> FixedImages:
+    return images.take(max(round(share * len(images)), 1))
 
 
 def _at_size_of(images: ImageSet, model: nn.Module, splits: Splits, log: Log) -> tuple[nn.Module, Splits]:

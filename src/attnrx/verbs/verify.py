@@ -20,9 +20,9 @@ from attnrx.nouns.prescription import Prescription, recorded_by
 from attnrx.show.checks import Check, Comparison, parse_checks, possible_checks, require_possible, standard_checks
 from attnrx.show.checks.check import chance_notes
 from attnrx.show.checks.outputs import Metric as MetricCheck
-from attnrx.show.checks.statistics import Estimate
 from attnrx.support.arguments import checked, instance, optional
 from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported
+from attnrx.support.estimate import Estimate
 from attnrx.support.optional import installed_versions
 from attnrx.verbs.load import SOURCE, load, size_of
 from attnrx.vit.maps import FITS
@@ -161,7 +161,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         require_ordinary_weights(model)
     fingerprint, notes = model_fingerprint(reference), list[str]()
     if prescription is not None:
-        prescription.require(fingerprint)
+        prescription.require(fingerprint, "the reference")
     if origin is not None:
         prescription, found = stored_prescription(origin, fingerprint, prescription)
         notes += found

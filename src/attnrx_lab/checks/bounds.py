@@ -129,7 +129,7 @@ def spectral_changes(comparison: Comparison) -> dict[int, SpectralChange]:
     """Returns the changes of the prescription by layer index, without unchanged layers; empty without one."""
     if comparison.prescription is None:
         return {}
-    comparison.prescription.require(model_fingerprint(comparison.reference))
+    comparison.prescription.require(model_fingerprint(comparison.reference), "the reference")
     pairs = zip(_spectra(comparison), comparison.prescription.layers, strict=True)
     changes = (
         SpectralChange.between(spectrum.strength, layer.qk.strength.double() * layer.qk.keep, layer.heads)

@@ -11,10 +11,10 @@ import torch
 
 from attnrx.change.predictions import Predictions, predict
 from attnrx.data import require_labels
-from attnrx.nouns.evidence import Estimate
 from attnrx.show.checks.check import chance_notes
 from attnrx.show.checks.statistics import chunks, mcnemar, mean_estimate, mean_share, paired_change, proportion
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.estimate import Estimate
 from attnrx.support.progress import Log, no_log
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.costs import ModelCosts

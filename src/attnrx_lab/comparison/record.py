@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from attnrx.nouns.evidence import Estimate
+from attnrx.support.estimate import Estimate
 from attnrx.support.storage import write_json
 from attnrx.support.tables import markdown_table
 from attnrx.vit.outputs import KINDS, OutputKind

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from attnrx.nouns.evidence import Estimate
 from attnrx.show.checks.statistics import LEVEL
 from attnrx.show.reports.numbers import MISSING, fixed, number, with_unit
 from attnrx.support.errors import InvalidInput
+from attnrx.support.estimate import Estimate
 from attnrx.support.optional import required_module
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import write_json, write_text

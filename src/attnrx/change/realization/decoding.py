@@ -21,6 +21,7 @@ from attnrx.change.decompositions import compensated, gram, unit_losses
 from attnrx.change.predictions import predict
 from attnrx.change.realization.distillation import HELD_OUT, descend_, improve_
 from attnrx.data import ImageSet
+from attnrx.nouns.effort import DecoderFit
 from attnrx.support.modules import copy_module, rows_of
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import ModuleCall, evaluating, family_of, observing_calls
@@ -34,13 +35,8 @@ from attnrx.vit.outputs import Map, output_kind_of
 KEPT, STEP, MANY = 0.375, 16, 64
 # A decoder that costs a smaller share of the model is left as it is, and so is one that loses more after its fit.
 LEAST_SAVED, TOLERATED = 0.05, 0.02
-# Images of a step and rows of a moment matrix per batch; images and steps of the first fit, before the plan, and of the
-# last one.
+# Images of a step and rows of a moment matrix per batch.
 BATCH, ROWS = 8, 4096
-FIRST, LAST = (64, 60), (128, 200)
-# The MACs per image of a ViT-S with a decoder at 224 pixels: a model of maps of more is planned on fewer images and
-# fitted in fewer steps.
-MAP_MACS = 8e9
 # Relative to the root mean square of a tensor; of 1e-3 and 4e-3 the better one for a saliency model.
 LEARNING_RATE = 4e-3
 RIDGE = 1e-3
@@ -57,16 +53,13 @@ class _Batch:
     targets: Float[Tensor, "images numbers"]
 
 
-def map_share(macs: float) -> float:
-    """Returns the share of images and steps that a model of maps of so many MACs per image is planned and fitted on."""
-    return min(1.0, MAP_MACS / macs)
-
-
-def smaller_decoder(model: nn.Module, images: ImageSet, seed: int = 0) -> tuple[Whole, float] | None:
+def smaller_decoder(
+    model: nn.Module, images: ImageSet, budget: DecoderFit, seed: int = 0
+) -> tuple[Whole, float] | None:
     """Returns a copy of a model of maps with fewer units around its Vision Transformer, and its mean divergence on
     images that it was not fitted to; None where there are none, they cost little, or the copy loses too much.
     """
-    images = images.take(min(FIRST[0], len(images)))
+    images = images.take(min(budget.images, len(images)))
     if not isinstance(model, Whole) or not isinstance(output_kind_of(model), Map):
         return None
     pairs = model.pairs_around()
@@ -82,23 +75,24 @@ def smaller_decoder(model: nn.Module, images: ImageSet, seed: int = 0) -> tuple[
     before, after = (family_of(each).costs(each).macs for each in (model, small))
     if after > (1 - LEAST_SAVED) * before:
         return None
-    _, divergence = _fit_(small, batches, round(map_share(before) * FIRST[1]), seed)
+    _, divergence = _fit_(small, batches, budget.steps, seed)
     return (small, divergence) if divergence <= TOLERATED else None
 
 
-def fit_decoder(model: nn.Module, original: nn.Module, images: ImageSet, seed: int = 0) -> tuple[nn.Module, str]:
+def fit_decoder(
+    model: nn.Module, original: nn.Module, images: ImageSet, budget: DecoderFit, seed: int = 0
+) -> tuple[nn.Module, str]:
     """Returns a copy of a model whose weights around the Vision Transformer are fitted to the outputs of the original,
     and a line about it.
     """
     assert isinstance(model, Whole)
-    fitted, images = copy_module(model), images.take(min(LAST[0], len(images)))
+    fitted, images = copy_module(model), images.take(min(budget.images, len(images)))
     targets = predict({"original": original}, images, task="outputs of the original").outputs["original"]
     with evaluating((fitted,)):
         batches = _batches(fitted, images, targets)
     if not batches:
         return model, "the decoder is not fitted: the Vision Transformer inside was not called once per image"
-    steps = round(map_share(family_of(original).costs(original).macs) * LAST[1])
-    before, after = _fit_(fitted, batches, steps, seed)
+    before, after = _fit_(fitted, batches, budget.steps, seed)
     return fitted, f"decoder fitted: divergence {before:.3g} to {after:.3g} on images it was not fitted to"
 
 

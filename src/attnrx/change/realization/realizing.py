@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from attnrx.change.predictions import predict
-from attnrx.change.realization.distillation import Distill, distill
+from attnrx.change.realization.distillation import HELD_OUT, Distill, distill
 from attnrx.change.realization.repair import Repair, repair
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
+from attnrx.nouns.effort import Effort
 from attnrx.nouns.prescription import (
     Basis,
     HiddenDecision,
@@ -105,7 +106,7 @@ def realize(
         True
     """
     compression = compression_of(by)
-    prescription.require(model_fingerprint(model))
+    prescription.require(model_fingerprint(model), "this model")
     require_all_tokens(model, "realize a prescription on")
     _require_shapes(model, prescription)
     if compression is None or compression.fit is None:
@@ -320,7 +321,7 @@ def realize_and_fit(
     if ranks.rules or tokens is None:
         realized = realize(model, ranks, by=by, calibration=images)
     else:  # no ranks to realize, only a copy to make
-        prescription.require(model_fingerprint(model))
+        prescription.require(model_fingerprint(model), "this model")
         realized = copy_module(model)
     for settings in (fit for fit in fits if isinstance(fit, Repair)):
         result = repair(realized, model, images, settings)
@@ -337,6 +338,41 @@ def realize_and_fit(
         log(f"distilled at the rate {result.learning_rate}: {reached}")
         realized = result.model
     return realized
+
+
+def realize_with_effort(
+    model: nn.Module,
+    prescription: Prescription,
+    images: ImageSet,
+    effort: Effort,
+    bfloat16: bool = False,
+    log: Log = no_log,
+) -> tuple[nn.Module, tuple[Fit, ...]]:
+    """Realizes a prescription with those fits of an effort that are possible, and returns them too.
+
+    Args:
+        model: The original.
+        prescription: The prescription of the original.
+        images: The images to fit to.
+        effort: The fits.
+        bfloat16: Whether a repair has products of bfloat16, where the device is faster with them.
+        log: Receives a line if the model cannot be repaired, and what the fits state.
+    """
+    fits, seed = list[Fit](), effort.settings.seed
+    # Without its tokens the rules are those of ranks and units. Without any there is no map to repair.
+    if effort.repair is not None and replace(prescription, tokens=None).rules:
+        steps, at_once, macs = effort.repair
+        fits.append(Repair(steps, images=at_once, macs=macs, seed=seed, bfloat16=bfloat16))
+    if effort.distill_epochs and len(images) >= 2 * HELD_OUT:
+        fits.append(Distill(effort.distill_epochs, seed=seed))
+    try:
+        return realize_and_fit(model, prescription, images, fits, log=log), tuple(fits)
+    except (NotSupported, InvalidInput) as error:  # e.g. other MLPs, or fewer images than repair needs
+        if not any(isinstance(fit, Repair) for fit in fits):
+            raise
+        log(f"not repaired: {error}")
+    others = [fit for fit in fits if not isinstance(fit, Repair)]
+    return realize_and_fit(model, prescription, images, others, log=log), tuple(others)
 
 
 def _name_of(settings: Fit) -> str:

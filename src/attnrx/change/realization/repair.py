@@ -14,6 +14,7 @@ from attnrx.change.decompositions import RIDGE, gram
 from attnrx.change.realization.distillation import HELD_OUT, Fitted, descend_, improve_
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
+from attnrx.nouns.effort import MIN_REPAIR_IMAGES
 from attnrx.support.arguments import COUNT, NATURAL, POSITIVE, RATE, SEED, checked, optional, require_fields
 from attnrx.support.errors import InvalidInput, NotSupported, ScaleWarning
 from attnrx.support.hardware import bfloat16_products, has_fast_bfloat16
@@ -46,8 +47,6 @@ CHUNK = 32
 # The graph of a gradient has as many images as take so many multiply-accumulates: 16 of a ViT-B, 4 of a ViT-L, of which
 # 16 would need 5 GB.
 GRAPH_MACS = 2.9e11
-# A budget leaves at least so many images; below that there are fewer steps, half of them at least.
-LEAST_IMAGES = 128
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Repair:
     images in proportion to their importance.
 
     `macs` is the most multiply-accumulates of the whole repair, estimated beforehand: large models are repaired on
-    fewer images, and, from LEAST_IMAGES on, with fewer steps, but at least half of them. None sets no limit.
+    fewer images, and, from MIN_REPAIR_IMAGES on, with fewer steps, but at least half of them. None sets no limit.
 
     With `bfloat16` both models have products of bfloat16 where the device is faster with them.
 
@@ -191,7 +190,7 @@ def within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, ima
     per_image = whole + 2 * (attentions + mlps) + moments
     per_step = 3 * (knobs.images * attentions + knobs.tokens * mlps / layers[0].tokens)
     left = knobs.macs - 3 * whole * min(IMPORTANCE_IMAGES, images)
-    count = min(images, max(int((left - knobs.steps * per_step) / per_image), LEAST_IMAGES))
+    count = min(images, max(int((left - knobs.steps * per_step) / per_image), MIN_REPAIR_IMAGES))
     steps = max(int((left - count * per_image) / per_step), 0)
     return replace(knobs, steps=min(knobs.steps, max(steps, knobs.steps // 2))), count
 

@@ -2,7 +2,8 @@
 
 from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.planning.planner import plan, plan_sharing
-from attnrx.decide.planning.space import AXES, PlanSettings, Target
+from attnrx.nouns.effort import AXES, PlanSettings
 from attnrx.nouns.plan import Plan, PredictedQuantity
+from attnrx.nouns.target import Target
 
 __all__ = ["AXES", "Plan", "PlanSettings", "PredictedQuantity", "Target", "plan", "plan_sharing", "prescribed_costs"]

@@ -8,7 +8,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from functools import cache, cached_property, partial
 from hashlib import sha256
-from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,16 +16,25 @@ import numpy as np
 import torch
 from torch import nn
 
-from attnrx.change.exporting import ExportSubject, Format, Runtime, precision_for, write_exported
+from attnrx.change.exporting import (
+    ExportSubject,
+    Format,
+    Runtime,
+    dtype_name,
+    parse_format,
+    precision_for,
+    write_exported,
+)
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.planning.cost_table import CostTable, corrected, never_slower
-from attnrx.decide.planning.space import RANKS, TOKENS, Choices, PlanSettings, Space
+from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space, format_of
+from attnrx.nouns.effort import LONG_PASS, MIN_TIMED_IMAGES, ROUND_FACTOR, PlanSettings, final_rounds
 from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.hardware import cache_folder, device_name, may_measure
 from attnrx.support.modules import copy_module
 from attnrx.support.optional import installed_versions
-from attnrx.support.progress import track
+from attnrx.support.progress import Log, no_log, track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import read_tensors, write_tensors
 from attnrx.support.subprocess_runner import run_in_subprocess
@@ -50,8 +58,8 @@ from attnrx.vit.tokens import TokenPolicy
 TIMED = (0.25, 0.5, 0.75, 1.0)
 # Kernels compute tokens in groups, e.g. 16 in a vector, so that the time rises in steps: those of the unchanged block
 # are timed at every FINE tokens, in the runtime of a format, which may compile for each, at every FINE_IN_FILES; not if
-# a pass of the model takes LONG multiply-accumulates, about a second, or LONG_IN_FILES.
-FINE, FINE_IN_FILES, LONG, LONG_IN_FILES = 4, 8, 4e10, 1e11
+# a pass of the model takes LONG_PASS multiply-accumulates, or LONG_PASS_IN_FILES.
+FINE, FINE_IN_FILES, LONG_PASS_IN_FILES = 4, 8, 1e11
 # The stage is before this layer, and the block after that layer is timed, or that layer itself if it is the last one.
 STAGE_LAYER, STAGE_KEEP = 2, 0.75
 # The successive blocks that are timed as one in the runtime of a format, where a call costs as much as a part of a
@@ -91,17 +99,18 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
     shape = (family.name, family.input_shape(space.model), [layer.spec for layer in family.attention(space.model)])
     linear = [[repr(one) for one in pair] for pair in family.mlp(space.model)]
     outside = family.costs(space.model).macs  # with what is around the blocks, which a decoder is a part of
+    form = format_of(settings)
     facts = (
         device_name(str(settings.conditions.device)),
         torch.__version__,
         measured_code(),
         kernel_version(),
-        {} if settings.form is None else installed_versions(*settings.form.libraries),
+        {} if form is None else installed_versions(*form.libraries),
     )
     # The layout: models with other patch sizes have the same layers and input shape, and another number of tokens.
     choices = space.axes, str(space.reducer), space.form, space.multiple
     timing = [settings.protocol, settings.batch, settings.whole_rounds, settings.timed_levels, settings.in_subprocess]
-    timing.append(settings.form)
+    timing.append(form)
     request = (facts, shape, space.shape.layout, linear, outside, timing, choices)
     path = cache_folder() / "costs" / f"{sha256(repr(request).encode()).hexdigest()[:16]}.safetensors"
     if may_measure() and path.exists():
@@ -331,7 +340,7 @@ class _Timer:
         straight lines between those of the grid: 1 where they are not timed.
         """
         macs = len(self.images) * self.family.costs(self.space.model).macs
-        every, most = (FINE, LONG) if self.is_in_library else (FINE_IN_FILES, LONG_IN_FILES)
+        every, most = (FINE, LONG_PASS) if self.is_in_library else (FINE_IN_FILES, LONG_PASS_IN_FILES)
         if not self.prunes_tokens or self.conditions.on_cuda or macs >= most or counts[-1] <= 2 * every:
             return np.ones(len(counts))
         after = self._prepared(self.space.model, self.layers, after_stage=True)
@@ -402,26 +411,38 @@ def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.
     return np.stack(lines).reshape(*times.shape[:-1], len(counts))
 
 
-# Plans that are adjusted to their latency are timed on a part of the batch, in ROUND_FACTOR times the rounds: at least
-# MIN_IMAGES images (of large models FEWEST), and as many as take MIN_MACS multiply-accumulates, because below that
-# calls of operations dominate; of files, which do not run in chunks, as many as take FILE_MACS.
-MIN_IMAGES, FEWEST, MIN_MACS, FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
-# The rounds of a final measurement, as many times more as a batch is smaller than MIN_IMAGES; fewer for a pass of
-# LONG multiply-accumulates, about a second, which varies less, and for one of LONGER.
-ROUNDS, LONG_ROUNDS, LONGER, LONGER_ROUNDS = 32, 6, 10 * LONG, 3
-
-
-def rounds_of(batch: int, model: nn.Module) -> int:
-    """Returns the rounds of a final latency measurement, more for few images, and fewer for a large model."""
-    macs = batch * family_of(model).costs(model).macs
-    if macs >= LONG:
-        return LONGER_ROUNDS if macs >= LONGER else LONG_ROUNDS
-    return ROUNDS * max(MIN_IMAGES // batch, 1)
+def timing_conditions(
+    model: nn.Module, threads: int | None, batch: int, form: Format | None = None, log: Log = no_log
+) -> Conditions:
+    """Returns the conditions of the timings: the model's own precision if it is timed, or that of files of a format; on
+    a CUDA device recorded graphs, if the model can be recorded.
+    """
+    # Of models in float64 neither is timed at its own.
+    weight = next(model.parameters())
+    precision = precision_for(model, form or parse_format("program")) or dtype_name(weight.dtype)
+    # On one thread latency can be measured by CPU time (`PlanTimer.settings`).
+    threads = 1 if threads is None and torch.get_num_threads() == 1 else threads
+    conditions = Conditions(str(weight.device), precision, threads)
+    if not conditions.on_cuda or form is not None:
+        return conditions
+    # Eager passes of fewer than some hundred images take the time in which the processor launches their kernels, which
+    # is that of a busy processor, and hardly depends on what is removed.
+    recorded = replace(conditions, graphs=True)
+    images = recorded.prepare_images(torch.zeros(batch, *family_of(model).input_shape(model)))
+    try:
+        with recorded.held():
+            recorded.prepare(model)(images)
+    except NotSupported as problem:
+        log(f"timed without CUDA graphs: {problem}")
+        return conditions
+    log("timed as CUDA graphs (Conditions(graphs=True).prepare records the result the same way)")
+    return recorded
 
 
 def final_protocol(conditions: Conditions, batch: int, model: nn.Module) -> LatencyProtocol:
     """Returns the protocol of results: whole batches, wall clock, several processes."""
-    return LatencyProtocol(conditions, rounds_of(batch, model), warmup=2, processes=PROCESSES)
+    rounds = final_rounds(batch, family_of(model).costs(model).macs)
+    return LatencyProtocol(conditions, rounds, warmup=2, processes=PROCESSES)
 
 
 class PlanTimer:
@@ -432,20 +453,8 @@ class PlanTimer:
 
     @cached_property
     def settings(self) -> PlanSettings:
-        """The settings while planning: the requested ones, unless plans are adjusted on a CPU."""
-        requested = self.requested
-        if not requested.adjusts or requested.conditions.on_cuda:
-            return requested
-        # A large batch runs in chunks of a few images, which give the same ratios, to a hundredth, in less time. On
-        # one thread the CPU time is the latency, without the load of other processes.
-        least = MIN_MACS if requested.form is None else FILE_MACS
-        enough = ceil(least / family_of(self.space.model).costs(self.space.model).macs)
-        fewest = FEWEST if enough <= FEWEST else MIN_IMAGES
-        batch, is_serial = min(requested.batch, max(fewest, enough)), requested.conditions.threads == 1
-        clock = "cpu" if is_serial and requested.protocol.resolved_clock == "wall" else requested.clock
-        more = max(fewest // batch, 1)
-        rounds, whole_rounds = requested.rounds * more, requested.whole_rounds * more
-        return replace(requested, batch=batch, clock=clock, rounds=rounds, whole_rounds=whole_rounds)
+        """The settings by which plans are timed."""
+        return self.requested.while_planning(family_of(self.space.model).costs(self.space.model).macs)
 
     @cached_property
     def library_model(self) -> nn.Module:
@@ -457,10 +466,11 @@ class PlanTimer:
 
         def measure() -> CostTable:
             space, settings = self.space, self.settings
-            arguments = space, settings.protocol, settings.noise(space.model), settings.timed_levels, settings.form
+            form, noise = format_of(settings), settings.noise(space.model)
+            arguments = space, settings.protocol, noise, settings.timed_levels, form
             # In a process of their own, as whole models: after the blocks were timed in it, these were slower. The
             # runtime of a format is used in this process, because it allocates its memory itself.
-            forked = settings.in_subprocess and settings.form is None
+            forked = settings.in_subprocess and form is None
             blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
             return corrected(blocks, space, partial(self.latency_shares, rounds=settings.whole_rounds))
 
@@ -469,13 +479,13 @@ class PlanTimer:
     def of_model(self, model: nn.Module) -> dict[str, Any]:
         """Returns the speed of a model relative to the library's, with its interval and the conditions."""
         settings = self.settings
-        if settings.batch < self.requested.batch <= MIN_IMAGES:
+        if settings.batch < self.requested.batch <= MIN_TIMED_IMAGES:
             # A part of so few images is another case: decoders and chunks gave 1.53x at 4 images, and 1.58x at 8.
             settings = replace(settings, batch=self.requested.batch)
         # Shorter rounds cost less, so there are more of them: their median is more precise.
         rounds = settings.whole_rounds * (ROUND_FACTOR if settings is not self.requested else 1)
         protocol = replace(settings.protocol, rounds=rounds)
-        if settings.adjusts and settings.batch * family_of(self.space.model).costs(self.space.model).macs >= LONG:
+        if settings.adjusts and settings.batch * family_of(self.space.model).costs(self.space.model).macs >= LONG_PASS:
             protocol = replace(protocol, rounds=max(rounds // 3, 2), warmup=1)
         timed = timed_form(model, settings.conditions.in_kernels)
         sides = timed, self.library_model, settings.noise(self.space.model), protocol
@@ -505,7 +515,7 @@ class PlanTimer:
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
         """Returns the latency of models, or of their files, as shares of that of the library's model, in turns."""
         settings = self.settings
-        if settings.form is not None:
+        if settings.to is not None:
             speeds = file_speeds(models, settings, self.images, rounds, self.library_model)
             return {name: 1 / speed for name, speed in speeds.items()}
         models = {name: timed_form(model, settings.conditions.in_kernels) for name, model in models.items()}
@@ -530,7 +540,7 @@ def file_speeds(
     Raises:
         NotSupported: A model cannot be written in the format, or the outputs of a file differ.
     """
-    form = settings.form
+    form = format_of(settings)
     assert form is not None
     settings.log(f"timing files of {settings.to}: {', '.join(models)}")
     # In this process, because the runtime of a file allocates its memory itself, and reads the file while it is timed.

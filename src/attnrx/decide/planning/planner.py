@@ -22,11 +22,13 @@ from attnrx.decide.planning.allocation import Frontier, Step, require_reachable
 from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import PlanTimer
 from attnrx.decide.planning.sensitivity import Answers, Deviation, Sensitivities, measure_sensitivities, suits_bfloat16
-from attnrx.decide.planning.space import AXES, DROP, TOKENS, Choices, PlanSettings, Space, Target
+from attnrx.decide.planning.space import TOKENS, Choices, Space, format_of
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.plan import Plan, PredictedQuantity, limits_of
+from attnrx.nouns.effort import AXES, PlanSettings
+from attnrx.nouns.plan import Plan, PredictedQuantity, TargetMet, limits_of
+from attnrx.nouns.target import DROP, Target
 from attnrx.support.arguments import checked, instance
-from attnrx.support.errors import InvalidInput, NotSupported, TargetMet
+from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported
 from attnrx.support.progress import begin, phases, track
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models import model_fingerprint, require_all_tokens
@@ -94,7 +96,7 @@ def plan(
     Raises:
         FingerprintMismatch: The diagnosis belongs to another model.
         NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.
-        TargetMet: The unchanged model meets the target.
+        NoOpPrescription: The unchanged model meets the target, e.g. by its kernels: save it as it is.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -104,7 +106,10 @@ def plan(
         >>> small = rx.realize(model, planned.prescription)
     """
     with phases(PHASES, (settings or PlanSettings()).log):
-        return plan_sharing(model, diagnosis, target, images, others, {}, settings=settings)
+        found = plan_sharing(model, diagnosis, target, images, others, {}, settings=settings)
+    if isinstance(found, TargetMet):
+        raise NoOpPrescription(found.reason)
+    return found
 
 
 def plan_sharing(
@@ -117,8 +122,9 @@ def plan_sharing(
     *,
     settings: PlanSettings | None = None,
     reference: nn.Module | None = None,
-) -> Plan:
-    """Returns a plan as `plan` does, by the planner of earlier targets of the same cost, or adds one to `planners`.
+) -> Plan | TargetMet:
+    """Returns a plan as `plan` does, by the planner of earlier targets of the same cost, or adds one to `planners`; or
+    that the unchanged model meets the target.
 
     All divergences and shares of costs are relative to the `reference`, by default the model, which may be a copy of it
     with a smaller decoder.
@@ -127,6 +133,7 @@ def plan_sharing(
     require_all_tokens(model, "plan for")
     diagnosis.require(model_fingerprint(model), "the model to plan for")
     settings = settings or PlanSettings()
+    format_of(settings)  # an unknown one raises before the work
     plan_images, other_images = images_for(model, images, "images"), images_for(model, others, "others")
     # Those that predictions are not measured on.
     distinct_images = without_images_of(plan_images, other_images)
@@ -136,7 +143,7 @@ def plan_sharing(
         require_labels(distinct_images)
     cost = target.minimized  # what is measured depends on it and not on its limit
     if cost not in planners:
-        space = settings.space(model, diagnosis, target)
+        space = Space.of(model, diagnosis, target, settings)
         planners[cost] = Planner(space, settings, cost, distinct_images, reference)
     return planners[cost].plan(target, other_images)
 
@@ -243,14 +250,16 @@ class Planner:
             self._latencies[choices] = self.timer.of_model(self.realized(choices))
         return self._latencies[choices]
 
-    def plan(self, target: Target, others: ImageSet) -> Plan:
-        """Returns the plan of a target, with predictions that are measured on other images, and explained choices.
+    def plan(self, target: Target, others: ImageSet) -> Plan | TargetMet:
+        """Returns the plan of a target, with predictions that are measured on other images, and explained choices; or
+        that the unchanged model meets the target.
 
         Raises:
-            TargetMet: The unchanged model meets the target.
             NotSupported: No plan meets it.
         """
         best, latency = self.best(target), None
+        if isinstance(best, TargetMet):
+            return best
         choices, space = best.step.choices, self.space
         if self.minimized == "latency":
             latency = self.latency(choices)
@@ -286,11 +295,11 @@ class Planner:
             about,
         )
 
-    def best(self, target: Target) -> Trial:
-        """Returns the best plan of a target: for latency by repeated measurement, for a drop the cheapest one.
+    def best(self, target: Target) -> Trial | TargetMet:
+        """Returns the best plan of a target: for latency by repeated measurement, for a drop the cheapest one; or that
+        the unchanged model meets the target.
 
         Raises:
-            TargetMet: The unchanged model meets the target.
             NotSupported: No plan is cheap enough or keeps the drop within the limit, or the measured latencies are too
                 far from the predicted ones for a promise.
         """
@@ -303,9 +312,9 @@ class Planner:
             return self._cheapest(target.limit)
         return self._by_timing(target) if self.minimized == "latency" else self._searched(target.limit)
 
-    def _by_timing(self, target: Target) -> Trial:
+    def _by_timing(self, target: Target) -> Trial | TargetMet:
         """Repeats planning with a target corrected by the measured latency, and returns the best plan that is fast
-        enough.
+        enough, unless the unchanged model is.
         """
         # The cost table errs by a factor that depends on the plan. So a plan is made for a predicted cost and timed,
         # and the next one is made for that cost times target / measured, as in a fixed-point iteration. Of all plans
@@ -321,7 +330,7 @@ class Planner:
         # The reference is the model in its own library, than which attnrx's kernels may be faster.
         if unchanged <= allowed:
             where = "in attnrx's kernels" if self.settings.to is None else f"as {self.settings.to}"
-            raise TargetMet(
+            return TargetMet(
                 f"{target} is met by the unchanged model {where}: its latency is {unchanged:.3f} of that in its own "
                 f"library, so there is nothing to plan. Save it as it is with rx.save, or request less than "
                 f"{unchanged:.3f} (faster={1 / unchanged:.2f})."

@@ -1,53 +1,26 @@
-"""The search space of a plan (per layer the ranks of qk, vo and MLP, and the number of patches pruned before it), its
-target, and its settings, which leave a space of a model.
-"""
+"""The search space of a plan: per layer the ranks of qk, vo and MLP, and the number of patches pruned before it."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import torch
 from torch import nn
 
 from attnrx.change.exporting import Format, parse_format
 from attnrx.decide.rules import Rule, by_layer, in_metric, parse_rule, prescribe_maps, rewritten
 from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.effort import AXES, LEVELS, RANKS, PlanSettings
 from attnrx.nouns.prescription import Prescription, TokenPrescription
-from attnrx.support.arguments import (
-    COUNT,
-    NATURAL,
-    NOT_NEGATIVE,
-    SHARE,
-    TEXT,
-    each,
-    one_of,
-    optional,
-    require_fields,
-    whole,
-)
+from attnrx.nouns.target import Target
 from attnrx.support.display import Displayed
-from attnrx.support.errors import InvalidInput, InvalidRule, MissingMoments, NoOpPrescription, NotSupported, UnknownName
-from attnrx.support.progress import Log, no_log
-from attnrx.support.text_parsing import NAME, NUMBER
-from attnrx.vit.costs import Conditions, LatencyProtocol
-from attnrx.vit.costs.measured import CLOCKS
+from attnrx.support.errors import InvalidRule, MissingMoments, NoOpPrescription, NotSupported
 from attnrx.vit.maps import HIDDEN, LINEAR_MAPS, TOKENS
 from attnrx.vit.models import family_of
-from attnrx.vit.outputs import OutputKind
 from attnrx.vit.spec import Spectrum
 from attnrx.vit.tokens import Reducer, Shape, TokenLayout, TokenPolicy, Ward, parse_reducer
-
-RANKS = ("qk", "vo", "mlp")
-
-AXES = (*RANKS, TOKENS)
-
-# Eighths of the full rank: multiples of 8 for 64 directions, which are efficient in GEMM kernels.
-LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
-
 
 Count = TypeVar("Count", int, np.ndarray)  # one number of patches, or many
 
@@ -55,6 +28,23 @@ Count = TypeVar("Count", int, np.ndarray)  # one number of patches, or many
 JUMPS = (1, 2, 4, 8, 16)
 # The step is STEP patches, and less in images of few patches, so that a stage has at least two numbers to choose from.
 STEP = 4
+# Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
+# On CUDA they are multiples of at most 8 for every target: products of half precision with other sizes are slow
+# (docs/results/gpu.md: a plan at batch 64 and 256 has 0.45x to 0.79x of timm's speed in place of 0.70x to 1.17x).
+CUDA_MULTIPLE = 8
+EIGHTHS = 8
+# The relevance of `ward` for outputs of a class token: of 0, 0.1, 0.2 and 0.3 the one of smallest divergence for the
+# ImageNet ViT-Tiny in two policies (docs/results/plan.md).
+RELEVANCE = 0.3
+
+
+def format_of(settings: PlanSettings) -> Format | None:
+    """Returns the format of files that the settings name, or None.
+
+    Raises:
+        UnknownName: There is no such format.
+    """
+    return None if settings.to is None else parse_format(settings.to)
 
 
 @dataclass(frozen=True)
@@ -108,6 +98,55 @@ class Space(Displayed):
     offset: int = 0
     levels: tuple[float, ...] = LEVELS
     _pieces: dict[tuple[str, int], Prescription | None] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, model: nn.Module, diagnosis: Diagnosis, target: Target, settings: PlanSettings) -> "Space":
+        """Returns the search space of a plan.
+
+        Ranks vary between heads, except where that costs time (for latency on CUDA, and in a format of `equal_heads`)
+        or heads cannot be reordered by their ranks (under a norm over the outputs of all heads). On CUDA, of the model
+        or of the timing, ranks are multiples of 8, or of fewer in heads of fewer than 64 directions.
+
+        Raises:
+            NotSupported: The model lacks an axis that was named, or all of them.
+        """
+        # The multiple follows from the smallest head, so that every head has ranks at all levels. MACs and parameters
+        # have no such steps, and every rank is allowed.
+        is_latency = target.minimized == "latency"
+        on_cuda = settings.conditions.on_cuda or next(model.parameters()).device.type == "cuda"
+        specs = family_of(model).specs(model)
+        file_format = format_of(settings)
+        is_slower = settings.conditions.on_cuda or (file_format is not None and file_format.equal_heads)
+        uniform = (is_latency and is_slower) or any(spec.fixes_values for spec in specs)
+        form = "uniform_rank" if uniform else "total_rank"
+        least = min(spec.head_dim for spec in specs)
+        multiple = max(least // EIGHTHS, 1) if is_latency or on_cuda else 1
+        multiple = min(multiple, CUDA_MULTIPLE) if on_cuda else multiple
+        # All ranks: what is prescribed for one axis to find out whether the model has it is shared by the result.
+        space, present, reasons = cls(model, diagnosis, None, RANKS, form, multiple), [], {}
+        for axis in settings.axes or AXES:
+            try:
+                if axis == TOKENS:
+                    layout = family_of(model).token_layout(model)
+                    # For maps too, whose divergence is smaller with it (docs/results/dense.md).
+                    relevance = RELEVANCE if layout.class_token and layout.pooled == "class" else 0.0
+                    reducer = Ward(relevance=relevance) if settings.reducer is None else parse_reducer(settings.reducer)
+                    step = max(1, min(STEP, layout.patches // 4))
+                    offset = layout.tokens % step if is_latency else 0
+                    space = replace(space, axes=AXES, reducer=reducer, step=step, offset=offset)
+                space.require_choices(axis)
+                present.append(axis)
+            except (NotSupported, InvalidRule) as error:
+                # An axis that the model has, but the diagnosis did not measure, is not left out.
+                is_requested = settings.axes is not None or (axis == TOKENS and settings.reducer is not None)
+                if is_requested or isinstance(error, MissingMoments):
+                    raise
+                reasons[axis] = str(error)
+        if not present:
+            raise NotSupported(f"nothing of this model can be planned. {' '.join(reasons.values())}")
+        for axis, reason in reasons.items():
+            settings.log(f"the plan is without {axis}: {reason}")
+        return replace(space, axes=tuple(present), reducer=space.reducer if TOKENS in present else None)
 
     def require_choices(self, axis: str) -> None:
         """Raises NotSupported or InvalidRule if an axis has nothing to choose from in this model."""
@@ -285,298 +324,3 @@ class Space(Displayed):
     def at_once(self, present: Count) -> Count:
         """Returns the largest number of patches that one stage may prune: half of its input, a multiple of `step`."""
         return present // 2 // self.step * self.step
-
-
-COSTS = ("latency", "macs", "params")
-DROP = "max-drop"
-EXAMPLES = "faster=1.6, latency=0.6x, macs=50%, params=0.7x or max-drop=1pt"
-FORM = re.compile(rf"\s*(?:({NAME})\s*=)?\s*({NUMBER})\s*(x|pt|%)?(\s+faster)?\s*")
-
-
-@dataclass(frozen=True)
-class Target:
-    """An upper limit: a share of the original's latency, MACs or parameters, or a drop of top-1 accuracy in points, for
-    which `quantity` is "max-drop".
-    """
-
-    quantity: str
-    limit: float
-
-    def __post_init__(self):
-        require_fields(self, quantity=one_of(*COSTS, DROP), limit=NOT_NEGATIVE)
-        if self.quantity in COSTS and not 0 < self.limit < 1:
-            raise InvalidInput(
-                f"{self.quantity}={self.limit:g}x: give a share of the original's below 1, e.g. {self.quantity}=0.6x."
-            )
-        if self.quantity == DROP and self.limit > 100:
-            raise InvalidInput(f"max-drop={self.limit:g}pt: give percentage points from 0 to 100, e.g. max-drop=1pt.")
-
-    @property
-    def minimized(self) -> str:
-        """The cost that a plan minimizes: the quantity, or MACs within a drop of accuracy."""
-        return "macs" if self.quantity == DROP else self.quantity
-
-    def __str__(self) -> str:
-        return f"{self.quantity}={self.limit:g}{'pt' if self.quantity == DROP else 'x'}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Target":
-        """Parses a target: `quantity=number unit`; `faster=1.6`, `1.6x` and `1.6x faster` are 1 / 1.6 of the latency.
-
-        Raises:
-            InvalidInput: The text has another form, an unknown quantity or a number outside its range.
-        """
-        read = FORM.fullmatch(text)
-        if read is None or (read[1] and read[4]):
-            raise InvalidInput(f"the target {text!r:.300} cannot be read. Targets read like {EXAMPLES}.")
-        quantity, number, unit = read[1] or "faster", float(read[2]), read[3] or ""
-        is_speed = quantity == "faster"
-        if unit not in {DROP: ("", "pt")}.get(quantity, ("", "x") if is_speed else ("", "x", "%")):
-            raise InvalidInput(f"the target {text!r} has the wrong unit {unit!r}. Targets read like {EXAMPLES}.")
-        if is_speed and number <= 1:
-            raise InvalidInput(f"the target {text!r}: a speed is above 1, and a share needs its quantity: macs=50%.")
-        return cls("latency", 1 / number) if is_speed else cls(quantity, number / 100 if unit == "%" else number)
-
-
-def target_of(
-    faster: float | None = None, macs: float | None = None, params: float | None = None, max_drop: float | None = None
-) -> Target:
-    """Returns the target of exactly one of the arguments.
-
-    Raises:
-        InvalidInput: None or several are given, or the one is no number in its range.
-    """
-    arguments = {"faster": faster, "macs": macs, "params": params, "max_drop": max_drop}
-    named = {name: value for name, value in arguments.items() if value is not None}
-    if len(named) != 1:
-        raise InvalidInput(
-            f"{' and '.join(named) or 'no target'} given: give exactly one of faster=1.6, macs=0.5, params=0.7 or "
-            "max_drop=1."
-        )
-    ((name, value),) = named.items()
-    return Target.parse(f"{name.replace('_', '-')}={value}")
-
-
-# Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
-# On CUDA they are multiples of at most 8 for every target: products of half precision with other sizes are slow
-# (docs/results/gpu.md: a plan at batch 64 and 256 has 0.45x to 0.79x of timm's speed in place of 0.70x to 1.17x).
-CUDA_MULTIPLE = 8
-EIGHTHS = 8
-# The relevance of `ward` for outputs of a class token: of 0, 0.1, 0.2 and 0.3 the one of smallest divergence for the
-# ImageNet ViT-Tiny in two policies (docs/results/plan.md).
-RELEVANCE = 0.3
-# Rounds before those that are counted.
-WARMUP = 2
-LEVEL_INDICES = each(whole(0, len(LEVELS) - 1), f"indices of levels from 0 to {len(LEVELS) - 1}", least=1)
-
-
-@dataclass(frozen=True)
-class PlanSettings:
-    """What is planned, and how much is measured for it; the defaults are those of the effort "normal".
-
-    What is planned. `axes` are by default all that the model has; those left out are logged with the reason. The token
-    `reducer` is by default `ward`, with a relevance where the outputs are those of a class token. With `to`, a format
-    of `attnrx.export`, a target of latency is that of the file in this format: blocks and whole plans are timed in its
-    runtime.
-
-    How latency is measured (`protocol`): by forward passes of `batch` images under the `conditions`, by `clock` (see
-    `LatencyProtocol`). Blocks are timed at `timed_levels` (indices into `space.LEVELS`; between them the times are
-    interpolated) for `rounds` rounds, whole models for `whole_rounds`; with `in_subprocess` in a new process that keeps
-    freed memory (`subprocess_runner`), because the speed of memory allocation depends on the history of the process.
-
-    How divergence is measured. Sensitivities of single choices: on `sensitivity_images`, at `probed_levels` and at the
-    shares `pruned_shares` of the patches, in every `layer_stride`-th layer; in between they are interpolated. The
-    search: `trials` plans, each the best predicted of some `variations`, are measured on `trial_images` (those that are
-    far worse on the first batch than the best plan, on that one), the best `finalists` of them on all; `num_images` are
-    as many as `shrink` takes for it. With `bfloat16` these plans have products of bfloat16 where the device is faster
-    with them; sensitivities and predictions are those of the model's own precision.
-
-    A plan for latency is repeated up to `attempts` times, until its measured latency is between `min_ratio` and
-    `max_ratio` times the target; the first attempt is not searched, and with `adjusts` those after the second correct
-    the cost without a new search.
-
-    Every random draw has the `seed`. `batch_size` is the batch size for measuring outputs; `log` is called with
-    progress messages.
-    """
-
-    example = "attnrx.planning.PlanSettings.preset('quick')"
-
-    axes: tuple[str, ...] | None = None
-    reducer: str | None = None
-    to: str | None = None
-    batch: int = 32
-    conditions: Conditions = field(default_factory=Conditions)
-    clock: str | None = None
-    rounds: int = 5
-    whole_rounds: int = 12
-    timed_levels: tuple[int, ...] = (0, 2, 4)
-    in_subprocess: bool = True
-    num_images: int = 512
-    sensitivity_images: int = 64
-    probed_levels: tuple[int, ...] = (2, 4)
-    pruned_shares: tuple[float, ...] = (1 / 24, 1 / 6, 1 / 2)
-    layer_stride: int = 1
-    trials: int = 32
-    variations: int = 8
-    trial_images: int = 96
-    finalists: int = 4
-    bfloat16: bool = False
-    attempts: int = 3
-    min_ratio: float = 0.98
-    max_ratio: float = 1.0
-    adjusts: bool = False
-    seed: int = 0
-    batch_size: int = 32
-    log: Log = no_log
-
-    def __post_init__(self):
-        counts = ("num_images", "sensitivity_images", "layer_stride", "variations", "trial_images", "finalists")
-        require_fields(
-            self,
-            axes=optional(each(TEXT, f"some of {', '.join(AXES)}")),
-            clock=optional(one_of(*CLOCKS)),
-            rounds=whole(2),
-            whole_rounds=whole(2),
-            timed_levels=LEVEL_INDICES,
-            probed_levels=LEVEL_INDICES,
-            pruned_shares=each(SHARE, "shares of the patches above 0, at most 1", least=1),
-            trials=NATURAL,
-            min_ratio=NOT_NEGATIVE,
-            max_ratio=NOT_NEGATIVE,
-            **dict.fromkeys((*counts, "attempts"), COUNT),
-        )
-        # These raise before the work.
-        reducer = None if self.reducer is None else parse_reducer(self.reducer)
-        if reducer is not None and reducer.untrained_reason is not None:
-            raise NotSupported(
-                f"{reducer} needs training, and planning trains nothing: {reducer.untrained_reason}. Use a reducer "
-                "without training, e.g. ward, tome or class_attention."
-            )
-        if self.axes is not None and not (self.axes and {*self.axes} <= {*AXES}):
-            raise UnknownName("axis of a plan", ", ".join(sorted({*self.axes} - {*AXES})) or "none", AXES)
-        if self.to is not None:
-            parse_format(self.to)
-
-    @classmethod
-    def preset(cls, effort: str, **changes: Any) -> "PlanSettings":
-        """Returns the settings of an effort, "quick", "normal" or "thorough", with some fields changed.
-
-        Raises:
-            UnknownName: No such effort.
-            InvalidInput: A changed field has a wrong value.
-        """
-        if effort not in EFFORTS:
-            raise UnknownName("effort", effort, EFFORTS)
-        return replace(EFFORTS[effort], **changes)
-
-    def for_outputs(self, kind: OutputKind) -> "PlanSettings":
-        """Returns the settings with as many images as outputs of this kind need, in as small batches as they allow."""
-        if kind.needed_images == 1:
-            return self
-        fewer = self.on_share(kind.needed_images)
-        return replace(fewer, batch_size=min(self.batch_size, fewer.sensitivity_images))
-
-    def on_share(self, share: float) -> "PlanSettings":
-        """Returns the settings with this share of the images, at least one."""
-        names = ("num_images", "sensitivity_images", "trial_images")
-        return replace(self, **{name: max(round(share * getattr(self, name)), 1) for name in names})
-
-    @property
-    def form(self) -> Format | None:
-        """The format `to`, parsed."""
-        return None if self.to is None else parse_format(self.to)
-
-    @property
-    def protocol(self) -> LatencyProtocol:
-        """How blocks are timed; whole models are timed alike, in `whole_rounds` rounds."""
-        return LatencyProtocol(self.conditions, self.rounds, WARMUP, self.clock)
-
-    def noise(self, model: nn.Module) -> torch.Tensor:
-        """Returns a batch of noise to time, [batch, *input shape]: latency depends on the number of images alone."""
-        shape = family_of(model).input_shape(model)
-        return torch.randn(self.batch, *shape, generator=torch.Generator().manual_seed(0))
-
-    def space(self, model: nn.Module, diagnosis: Diagnosis, target: Target) -> Space:
-        """Returns the search space; ranks vary between heads, except where that costs time (for latency on CUDA, and
-        in a format of `equal_heads`) or heads cannot be reordered by their ranks (under a norm over the outputs of all
-        heads). On CUDA, that of the model or of the timing, ranks are multiples of 8, of fewer in heads of fewer than
-        64 directions.
-
-        Raises:
-            NotSupported: The model lacks an axis that was named, or all of them.
-        """
-        # The multiple follows from the smallest head, so that every head has ranks at all levels. MACs and parameters
-        # have no such steps, and every rank is allowed.
-        is_latency = target.minimized == "latency"
-        on_cuda = self.conditions.on_cuda or next(model.parameters()).device.type == "cuda"
-        specs = family_of(model).specs(model)
-        is_slower = self.conditions.on_cuda or (self.form is not None and self.form.equal_heads)
-        uniform = (is_latency and is_slower) or any(spec.fixes_values for spec in specs)
-        form = "uniform_rank" if uniform else "total_rank"
-        least = min(spec.head_dim for spec in specs)
-        multiple = max(least // EIGHTHS, 1) if is_latency or on_cuda else 1
-        multiple = min(multiple, CUDA_MULTIPLE) if on_cuda else multiple
-        # All ranks: what is prescribed for one axis to find out whether the model has it is shared by the result.
-        space, present, reasons = Space(model, diagnosis, None, RANKS, form, multiple), [], {}
-        for axis in self.axes or AXES:
-            try:
-                if axis == TOKENS:
-                    layout = family_of(model).token_layout(model)
-                    # For maps too, whose divergence is smaller with it (docs/results/dense.md).
-                    relevance = RELEVANCE if layout.class_token and layout.pooled == "class" else 0.0
-                    reducer = Ward(relevance=relevance) if self.reducer is None else parse_reducer(self.reducer)
-                    step = max(1, min(STEP, layout.patches // 4))
-                    offset = layout.tokens % step if is_latency else 0
-                    space = replace(space, axes=AXES, reducer=reducer, step=step, offset=offset)
-                space.require_choices(axis)
-                present.append(axis)
-            except (NotSupported, InvalidRule) as error:
-                # An axis that the model has, but the diagnosis did not measure, is not left out.
-                is_requested = self.axes is not None or (axis == TOKENS and self.reducer is not None)
-                if is_requested or isinstance(error, MissingMoments):
-                    raise
-                reasons[axis] = str(error)
-        if not present:
-            raise NotSupported(f"nothing of this model can be planned. {' '.join(reasons.values())}")
-        for axis, reason in reasons.items():
-            self.log(f"the plan is without {axis}: {reason}")
-        return replace(space, axes=tuple(present), reducer=space.reducer if TOKENS in present else None)
-
-
-EFFORTS: Mapping[str, PlanSettings] = {
-    "quick": PlanSettings(
-        whole_rounds=4,
-        timed_levels=(0, 4),
-        num_images=192,
-        sensitivity_images=32,
-        probed_levels=(4,),  # half of the rank
-        pruned_shares=(1 / 12, 1 / 3, 5 / 6),
-        layer_stride=2,
-        trials=10,
-        variations=3,
-        # On 32 images (the better half on 96) the search for a ViT-Tiny at 60 % of the MACs found a plan of 0.043
-        # instead of 0.038 nats on 500 test images, in 6 % less CPU time (one seed, 2026-11-26).
-        trial_images=96,
-        finalists=3,
-        attempts=4,
-        # A plan that is faster by more is adjusted: an attempt takes as long as a tenth of a call.
-        min_ratio=0.945,
-        max_ratio=0.99,
-        # Every search measures many plans; an adjustment of the cost measures a few.
-        adjusts=True,
-    ),
-    "normal": PlanSettings(),
-    "thorough": PlanSettings(
-        rounds=7,
-        whole_rounds=28,
-        timed_levels=(0, 2, 4, 6),
-        num_images=1024,
-        sensitivity_images=96,
-        pruned_shares=(1 / 24, 1 / 8, 1 / 3, 2 / 3, 11 / 12),
-        trials=48,
-        # The best of many plans is selected by chance on few images (docs/results/plan.md, "How many trials?").
-        trial_images=128,
-        finalists=6,
-        attempts=4,
-    ),
-}

@@ -11,10 +11,11 @@ from torch import nn
 from attnrx.change.predictions import Predictions, predict
 from attnrx.data import ImageSet, Splits
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.evidence import Estimate, Finding, judged
+from attnrx.nouns.evidence import Finding, judged, judged_estimate
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.arguments import COUNT, NOT_NEGATIVE, Kind, optional, require_fields
 from attnrx.support.errors import DataError, InvalidInput, NonFiniteOutputs
+from attnrx.support.estimate import Estimate
 from attnrx.support.records import to_dict
 from attnrx.support.shapes import Int, Tensor
 from attnrx.support.text_parsing import text_name
@@ -219,7 +220,7 @@ class Check(ABC):
         at_least, strict = side != "<=", side == ">"
         if isinstance(measured, Estimate):
             assert n is not None  # an interval is over samples
-            judgement = measured.judged(n, limit, at_least=at_least, strict=strict)
+            judgement = judged_estimate(measured, n, limit, at_least=at_least, strict=strict)
         else:
             judgement = {"value": measured, **judged(measured, limit, n=n, at_least=at_least, strict=strict)}
         facts = {"quantity": quantity, **(details or {})}

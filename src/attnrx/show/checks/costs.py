@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.nouns.evidence import HOLDS, UNDECIDED, Estimate, Finding, judged
+from attnrx.nouns.evidence import HOLDS, UNDECIDED, Finding, judged
 from attnrx.nouns.plan import PredictedQuantity, limits_of
 from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.statistics import mean_change, mean_estimate, mean_share
 from attnrx.support.arguments import Kind, number, optional
 from attnrx.support.errors import InvalidInput
+from attnrx.support.estimate import Estimate
 from attnrx.support.progress import begin
 from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.vit.costs import (
@@ -23,7 +24,7 @@ from attnrx.vit.costs import (
     compare_memory,
     count_product_macs,
 )
-from attnrx.vit.costs.measured import PROCESSES, Ratio
+from attnrx.vit.costs.measured import PROCESSES
 from attnrx.vit.models import counted_by_spec, evaluating, family_of, timed_form
 
 # The runtimes of models that are no exported files.
@@ -125,9 +126,8 @@ def speed_findings(
     if runtime not in (KERNELS, PYTORCH):
         record["runtime"] = runtime  # of a file; else the version of torch is recorded
 
-    def found(quantity: str, claim: str, ratio: Ratio, details: Mapping[str, Any], least: float | None) -> Finding:
-        estimate = Estimate(ratio.value, ratio.low, ratio.high)
-        return check.finding(quantity, claim, estimate, "x", n=times.rounds, limit=least, details=details)
+    def found(quantity: str, claim: str, ratio: Estimate, details: Mapping[str, Any], least: float | None) -> Finding:
+        return check.finding(quantity, claim, ratio, "x", n=times.rounds, limit=least, details=details)
 
     interval = {"interval": times.interval}
     quantity, claim = "speed", f"speed of a forward pass of {times.batch}, relative to {baseline_name}"

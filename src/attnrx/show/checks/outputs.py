@@ -9,7 +9,7 @@ from torch import nn
 
 from attnrx.change.exporting import Exported
 from attnrx.data import FixedImages
-from attnrx.nouns.evidence import Estimate, Finding
+from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.statistics import (
     biased_change,
@@ -27,6 +27,7 @@ from attnrx.show.checks.statistics import (
 )
 from attnrx.support.arguments import Kind, each, number, optional, whole
 from attnrx.support.errors import InvalidInput
+from attnrx.support.estimate import Estimate
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import evaluating, family_of
 from attnrx.vit.outputs import GROUP, Multilabel, current_judgement, name_of, nearest_neighbours

@@ -11,7 +11,7 @@ from statistics import NormalDist
 import numpy as np
 import torch
 
-from attnrx.nouns.evidence import Estimate
+from attnrx.support.estimate import Estimate
 from attnrx.support.shapes import Bool, Float, Tensor
 
 LEVEL = 0.95

@@ -28,7 +28,7 @@ from attnrx.show.reports.results import (
 from attnrx.show.reports.samples import MapSamples, TokenSamples, outputs, tokens
 from attnrx.support.arguments import checked
 from attnrx.support.display import Displayed
-from attnrx.support.errors import FingerprintMismatch, InvalidInput
+from attnrx.support.errors import InvalidInput
 from attnrx.support.storage import write_text
 from attnrx.support.tables import Marked, markdown, markdown_code, markdown_table
 
@@ -89,13 +89,8 @@ class ReportContent(Displayed):
                 f"the report {self.title!r} has nothing to show: "
                 "give it evidence, a prescription, a diagnosis or another part."
             )
-        if self.diagnosis is None or self.prescription is None:
-            return
-        if self.diagnosis.fingerprint != self.prescription.fingerprint:
-            raise FingerprintMismatch(
-                f"the diagnosis is of the model {self.diagnosis.fingerprint}, the prescription is for the model "
-                f"{self.prescription.fingerprint}; report them with the diagnosis that the prescription was made from."
-            )
+        if self.diagnosis is not None and self.prescription is not None:
+            self.diagnosis.require(self.prescription.fingerprint, "the model of the prescription")
 
 
 @checked()

@@ -7,13 +7,13 @@ from attnrx.vit.costs.measured import (
     LatencyProtocol,
     MemoryComparison,
     PeakMemory,
-    Ratio,
     Timing,
     compare_latencies,
     compare_latency,
     compare_memory,
     factors_text,
     interleave,
+    ratio_of,
     speed_text,
 )
 from attnrx.vit.costs.model_costs import (
@@ -30,7 +30,7 @@ from attnrx.vit.costs.model_costs import (
 
 __all__ = [
     "Conditions", "LatencyComparison", "LatencyProtocol", "LayerCosts", "MemoryComparison", "ModelCosts", "PartCosts",
-    "PeakMemory", "Ratio", "Timing", "TokenCosts", "compare_latencies", "compare_latency", "compare_memory",
+    "PeakMemory", "Timing", "TokenCosts", "compare_latencies", "compare_latency", "compare_memory",
     "count_params", "count_product_macs", "device_name", "factors_text", "interleave", "layer_costs", "linear_costs",
-    "speed_text", "token_costs",
+    "ratio_of", "speed_text", "token_costs",
 ]  # fmt: skip

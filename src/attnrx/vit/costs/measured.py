@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnrx.support.arguments import COUNT, one_of, optional, require_fields, whole
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.support.estimate import Estimate
 from attnrx.support.hardware import device_name
 from attnrx.support.modules import copy_module
 from attnrx.support.progress import track
@@ -164,41 +165,31 @@ class Timing:
         return cls(*torch.quantile(seconds, seconds.new_tensor([0.5, 0.1, 0.9])).tolist())
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """The median over rounds of one time divided by the other of the same round, with its 95 % interval.
+def ratio_of(seconds: Float[Tensor, "*processes runs"], reference: Float[Tensor, "*processes runs"]) -> Estimate:
+    """Returns the median over rounds of one time divided by the other of the same round, with its 95 % interval.
 
-    The interval is a t interval on the scale of the logarithm: over the medians of several processes, which include
-    what differs between processes, or over those of four consecutive parts of one run (batch means). A repetition in
+    Runs of a round are paired: runs close in time share the load of other processes, which cancels in the ratio. The
+    interval is a t interval on the scale of the logarithm: over the medians of several processes, which include what
+    differs between processes, or over the medians of four consecutive parts of one run (batch means). A repetition in
     another process can differ by more than the latter.
+
+    Raises:
+        InvalidInput: Fewer than two rounds.
     """
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, seconds: Float[Tensor, "*processes runs"], reference: Float[Tensor, "*processes runs"]) -> "Ratio":
-        """Pairs the runs of each round: runs close in time share the load of other processes, which cancels in the
-        ratio.
-
-        Raises:
-            InvalidInput: Fewer than two rounds.
-        """
-        ratios = (seconds / reference).double().reshape(-1, seconds.shape[-1])
-        processes, rounds = ratios.shape
-        if rounds < 2:
-            raise InvalidInput(f"{rounds} round: an interval needs at least two.")
-        # What remains of the load lasts for many rounds, and a bootstrap of single rounds would take them for
-        # independent: its 95 % interval covers the ratio in 60 % of the runs. Quarters of the run are nearly
-        # independent; fewer parts would have much wider intervals (benchmarks/coverage.py).
-        parts = ratios if processes > 1 else ratios[0].tensor_split(min(rounds, PARTS))
-        # Medians, not means: in some rounds the machine does something else.
-        value, medians = float(_median(ratios.flatten())), torch.stack([_median(part).log() for part in parts])
-        # The shorter the parts are, the more their neighbours are correlated, and their spread too small.
-        spread = float(medians.std()) * (1 if processes > 1 else 1 + len(parts) / rounds)
-        factor = math.exp(STUDENT[len(parts)] * spread / len(parts) ** 0.5)
-        return cls(value, value / factor, value * factor)
+    ratios = (seconds / reference).double().reshape(-1, seconds.shape[-1])
+    processes, rounds = ratios.shape
+    if rounds < 2:
+        raise InvalidInput(f"{rounds} round: an interval needs at least two.")
+    # What remains of the load lasts for many rounds, and a bootstrap of single rounds would take them for
+    # independent: its 95 % interval covers the ratio in 60 % of the runs. Quarters of the run are nearly
+    # independent; fewer parts would have much wider intervals (benchmarks/coverage.py).
+    parts = ratios if processes > 1 else ratios[0].tensor_split(min(rounds, PARTS))
+    # Medians, not means: in some rounds the machine does something else.
+    value, medians = float(_median(ratios.flatten())), torch.stack([_median(part).log() for part in parts])
+    # The shorter the parts are, the more their neighbours are correlated, and their spread too small.
+    spread = float(medians.std()) * (1 if processes > 1 else 1 + len(parts) / rounds)
+    factor = math.exp(STUDENT[len(parts)] * spread / len(parts) ** 0.5)
+    return Estimate(value, value / factor, value * factor)
 
 
 def _median(values: Float[Tensor, "values"]) -> Float[Tensor, ""]:
@@ -300,7 +291,7 @@ class LatencyComparison:
 
     candidate: Timing
     reference: Timing
-    faster: Ratio
+    faster: Estimate
     batch: int
     image_shape: tuple[int, ...]
     rounds: int
@@ -311,8 +302,8 @@ class LatencyComparison:
     torch_version: str
     processes: int = 1
     unchanged: Timing | None = None
-    by_runtime: Ratio | None = None
-    by_compression: Ratio | None = None
+    by_runtime: Estimate | None = None
+    by_compression: Estimate | None = None
 
     @property
     def interval(self) -> str:
@@ -427,12 +418,12 @@ def compare_latencies(
     return {
         name: LatencyComparison(
             candidate=Timing.of(own.flatten()), reference=Timing.of(original.flatten()),
-            faster=Ratio.of(original, own), batch=len(images), image_shape=tuple(images.shape[1:]), rounds=own.numel(),
+            faster=ratio_of(original, own), batch=len(images), image_shape=tuple(images.shape[1:]), rounds=own.numel(),
             clock=protocol.resolved_clock, conditions=protocol.conditions, threads=runs[0][1],
             hardware=protocol.conditions.hardware, torch_version=torch.__version__, processes=len(runs),
             unchanged=None if middle is None else Timing.of(middle.flatten()),
-            by_runtime=None if middle is None else Ratio.of(original, middle),
-            by_compression=None if middle is None else Ratio.of(middle, own),
+            by_runtime=None if middle is None else ratio_of(original, middle),
+            by_compression=None if middle is None else ratio_of(middle, own),
         )
         for name, own in seconds.items()
         if name in candidates

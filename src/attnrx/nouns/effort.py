@@ -1,0 +1,412 @@
+"""What "quick", "normal" and "thorough" mean: all that one call measures and fits, by the model and its outputs.
+
+`Effort.of` is the one place that decides it. For three models, at 224 pixels (`tests/unit/test_effort.py` has more):
+
+    effort    model             diagnose   plan    fit  predict  verify  sensitivities  trials  repair  distill
+    quick     ViT-Tiny               128    192    256       96   4,762             32      10     100
+    quick     ViT-L                   32     96    256       96     256             16      10     100
+    quick     ViT-S, decoder          32     48    128       48      94              8      10     100
+    normal    ViT-Tiny               128    512  1,024       96  10,000             64      32     300        2
+    normal    ViT-L                  128    512  1,024       96  10,000             64      32     300
+    normal    ViT-S, decoder          64    128    512       48  10,000             16      32     300
+    thorough  ViT-Tiny               128  1,024  3,072       96  10,000             96      48     500        2
+    thorough  ViT-L                  128  1,024  3,072       96  10,000             96      48     500        2
+    thorough  ViT-S, decoder          64    256  1,536       48  10,000             24      48     500        2
+
+The first six numbers are images, and the largest ones: data with fewer images give fewer. The images to plan on are
+among the images to fit on. Trials are whole plans that a search measures. Repair is in steps of Adam for each block,
+distillation in epochs. A repair has a budget of multiply-accumulates too, which leaves fewer images and steps of large
+models.
+"""
+
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from attnrx.support.arguments import (
+    COUNT,
+    NATURAL,
+    NOT_NEGATIVE,
+    SHARE,
+    TEXT,
+    each,
+    one_of,
+    optional,
+    require_fields,
+    whole,
+)
+from attnrx.support.errors import NotSupported, UnknownName
+from attnrx.support.progress import Log, no_log
+from attnrx.vit.costs import Conditions, LatencyProtocol
+from attnrx.vit.costs.measured import CLOCKS
+from attnrx.vit.maps import TOKENS
+from attnrx.vit.models import family_of
+from attnrx.vit.outputs import OutputKind
+from attnrx.vit.tokens import parse_reducer
+
+# What a plan chooses: the ranks of maps, at levels that are shares of the full rank, and the patches that stay.
+RANKS = ("qk", "vo", "mlp")
+AXES = (*RANKS, TOKENS)
+# Eighths of the full rank: multiples of 8 for 64 directions, which are efficient in GEMM kernels.
+LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
+LEVEL_INDICES = each(whole(0, len(LEVELS) - 1), f"indices of levels from 0 to {len(LEVELS) - 1}", least=1)
+
+# A quick call for a model of more than LARGE multiply-accumulates per image diagnoses on half of the images, and
+# measures sensitivities on half of the usual ones, but on MIN_SENSITIVITY_IMAGES at least. For one of more than HUGE (a
+# ViT-L has 6e10) it plans on half of all images, with sensitivities in half of the layers, and diagnoses on a quarter.
+# Plans of both are compared and repaired in bfloat16 where that is faster (docs/results/plan.md).
+LARGE, HUGE, MIN_SENSITIVITY_IMAGES = 2.5e9, 4e10, 8
+# A quick call verifies on as many images as take VERIFICATION_MACS multiply-accumulates in the original, but on
+# MIN_VERIFICATION_IMAGES at least: on 4,800 of a ViT-Tiny, 340 of a ViT-B.
+VERIFICATION_MACS, MIN_VERIFICATION_IMAGES = 6e12, 256
+# Outputs with a number per position vary less between images, so both numbers are smaller for maps: on 128 images the
+# mean error of a saliency map has an interval of +- 20 %, on 324 of +- 13 % (docs/results/dense.md).
+MAP_VERIFICATION_MACS, MIN_VERIFICATION_MAPS = 7.5e11, 64
+# The MACs per image of a ViT-S with a decoder at 224 pixels. A model of maps of more is planned on fewer images, and
+# its decoder is fitted in fewer steps, in proportion (`map_share`).
+FULL_MAP_MACS = 8e9
+# A repair within a budget takes so many images at least; below that it has fewer steps, half of them at least.
+MIN_REPAIR_IMAGES = 128
+
+# A pass of the model of so many multiply-accumulates takes about a second, and its time varies less.
+LONG_PASS = 4e10
+# The rounds of a final measurement, as many times more as a batch is smaller than MIN_TIMED_IMAGES; fewer for a pass of
+# LONG_PASS, and for one of LONGER_PASS.
+FINAL_ROUNDS, LONG_ROUNDS, LONGER_PASS, LONGER_ROUNDS = 32, 6, 10 * LONG_PASS, 3
+# Plans that are adjusted to their latency are timed on a part of the batch, in ROUND_FACTOR times the rounds: at least
+# MIN_TIMED_IMAGES images (of large models FEWEST_TIMED_IMAGES), and as many as take TIMED_MACS multiply-accumulates,
+# because below that calls of operations dominate; files do not run in chunks, so as many as take TIMED_FILE_MACS.
+MIN_TIMED_IMAGES, FEWEST_TIMED_IMAGES, TIMED_MACS, TIMED_FILE_MACS, ROUND_FACTOR = 8, 4, 1e10, 4e10, 4
+# Rounds before those that are counted.
+WARMUP = 2
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What is planned, and how much is measured for it; the defaults are those of the effort "normal".
+
+    What is planned. `axes` are by default all that the model has; those left out are logged with the reason. The token
+    `reducer` is by default `ward`, with a relevance where the outputs are those of a class token. With `to`, the text
+    of a format of `attnrx.export`, a target of latency is that of the file in this format: blocks and whole plans are
+    timed in its runtime.
+
+    How latency is measured (`protocol`): by forward passes of `batch` images under the `conditions`, by `clock` (see
+    `LatencyProtocol`). Blocks are timed at `timed_levels` (indices into `LEVELS`; between them the times are
+    interpolated) for `rounds` rounds, whole models for `whole_rounds`; with `in_subprocess` in a new process that keeps
+    freed memory (`subprocess_runner`), because the speed of memory allocation depends on the history of the process.
+
+    How divergence is measured. Sensitivities of single choices: on `sensitivity_images`, at `probed_levels` and at the
+    shares `pruned_shares` of the patches, in every `layer_stride`-th layer; in between they are interpolated. The
+    search: `trials` plans, each the best predicted of some `variations`, are measured on `trial_images` (those that are
+    far worse on the first batch than the best plan, on that one), the best `finalists` of them on all; `num_images` are
+    as many as `shrink` takes for it. With `bfloat16` these plans have products of bfloat16 where the device is faster
+    with them; sensitivities and predictions are those of the model's own precision.
+
+    A plan for latency is repeated up to `attempts` times, until its measured latency is between `min_ratio` and
+    `max_ratio` times the target; the first attempt is not searched, and with `adjusts` those after the second correct
+    the cost without a new search.
+
+    Every random draw has the `seed`. `batch_size` is the batch size for measuring outputs; `log` is called with
+    progress messages.
+    """
+
+    example = "attnrx.planning.PlanSettings.preset('quick')"
+
+    axes: tuple[str, ...] | None = None
+    reducer: str | None = None
+    to: str | None = None
+    batch: int = 32
+    conditions: Conditions = field(default_factory=Conditions)
+    clock: str | None = None
+    rounds: int = 5
+    whole_rounds: int = 12
+    timed_levels: tuple[int, ...] = (0, 2, 4)
+    in_subprocess: bool = True
+    num_images: int = 512
+    sensitivity_images: int = 64
+    probed_levels: tuple[int, ...] = (2, 4)
+    pruned_shares: tuple[float, ...] = (1 / 24, 1 / 6, 1 / 2)
+    layer_stride: int = 1
+    trials: int = 32
+    variations: int = 8
+    trial_images: int = 96
+    finalists: int = 4
+    bfloat16: bool = False
+    attempts: int = 3
+    min_ratio: float = 0.98
+    max_ratio: float = 1.0
+    adjusts: bool = False
+    seed: int = 0
+    batch_size: int = 32
+    log: Log = no_log
+
+    def __post_init__(self):
+        counts = ("num_images", "sensitivity_images", "layer_stride", "variations", "trial_images", "finalists")
+        require_fields(
+            self,
+            axes=optional(each(TEXT, f"some of {', '.join(AXES)}")),
+            clock=optional(one_of(*CLOCKS)),
+            rounds=whole(2),
+            whole_rounds=whole(2),
+            timed_levels=LEVEL_INDICES,
+            probed_levels=LEVEL_INDICES,
+            pruned_shares=each(SHARE, "shares of the patches above 0, at most 1", least=1),
+            trials=NATURAL,
+            min_ratio=NOT_NEGATIVE,
+            max_ratio=NOT_NEGATIVE,
+            **dict.fromkeys((*counts, "attempts"), COUNT),
+        )
+        # These raise before the work.
+        reducer = None if self.reducer is None else parse_reducer(self.reducer)
+        if reducer is not None and reducer.untrained_reason is not None:
+            raise NotSupported(
+                f"{reducer} needs training, and planning trains nothing: {reducer.untrained_reason}. Use a reducer "
+                "without training, e.g. ward, tome or class_attention."
+            )
+        if self.axes is not None and not (self.axes and {*self.axes} <= {*AXES}):
+            raise UnknownName("axis of a plan", ", ".join(sorted({*self.axes} - {*AXES})) or "none", AXES)
+
+    @classmethod
+    def preset(cls, effort: str, **changes: Any) -> "PlanSettings":
+        """Returns the settings of an effort, "quick", "normal" or "thorough", with some fields changed.
+
+        Raises:
+            UnknownName: No such effort.
+            InvalidInput: A changed field has a wrong value.
+        """
+        if effort not in EFFORTS:
+            raise UnknownName("effort", effort, EFFORTS)
+        return replace(EFFORTS[effort].settings, **changes)
+
+    def for_outputs(self, kind: OutputKind) -> "PlanSettings":
+        """Returns the settings with as many images as outputs of this kind need, in as small batches as they allow."""
+        if kind.needed_images == 1:
+            return self
+        fewer = self.on_share(kind.needed_images)
+        return replace(fewer, batch_size=min(self.batch_size, fewer.sensitivity_images))
+
+    def on_share(self, share: float) -> "PlanSettings":
+        """Returns the settings with this share of the images, at least one."""
+        names = ("num_images", "sensitivity_images", "trial_images")
+        return replace(self, **{name: max(round(share * getattr(self, name)), 1) for name in names})
+
+    @property
+    def protocol(self) -> LatencyProtocol:
+        """How blocks are timed; whole models are timed alike, in `whole_rounds` rounds."""
+        return LatencyProtocol(self.conditions, self.rounds, WARMUP, self.clock)
+
+    def noise(self, model: nn.Module) -> torch.Tensor:
+        """Returns a batch of noise to time, [batch, *input shape]: latency depends on the number of images alone."""
+        shape = family_of(model).input_shape(model)
+        return torch.randn(self.batch, *shape, generator=torch.Generator().manual_seed(0))
+
+    def while_planning(self, macs: float) -> "PlanSettings":
+        """Returns the settings by which plans for a model of so many MACs per image are timed: these, unless plans are
+        adjusted on a CPU.
+        """
+        if not self.adjusts or self.conditions.on_cuda:
+            return self
+        # A large batch runs in chunks of a few images, which give the same ratios, to a hundredth, in less time. On
+        # one thread the CPU time is the latency, without the load of other processes.
+        enough = ceil((TIMED_MACS if self.to is None else TIMED_FILE_MACS) / macs)
+        fewest = FEWEST_TIMED_IMAGES if enough <= FEWEST_TIMED_IMAGES else MIN_TIMED_IMAGES
+        batch, is_serial = min(self.batch, max(fewest, enough)), self.conditions.threads == 1
+        clock = "cpu" if is_serial and self.protocol.resolved_clock == "wall" else self.clock
+        more = max(fewest // batch, 1)
+        rounds, whole_rounds = self.rounds * more, self.whole_rounds * more
+        return replace(self, batch=batch, clock=clock, rounds=rounds, whole_rounds=whole_rounds)
+
+
+def final_rounds(batch: int, macs: float) -> int:
+    """Returns the rounds of a final latency measurement, for a batch and a model of so many MACs per image: more for
+    few images, and fewer for a large model.
+    """
+    if batch * macs >= LONG_PASS:
+        return LONGER_ROUNDS if batch * macs >= LONGER_PASS else LONG_ROUNDS
+    return FINAL_ROUNDS * max(MIN_TIMED_IMAGES // batch, 1)
+
+
+def map_share(macs: float) -> float:
+    """Returns the share of images and steps that a model of maps of so many MACs per image is planned and fitted on."""
+    return min(1.0, FULL_MAP_MACS / macs)
+
+
+class RepairBudget(NamedTuple):
+    """The steps of a repair, the images of a step, and the multiply-accumulates of the whole repair."""
+
+    steps: int
+    images: int
+    macs: float
+
+
+class DecoderFit(NamedTuple):
+    """The images and steps of a fit of a smaller decoder."""
+
+    images: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much one call measures and fits.
+
+    Attributes:
+        name: "quick", "normal" or "thorough".
+        settings: How plans are searched and timed.
+        fitted_images: The images that weights are fitted to; those that the plan is chosen on are among them.
+        repair: The repair of a realized plan; None for none.
+        distill_epochs: The epochs of the distillation that follows; 0 for none.
+        most_distilled: The most MACs per image of a model that is distilled.
+        diagnosed_images: The images that the diagnosis is made on.
+        predicted_images: The images that the predictions of a plan are measured on.
+        verified_images: The most images that a result is verified on. An accuracy on 10,000 has a standard error of 0.5
+            points at most.
+        image_share: The share of the images that were read which a quick call plans, fits and predicts maps on; None
+            for all.
+        decoder_fits: The fits of a smaller decoder, before the plan and after it.
+    """
+
+    name: str
+    settings: PlanSettings
+    fitted_images: int
+    repair: RepairBudget | None
+    distill_epochs: int = 0
+    most_distilled: float = inf
+    diagnosed_images: int = 128
+    predicted_images: int = 96
+    verified_images: int = 10_000
+    image_share: float | None = None
+    decoder_fits: tuple[DecoderFit, DecoderFit] = (DecoderFit(64, 60), DecoderFit(128, 200))
+
+    @classmethod
+    def of(
+        cls, name: str, kind: OutputKind, macs: float | None = None, settings: PlanSettings | None = None
+    ) -> "Effort":
+        """Returns what a call measures and fits for one model.
+
+        Args:
+            name: The effort.
+            kind: The kind of the model's outputs.
+            macs: The model's MACs per image, at the size of the images; None before the images are read. The images to
+                read do not depend on it.
+            settings: The settings of the call's plans, with the images of the effort; by default those of the effort.
+
+        Raises:
+            UnknownName: No such effort.
+        """
+        if name not in EFFORTS:
+            raise UnknownName("effort", name, EFFORTS)
+        effort = EFFORTS[name]
+        settings = (settings or effort.settings).for_outputs(kind)
+        # The images on which a mean is as precise as that of logits are fewer; a fit and a diagnosis take more of them.
+        precision = kind.needed_images**0.5
+        effort = replace(
+            effort,
+            settings=settings,
+            # A fit determines many more numbers than a plan chooses.
+            fitted_images=max(round(precision * effort.fitted_images), settings.num_images),
+            diagnosed_images=round(precision * effort.diagnosed_images),
+            predicted_images=round(precision * effort.predicted_images),
+        )
+        if macs is None:
+            return effort
+        first, last = (fit._replace(steps=round(map_share(macs) * fit.steps)) for fit in effort.decoder_fits)
+        distill_epochs = effort.distill_epochs if macs <= effort.most_distilled else 0
+        effort = replace(effort, decoder_fits=(first, last), distill_epochs=distill_epochs)
+        return effort._in_minutes(kind, macs) if name == "quick" else effort
+
+    def _in_minutes(self, kind: OutputKind, macs: float) -> "Effort":
+        """Returns a quick call for a model of so many MACs per image: large models have fewer images."""
+        is_large, is_huge, is_map = macs > LARGE, macs > HUGE, kind.needed_images < 1
+        budget, least = VERIFICATION_MACS, MIN_VERIFICATION_IMAGES
+        if is_map:
+            budget, least = MAP_VERIFICATION_MACS, MIN_VERIFICATION_MAPS
+        # The more positions an image has, the less it varies.
+        share = map_share(macs) if is_map else 1.0
+        settings = replace(self.settings.on_share(share), bfloat16=is_large)
+        if is_huge:
+            settings = replace(settings.on_share(0.5), layer_stride=2 * settings.layer_stride)
+        elif is_large:
+            fewer = max(settings.sensitivity_images // 2, MIN_SENSITIVITY_IMAGES)
+            settings = replace(settings, sensitivity_images=min(fewer, settings.sensitivity_images))
+        parts = 1 + is_large + 2 * is_huge
+        return replace(
+            self,
+            settings=settings,
+            diagnosed_images=max(round(share * self.diagnosed_images) // parts, 1),
+            verified_images=min(max(round(budget / macs), least), self.verified_images),
+            image_share=share**0.5 if is_map else None,
+        )
+
+    def with_smaller_decoder(self) -> "Effort":
+        """Returns the effort for a plan with a smaller decoder, whose fits take a part of the time."""
+        # The search of ten plans gained 5 % in 53 CPU seconds, of which the fit of the decoder needs fewer. That fit
+        # gains more than a quick repair, too, in a quarter of the time.
+        settings = replace(self.settings, trials=-(-self.settings.trials // 2))
+        return replace(self, settings=settings, repair=None if self.name == "quick" else self.repair)
+
+
+EFFORTS: dict[str, Effort] = {
+    "quick": Effort(
+        "quick",
+        PlanSettings(
+            whole_rounds=4,
+            timed_levels=(0, 4),
+            num_images=192,
+            sensitivity_images=32,
+            probed_levels=(4,),  # half of the rank
+            pruned_shares=(1 / 12, 1 / 3, 5 / 6),
+            layer_stride=2,
+            trials=10,
+            variations=3,
+            # On 32 images (the better half on 96) the search for a ViT-Tiny at 60 % of the MACs found a plan of 0.043
+            # instead of 0.038 nats on 500 test images, in 6 % less CPU time (one seed, 2026-11-26).
+            trial_images=96,
+            finalists=3,
+            attempts=4,
+            # A plan that is faster by more is adjusted: an attempt takes as long as a tenth of a call.
+            min_ratio=0.945,
+            max_ratio=0.99,
+            # Every search measures many plans; an adjustment of the cost measures a few.
+            adjusts=True,
+        ),
+        fitted_images=256,
+        # A ViT-Tiny needs 2e12 for all images; larger models have MIN_REPAIR_IMAGES and half of the steps. 512 images
+        # and steps on four of them take 1.6 times the CPU time for the same divergence (docs/results/plan.md).
+        repair=RepairBudget(100, images=2, macs=3.5e12),
+    ),
+    "normal": Effort(
+        "normal",
+        PlanSettings(),
+        fitted_images=1024,
+        repair=RepairBudget(300, images=4, macs=1e14),
+        # The distillation takes 14 % of the divergence of a plan of one image for eager PyTorch, in 131 s on two
+        # threads.
+        distill_epochs=2,
+        most_distilled=5e9,  # a ViT-S has 4.6e9
+    ),
+    "thorough": Effort(
+        "thorough",
+        PlanSettings(
+            rounds=7,
+            whole_rounds=28,
+            timed_levels=(0, 2, 4, 6),
+            num_images=1024,
+            sensitivity_images=96,
+            pruned_shares=(1 / 24, 1 / 8, 1 / 3, 2 / 3, 11 / 12),
+            trials=48,
+            # The best of many plans is selected by chance on few images (docs/results/plan.md, "How many trials?").
+            trial_images=128,
+            finalists=6,
+            attempts=4,
+        ),
+        # At 60 % of the parameters 0.376 nats, with 1,024 images and 300 steps 0.420 (docs/results/plan.md). The tokens
+        # of the images that the budget leaves of a ViT-L are in memory seven times, in 12 GB.
+        fitted_images=3072,
+        repair=RepairBudget(500, images=4, macs=4e14),
+        distill_epochs=2,
+    ),
+}

@@ -1,0 +1,77 @@
+"""The target of a plan: an upper limit of a cost, or of what accuracy may lose."""
+
+import re
+from dataclasses import dataclass
+
+from attnrx.support.arguments import NOT_NEGATIVE, one_of, require_fields
+from attnrx.support.errors import InvalidInput
+from attnrx.support.text_parsing import NAME, NUMBER
+
+COSTS = ("latency", "macs", "params")
+DROP = "max-drop"
+EXAMPLES = "faster=1.6, latency=0.6x, macs=50%, params=0.7x or max-drop=1pt"
+FORM = re.compile(rf"\s*(?:({NAME})\s*=)?\s*({NUMBER})\s*(x|pt|%)?(\s+faster)?\s*")
+
+
+@dataclass(frozen=True)
+class Target:
+    """An upper limit: a share of the original's latency, MACs or parameters, or a drop of top-1 accuracy in points, for
+    which `quantity` is "max-drop".
+    """
+
+    quantity: str
+    limit: float
+
+    def __post_init__(self):
+        require_fields(self, quantity=one_of(*COSTS, DROP), limit=NOT_NEGATIVE)
+        if self.quantity in COSTS and not 0 < self.limit < 1:
+            raise InvalidInput(
+                f"{self.quantity}={self.limit:g}x: give a share of the original's below 1, e.g. {self.quantity}=0.6x."
+            )
+        if self.quantity == DROP and self.limit > 100:
+            raise InvalidInput(f"max-drop={self.limit:g}pt: give percentage points from 0 to 100, e.g. max-drop=1pt.")
+
+    @property
+    def minimized(self) -> str:
+        """The cost that a plan minimizes: the quantity, or MACs within a drop of accuracy."""
+        return "macs" if self.quantity == DROP else self.quantity
+
+    def __str__(self) -> str:
+        return f"{self.quantity}={self.limit:g}{'pt' if self.quantity == DROP else 'x'}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Target":
+        """Parses a target: `quantity=number unit`; `faster=1.6`, `1.6x` and `1.6x faster` are 1 / 1.6 of the latency.
+
+        Raises:
+            InvalidInput: The text has another form, an unknown quantity or a number outside its range.
+        """
+        read = FORM.fullmatch(text)
+        if read is None or (read[1] and read[4]):
+            raise InvalidInput(f"the target {text!r:.300} cannot be read. Targets read like {EXAMPLES}.")
+        quantity, number, unit = read[1] or "faster", float(read[2]), read[3] or ""
+        is_speed = quantity == "faster"
+        if unit not in {DROP: ("", "pt")}.get(quantity, ("", "x") if is_speed else ("", "x", "%")):
+            raise InvalidInput(f"the target {text!r} has the wrong unit {unit!r}. Targets read like {EXAMPLES}.")
+        if is_speed and number <= 1:
+            raise InvalidInput(f"the target {text!r}: a speed is above 1, and a share needs its quantity: macs=50%.")
+        return cls("latency", 1 / number) if is_speed else cls(quantity, number / 100 if unit == "%" else number)
+
+
+def target_of(
+    faster: float | None = None, macs: float | None = None, params: float | None = None, max_drop: float | None = None
+) -> Target:
+    """Returns the target of exactly one of the arguments.
+
+    Raises:
+        InvalidInput: None or several are given, or the one is no number in its range.
+    """
+    arguments = {"faster": faster, "macs": macs, "params": params, "max_drop": max_drop}
+    named = {name: value for name, value in arguments.items() if value is not None}
+    if len(named) != 1:
+        raise InvalidInput(
+            f"{' and '.join(named) or 'no target'} given: give exactly one of faster=1.6, macs=0.5, params=0.7 or "
+            "max_drop=1."
+        )
+    ((name, value),) = named.items()
+    return Target.parse(f"{name.replace('_', '-')}={value}")

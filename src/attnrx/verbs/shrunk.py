@@ -1,0 +1,305 @@
+"""`Shrunk`: the result of `shrink`, with the files of its folder.
+
+Saving replaces the files of an earlier result, and never those of others.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attnrx.change import exporting
+from attnrx.change.exporting import Format, parse_format
+from attnrx.change.exporting.exported import KIND as EXPORTED
+from attnrx.change.exporting.exported import files_of_export, present_exports, present_script
+from attnrx.data import ImageSet, Parts
+from attnrx.data.fixed_images import ONE_DRAW
+from attnrx.data.model_data import num_classes
+from attnrx.decide.planning.measured_costs import final_protocol
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.effort import final_rounds
+from attnrx.nouns.evidence import KIND as EVIDENCE
+from attnrx.nouns.evidence import Evidence
+from attnrx.nouns.plan import Plan
+from attnrx.nouns.prescription import Prescription
+from attnrx.nouns.target import Target
+from attnrx.show.checks import Accuracy, Check, Fidelity, Latency
+from attnrx.show.reports import (
+    MapSamples,
+    ReportContent,
+    first_images,
+    sample_maps,
+    sample_tokens,
+    summary_of,
+    write_report,
+)
+from attnrx.support.arguments import checked
+from attnrx.support.atomic_writes import Parts as ReplacedFiles
+from attnrx.support.atomic_writes import require_absent
+from attnrx.support.display import Sentence
+from attnrx.support.errors import AttnrxError, InvalidInput
+from attnrx.support.shapes import ImageBatch
+from attnrx.support.storage import REPORT, file_kind
+from attnrx.verbs.load import preflight
+from attnrx.verbs.save import require_no_sizes, save_with
+from attnrx.verbs.verify import verify
+from attnrx.vit.costs import Conditions
+from attnrx.vit.models import (
+    at_size_of,
+    family_of,
+    is_model_file,
+    library_form,
+    model_fingerprint,
+    reduction_of,
+    require_model_folder,
+)
+from attnrx.vit.models.boundary.acceleration import accelerate
+from attnrx.vit.models.boundary.working_copy import is_working
+from attnrx.vit.models.parts.record import record_of
+from attnrx.vit.outputs import Map, output_kind_of
+
+REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
+
+
+@dataclass(frozen=True, eq=False)
+class Shrunk:
+    """A smaller model with its prescription, its plan, and the evidence of what it cost.
+
+    It unpacks as `model, prescription, evidence`.
+
+    Attributes:
+        model: The smaller model.
+        prescription: What was pruned, and how; None for the unchanged model, which meets the target by its kernels.
+        evidence: The comparison with the original.
+        plan: The plan with its predictions; None for the unchanged model.
+        target: The target of the call.
+        diagnosis: The diagnosis of the original, for the report.
+        samples: A few normalized test images [images, channels, height, width] with their classes, for the report.
+        class_names: The classes of the data, for exported files.
+        images: The images that it was planned and verified on.
+        maps: The maps that the original and the smaller model return for some samples, for the report; None for other
+            outputs.
+        timed_in_kernels: Whether a target of latency is that in attnrx's kernels, so that the model is accelerated.
+    """
+
+    model: nn.Module
+    prescription: Prescription | None
+    evidence: Evidence
+    plan: Plan | None
+    target: Target
+    diagnosis: Diagnosis | None = None
+    samples: tuple[ImageBatch, tuple[str, ...]] | None = None
+    class_names: tuple[str, ...] = ()
+    images: Parts | None = None
+    maps: MapSamples | None = None
+    timed_in_kernels: bool = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.prescription, self.evidence))
+
+    def in_library_form(self) -> "Shrunk":
+        """Returns the result with a model of its own class, accelerated where its speed was measured so."""
+        model = library_form(self.model)
+        in_kernels = self.target.minimized == "latency" and self.timed_in_kernels
+        is_kernel = in_kernels and is_working(self.model) and record_of(model) is not None
+        return replace(self, model=accelerate(model) if is_kernel else model)
+
+    @property
+    def summary(self) -> Sentence:
+        """The result in one sentence: speed with its factors, accuracy, costs; with a note on images that were a draw
+        of random ones. It may be called, too.
+        """
+        draws = [note for note in self.images.notes if ONE_DRAW in note] if self.images is not None else []
+        return Sentence("; ".join((summary_of(self.evidence), *draws)))
+
+    def __repr__(self) -> str:
+        return f"Shrunk({self.summary})"
+
+    @checked()
+    def save(
+        self,
+        folder: Path | str,
+        onnx: bool = True,
+        *,
+        to: str | None = None,
+        original: nn.Module | None = None,
+        batch: int = 32,
+        threads: int | None = None,
+    ) -> Path:
+        """Writes a folder: the model with prescription, evidence and card, the report, and a file for ONNX Runtime.
+
+        Everything is written to a new folder, which replaces the old one in one step: files of an earlier result are
+        replaced, and exports of other models removed; files that attnrx did not write are kept.
+
+        A file of the format `to` is named after it, model-int8.onnx, and so is the evidence of what it costs against
+        the original, evidence-int8.json. It is calibrated on the images that the plan was made on, and verified on
+        those that neither has seen. Its speed is that in the runtime of the format, relative to the original in its own
+        library at the precision of the file, which is the model's own or else float32. The original's file of the same
+        format is timed in turns with it, so that the speed is divided into what the format gave and what the
+        compression gave.
+
+        Args:
+            folder: The folder.
+            onnx: Whether model.onnx is written.
+            to: Another format to write, e.g. "int8" or "openvino(precision=bf16)" (see `export`).
+            original: The model that `shrink` was given; with it model.onnx is timed beside the same file of the
+                original, for `reports.files_table`. `to` needs it.
+            batch: For `to`, the images of a timed batch.
+            threads: CPU threads of the timings (torch's default).
+
+        Returns:
+            The folder.
+
+        Raises:
+            InvalidInput: A file would be overwritten that attnrx did not write; nothing was changed.
+            AttnrxError: The model cannot be exported; everything else was saved.
+        """
+        folder = Path(folder)
+        files = result_files(folder, onnx, to)
+        preflight(folder=folder, formats=files.values(), report=True)
+        require_result_folder(folder, self.model, files)
+        original = None if original is None else at_size_of(original, self.model)
+        if to is not None and original is None:
+            raise InvalidInput(f"to={to!r} needs the original, which the evidence of the file is against; give it.")
+        failures: list[AttnrxError] = []
+
+        def write_others(new: Path) -> None:
+            write_report(new / "report.html", self.report(f"attnrx: {folder.name}"))
+            try:
+                for path, form in files.items():
+                    self._write_exported(new / path.name, form, to, original, batch, threads)
+            except AttnrxError as error:  # hours of work are not lost by a file that cannot be written
+                failures.append(error)
+
+        documents = self.prescription, self.evidence
+        save_with(self.model, folder, *documents, write_others, result_parts(model_fingerprint(self.model)))
+        if failures:
+            raise failures[0]
+        return folder
+
+    def _write_exported(
+        self, path: Path, form: Format, to: str | None, original: nn.Module | None, batch: int, threads: int | None
+    ) -> None:
+        """Writes a file to a folder that has none: model.onnx with its speed beside the original's, if that is given,
+        or the file of another format with its evidence.
+        """
+        is_onnx, images = path.stem == "model", self.images
+        calibration = None if is_onnx or images is None else images.planned
+        settings = {"precision": exporting.precision_for(self.model, form), "calibration": calibration}
+        names = exporting.fitting_names(self.model, self.class_names)
+        file = exporting.export(self.model, path, to=form, class_names=names, **settings)
+        if is_onnx:
+            if original is not None and self.prescription is not None:
+                timed = int(self.evidence.about.get("batch", 32))
+                rounds = final_rounds(timed, family_of(original).costs(original).macs)
+                exporting.compare_with_original(file, original, threads=threads, batches=(timed,), rounds=rounds)
+            return
+        assert original is not None and images is not None  # `save` needs the original, and `shrink` returns images
+        conditions = Conditions(file.images.device, file.images.precision, threads)
+        protocol = final_protocol(conditions, batch, original)
+        speed = 1 / self.target.limit if self.target.quantity == "latency" else None
+        tested, latency = images.verified, Latency(batch, protocol, speed, library=True)
+        about = {"target": str(self.target), "file": path.name, "format": to}
+        try:
+            checks = with_accuracy(tested, original, Fidelity(), latency)
+            evidence = verify(file, original, tested, checks, about, batch_size=32)
+        except AttnrxError:
+            exporting.remove_export(path)  # no file without evidence
+            raise
+        evidence.save(evidence_of(path))
+
+    def report(self, title: str) -> ReportContent:
+        """Returns the content of the report, with the tokens of the sample images if tokens are pruned or merged."""
+        tokens = None
+        if self.samples is not None and reduction_of(self.model) is not None:
+            with suppress(InvalidInput):  # patches that are no grid cannot be drawn
+                tokens = sample_tokens(self.model, *self.samples)
+        return ReportContent(
+            title,
+            self.evidence.about,
+            self.prescription,
+            self.diagnosis,
+            self.evidence,
+            tokens=tokens,
+            outputs=self.maps,
+        )
+
+
+def samples_of(
+    original: nn.Module, model: nn.Module, images: ImageSet, class_names: tuple[str, ...]
+) -> tuple[tuple[ImageBatch, tuple[str, ...]] | None, MapSamples | None]:
+    """Returns some images for the report with their classes, and the maps of both models for the first of them; None
+    for inputs that are no pictures, and for other outputs.
+    """
+    if not getattr(family_of(original).inputs(original), "is_plain", True):
+        return None, None
+    samples = first_images(images, class_names, REPORT_IMAGES)
+    if samples is None or not isinstance(output_kind_of(original), Map):
+        return samples, None
+    shown, labels = samples[0][:REPORT_MAPS], samples[1][:REPORT_MAPS]
+    return samples, sample_maps({"original": original, "this model": model}, shown, labels)
+
+
+def with_accuracy(images: ImageSet, model: nn.Module, *checks: Check) -> tuple[Check, ...]:
+    """Returns the checks, preceded by that of the accuracy if the images have labels and the model makes decisions."""
+    has_accuracy = images.has_labels and output_kind_of(model).has_decisions
+    return (Accuracy(None), *checks) if has_accuracy else checks  # reported, without a limit
+
+
+RESULT = re.compile(r"model(-\w+)?")  # the stems of exported files in a folder of results
+
+
+def result_files(folder: Path, onnx: bool, to: str | None) -> dict[Path, Format]:
+    """Returns the formats of the exported files of a result by their paths: model.onnx, and the file of a format."""
+    files = {folder / "model.onnx": parse_format("onnx")} if onnx else {}
+    if to is not None:
+        form = parse_format(to)
+        files[folder / f"model-{form.name}{form.suffix}"] = form
+    return files
+
+
+def evidence_of(path: Path) -> Path:
+    """Returns the path of the evidence of model-FORMAT.SUFFIX in a folder of results."""
+    return path.with_name(f"evidence{path.stem.removeprefix('model')}.json")
+
+
+def require_result_folder(folder: Path, model: nn.Module, files: Mapping[Path, Format]) -> None:
+    """Raises InvalidInput if results with these files would overwrite files that attnrx did not write."""
+    require_no_sizes(folder)
+    require_model_folder(folder)
+    require_absent([folder / "report.html"], lambda path: file_kind(path) == REPORT)
+    for path, form in files.items():
+        exporting.require_replaceable_files(path, form.files(path))
+        exporting.require_export_path(path, form, with_script=form.example(path) is not None and num_classes(model) > 0)
+        if path.stem != "model":
+            require_absent([evidence_of(path)], lambda path: file_kind(path) == EVIDENCE)
+
+
+def result_parts(fingerprint: str) -> ReplacedFiles:
+    """Returns the files that `Shrunk.save` replaces for the model with this fingerprint.
+
+    These are the model, its report, and exports of other models with their evidence; exports of this model stay, unless
+    they are written again.
+    """
+
+    def parts(folder: Path, written: Collection[str]) -> set[str]:
+        names = {each.name for each in folder.iterdir() if is_model_file(each)}
+        names |= {"report.html"} if file_kind(folder / "report.html") == REPORT else set()
+        for path, facts in present_exports(folder).items():
+            model = facts.get("model")
+            stored = model.get("fingerprint") if isinstance(model, Mapping) else None
+            name = RESULT.fullmatch(path.stem)
+            if (name and fingerprint != stored) or path.name in written:
+                names |= {each.name for each in files_of_export(path, facts)}
+                has_evidence = name and name[1] and file_kind(evidence_of(path)) == EVIDENCE
+                names |= {evidence_of(path).name} if has_evidence else set()
+        # Facts and scripts without a file are those of an export that was interrupted.
+        paths = [folder / name for name in written]
+        names |= {path.name for path in paths if path.suffix == ".json" and file_kind(path) in (EXPORTED, EVIDENCE)}
+        return names | {script.name for path in paths if (script := present_script(path)) is not None}
+
+    return parts
