@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -411,19 +412,55 @@ class _FourAxes(TorchFunctionMode):
 def _free_lengths(model: nn.Module) -> Iterator[None]:
     """Lets `len(images)` in the code of a user's module be the free number of images.
 
-    Python's own `len` returns a number, by which torch.export fixes the batch. So the modules that define a user's
-    classes have a name `len` meanwhile, which hides it there, and returns the first size of a tensor.
+    Python's own `len` returns a plain number, by which torch.export fixes the batch, and no mode of PyTorch can change
+    that. So the parts of the model, which is attnrx's own copy, have their methods once more, as attributes that hide
+    those of the class: the same code, with the names of its module and another `len`. The user's classes and modules
+    stay as they are. Methods that are called by `super()` are the class's own: there `images.shape[0]` is free.
     """
-    names = {type(part).__module__ for part in model.modules()}
-    own = [name for name in names if name.split(".")[0] not in LIBRARIES]
-    spaces = [vars(sys.modules[name]) for name in own if name in sys.modules and "len" not in vars(sys.modules[name])]
+    methods = {kind: _methods_with_free_lengths(kind) for kind in {type(part) for part in model.modules()}}
+    hiding = [
+        (part, name, function)
+        for part in model.modules()
+        for name, function in methods[type(part)].items()
+        if name not in part.__dict__
+    ]
     try:
-        for space in spaces:
-            space["len"] = lambda value: value.shape[0] if isinstance(value, Tensor) else len(value)
+        for part, name, function in hiding:
+            part.__dict__[name] = MethodType(function, part)
         yield
     finally:
-        for space in spaces:
-            del space["len"]
+        for part, name, _ in hiding:
+            part.__dict__.pop(name, None)
+
+
+def _methods_with_free_lengths(kind: type[nn.Module]) -> dict[str, FunctionType]:
+    """Returns copies of the methods of a class that the user wrote, for which `len` is the first size of a tensor."""
+    methods = {name: each for base in reversed(kind.__mro__) for name, each in vars(base).items()}
+    spaces: dict[str, dict[str, Any]] = {}  # by module; a copied function and the functions that it calls share one
+
+    def freed(function: FunctionType) -> FunctionType:
+        module = function.__globals__["__name__"]
+        if module not in spaces:
+            spaces[module] = {**function.__globals__, "len": _free_length}
+            called = {name: each for name, each in spaces[module].items() if is_users(each, module)}
+            spaces[module].update({name: freed(each) for name, each in called.items()})
+        copied = FunctionType(
+            function.__code__, spaces[module], function.__name__, function.__defaults__, function.__closure__
+        )
+        copied.__kwdefaults__ = function.__kwdefaults__
+        return copied
+
+    def is_users(each: object, module: str | None = None) -> bool:
+        if not isinstance(each, FunctionType) or each is _free_length:
+            return False
+        name = each.__globals__.get("__name__", "")
+        return "len" not in each.__globals__ and (name.split(".")[0] not in LIBRARIES if module is None else name == module)
+
+    return {name: freed(each) for name, each in methods.items() if is_users(each)}
+
+
+def _free_length(value: Any) -> Any:
+    return value.shape[0] if isinstance(value, Tensor) else len(value)
 
 
 @contextmanager
