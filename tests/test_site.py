@@ -21,9 +21,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 # Copies: other tests register parts of their own.
 REGISTRIES = {
-    "rules": dict(rx.rules.known_rules()),
-    "checks": dict(rx.checks.all_checks()),
-    "tokens": dict(rx.tokens.known_reducers()),
+    "rules": dict(rx.rules.RULES),
+    "checks": dict(rx.checks.CHECKS),
+    "tokens": dict(rx.tokens.REDUCERS),
     "diagnostics": dict(rx.diagnostics.DIAGNOSTICS),
 }
 
@@ -129,9 +129,7 @@ def test_every_part_is_in_the_table_of_its_kind(pages: dict[str, Page], package:
 def test_every_loss_is_in_the_reference(pages: dict[str, Page]):
     page = pages["api/training.html"]
     assert [
-        loss.__name__
-        for loss in rx.losses.known_losses().values()
-        if f"{loss.__module__}.{loss.__name__}" not in page.anchors
+        loss.__name__ for loss in rx.losses.LOSSES.values() if f"{loss.__module__}.{loss.__name__}" not in page.anchors
     ] == []
 
 

@@ -451,10 +451,10 @@ def _methods_with_free_lengths(kind: type[nn.Module]) -> dict[str, FunctionType]
         return copied
 
     def is_users(each: object, module: str | None = None) -> bool:
-        if not isinstance(each, FunctionType) or each is _free_length:
+        if not isinstance(each, FunctionType) or "len" in each.__globals__:
             return False
         name = each.__globals__.get("__name__", "")
-        return "len" not in each.__globals__ and (name.split(".")[0] not in LIBRARIES if module is None else name == module)
+        return name.split(".")[0] not in LIBRARIES and module in (None, name)
 
     return {name: freed(each) for name, each in methods.items() if is_users(each)}
 

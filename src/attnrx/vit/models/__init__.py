@@ -16,16 +16,7 @@ from attnrx.vit.models.boundary.working_copy import (
     working_copy,
 )
 from attnrx.vit.models.checkpoint import is_model_file, require_model_folder
-from attnrx.vit.models.families import (
-    FAMILIES,
-    LIBRARIES,
-    build_model,
-    family_of,
-    known_families,
-    known_family,
-    model_names,
-    register_family,
-)
+from attnrx.vit.models.families import FAMILIES, LIBRARIES, build_model, family_of, known_family, model_names
 from attnrx.vit.models.family import (
     STATED_OUTPUTS,
     Family,
@@ -80,7 +71,6 @@ __all__ = [
     "family_of",
     "hidden_units",
     "is_model_file",
-    "known_families",
     "known_family",
     "library_form",
     "load_model",
@@ -96,7 +86,6 @@ __all__ = [
     "recording_calls",
     "recording_tokens",
     "reduction_of",
-    "register_family",
     "replacing_forward",
     "require_all_tokens",
     "require_model_folder",

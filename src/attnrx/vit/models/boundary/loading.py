@@ -14,10 +14,10 @@ from attnrx.support.storage import read_tensors, require_finite_tensors
 from attnrx.vit.models.boundary.working_copy import library_form, working_copy
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights
 from attnrx.vit.models.families import (
+    FAMILIES,
     LIBRARIES,
     build_model,
     family_of,
-    known_families,
     known_family,
     model_names,
     own_family,
@@ -106,7 +106,7 @@ def _meant(name: str) -> str:
 
 def _load_folder(folder: Path | str, factory: Factory | None, weights: Path | str | None = None) -> nn.Module:
     # The shared instance has no factory, and must not get one: it would be used for every model loaded later.
-    others = (family for family in known_families() if not isinstance(family, ModuleFamily | WholeFamily))
+    others = (family for family in FAMILIES.values() if not isinstance(family, ModuleFamily | WholeFamily))
     model = load_weights(folder, (*others, ModuleFamily(factory), WholeFamily(LIBRARIES, factory)))
     return model if weights is None else _with_weights(model, Path(weights))
 
