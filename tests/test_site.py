@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import attnrx as rx
-from attnrx.cli.commands import command_names, find_command
+from attnrx.cli.commands import COMMANDS
 
 pytestmark = pytest.mark.slow
 
@@ -133,10 +133,10 @@ def test_every_loss_is_in_the_reference(pages: dict[str, Page]):
     ] == []
 
 
-@pytest.mark.parametrize("name", command_names())
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_and_option_is_in_the_reference(pages: dict[str, Page], name: str):
     page = pages["command-line.html"]
-    parser = find_command(name).parser()
+    parser = COMMANDS[name].parser()
     _, _, section = page.text.partition(f'<h2 id="attnrx-{name}">')
     section = section.partition("<h2 ")[0]
     options = [option for option in parser._option_string_actions if option not in ("-h", "--help")]
