@@ -49,10 +49,8 @@ def _options(parser: Parser) -> None:
 
 @command(
     "compress one model in several ways, and time each beside the model as its library ships it",
-    (
-        "attnrx bench timm:deit_small_patch16_224 --methods 'spot=tokens=spot:0.7@4,7,10' 'tome=tokens=tome:0.7@4,7,10' "
-        "--batches 1,8,64 --threads 1,2 --out speeds.json"
-    ),
+    "attnrx bench timm:deit_small_patch16_224 --methods 'spot=tokens=spot:0.7@4,7,10' 'tome=tokens=tome:0.7@4,7,10' "
+    "--batches 1,8,64 --threads 1,2 --out speeds.json",
     _options,
 )
 def bench(arguments: Namespace, log: Log) -> Outcome:

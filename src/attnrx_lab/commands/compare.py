@@ -37,10 +37,8 @@ def _options(parser: Parser) -> None:
 
 @command(
     "compress one model in several ways, and see what each costs and loses",
-    (
-        "attnrx compare timm:vit_tiny_patch16_224 --data imagenette --methods 'truncatt=uniform_rank:{share}' "
-        "'mix=total_rank:{share}' --shares 0.5,0.25 --out comparison.json"
-    ),
+    "attnrx compare timm:vit_tiny_patch16_224 --data imagenette --methods 'truncatt=uniform_rank:{share}' "
+    "'mix=total_rank:{share}' --shares 0.5,0.25 --out comparison.json",
     _options,
 )
 def compare(arguments: Namespace, log: Log) -> Outcome:

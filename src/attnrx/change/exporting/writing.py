@@ -40,7 +40,7 @@ from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.modules import copy_module, fixed_weights, joined, tensors_of
 from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
-from attnrx.support.records import fields_of, to_dict
+from attnrx.support.records import to_dict
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_sha256, write_json, write_text
 from attnrx.vit.attention import Attention, AttentionCapture, Backend, Portable, using
@@ -325,7 +325,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
             except OSError as error:
                 reason = error.strerror or error
                 raise CheckpointError(f"cannot write {path.name}: {reason}. No file was saved.") from error
-        described = {"images": fields_of(subject.images), **subject.facts}
+        described = {"images": to_dict(subject.images, typed=False), **subject.facts}
         if subject.facts:
             form.describe(written, described)
         # The main file is the last: `_put` moves it after the files that it needs.
