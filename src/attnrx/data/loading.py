@@ -122,7 +122,7 @@ _CARDS: dict[str, DatasetCard] = {
         other_names=("imagenet1k", "imagenet_1k", "imagenet"),
     ),
 }
-DATASETS = Registry[DatasetCard]("dataset", **_CARDS)
+DATASETS = Registry[DatasetCard]("dataset", named=_CARDS)
 
 
 HUB = "hf:"

@@ -450,8 +450,10 @@ def kind_of(hint: Any) -> Kind:
         return one_of(*parts)
     if origin in (tuple, list, Sequence):
         several = kind_of(parts[0])
-        length = {} if parts[-1] is Ellipsis or origin is not tuple else {"least": len(parts), "most": len(parts)}
-        return each(several, f"several, each {several.expected or 'a value'}", **length)
+        expected = f"several, each {several.expected or 'a value'}"
+        if parts[-1] is Ellipsis or origin is not tuple:
+            return each(several, expected)
+        return each(several, expected, len(parts), len(parts))
     if hasattr(hint, "array_type"):  # of jaxtyping
         return instance("a tensor", hint.array_type)
     cls = origin if origin is not None else hint

@@ -33,9 +33,11 @@ class Registry(Mapping[str, Thing]):
     is not known yet, and where all names are listed.
     """
 
-    def __init__(self, noun: str, /, *things: Thing, group: str = "attnrx.parts", **named: Thing):
+    def __init__(
+        self, noun: str, *things: Thing, named: Mapping[str, Thing] | None = None, group: str = "attnrx.parts"
+    ):
         self.noun, self.group = noun, group
-        self._things: dict[str, Thing] = {**{text_name(thing): thing for thing in things}, **named}
+        self._things: dict[str, Thing] = {**{text_name(thing): thing for thing in things}, **(named or {})}
 
     def register(self, thing: Registered, name: str = "") -> Registered:
         """Adds a thing by its name, by default its own (`text_name`), and returns it, as a decorator does.

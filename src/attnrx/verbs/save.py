@@ -162,7 +162,7 @@ def push_to_hub(
     """
     folder = Path(folder)
     # Loaded as others will load it; the fingerprint of its weights must be that of the evidence.
-    model, card = load_weights(folder, FAMILIES.values()), folder / "README.md"
+    model, card = load_weights(folder, tuple(FAMILIES.values())), folder / "README.md"
     if not card.is_file():
         raise InvalidInput(f"{folder} has no model card (README.md): save the model with attnrx.save.")
     text = written = card.read_text(encoding="utf-8")

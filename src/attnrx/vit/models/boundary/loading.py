@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,11 +148,10 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None, inputs: Any = N
         )
     if inputs is None:
         return _adopt(model, factory)
-    vars(model)[ATTRIBUTE] = ModuleInputs.of(inputs)  # copies keep it
-    try:
-        return _adopt(model, factory)
-    finally:
-        del vars(model)[ATTRIBUTE]
+    # On a shallow copy, whose copies keep it: the model stays as it is.
+    marked = copy(model)
+    vars(marked)[ATTRIBUTE] = ModuleInputs.of(inputs)
+    return _adopt(marked, factory)
 
 
 def _adopt(
