@@ -340,7 +340,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
             "format": to_dict(form),
             "files": files,
             **described,
-            "parity": [vars(finding) for finding in findings],
+            "parity": [to_dict(finding, typed=False) for finding in findings],
             "versions": installed_versions(*PACKAGES),
         }
         _put(room, path, facts)
