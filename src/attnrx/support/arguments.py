@@ -63,7 +63,8 @@ class Kind:
         except Exception:
             is_allowed = False
         if not is_allowed:
-            raise Invalid(where, f"is {described(value)}; it must be {self.expected}")
+            # An argument is described by `checked` alone: the repr of a model takes long.
+            raise Invalid(where, f"is {described(value)}; it must be {self.expected}" if in_file else "is not allowed")
         self.inside(value, where, in_file)
 
     def accepts(self, value: Any) -> bool:
