@@ -213,7 +213,7 @@ def matching(pattern: str, expected: str) -> Kind:
 
 
 def parsed(parse: Callable[[str], object]) -> Kind:
-    """Texts for which a function raises no AttnrxError."""
+    """Texts for which a function raises no AttnrxError; for others `check` raises Invalid."""
 
     def inside(value: Any, where: str, in_file: bool) -> None:
         try:
@@ -252,7 +252,8 @@ def either(expected: str, *kinds: Kind) -> Kind:
 def each(kind: Kind, expected: str = "", least: int = 0, most: int = 2**31, unique: bool = False) -> Kind:
     """A list of `least` to `most` values of a kind; as an argument also a tuple, which a list becomes.
 
-    With `unique` no value, which are texts or numbers then, is given twice.
+    With `unique` no value, which are texts or numbers then, is given twice. `check` raises Invalid with the index of
+    the first wrong value.
     """
     length = f"{least} or more" if most == 2**31 else f"{least} to {most}"
     expected = expected or f"a list of {least if least == most else length}"
@@ -285,7 +286,8 @@ def record(
 ) -> Kind:
     """An object with required `fields` and optional fields `more`; `then` checks the fields together.
 
-    Other names are allowed only if the record is `open`.
+    Other names are allowed only if the record is `open`. `check` raises Invalid with the path of the first field that
+    is missing, unknown or wrong.
     """
     required, known = tuple(fields or ()), {**(fields or {}), **(more or {})}
 
