@@ -6,9 +6,10 @@ in the same way, in modules that entry points of the group `attnrx.commands` nam
 
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attnrx as rx
 from attnrx.cli import options
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["COMMANDS"]  # those of attnrx are in it once this module is imported
+
+Part = TypeVar("Part")
 
 # The quantities of the claims about a target that is measured; MACs and parameters are met by construction.
 MEASURED_TARGETS = {"latency": ("promised speed", "speed"), "max-drop": ("promised_change",)}
@@ -551,7 +554,7 @@ def report(arguments: Namespace, log: Log) -> Outcome:
     name = arguments.candidate
     candidate = None if name is None else rx.load(name, trust=arguments.trust)
     folder = None if name is None else stored_folder(name)
-    evidence = _part(rx.Evidence, arguments.evidence, folder, "evidence.json")
+    evidence = _part(rx.Evidence.load, arguments.evidence, folder, "evidence.json")
     # Evidence of another model would be wrong without any sign of it.
     if evidence is not None and candidate is not None:
         evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
@@ -560,8 +563,8 @@ def report(arguments: Namespace, log: Log) -> Outcome:
         title=arguments.title or f"attnrx: {name or arguments.out}",
         # Fields of the evidence have precedence, because they are about its numbers.
         about=about if evidence is None else {**about, **evidence.about},
-        prescription=_part(rx.Prescription, arguments.prescription, folder, "prescription.json"),
-        diagnosis=_part(rx.Diagnosis, arguments.diagnosis),
+        prescription=_part(rx.Prescription.load, arguments.prescription, folder, "prescription.json"),
+        diagnosis=_part(rx.Diagnosis.load, arguments.diagnosis),
         evidence=evidence,
     )
     path = rx.write_report(arguments.out, content)
@@ -569,12 +572,14 @@ def report(arguments: Namespace, log: Log) -> Outcome:
     return Outcome({"report": str(path), "bytes": path.stat().st_size, "outcome": outcome}, (f"report: {path}",))
 
 
-def _part(kind: Any, given: str | None, folder: Path | None = None, name: str = "") -> Any:
+def _part(
+    load: Callable[[Path | str], Part], given: str | None, folder: Path | None = None, name: str = ""
+) -> Part | None:
     """Loads the given file, or the one of this name in the candidate's folder; None if there is none."""
     # A file that is named must exist; those of the candidate are optional.
     if given is None and folder is not None and (folder / name).exists():
-        return kind.load(folder / name)
-    return None if given is None else kind.load(given)
+        return load(folder / name)
+    return None if given is None else load(given)
 
 
 def _costs_options(parser: Parser) -> None:
