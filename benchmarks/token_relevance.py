@@ -31,7 +31,7 @@ from attnrx.support.storage import write_json
 from attnrx.vit.attention import Observation
 from attnrx.vit.costs import device_name
 from attnrx.vit.models import attach_tokens_, evaluating, family_of, model_fingerprint, observing, reduction_of
-from attnrx.vit.tokens import TokenLayout, TokenPolicy, known_reducers, parse_policy
+from attnrx.vit.tokens import REDUCERS, TokenLayout, TokenPolicy, parse_policy
 from attnrx.vit.tokens.reducer import best
 from attnrx_lab.clutter import patches_left
 from attnrx_lab.perturbation import noise_like
@@ -288,7 +288,7 @@ def reducing(model: nn.Module, policy: TokenPolicy, arguments: argparse.Namespac
     layout = family_of(model).token_layout(model)
     models: dict[str, nn.Module] = {}
     for name in arguments.reducers:
-        reducer = known_reducers()[name]()
+        reducer = REDUCERS[name]()
         if reducer.learned:
             raise InvalidInput(f"{name} has a predictor that must be trained; give it with --also {name}=FOLDER.")
         # Without a class token, reducers by its attention are left out.
@@ -321,8 +321,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add_data(parser, "whose test images are used")
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--stages", default="0.7@4,7,10", help="RATIO@LAYER,LAYER,...")
-    untrained = [name for name, reducer in known_reducers().items() if not reducer().learned]
-    parser.add_argument("--reducers", nargs="*", choices=known_reducers(), default=untrained)
+    untrained = [name for name, reducer in REDUCERS.items() if not reducer().learned]
+    parser.add_argument("--reducers", nargs="*", choices=REDUCERS, default=untrained)
     parser.add_argument("--also", nargs="*", default=[], metavar="NAME=FOLDER", help="models with trained predictors")
     parser.add_argument("--noise", nargs="+", type=float, default=[0.05, 0.2, 0.5], help="in normalized images")
     parser.add_argument("--draws", type=int, default=6, help="draws of noise, two at least")

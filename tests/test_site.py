@@ -14,16 +14,16 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import attnrx as rx
-from attnrx.cli.commands import command_names, find_command
+from attnrx.cli.commands import COMMANDS
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 # Copies: other tests register parts of their own.
 REGISTRIES = {
-    "rules": dict(rx.rules.known_rules()),
-    "checks": dict(rx.checks.all_checks()),
-    "tokens": dict(rx.tokens.known_reducers()),
+    "rules": dict(rx.rules.RULES),
+    "checks": dict(rx.checks.CHECKS),
+    "tokens": dict(rx.tokens.REDUCERS),
     "diagnostics": dict(rx.diagnostics.DIAGNOSTICS),
 }
 
@@ -123,22 +123,20 @@ def test_every_part_is_in_the_table_of_its_kind(pages: dict[str, Page], package:
         if part.__module__ == "attnrx_lab.clutter":  # a testbed, which registers a reducer when it is imported
             continue
         assert f">{name}</code>" in page.text, name
-        assert any(anchor.endswith(f"{package}.{part.__name__}") for anchor in page.anchors), name
+        assert any(anchor.endswith(f".{part.__name__}") for anchor in page.anchors), name
 
 
 def test_every_loss_is_in_the_reference(pages: dict[str, Page]):
     page = pages["api/training.html"]
     assert [
-        loss.__name__
-        for loss in rx.losses.known_losses().values()
-        if f"{loss.__module__}.{loss.__name__}" not in page.anchors
+        loss.__name__ for loss in rx.losses.LOSSES.values() if f"{loss.__module__}.{loss.__name__}" not in page.anchors
     ] == []
 
 
-@pytest.mark.parametrize("name", command_names())
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_and_option_is_in_the_reference(pages: dict[str, Page], name: str):
     page = pages["command-line.html"]
-    parser = find_command(name).parser()
+    parser = COMMANDS[name].parser()
     _, _, section = page.text.partition(f'<h2 id="attnrx-{name}">')
     section = section.partition("<h2 ")[0]
     options = [option for option in parser._option_string_actions if option not in ("-h", "--help")]

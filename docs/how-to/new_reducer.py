@@ -33,7 +33,7 @@ class LargestFeatures(rx.tokens.Selecting):
         return state.patches.norm(self.order, dim=-1)
 
 
-rx.tokens.register_reducer("largest_features", LargestFeatures)
+rx.tokens.REDUCERS.register(LargestFeatures)  # its name in texts: largest_features
 
 # %% [markdown]
 # ## Use it

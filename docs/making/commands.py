@@ -3,17 +3,17 @@
 import argparse
 from collections.abc import Iterator
 
-from attnrx.cli.commands import command_names, find_command
+from attnrx.cli.commands import COMMANDS
 from attnrx.cli.main import EPILOG
 
 
 def command_pages() -> str:
     """Gives a section for every command: what it does, an example, and its options in tables."""
-    return "\n\n".join((_overview(), *(_command(name) for name in command_names())))
+    return "\n\n".join((_overview(), *(_command(name) for name in COMMANDS)))
 
 
 def _overview() -> str:
-    rows = [f"| [`attnrx {name}`](#attnrx-{name}) | {find_command(name).summary} |" for name in command_names()]
+    rows = [f"| [`attnrx {name}`](#attnrx-{name}) | {command.summary} |" for name, command in COMMANDS.items()]
     codes = EPILOG.partition("exit codes:\n")[2].strip("\n").splitlines()
     pairs = [line.split(maxsplit=1) for line in codes]
     exits = [f"| {code} | {meaning} |" for code, meaning in pairs]
@@ -22,7 +22,7 @@ def _overview() -> str:
 
 
 def _command(name: str) -> str:
-    command = find_command(name)
+    command = COMMANDS[name]
     parser = command.parser()
     parts = [f"## attnrx {name}", str(parser.description), f"```bash\n{_wrapped(command.example)}\n```"]
     for group in parser._action_groups:

@@ -4,21 +4,20 @@ import dataclasses
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attnrx as rx
 
 Registry = Mapping[str, type]
 
-
 # Every kind of part: its registry, name in text -> class.
-REGISTRIES: Mapping[str, Callable[[], Registry]] = {
-    "rules": rx.rules.known_rules,
-    "checks": rx.checks.all_checks,
-    "tokens": rx.tokens.known_reducers,
-    "losses": rx.losses.known_losses,
-    "diagnostics": lambda: rx.diagnostics.DIAGNOSTICS,
+REGISTRIES: Mapping[str, Registry] = {
+    "rules": rx.rules.RULES,
+    "checks": rx.checks.CHECKS,
+    "tokens": rx.tokens.REDUCERS,
+    "losses": rx.losses.LOSSES,
+    "diagnostics": rx.diagnostics.DIAGNOSTICS,
 }
 
 
@@ -33,7 +32,7 @@ def table(kind: str) -> str:
     """Returns a table of the parts: name in text, purpose, options."""
     rows = [
         f"| [`{name}`][{_address(kind, part)}] | {first_sentence(part)} | {_knobs(part)} |"
-        for name, part in REGISTRIES[kind]().items()
+        for name, part in REGISTRIES[kind].items()
     ]
     return "\n".join(("| in text | purpose | options |", "|---|---|---|", *rows))
 
@@ -41,7 +40,7 @@ def table(kind: str) -> str:
 def entries(kind: str) -> str:
     """Returns the documentation of every part, from its docstring."""
     return "\n\n".join(
-        f"::: {_address(kind, part)}\n    options: {{heading_level: 3}}" for part in REGISTRIES[kind]().values()
+        f"::: {_address(kind, part)}\n    options: {{heading_level: 3}}" for part in REGISTRIES[kind].values()
     )
 
 

@@ -14,7 +14,7 @@ from attnrx.show.reports.samples import patches_left_by
 from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.models import reduction_of, token_run
-from attnrx.vit.tokens import TokenState, register_reducer
+from attnrx.vit.tokens import REDUCERS, TokenState
 from attnrx.vit.tokens.reducer import PerPatch
 from attnrx_lab.cluttered_digits import CLUTTERED, PLACEMENTS, object_patches
 from attnrx_lab.tokens import Random, image_keys
@@ -46,7 +46,7 @@ class Oracle(Random):
 
 
 # On import, because the text of a policy names its reducer: `oracle:0.5@2,3,4`.
-register_reducer("oracle", Oracle)
+REDUCERS.register(Oracle)
 
 
 @cache

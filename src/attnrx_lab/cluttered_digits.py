@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from attnrx.data import DatasetCard, Normalization, register_dataset
+from attnrx.data import DATASETS, DatasetCard, Normalization
 from attnrx.data.formats import Opened
 from attnrx.data.images import hold_out
 from attnrx.data.loading import DIGIT_SIDE, digit_images, stored_greys
@@ -117,8 +117,7 @@ def _fragments(images: np.ndarray, digits: np.ndarray, random: np.random.Generat
     return (brightness[..., None, None] * windows).astype(np.uint8)
 
 
-register_dataset(
-    CLUTTERED,
+DATASETS.register(
     DatasetCard(
         geometry=ImageGeometry.of_size(GRID * PATCH, 1, "fill"),
         normalization=Normalization((0.1268,), (0.1959,)),
@@ -126,4 +125,5 @@ register_dataset(
         shift=False,  # fragments fill whole patches
         open=open_cluttered_digits,
     ),
+    CLUTTERED,
 )

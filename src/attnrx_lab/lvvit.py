@@ -12,7 +12,7 @@ from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, linear_costs
-from attnrx.vit.models import register_family
+from attnrx.vit.models import FAMILIES
 from attnrx.vit.models.checkpoint import read_weight_file
 from attnrx.vit.models.working.adopted import require_images
 from attnrx.vit.spec import AttentionSpec
@@ -295,4 +295,4 @@ def _listed(names: list[str]) -> str:
     return f"{', '.join(names[:5])}{more}" if names else "none"
 
 
-register_family(LVViTFamily())
+FAMILIES.register(LVViTFamily())

@@ -16,7 +16,7 @@ from attnrx.support.arguments import COUNT, POSITIVE, Kind, checked, number
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
-from attnrx.training.losses import Loss, LossContext, register_loss
+from attnrx.training.losses import LOSSES, Loss, LossContext
 from attnrx.vit.attention import Observation
 from attnrx.vit.models import (
     InputValidation,
@@ -209,5 +209,5 @@ def _chosen(loss: Loss, layers: tuple[int, ...], depth: int) -> set[int]:
     return {layer - 1 for layer in layers} or set(range(depth))
 
 
-register_loss(TargetRank)
-register_loss(PerturbationRobustness)
+LOSSES.register(TargetRank)
+LOSSES.register(PerturbationRobustness)

@@ -18,7 +18,7 @@ from attnrx.vit.attention import Attention
 from attnrx.vit.costs import LayerCosts, ModelCosts, PartCosts, TokenCosts, layer_costs, linear_costs
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.maps import LINEAR_MAPS
-from attnrx.vit.models.families import register_family
+from attnrx.vit.models.families import FAMILIES
 from attnrx.vit.models.family import LayerShapes, MLPRanks, NamedFamily
 from attnrx.vit.models.observation_hooks import recording_calls
 from attnrx.vit.models.parts.mlp import FusedMLP, LowRankLinear, rank_of
@@ -477,4 +477,4 @@ def named_config(form: str, scenario: str, **changes: Any) -> ViTConfig:
     return ViTConfig.uniform(form, **{**SCENARIOS[scenario], **changes})
 
 
-register_family(ViTFamily())
+FAMILIES.register(ViTFamily())

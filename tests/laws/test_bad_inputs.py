@@ -21,7 +21,7 @@ import attnrx as rx
 from attnrx.change.exporting import Program
 from attnrx.change.exporting.exported import SCHEMA
 from attnrx.cli import main
-from attnrx.cli.commands import command_names, find_command
+from attnrx.cli.commands import COMMANDS
 from attnrx.decide.planning import PlanSettings
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.support.errors import AttnrxError
@@ -127,8 +127,8 @@ def check(words: str, files: Path, tmp_path: Path, value: str = "", expected: st
 def options() -> list[tuple[str, str]]:
     """Every option of every command that has a type, with the command."""
     found = []
-    for name in command_names():
-        parser = find_command(name).parser()
+    for name in COMMANDS:
+        parser = COMMANDS[name].parser()
         found += [(name, action.option_strings[-1]) for action in parser._actions if action.type is not None]
         assert not [action.dest for action in parser._actions if action.type in (int, float)], "types: cli/options.py"
     return found
@@ -172,8 +172,8 @@ COMPLETE = {
 def texts() -> list[tuple[str, str]]:
     """Every option that takes a text."""
     found = []
-    for name in command_names():
-        parser = find_command(name).parser()
+    for name in COMMANDS:
+        parser = COMMANDS[name].parser()
         free = (each for each in parser._actions if each.option_strings and each.nargs is None and not each.choices)
         found += [(name, each.option_strings[-1]) for each in free if each.type is None]
     return found

@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import attnrx as rx
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.training.losses import Distillation, FeatureDistillation, Loss, LossContext, known_losses
+from attnrx.training.losses import Distillation, FeatureDistillation, Loss, LossContext
 from attnrx.vit.models import family_of, recording_blocks, save_model
 from attnrx_lab.papers.similarity import TokenSimilarity
 from attnrx_lab.tokens import KeepRatio
 from support.cases import CONFIGS, LOSSES, images, model
 
 NAMES = [*LOSSES, "distillation", "feature_distillation"]
-KINDS = tuple(known_losses().values())
+KINDS = tuple(rx.losses.LOSSES.values())
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from torch import nn
 
 from attnrx.support.errors import NotSupported
 from attnrx.vit.models import answer, family_of, library_form, observing, reduction_of, token_run
-from attnrx.vit.tokens import Reducer, TokenPolicy, known_reducers
+from attnrx.vit.tokens import REDUCERS, Reducer, TokenPolicy
 from attnrx_lab.tokens import DTPS, HaltingScores, MapMoments, Spot
 from attnrx_lab.tokens.scores import scores_of
 from support import cases
@@ -36,7 +36,7 @@ PAIRS += [
 
 def test_every_reducer_is_a_case() -> None:
     # Others register themselves when they are imported, e.g. the oracle of a testbed.
-    known = {each for each in known_reducers().values() if each.__module__.startswith(("attnrx.", "attnrx_lab.tokens"))}
+    known = {each for each in REDUCERS.values() if each.__module__.startswith(("attnrx.", "attnrx_lab.tokens"))}
     assert {type(reducer) for reducer in REDUCTIONS.values()} == known
 
 

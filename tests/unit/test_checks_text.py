@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnrx.show.checks import all_checks, parse_checks
+from attnrx.show.checks import CHECKS, parse_checks
 from attnrx.support.errors import AttnrxError
 
 
@@ -25,7 +25,7 @@ from attnrx.support.errors import AttnrxError
 )
 def test_a_text_is_read(text: str, read: dict) -> None:
     checks = {check.name: check for check in parse_checks(text)}
-    assert checks == {name: all_checks()[name](**knobs) for name, knobs in read.items()}
+    assert checks == {name: CHECKS[name](**knobs) for name, knobs in read.items()}
 
 
 @pytest.mark.parametrize(

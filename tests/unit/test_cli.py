@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +11,7 @@ import pytest
 
 import attnrx as rx
 from attnrx.change.realization.distillation import Distill, distill
-from attnrx.cli import commands
-from attnrx.cli.commands import command_names, failure, is_target
+from attnrx.cli.commands import COMMANDS, failure, is_target
 from attnrx.cli.options import parse_losses
 from attnrx.nouns.evidence import Finding
 from attnrx.training.losses import Distillation, Task
@@ -200,7 +200,7 @@ def test_what_is_not_an_error_of_the_user_has_a_code_of_its_own(
     def fail(*_: object) -> None:
         raise raised
 
-    monkeypatch.setitem(commands._CORE, "costs", (lambda parser: parser.add_argument("model"), fail))
+    monkeypatch.setitem(COMMANDS._things, "costs", replace(COMMANDS["costs"], run=fail))
     done = call("costs", "svda:digits")
     assert (done.code, done.out) == (code, "")
     assert said in done.err
@@ -218,7 +218,7 @@ def test_losses_as_text() -> None:
             parse_losses([text])
 
 
-@pytest.mark.parametrize("name", command_names())
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_shows_an_example(name: str) -> None:
     done = call(name, "--help")
     assert done.code == 0
@@ -228,13 +228,13 @@ def test_every_command_shows_an_example(name: str) -> None:
 def test_the_overview_lists_every_command_and_every_exit_code() -> None:
     done = call("--help")
     assert done.code == 0
-    assert all(f"  {name}" in done.out for name in command_names())
+    assert all(f"  {name}" in done.out for name in COMMANDS)
     assert all(f"\n  {code} " in done.out for code in (0, 1, 2, 3, 70, 130, 143))
     assert call().code == 2
     assert call("--version").out.startswith("attnrx ")
 
 
-@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in command_names())])
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_loads_none_of_the_heavy_libraries(words: list[str]) -> None:
     heavy = "{'torch', 'numpy', 'datasets', 'PIL'}"
     script = f"import sys; from attnrx.cli import main; main({words}); print({heavy} & set(sys.modules))"

@@ -52,7 +52,7 @@ def test_a_claim_that_does_not_hold_fails_the_command(
     assert len(evidence.claims) == 2 and len(evidence.failures) == failures
     monkeypatch.setattr(attnrx_lab.demo, "demo", lambda *_, **__: DemoResult(Path("x"), evidence, "faster", 90.0, 1.0))
     arguments = Namespace(data="cluttered-digits", out="x", epochs=1, seed=0)
-    outcome = command.run(arguments, print)
+    outcome = command.demo(arguments, print)
     assert outcome.code == (1 if failures else 0)
     words = "\n".join(map(str, outcome.shown))
     assert f"compression alone: {faster:.2f}x" in words and ("hardly faster" in words) == (faster < 1.3)

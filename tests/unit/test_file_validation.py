@@ -38,14 +38,14 @@ TOKENS = {"reasons": ["why"], "seed": 0, "trained": False}
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        (f"{HEAD}.keep[0]", -1, "is -1; it must be an integer in 0..15"),
-        (f"{HEAD}.keep[0]", 0.0, "is 0.0; it must be an integer"),
+        (f"{HEAD}.keep[0]", -1, "is -1; it must be a whole number of 0 or more, at most 15"),
+        (f"{HEAD}.keep[0]", 0.0, "is 0.0; it must be a whole number"),
         (f"{HEAD}.keep", [0, 1, 2, 3, 4, 4], "keep[5] is 4, as layers[1].qk.heads[2].keep[4] is"),
         (f"{HEAD}.keep", [0, 1, 2], "rank is 6, and keep has 3 directions"),
         (f"{HEAD}.strength[3]", NAN, "is nan; it must be a finite number"),
         (f"{HEAD}.strength[3]", 1e39, r"is 1e+39; it must be a finite number"),
         (f"{HEAD}.why", ABSENT, "is missing"),
-        ("layers[1].qk.directions", 10**12, "it must be an integer in 0..65536"),
+        ("layers[1].qk.directions", 10**12, "it must be a whole number of 0 or more, at most 65536"),
         ("layers[1].qk", ABSENT, "layers[1].qk is missing"),
         ("layers[0].qk.basis", {"shared": False}, "needs the tensor"),
         ("removed_share", 0.0, "its layers give 0.625"),
@@ -90,7 +90,7 @@ def test_an_edited_diagnosis_is_refused_by_field(
     ("field", "value", "message"),
     [
         ("findings[0].value", "much", r"findings[0].value is 'much'; it must be a finite number"),
-        ("findings[0].n", -3, r"findings[0].n is -3; it must be an integer"),
+        ("findings[0].n", -3, r"findings[0].n is -3; it must be a whole number"),
         ("findings[0].outcome", "yes", r"findings[0].outcome is 'yes'; it must be one of"),
         ("findings[0].limit", None, "has the limit None and the outcome 'holds'"),
         ("findings[0].low", 0.5, "low is above high"),

@@ -12,7 +12,7 @@ import torch
 
 import attnrx as rx
 from attnrx.cli import main
-from attnrx.cli.commands import command_names, find_command
+from attnrx.cli.commands import COMMANDS
 from attnrx.cli.options import require_inputs
 from attnrx.decide.planning import planner
 from attnrx.support import optional
@@ -85,9 +85,9 @@ def test_a_target_below_every_plan_is_refused_by_the_cost_table_alone(monkeypatc
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("name", sorted(command_names()))
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_the_inputs_of_every_command_can_be_checked(name: str) -> None:
-    parser = find_command(name).parser()
+    parser = COMMANDS[name].parser()
     options = {action.dest: action.default for action in parser._actions}
     if "data" in options:
         require_inputs(Namespace(**{**options, "data": "digits"}))

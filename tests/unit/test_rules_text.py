@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnrx.decide.rules import And, ByLayer, EnergyRetention, Or, Rule, TotalRank, UniformRank, known_rules, parse_rule
+from attnrx.decide.rules import RULES, And, ByLayer, EnergyRetention, Or, Rule, TotalRank, UniformRank, parse_rule
 from attnrx.support.errors import InvalidRule, UnknownName
 from attnrx_lab.rules import (
     DivergenceRank,
@@ -38,7 +38,7 @@ def test_text_round_trip(rule: Rule) -> None:
 
 
 def test_every_registered_rule_is_a_case() -> None:
-    assert {type(rule) for rule in EXAMPLES.values()} >= set(known_rules().values())
+    assert {type(rule) for rule in EXAMPLES.values()} >= set(RULES.values())
 
 
 @pytest.mark.parametrize(

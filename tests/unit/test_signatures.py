@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import attnrx as rx
-from attnrx.cli.commands import command_names, find_command
+from attnrx.cli.commands import COMMANDS
 from attnrx.cli.options import Number, parameters
 
 FUNCTIONS = sorted(name for name in rx.__all__ if inspect.isfunction(getattr(rx, name)))
@@ -36,9 +36,9 @@ def test_the_fields_of_a_configuration_are_described_with_their_defaults() -> No
         assert field.default is MISSING or found[field.name].default in (None, field.default)
 
 
-@pytest.mark.parametrize("command", command_names())
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_has_a_help_text(command: str) -> None:
-    parser = find_command(command).parser()
+    parser = COMMANDS[command].parser()
     assert [action.dest for action in parser._actions if not action.help] == []
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from attnrx.support.errors import AttnrxError, InvalidInput
 from attnrx.support.records import to_dict
-from attnrx.support.text_parsing import Registry
+from attnrx.support.registry import Registry
 from attnrx.vit import tokens
 from attnrx.vit.tokens import REDUCERS, Reducer, TokenLayout, TokenPolicy, ToMe, parse_policy
 from attnrx.vit.tokens import policy as policy_module
@@ -44,7 +44,7 @@ POLICIES = [
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_a_policy_survives_its_text(policy: TokenPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REDUCERS, "nested", Nested)
+    monkeypatch.setitem(REDUCERS._things, "nested", Nested)
     assert parse_policy(str(policy)) == policy
 
 
@@ -123,9 +123,9 @@ def test_a_reducer_of_ones_own_has_a_name_after_it_is_registered(monkeypatch: py
     monkeypatch.setattr(policy_module, "REDUCERS", Registry("token reducer", ToMe))
     with pytest.raises(AttnrxError, match="mine"):
         parse_policy("mine:0.7@4")
-    tokens.register_reducer("mine", Mine)
+    policy_module.REDUCERS.register(Mine)
     policy = parse_policy("mine(scale=2.0):0.7@4")
     assert policy == TokenPolicy.staged(Mine(2.0), 0.7, (4,)) and str(policy) == "mine(scale=2.0):0.7@4"
     assert tokens.policy_from_dict(to_dict(policy)) == policy and "mine" not in REDUCERS
     with pytest.raises(InvalidInput, match="tome exists already"):
-        tokens.register_reducer("tome", Mine)
+        policy_module.REDUCERS.register(Mine, "tome")

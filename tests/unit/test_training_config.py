@@ -9,7 +9,7 @@ from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.records import from_dict, to_dict
 from attnrx.training import TrainingConfig
 from attnrx.training.checkpoints import require_same_run
-from attnrx.training.losses import Distillation, Task, known_losses
+from attnrx.training.losses import LOSSES, Distillation, Task
 from attnrx_lab.perturbation import TargetRank
 
 CONFIGS = (
@@ -21,7 +21,7 @@ CONFIGS = (
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_config_survives_a_dictionary(config: TrainingConfig) -> None:
-    assert from_dict(to_dict(config), (TrainingConfig, Augmentation, *known_losses().values())) == config
+    assert from_dict(to_dict(config), (TrainingConfig, Augmentation, *LOSSES.values())) == config
 
 
 @pytest.mark.parametrize(

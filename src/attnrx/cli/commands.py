@@ -1,22 +1,19 @@
-"""The commands of attnrx: `_NAME_options` adds the options of a command, `_NAME` runs it, and `_CORE` lists them.
+"""The commands of attnrx, each a function that runs it, declared by `command` with its options.
 
-attnrx is accessed as `rx.NAME`, which is imported on first use, so that --help is fast. Other packages add commands by
-entry points of the group `attnrx.commands`, each naming a module with `SUMMARY`, `EXAMPLE`, `add` and `run`.
+attnrx is accessed as `rx.NAME`, which is imported on first use, so that --help is fast. Other packages declare commands
+in the same way, in modules that entry points of the group `attnrx.commands` name.
 """
 
-import importlib
 import json
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attnrx as rx
 from attnrx.cli import options
-from attnrx.cli.options import Command, Outcome, Parser, option
+from attnrx.cli.options import COMMANDS, Outcome, Parser, command, option
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
@@ -25,39 +22,9 @@ from attnrx.vit.maps import FITS
 if TYPE_CHECKING:
     from torch import nn
 
-SUMMARIES = {
-    "shrink": "make a model smaller and faster for a target, without labels, and verify what it cost",
-    "elastic": "make several sizes of a model in one folder, to load the best one within a budget",
-    "train": "train a model, or resume an interrupted run",
-    "diagnose": "measure the spectra and indicators of every layer and head of a model",
-    "prescribe": "decide which directions, heads and tokens of a model to prune",
-    "realize": "apply a prescription to a model, as a mask or by compression",
-    "verify": "collect evidence of what a candidate costs against its reference",
-    "export": "write a model as a file that runs without attnrx, checked against the model",
-    "push": "upload a saved model to the Hugging Face hub, with its card and evidence",
-    "report": "write diagnosis, prescription and evidence into one HTML page",
-    "costs": "compute the parameters and MACs of a model, with or without a token policy",
-}
-EXAMPLES = {
-    "shrink": "attnrx shrink timm:vit_tiny_patch16_224 --data imagenette224.parquet --faster 1.6 --out runs/shrunk",
-    "elastic": "attnrx elastic timm:vit_tiny_patch16_224 --data imagenette224.parquet --macs 0.8,0.6 --out runs/sizes",
-    "train": "attnrx train timm:vit_tiny_patch16_224 --data imagenette --epochs 4 --learning-rate 1e-4 --out tuned",
-    "diagnose": "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json",
-    "prescribe": "attnrx prescribe diagnosis.json --rules qk=energy_retention:0.90 --out prescription.json",
-    "realize": "attnrx realize runs/cifar10 --prescription prescription.json --out slim",
-    "verify": "attnrx verify runs/cifar10-slim --reference runs/cifar10 --data cifar10 --out evidence.json",
-    "export": (
-        "attnrx export slim --to onnx --out slim.onnx\n"
-        "  attnrx export slim --to int8 --data imagenette --out slim-int8.onnx\n"
-        "  attnrx verify slim.onnx --reference slim --data imagenette --checks accuracy,fidelity --out evidence.json"
-    ),
-    "push": (
-        "attnrx push slim someone/slim-vit --license apache-2.0 --base-model timm/vit_tiny_patch16_224\n"
-        "  afterwards hub:someone/slim-vit is the name of the model: attnrx costs hub:someone/slim-vit"
-    ),
-    "report": "attnrx report --candidate runs/cifar10-slim --diagnosis diagnosis.json --out report.html",
-    "costs": "attnrx costs timm:deit_small_patch16_224 --tokens ward:0.7@4,7,10 --json",
-}
+__all__ = ["COMMANDS"]  # those of attnrx are in it once this module is imported
+
+Part = TypeVar("Part")
 
 # The quantities of the claims about a target that is measured; MACs and parameters are met by construction.
 MEASURED_TARGETS = {"latency": ("promised speed", "speed"), "max-drop": ("promised_change",)}
@@ -76,7 +43,12 @@ def _shrink_options(parser: Parser) -> None:
     options.add_device(parser)
 
 
-def _shrink(arguments: Namespace, log: Log) -> Outcome:
+@command(
+    "make a model smaller and faster for a target, without labels, and verify what it cost",
+    "attnrx shrink timm:vit_tiny_patch16_224 --data imagenette224.parquet --faster 1.6 --out runs/shrunk",
+    _shrink_options,
+)
+def shrink(arguments: Namespace, log: Log) -> Outcome:
     onnx = not arguments.no_onnx
     log(f"loading {arguments.model} and {arguments.data}")
     model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
@@ -130,7 +102,12 @@ def _elastic_options(parser: Parser) -> None:
     options.add_device(parser)
 
 
-def _elastic(arguments: Namespace, log: Log) -> Outcome:
+@command(
+    "make several sizes of a model in one folder, to load the best one within a budget",
+    "attnrx elastic timm:vit_tiny_patch16_224 --data imagenette224.parquet --macs 0.8,0.6 --out runs/sizes",
+    _elastic_options,
+)
+def elastic(arguments: Namespace, log: Log) -> Outcome:
     log(f"loading {arguments.model} and {arguments.data}")
     model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     settings = options.given_arguments(arguments, "elastic")
@@ -158,7 +135,12 @@ def _train_options(parser: Parser) -> None:
     option(knobs, "--teacher-weights", "FILE", "the weights of a teacher timm:NAME, in a local file")
 
 
-def _train(arguments: Namespace, log: Log) -> Outcome:
+@command(
+    "train a model, or resume an interrupted run",
+    "attnrx train svda:cifar10 --data cifar10 --out runs/cifar10 --epochs 4 --seed 42",
+    _train_options,
+)
+def train(arguments: Namespace, log: Log) -> Outcome:
     # The losses are parsed first, so that a typing error is reported before the dataset is loaded.
     settings = options.given_arguments(arguments, "TrainingConfig")
     teaching = {"teacher": arguments.teacher, "weights": arguments.teacher_weights}
@@ -234,7 +216,12 @@ def _diagnose_options(parser: Parser) -> None:
     options.add_arguments(parser, "diagnose", "moments")
 
 
-def _diagnose(arguments: Namespace, log: Log) -> Outcome:
+@command(
+    "measure the spectra and indicators of every layer and head of a model",
+    "attnrx diagnose runs/cifar10 --data cifar10 --out diagnosis.json",
+    _diagnose_options,
+)
+def diagnose(arguments: Namespace, log: Log) -> Outcome:
     model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     images = options.chosen_images(options.splits_argument(model, arguments), arguments)
     log(f"diagnosing {arguments.model} on {len(images):,} images")
@@ -284,7 +271,12 @@ def _prescribe_options(parser: Parser) -> None:
     options.add_out(parser, "the prescription: a JSON file, and a second file if it has tensors", kind=kind)
 
 
-def _prescribe(arguments: Namespace, log: Log) -> Outcome:
+@command(
+    "decide which directions, heads and tokens of a model to prune",
+    "attnrx prescribe diagnosis.json --rules qk=energy_retention:0.90 --out prescription.json",
+    _prescribe_options,
+)
+def prescribe(arguments: Namespace, log: Log) -> Outcome:
     """Prescribes and saves the prescription."""
     # The shell splits the rules at spaces, and a rule may contain some.
     rules = rx.rules.split_maps(" ".join(arguments.rules))
@@ -357,7 +349,12 @@ def _realize_options(parser: Parser) -> None:
     options.add_device(parser)
 
 
-def _realize(arguments: Namespace, log: Log) -> Outcome:
+@command(
+    "apply a prescription to a model, as a mask or by compression",
+    "attnrx realize runs/cifar10 --prescription prescription.json --out slim",
+    _realize_options,
+)
+def realize(arguments: Namespace, log: Log) -> Outcome:
     from attnrx.change.realization.realizing import fits_of, fits_record, realize_and_fit  # imports torch
     from attnrx.vit.spec import compression_of
 
@@ -411,7 +408,12 @@ def _verify_options(parser: Parser) -> None:
     options.add_running(parser, 256)
 
 
-def _verify(arguments: Namespace, log: Log) -> Outcome:
+@command(
+    "collect evidence of what a candidate costs against its reference",
+    "attnrx verify runs/cifar10-slim --reference runs/cifar10 --data cifar10 --out evidence.json",
+    _verify_options,
+)
+def verify(arguments: Namespace, log: Log) -> Outcome:
     # Before the models are loaded, so that a typing error is reported at once.
     checks = None if arguments.checks is None else rx.checks.parse_checks(arguments.checks)
     if arguments.diagnosis is not None and "controls" not in [check.name for check in checks or ()]:
@@ -464,7 +466,14 @@ def _export_options(parser: Parser) -> None:
     options.add_device(parser)
 
 
-def _export(arguments: Namespace, log: Log) -> Outcome:
+@command(
+    "write a model as a file that runs without attnrx, checked against the model",
+    "attnrx export slim --to onnx --out slim.onnx\n"
+    "  attnrx export slim --to int8 --data imagenette --out slim-int8.onnx\n"
+    "  attnrx verify slim.onnx --reference slim --data imagenette --checks accuracy,fidelity --out evidence.json",
+    _export_options,
+)
+def export(arguments: Namespace, log: Log) -> Outcome:
     form = rx.exporting.parse_format(arguments.to)
     # A runtime for the CPU is compared with the model on the CPU.
     device = arguments.device if form.on_cuda else "cpu"
@@ -501,7 +510,13 @@ def _push_options(parser: Parser) -> None:
     options.add_arguments(parser, "push_to_hub", "private", license="NAME", base_model="OWNER/NAME")
 
 
-def _push(arguments: Namespace, log: Log) -> Outcome:
+@command(
+    "upload a saved model to the Hugging Face hub, with its card and evidence",
+    "attnrx push slim someone/slim-vit --license apache-2.0 --base-model timm/vit_tiny_patch16_224\n"
+    "  afterwards hub:someone/slim-vit is the name of the model: attnrx costs hub:someone/slim-vit",
+    _push_options,
+)
+def push(arguments: Namespace, log: Log) -> Outcome:
     log(f"uploading {arguments.folder} to {arguments.repository}")
     about = options.given_arguments(arguments, "push_to_hub")
     address = rx.push_to_hub(arguments.folder, arguments.repository, **about)
@@ -518,13 +533,18 @@ def _report_options(parser: Parser) -> None:
     options.add_out(parser, "the page", kind="attnrx report")
 
 
-def _report(arguments: Namespace, log: Log) -> Outcome:
+@command(
+    "write diagnosis, prescription and evidence into one HTML page",
+    "attnrx report --candidate runs/cifar10-slim --diagnosis diagnosis.json --out report.html",
+    _report_options,
+)
+def report(arguments: Namespace, log: Log) -> Outcome:
     from attnrx.verbs.verify import stored_folder  # imports torch
 
     name = arguments.candidate
     candidate = None if name is None else rx.load(name, trust=arguments.trust)
     folder = None if name is None else stored_folder(name)
-    evidence = _part(rx.Evidence, arguments.evidence, folder, "evidence.json")
+    evidence = _part(rx.Evidence.load, arguments.evidence, folder, "evidence.json")
     # Evidence of another model would be wrong without any sign of it.
     if evidence is not None and candidate is not None:
         evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
@@ -533,8 +553,8 @@ def _report(arguments: Namespace, log: Log) -> Outcome:
         title=f"attnrx: {name or arguments.out}",
         # Fields of the evidence have precedence, because they are about its numbers.
         about=about if evidence is None else {**about, **evidence.about},
-        prescription=_part(rx.Prescription, arguments.prescription, folder, "prescription.json"),
-        diagnosis=_part(rx.Diagnosis, arguments.diagnosis),
+        prescription=_part(rx.Prescription.load, arguments.prescription, folder, "prescription.json"),
+        diagnosis=_part(rx.Diagnosis.load, arguments.diagnosis),
         evidence=evidence,
     )
     path = rx.write_report(arguments.out, content)
@@ -542,12 +562,14 @@ def _report(arguments: Namespace, log: Log) -> Outcome:
     return Outcome({"report": str(path), "bytes": path.stat().st_size, "outcome": outcome}, (f"report: {path}",))
 
 
-def _part(kind: Any, given: str | None, folder: Path | None = None, name: str = "") -> Any:
+def _part(
+    load: Callable[[Path | str], Part], given: str | None, folder: Path | None = None, name: str = ""
+) -> Part | None:
     """Loads the given file, or the one of this name in the candidate's folder; None if there is none."""
     # A file that is named must exist; those of the candidate are optional.
     if given is None and folder is not None and (folder / name).exists():
-        return kind.load(folder / name)
-    return None if given is None else kind.load(given)
+        return load(folder / name)
+    return None if given is None else load(given)
 
 
 def _costs_options(parser: Parser) -> None:
@@ -558,7 +580,12 @@ def _costs_options(parser: Parser) -> None:
     option(parser, "--tokens", "POLICY", f"the costs with token pruning or merging: {options.POLICY}")
 
 
-def _costs(arguments: Namespace, log: Log) -> Outcome:
+@command(
+    "compute the parameters and MACs of a model, with or without a token policy",
+    "attnrx costs timm:deit_small_patch16_224 --tokens spot:0.7@4,7,10 --json",
+    _costs_options,
+)
+def costs(arguments: Namespace, log: Log) -> Outcome:
     """Computes the costs in closed form; a model given by name is built without weights."""
     # An invalid policy raises before the model is built, which may be slow.
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
@@ -607,38 +634,3 @@ def _token_lines(costs: "rx.costs.ModelCosts") -> tuple[str, ...]:
     if len(set(costs.tokens)) < 2:
         return ()
     return (f"tokens, layer by layer: {' '.join(map(str, costs.tokens))}",)
-
-
-_CORE: dict[str, tuple[Callable[[Parser], None], Callable[[Namespace, Log], Outcome]]] = {
-    "shrink": (_shrink_options, _shrink),
-    "elastic": (_elastic_options, _elastic),
-    "train": (_train_options, _train),
-    "diagnose": (_diagnose_options, _diagnose),
-    "prescribe": (_prescribe_options, _prescribe),
-    "realize": (_realize_options, _realize),
-    "verify": (_verify_options, _verify),
-    "export": (_export_options, _export),
-    "push": (_push_options, _push),
-    "report": (_report_options, _report),
-    "costs": (_costs_options, _costs),
-}
-
-
-def command_names() -> tuple[str, ...]:
-    """Returns the names of all commands, those of other packages last."""
-    # Sorted, because the order of entry points depends on how the packages were installed. No other package replaces a
-    # command of attnrx.
-    return (*_CORE, *sorted(_plugins().keys() - _CORE))
-
-
-def find_command(name: str) -> Command:
-    """Returns a command of `command_names`; of another package only the module of this command is imported."""
-    if name in _CORE:
-        return Command(name, SUMMARIES[name], EXAMPLES[name], *_CORE[name])
-    module = importlib.import_module(_plugins()[name])
-    return Command(name, module.SUMMARY, module.EXAMPLE, module.add, module.run)
-
-
-@cache
-def _plugins() -> Mapping[str, str]:
-    return {entry.name: entry.value for entry in entry_points(group="attnrx.commands")}

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 import attnrx as rx
-from attnrx.cli.commands import command_names, find_command
+from attnrx.cli.commands import COMMANDS
 from attnrx.cli.options import Command, Parser, UsageError, require_inputs, texts_of
 from attnrx.support.atomic_writes import require_replaceable
 from attnrx.support.errors import AttnrxError, CardWarning, DataError, InvalidInput, ScaleWarning, nearest
@@ -207,9 +207,9 @@ def parsed(words: Sequence[str]) -> tuple[Command, Parser, Namespace]:
         UsageError: There is no such command.
     """
     name, rest = words[0], words[1:]
-    if name not in command_names():
-        raise UsageError(f"attnrx has no command {name!r}: {nearest(name, command_names())} See `attnrx --help`.")
-    command = find_command(name)
+    if name not in COMMANDS:
+        raise UsageError(f"attnrx has no command {name!r}: {nearest(name, COMMANDS)} See `attnrx --help`.")
+    command = COMMANDS[name]
     parser = command.parser()
     return command, parser, parser.parse_args(rest)
 
@@ -240,8 +240,8 @@ def _is_first_process() -> bool:
 
 
 def overview() -> str:
-    width = max(map(len, command_names()))
-    lines = [f"  {name.ljust(width)}  {find_command(name).summary}" for name in command_names()]
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {command.summary}" for name, command in COMMANDS.items()]
     usage = "usage: attnrx COMMAND [options]      attnrx --version"
     purpose = "Prescriptions for attention: diagnose a Vision Transformer, prescribe, compress it, verify what it cost."
     return "\n".join([usage, "", purpose, "", "commands:", *lines, "", EPILOG.rstrip()])

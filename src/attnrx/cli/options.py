@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attnrx as rx
 from attnrx.support.errors import AttnrxError, InvalidInput, nearest
 from attnrx.support.progress import Log
+from attnrx.support.registry import Registry
 from attnrx.support.text_parsing import LONGEST_NUMBER, NUMBER, share
 
 if TYPE_CHECKING:
@@ -89,14 +90,29 @@ class Command:
     name: str
     summary: str
     example: str
-    add: Callable[[Parser], None]
+    options: Callable[[Parser], None]
     run: Callable[[Namespace, Log], Outcome]
 
     def parser(self) -> Parser:
         """Returns the parser of its options."""
         parser = Parser(self.name, self.summary, self.example)
-        self.add(parser)
+        self.options(parser)
         return parser
+
+
+COMMANDS = Registry[Command]("command", group="attnrx.commands")
+
+
+def command(
+    summary: str, example: str, options: Callable[[Parser], None]
+) -> Callable[[Callable[[Namespace, Log], Outcome]], Callable[[Namespace, Log], Outcome]]:
+    """Returns a decorator that declares a command: its name is that of the function, which runs it."""
+
+    def declare(run: Callable[[Namespace, Log], Outcome]) -> Callable[[Namespace, Log], Outcome]:
+        COMMANDS.register(Command(run.__name__, summary, example, options, run))
+        return run
+
+    return declare
 
 
 def texts_of(value: object) -> list[str]:

@@ -19,7 +19,7 @@ from attnrx.data.images import (
     require_labelled,
     require_labels,
 )
-from attnrx.data.loading import DATASETS, DatasetCard, load_data, register_dataset
+from attnrx.data.loading import DATASETS, DatasetCard, load_data
 from attnrx.data.splits import Parts, Splits, distinct_splits, fit_labels, three_parts, without_images_of
 from attnrx.data.user_data import ImageData, image_set
 from attnrx.support.preprocessing import Normalization
@@ -43,7 +43,6 @@ __all__ = [
     "from_tensors",
     "image_set",
     "load_data",
-    "register_dataset",
     "require_labelled",
     "require_labels",
     "three_parts",

@@ -13,9 +13,10 @@ from attnrx.data.formats import Columns, Opened, open_folder, open_hub, open_par
 from attnrx.data.images import UNLABELLED, Augmentation, ImageSet, LoadedImages, StoredImages, evenly_spaced, hold_out
 from attnrx.data.splits import SPLITS, VALIDATION_IS_TEST, Splits, padding_for, with_missing
 from attnrx.support.arguments import PATH, RATE, SIDE, Kind, checked, each, either, optional
-from attnrx.support.errors import DataError, InvalidInput, nearest
-from attnrx.support.optional import import_plugins, required_module
+from attnrx.support.errors import DataError, nearest
+from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import SMALL, ImageGeometry, Normalization
+from attnrx.support.registry import Registry
 from attnrx.support.shapes import Int, Tensor, UInt8
 
 SIDES = each(SIDE, "(height, width)", least=1, most=2)
@@ -75,7 +76,7 @@ def digit_images() -> tuple[UInt8[Tensor, "digits side side"], Int[Tensor, "digi
     return torch.from_numpy(pixels), torch.from_numpy(labels).long()
 
 
-DATASETS: dict[str, DatasetCard] = {
+_CARDS: dict[str, DatasetCard] = {
     "digits": DatasetCard(
         geometry=ImageGeometry.of_size(16, 1, "fill"),  # 8x8 as stored
         normalization=Normalization((0.3053,), (0.3760,)),
@@ -121,16 +122,7 @@ DATASETS: dict[str, DatasetCard] = {
         other_names=("imagenet1k", "imagenet_1k", "imagenet"),
     ),
 }
-
-
-def register_dataset(name: str, card: DatasetCard) -> None:
-    """Adds a dataset by its name in `load_data`.
-
-    Raises:
-        InvalidInput: Another dataset has this name.
-    """
-    if DATASETS.setdefault(name, card) != card:
-        raise InvalidInput(f"the dataset {name} exists already; choose another name.")
+DATASETS = Registry[DatasetCard]("dataset", named=_CARDS)
 
 
 HUB = "hf:"
@@ -159,7 +151,6 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
     if requested.startswith(HUB):
         hub_id = requested.removeprefix(HUB)
         return DatasetLocation(hub_id, requested, partial(open_hub, hub_id, columns))
-    import_plugins()  # which register datasets
     names = {spelling: name for name, card in DATASETS.items() for spelling in (name, *card.other_names)}
     # A Path names files, also if it is spelt like a dataset.
     if isinstance(name_or_path, str) and requested in names:

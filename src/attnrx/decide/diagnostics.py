@@ -18,8 +18,8 @@ import torch
 from attnrx.change.decompositions import gram
 from attnrx.support.arguments import require_fields
 from attnrx.support.errors import InvalidInput
+from attnrx.support.registry import Registry
 from attnrx.support.shapes import Bool, Float, Tensor
-from attnrx.support.text_parsing import Registry
 from attnrx.vit.attention import Observation
 from attnrx.vit.spec import Spectrum
 
@@ -315,9 +315,8 @@ def largest_of(magnitude: Float[Tensor, "*heads directions"]) -> Float[Tensor, "
     return magnitude.amax(-1) if magnitude.shape[-1] else magnitude.sum(-1)
 
 
-DIAGNOSTICS = Registry[Diagnostic]("diagnostic", SpectralShape, Geometry, Moments)
-_OTHERS = Registry[Diagnostic]("diagnostic")
-register_diagnostic = _OTHERS.register  # with default options, to the standard ones
+# All but `Moments` are standard ones.
+DIAGNOSTICS = Registry[type[Diagnostic]]("diagnostic", SpectralShape, Geometry, Moments)
 
 
 def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) -> tuple[Diagnostic, ...]:
@@ -328,5 +327,5 @@ def suited_diagnostics(spectra: tuple[Spectrum, ...], *, moments: bool = False) 
     """
     if spectra and not any(spectrum.heads for spectrum in spectra):  # attention that is not read, or has been removed
         return (Moments(),)
-    standard = (SpectralShape(), Geometry(), *(kind() for kind in _OTHERS.known().values()))
+    standard = tuple(kind() for kind in DIAGNOSTICS.values() if kind is not Moments)
     return (*standard, Moments()) if moments or any(spectrum.norms == "none" for spectrum in spectra) else standard

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from attnrx.support import records as fields
+from attnrx.support import arguments as kinds
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidInput
+from attnrx.support.records import MAX_HEADS, MAX_LAYERS
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import (
     layer_tensors,
@@ -26,30 +27,26 @@ KIND, SCHEMA = "attnrx diagnosis", 2
 MAP_FIELDS = ("strength", "directions", "center")
 HIDDEN_FIELDS = ("weight", "bias", "covariance", "mean")
 
-LAYER = fields.Record(
+TEXTS = kinds.each(kinds.ANY_TEXT, unique=True)
+MLP_MAP = kinds.record({"inputs": kinds.whole(1, kinds.LARGEST), "metrics": TEXTS})
+LAYER = kinds.record(
     {
-        "heads": fields.Items(fields.Integer(0, fields.MAX_HEADS), 0, fields.MAX_HEADS, unique=True),
-        "scale": fields.Number(0.0),
-        "norms": fields.Choice(NORMS),
-        "shared": fields.FLAG,
-        "readings": fields.JSON_OBJECT,  # for human readers; `load` reads the tensors
+        "heads": kinds.each(kinds.whole(0, MAX_HEADS), most=MAX_HEADS, unique=True),
+        "scale": kinds.finite(0.0),
+        "norms": kinds.one_of(*NORMS),
+        "shared": kinds.FLAG,
+        "readings": kinds.JSON_OBJECT,  # for human readers; `load` reads the tensors
         # Both maps, or none where the MLP is not read; null for a map that is not one matrix.
-        "mlp": fields.Items(
-            fields.Optional(
-                fields.Record({"inputs": fields.Integer(1), "metrics": fields.Items(fields.Text(), unique=True)})
-            ),
-            0,
-            2,
-        ),
+        "mlp": kinds.each(kinds.optional(MLP_MAP), most=2),
     },
-    {"hidden": fields.Items(fields.Text(), unique=True), "fixed": fields.Items(fields.Choice(LAYER_MAPS), unique=True)},
+    {"hidden": TEXTS, "fixed": kinds.each(kinds.one_of(*LAYER_MAPS), unique=True)},
 )
-RECORD = fields.Record(
+RECORD = kinds.record(
     {
-        "fingerprint": fields.Text(),
-        "about": fields.JSON_OBJECT,
-        "tensors_sha256": fields.Text(),
-        "layers": fields.Items(LAYER, 0, fields.MAX_LAYERS),
+        "fingerprint": kinds.ANY_TEXT,
+        "about": kinds.JSON_OBJECT,
+        "tensors_sha256": kinds.ANY_TEXT,
+        "layers": kinds.each(LAYER, most=MAX_LAYERS),
     }
 )
 

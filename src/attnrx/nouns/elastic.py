@@ -6,8 +6,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from attnrx.support import arguments as kinds
 from attnrx.support.errors import CheckpointError, NotSupported
-from attnrx.support.records import ANYTHING, Integer, Items, Number, Optional, Record, Text, matching
 from attnrx.support.storage import read_record, write_json
 
 KIND, SCHEMA = "attnrx elastic model", 1
@@ -15,22 +15,25 @@ INDEX = "elastic.json"
 ORIGINAL = "original"
 MOST_SIZES = 1000
 # It is joined to the folder: a separator or ".." would be a path out of it.
-NAME = matching(r"[A-Za-z0-9][\w.+-]{0,100}", "the name of a folder of letters, digits and . _ + -")
+NAME = kinds.matching(r"[A-Za-z0-9][\w.+-]{0,100}", "the name of a folder of letters, digits and . _ + -")
 EARLIER = "reduces_tokens"  # a field of earlier versions
-SIZE = Record(
+SIZE = kinds.record(
     {
         "name": NAME,
-        "macs": Number(0.0, 2.0),
-        "params": Number(0.0, 2.0),
-        "latency": Optional(Number(0.0, 100.0)),
-        "divergence": Optional(Number(0.0)),
+        "macs": kinds.finite(0.0, 2.0),
+        "params": kinds.finite(0.0, 2.0),
+        "latency": kinds.optional(kinds.finite(0.0, 100.0)),
+        "divergence": kinds.optional(kinds.finite(0.0)),
     },
-    {"fingerprint": Optional(Text()), EARLIER: ANYTHING},
+    {"fingerprint": kinds.optional(kinds.ANY_TEXT), EARLIER: kinds.ANY},
 )
-RECORD = Record(
+AT_LEAST_ONE = kinds.whole(1, kinds.LARGEST)
+RECORD = kinds.record(
     {
-        "sizes": Items(SIZE, 1, MOST_SIZES),
-        "about": Record({}, {"macs": Integer(1), "params": Integer(1), "fingerprint": Text()}, open=True),
+        "sizes": kinds.each(SIZE, least=1, most=MOST_SIZES),
+        "about": kinds.record(
+            more={"macs": AT_LEAST_ONE, "params": AT_LEAST_ONE, "fingerprint": kinds.ANY_TEXT}, open=True
+        ),
     }
 )
 

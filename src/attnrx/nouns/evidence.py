@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnrx.support import records as fields
+from attnrx.support import arguments as kinds
 from attnrx.support.display import Displayed, Sentence
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.estimate import Estimate
@@ -17,25 +17,23 @@ KIND, SCHEMA = "attnrx evidence", 2
 HOLDS, FAILS, UNDECIDED, REPORTED = OUTCOMES = ("holds", "fails", "undecided", "reported")
 
 
-FINDING = fields.Record(
+FINDING = kinds.record(
     {
-        "check": fields.Text(),
-        "claim": fields.Text(),
-        "value": fields.Optional(fields.Number()),  # JSON has no NaN: null is a value that could not be measured
-        "unit": fields.Text(),
-        "limit": fields.Optional(fields.Number()),
-        "outcome": fields.Choice(OUTCOMES),
-        "low": fields.Optional(fields.Number()),
-        "high": fields.Optional(fields.Number()),
-        "n": fields.Optional(fields.Integer()),
-        "deciding_n": fields.Optional(fields.Integer()),
-        "seed": fields.Optional(fields.Integer()),
-        "details": fields.JSON_OBJECT,
+        "check": kinds.ANY_TEXT,
+        "claim": kinds.ANY_TEXT,
+        "value": kinds.optional(kinds.finite()),  # JSON has no NaN: null is a value that could not be measured
+        "unit": kinds.ANY_TEXT,
+        "limit": kinds.optional(kinds.finite()),
+        "outcome": kinds.one_of(*OUTCOMES),
+        "low": kinds.optional(kinds.finite()),
+        "high": kinds.optional(kinds.finite()),
+        "n": kinds.optional(kinds.whole(0, kinds.LARGEST)),
+        "deciding_n": kinds.optional(kinds.whole(0, kinds.LARGEST)),
+        "seed": kinds.optional(kinds.SEED),
+        "details": kinds.JSON_OBJECT,
     }
 )
-RECORD = fields.Record(
-    {"outcome": fields.Choice(OUTCOMES), "about": fields.JSON_OBJECT, "findings": fields.Items(FINDING)}
-)
+RECORD = kinds.record({"outcome": kinds.one_of(*OUTCOMES), "about": kinds.JSON_OBJECT, "findings": kinds.each(FINDING)})
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,24 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from attnrx.nouns.prescription import KIND as PRESCRIPTION
-from attnrx.nouns.prescription import PLAN, Prescription
-from attnrx.support import records as fields
+from attnrx.nouns.prescription import PREDICTIONS, Prescription
+from attnrx.support import arguments as kinds
 from attnrx.support.atomic_writes import parts_by, replacing_folder
 from attnrx.support.display import Displayed
 from attnrx.support.storage import file_kind, read_record, write_json
 from attnrx.vit.outputs import KINDS, Embeddings, OutputKind
 
 KIND, SCHEMA = "attnrx plan", 2
-RECORD = fields.Record(
+RECORD = kinds.record(
     {
-        **{name: PLAN.known[name] for name in ("expected", "measured")},
-        "target": fields.Text(),
-        "spend": fields.Text(),
-        "price": fields.Number(),
-        "explained": fields.Items(fields.Text()),
-        "about": fields.Record(more={"outputs": fields.Choice(tuple(KINDS)), "images": fields.Integer(0)}, open=True),
+        **PREDICTIONS,
+        "target": kinds.ANY_TEXT,
+        "spend": kinds.ANY_TEXT,
+        "price": kinds.finite(),
+        "explained": kinds.each(kinds.ANY_TEXT),
+        "about": kinds.record(
+            more={"outputs": kinds.one_of(*KINDS), "images": kinds.whole(0, kinds.LARGEST)}, open=True
+        ),
     },
-    {"front": fields.ANYTHING},  # of earlier versions
+    {"front": kinds.ANY},  # of earlier versions
 )
 
 

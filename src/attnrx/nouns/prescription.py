@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from attnrx.support import records as fields
+from attnrx.support import arguments as kinds
+from attnrx.support.arguments import Invalid, below
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidInput
-from attnrx.support.records import Invalid, below
+from attnrx.support.records import MAX_DIRECTIONS, MAX_HEADS, MAX_LAYERS
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.support.storage import (
     json_text,
@@ -404,8 +405,8 @@ class Prescription(Displayed):
 def _require_ranks(scores: Mapping[str, Any], where: str) -> None:
     """Checks that directions, strengths and ranks of the heads are consistent."""
     directions = scores["directions"]
-    keep = fields.Items(fields.Integer(0, directions - 1), 0, directions, unique=True)  # indices, in any order
-    strength = fields.Items(fields.Number(), directions, directions)
+    keep = kinds.each(kinds.whole(0, directions - 1), most=directions, unique=True)  # indices, in any order
+    strength = kinds.each(kinds.finite(), least=directions, most=directions)
     for index, head in enumerate(scores["heads"]):
         path = f"{below(where, 'heads')}[{index}]"
         keep.check(head["keep"], below(path, "keep"))
@@ -420,35 +421,35 @@ def _require_units(output: Mapping[str, Any], where: str) -> None:
     directions = len(output["units"][0]["strength"])
     for index, unit in enumerate(output["units"]):
         path = f"{below(where, 'units')}[{index}]"
-        fields.Items(fields.Number(), directions, directions).check(unit["strength"], below(path, "strength"))
-        fields.Integer(0, directions).check(unit["rank"], below(path, "rank"))
+        kinds.each(kinds.finite(), least=directions, most=directions).check(unit["strength"], below(path, "strength"))
+        kinds.whole(0, directions).check(unit["rank"], below(path, "rank"))
 
 
 def _require_kept(units: Mapping[str, Any], where: str) -> None:
     """Checks that the kept units exist."""
     most = len(units["strength"])
-    fields.Items(fields.Integer(0, most - 1), 0, most, unique=True).check(units["keep"], below(where, "keep"))
+    kinds.each(kinds.whole(0, most - 1), most=most, unique=True).check(units["keep"], below(where, "keep"))
 
 
 # `then` checks the lengths and ranges of these lists, which depend on the number of directions.
-RANK, LATER = fields.Integer(0, fields.MAX_DIRECTIONS), fields.Items(fields.ANYTHING, 0, fields.MAX_DIRECTIONS)
-HEAD = fields.Record({"rank": RANK, "keep": LATER, "strength": LATER, "why": fields.Text()})
-UNIT = fields.Record({"rank": RANK, "strength": LATER, "why": fields.Text()})
+RANK, LATER = kinds.whole(0, MAX_DIRECTIONS), kinds.each(kinds.ANY, most=MAX_DIRECTIONS)
+HEAD = kinds.record({"rank": RANK, "keep": LATER, "strength": LATER, "why": kinds.ANY_TEXT})
+UNIT = kinds.record({"rank": RANK, "strength": LATER, "why": kinds.ANY_TEXT})
 STAYING = {
-    name: fields.Record(
-        {"keep": LATER, "strength": fields.Items(fields.Number(), 0, most), "why": fields.Text()}, then=_require_kept
+    name: kinds.record(
+        {"keep": LATER, "strength": kinds.each(kinds.finite(), most=most), "why": kinds.ANY_TEXT}, then=_require_kept
     )
-    for name, most in ((HEADS, fields.MAX_HEADS), (HIDDEN, fields.MAX_DIRECTIONS))
+    for name, most in ((HEADS, MAX_HEADS), (HIDDEN, MAX_DIRECTIONS))
 }
-OUTPUT = fields.Record({"units": fields.Items(UNIT, 1, fields.MAX_HEADS)}, then=_require_units)
-SCORES = fields.Record(
-    {"directions": fields.Integer(0, fields.MAX_DIRECTIONS), "heads": fields.Items(HEAD, 0, fields.MAX_HEADS)},
-    {"basis": fields.Record({"shared": fields.FLAG}, {"blocks": fields.Items(RANK, 1, fields.MAX_HEADS)})},
+OUTPUT = kinds.record({"units": kinds.each(UNIT, least=1, most=MAX_HEADS)}, then=_require_units)
+SCORES = kinds.record(
+    {"directions": kinds.whole(0, MAX_DIRECTIONS), "heads": kinds.each(HEAD, most=MAX_HEADS)},
+    {"basis": kinds.record({"shared": kinds.FLAG}, {"blocks": kinds.each(RANK, least=1, most=MAX_HEADS)})},
     then=_require_ranks,
 )
-LAYER = fields.Record({"qk": SCORES}, {**dict.fromkeys(OUTPUT_MAPS, OUTPUT), **STAYING})
-POLICY = fields.Record(
-    {"reasons": fields.Items(fields.Text(), 1, fields.MAX_LAYERS), "seed": fields.Integer(), "trained": fields.FLAG}
+LAYER = kinds.record({"qk": SCORES}, {**dict.fromkeys(OUTPUT_MAPS, OUTPUT), **STAYING})
+POLICY = kinds.record(
+    {"reasons": kinds.each(kinds.ANY_TEXT, least=1, most=MAX_LAYERS), "seed": kinds.SEED, "trained": kinds.FLAG}
 )
 
 
@@ -461,40 +462,38 @@ def _require_tokens(record: Mapping[str, Any], where: str) -> None:
 
 
 # The parts of PLAN: predictions over images, and the timing of the plan with its conditions (`PlanTimer.of_model`).
-MEAN = fields.Record({"value": fields.Number(), "spread": fields.Number(0.0), "images": fields.Integer(1)})
-LATENCY = fields.Record(
+MEAN = kinds.record({"value": kinds.finite(), "spread": kinds.finite(0.0), "images": kinds.whole(1, kinds.LARGEST)})
+LATENCY = kinds.record(
     {
-        "faster": fields.Number(1e-6),
-        "batch": fields.Integer(1, 2**20),
-        "threads": fields.Integer(1, 2**16),
-        "precision": fields.Text(),
-        "clock": fields.Text(),
+        "faster": kinds.finite(1e-6),
+        "batch": kinds.whole(1, 2**20),
+        "threads": kinds.whole(1, 2**16),
+        "precision": kinds.ANY_TEXT,
+        "clock": kinds.ANY_TEXT,
     },
-    {"in_subprocess": fields.FLAG},
+    {"in_subprocess": kinds.FLAG},
     open=True,  # what the check does not use is for readers
 )
 # The predictions of a plan (`Plan.predictions`), which the check `promises` of `verify` compares with measurements.
-PLAN = fields.Record(
-    {
-        "expected": fields.Record({"divergence": MEAN}, dict.fromkeys(("agreement", "change"), MEAN)),
-        "measured": fields.Optional(LATENCY),
-    },
-    open=True,
-)
+PREDICTIONS = {
+    "expected": kinds.record({"divergence": MEAN}, dict.fromkeys(("agreement", "change"), MEAN)),
+    "measured": kinds.optional(LATENCY),
+}
+PLAN = kinds.record(PREDICTIONS, open=True)
 # The settings of fits beside their steps (`realization.realizing.fits_record`).
 # `refine` is of earlier versions, as are `norms` and `refine` below. The fits validate their settings themselves
 # (`Repair`, `Distill`).
-FIT_SETTINGS = fields.Record(more=dict.fromkeys(("refine", *FITS), fields.JSON_OBJECT))
+FIT_SETTINGS = kinds.record(more=dict.fromkeys(("refine", *FITS), kinds.JSON_OBJECT))
 # The options of `attnrx realize`, which are used for the matched controls too, and the classes into which the original
 # puts the images of the repair, for the check `shift`.
-REALIZED = fields.Record(
-    {"by": fields.Text(compression_of), "calibration_images": fields.Integer(1)},
+REALIZED = kinds.record(
+    {"by": kinds.parsed(compression_of), "calibration_images": kinds.whole(1, kinds.LARGEST)},
     {
-        "norms": fields.Text(),
-        "refine": fields.Integer(0, 10**6),
-        "repair": fields.Integer(0, 10**6),
-        "distill": fields.Integer(0, 10**6),
-        "classes": fields.Items(fields.Integer(0, 2**31 - 1), 0, fields.MAX_DIRECTIONS),
+        "norms": kinds.ANY_TEXT,
+        "refine": kinds.whole(0, 10**6),
+        "repair": kinds.whole(0, 10**6),
+        "distill": kinds.whole(0, 10**6),
+        "classes": kinds.each(kinds.whole(0, 2**31 - 1), most=MAX_DIRECTIONS),
         "settings": FIT_SETTINGS,
     },
 )
@@ -508,16 +507,16 @@ def recorded_by(realized: Mapping[str, Any]) -> str:
 
 
 # Open: it has whatever the diagnosis and the plan recorded, of which these two fields are read again.
-ABOUT = fields.Record(more={"plan": PLAN, "realized": REALIZED}, open=True)
-RECORD: fields.Field = fields.Record(
+ABOUT = kinds.record(more={"plan": PLAN, "realized": REALIZED}, open=True)
+RECORD = kinds.record(
     {
-        "fingerprint": fields.Text(),
-        "rules": fields.Record(more={**dict.fromkeys(LAYER_MAPS, fields.Text()), TOKENS: fields.Text(parse_policy)}),
+        "fingerprint": kinds.ANY_TEXT,
+        "rules": kinds.record(more={**dict.fromkeys(LAYER_MAPS, kinds.ANY_TEXT), TOKENS: kinds.parsed(parse_policy)}),
         "about": ABOUT,
-        "removed_share": fields.Number(0.0, 1.0),
-        "layers": fields.Items(LAYER, 0, fields.MAX_LAYERS),
+        "removed_share": kinds.finite(0.0, 1.0),
+        "layers": kinds.each(LAYER, most=MAX_LAYERS),
     },
-    {TOKENS: POLICY, "tensors_sha256": fields.Text()},
+    {TOKENS: POLICY, "tensors_sha256": kinds.ANY_TEXT},
     then=_require_tokens,
 )
 

@@ -1,16 +1,18 @@
-"""Kinds of arguments, and the decorator that validates the arguments of a public function before it does any work.
+"""Kinds of values: of the arguments of functions, of the fields of dataclasses and of values in JSON files.
 
     @checked(faster=optional(FASTER))
     def shrink(model: nn.Module, faster: float | None = None, batch: int = 32, ...):
 
-A value of another kind raises InvalidInput: `shrink(batch=0): give a whole number of 1 or more.`
+An argument of another kind raises InvalidInput before the function does any work: `shrink(batch=0): give a positive
+whole number, at most 65536.` A value of a file raises CheckpointError, with its path (`records.validated`).
 """
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache, wraps
 from numbers import Integral, Number, Real
 from pathlib import Path
@@ -26,35 +28,61 @@ from attnrx.support.errors import AttnrxError, InvalidInput, UserCodeError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 LONGEST_NAME = 255  # bytes of a part of a path, on all common file systems
+LARGEST, LARGEST_FLOAT32 = 2**63 - 1, 3.4028234663852886e38
+
+
+class Invalid(Exception):
+    """A value that its kind does not allow, with its path and the problem."""
+
+    def __init__(self, where: str, problem: str):
+        super().__init__(f"{where} {problem}" if where else problem)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The values that an argument may have; `expected` completes the sentence "give ...".
+    """The values that are allowed; `expected` completes the sentences "give ..." and "it must be ...".
 
-    `accepts` tests a value, and `convert` returns what the function receives; `explain` returns the end of the message
-    about a value of any class: what is wrong with it.
+    `allows` tests a value, `inside` checks its parts as `check` does, and `convert` returns what a function receives
+    for it. `explain` returns the end of the message about an argument of any class: what is wrong with it. A value in a
+    file is of one of the `classes`, if any are stated: arguments may be numbers of NumPy, and a bool is an int in
+    Python.
     """
 
     expected: str
-    accepts: Callable[[Any], bool]
+    allows: Callable[[Any], bool] = lambda value: True
     convert: Callable[[Any, str], Any] = lambda value, name: value
     explain: Callable[[Any], str] = lambda value: ""
+    classes: tuple[type, ...] = field(default=(), kw_only=True)
+    inside: Callable[[Any, str, bool], None] = field(default=lambda value, where, in_file: None, kw_only=True)
+
+    def check(self, value: Any, where: str, in_file: bool = True) -> None:
+        """Raises Invalid for a value, at the path `where` of a file, that is not allowed."""
+        # Values of any class are tested, whose comparisons and conversions may raise.
+        try:
+            is_allowed = bool(self.allows(value)) and not (in_file and self.classes and type(value) not in self.classes)
+        except Exception:
+            is_allowed = False
+        if not is_allowed:
+            # An argument is described by `checked` alone: the repr of a model takes long.
+            raise Invalid(where, f"is {described(value)}; it must be {self.expected}" if in_file else "is not allowed")
+        self.inside(value, where, in_file)
+
+    def accepts(self, value: Any) -> bool:
+        """Whether an argument is of this kind."""
+        try:
+            self.check(value, "", in_file=False)
+        except Exception:  # e.g. of a list of the user's, which has no length
+            return False
+        return True
 
     def checked(self, value: Any, where: str, name: str) -> Any:
-        """Returns the value, converted.
+        """Returns an argument, converted.
 
         Raises:
             InvalidInput: It is not of this kind; the message names the function `where`, the argument and what to give.
         """
-        # Values of any class are tested, whose comparisons and conversions may raise.
-        try:
-            accepted = bool(self.accepts(value))
-        except Exception:
-            accepted = False
-        if not accepted:
-            explanation = self.explain(value)
-            raise InvalidInput(f"{where}({name}={described(value)}): give {self.expected}{explanation or '.'}")
+        if not self.accepts(value):
+            raise InvalidInput(f"{where}({name}={described(value)}): give {self.expected}{self.explain(value) or '.'}")
         return self.convert(value, f"{name} of {where}")
 
 
@@ -126,7 +154,7 @@ def whole(least: int, most: int = 2**31 - 1) -> Kind:
     def explain(value: Any) -> str:  # where `expected` does not state the limit
         return f", at most {most}." if not ending and isinstance(value, Integral) and int(value) > most else ""
 
-    return Kind(expected, accepts, lambda value, name: int(value), explain)
+    return Kind(expected, accepts, lambda value, name: int(value), explain, classes=(int,))
 
 
 def number(least: float, most: float = math.inf, expected: str = "", above: bool = True) -> Kind:
@@ -137,12 +165,21 @@ def number(least: float, most: float = math.inf, expected: str = "", above: bool
     def accepts(value: Any) -> bool:
         return _is_real(value) and (least < value if above else least <= value) and value <= most
 
-    return Kind(expected, accepts, lambda value, name: value if isinstance(value, int) else float(value))
+    return Kind(expected, accepts, _float_of, classes=(int, float))
+
+
+def finite(least: float = -LARGEST_FLOAT32, most: float = LARGEST_FLOAT32) -> Kind:
+    """Numbers in a closed range that float32 can hold, as tensors of files have."""
+    return number(least, most, f"a finite number in {least:g}..{most:g}", above=False)
+
+
+def _float_of(value: Any, name: str) -> int | float:
+    return value if isinstance(value, int) else float(value)
 
 
 COUNT = whole(1)
 NATURAL = whole(0)
-SEED = whole(0, 2**63 - 1)
+SEED = whole(0, LARGEST)
 BATCH = whole(1, 65_536)
 THREADS = whole(1, 1024)
 RATE = Kind("a number between 0 and 1, without both ends", lambda value: _is_real(value) and 0 < value < 1)
@@ -160,22 +197,47 @@ def instance(expected: str, *classes: type) -> Kind:
     return Kind(expected, lambda value: isinstance(value, classes))
 
 
-def one_of(*names: str) -> Kind:
-    """One of several names."""
+def one_of(*values: str | int) -> Kind:
+    """One of several names or numbers."""
 
-    def accepts(value: Any) -> bool:
-        return isinstance(value, str) and value in names
+    def allows(value: Any) -> bool:
+        # True == 1 in Python.
+        return isinstance(value, str | int) and not isinstance(value, bool) and value in values
 
-    return Kind(f"one of {', '.join(names)}", accepts)
+    return Kind(f"one of {', '.join(map(str, values))}", allows)
+
+
+def matching(pattern: str, expected: str) -> Kind:
+    """Texts of a form."""
+    return Kind(expected, lambda value: isinstance(value, str) and bool(re.fullmatch(pattern, value)))
+
+
+def parsed(parse: Callable[[str], object]) -> Kind:
+    """Texts for which a function raises no AttnrxError; for others `check` raises Invalid."""
+
+    def inside(value: Any, where: str, in_file: bool) -> None:
+        try:
+            parse(value)
+        except AttnrxError as error:
+            raise Invalid(where, f"is {described(value)}: {str(error).rstrip('.')}") from error
+
+    return Kind("a text", lambda value: isinstance(value, str), inside=inside)
+
+
+# Compositions ---------------------------------------------------------------------------------------------------------
 
 
 def optional(kind: Kind) -> Kind:
-    """The values of a kind, or None."""
+    """The values of a kind, or None, which is null in files."""
 
     def convert(value: Any, name: str) -> Any:
         return None if value is None else kind.convert(value, name)
 
-    return Kind(f"{kind.expected}, or None", lambda value: value is None or kind.accepts(value), convert, kind.explain)
+    def inside(value: Any, where: str, in_file: bool) -> None:
+        if value is not None:
+            kind.check(value, where, in_file)
+
+    return Kind(f"{kind.expected}, or None", convert=convert, explain=kind.explain, inside=inside)
 
 
 def either(expected: str, *kinds: Kind) -> Kind:
@@ -187,13 +249,90 @@ def either(expected: str, *kinds: Kind) -> Kind:
     return Kind(expected, lambda value: any(kind.accepts(value) for kind in kinds), convert)
 
 
-def each(kind: Kind, expected: str, least: int = 0, most: int = 10**9) -> Kind:
-    """A list or a tuple of `least` to `most` values of a kind, which becomes a tuple."""
+def each(kind: Kind, expected: str = "", least: int = 0, most: int = 2**31, unique: bool = False) -> Kind:
+    """A list of `least` to `most` values of a kind; as an argument also a tuple, which a list becomes.
 
-    def accepts(values: Any) -> bool:
-        return isinstance(values, list | tuple) and least <= len(values) <= most and all(map(kind.accepts, values))
+    With `unique` no value, which are texts or numbers then, is given twice. `check` raises Invalid with the index of
+    the first wrong value.
+    """
+    length = f"{least} or more" if most == 2**31 else f"{least} to {most}"
+    expected = expected or f"a list of {least if least == most else length}"
 
-    return Kind(expected, accepts, lambda values, name: tuple(kind.convert(value, name) for value in values))
+    def inside(values: Any, where: str, in_file: bool) -> None:
+        if not least <= len(values) <= most:
+            raise Invalid(where, f"has {len(values)} values; it must be {expected}")
+        for index, value in enumerate(values):
+            kind.check(value, f"{where}[{index}]", in_file)
+        first: dict[Any, int] = {}
+        for index, value in enumerate(values if unique else ()):
+            if first.setdefault(value, index) != index:
+                same = f"{where}[{first[value]}]"
+                raise Invalid(f"{where}[{index}]", f"is {described(value)}, as {same} is; give each once")
+
+    return Kind(
+        expected,
+        lambda values: isinstance(values, list | tuple),
+        lambda values, name: tuple(kind.convert(value, name) for value in values),
+        classes=(list,),
+        inside=inside,
+    )
+
+
+def record(
+    fields: Mapping[str, Kind] | None = None,
+    more: Mapping[str, Kind] | None = None,
+    then: Callable[[Mapping[str, Any], str], None] | None = None,
+    open: bool = False,
+) -> Kind:
+    """An object with required `fields` and optional fields `more`; `then` checks the fields together.
+
+    Other names are allowed only if the record is `open`. `check` raises Invalid with the path of the first field that
+    is missing, unknown or wrong.
+    """
+    required, known = tuple(fields or ()), {**(fields or {}), **(more or {})}
+
+    def inside(values: Mapping[str, Any], where: str, in_file: bool) -> None:
+        for name in required:
+            if name not in values:
+                raise Invalid(below(where, name), "is missing")
+        for name in values:
+            if name not in known and not open:
+                raise Invalid(below(where, name), f"is unknown; known are {', '.join(known)}")
+        # `then` comes last: it may rely on every field being valid by itself.
+        for name in known.keys() & values.keys():
+            known[name].check(values[name], below(where, name), in_file)
+        if then is not None:
+            then(values, where)
+
+    return Kind("an object", lambda values: isinstance(values, Mapping), inside=inside)
+
+
+def bounded(most: int, counted: Collection[str] = ()) -> Kind:
+    """Objects whose integers, including nested ones, have an absolute value of at most `most`; those of the fields
+    `counted` may have any.
+    """
+    integer = Kind(f"an integer in -{most}..{most}", lambda value: abs(value) <= most)
+
+    def inside(value: Any, where: str, in_file: bool) -> None:
+        if isinstance(value, Mapping):
+            for name, part in value.items():
+                if name not in counted:
+                    inside(part, below(where, name), in_file)
+        elif isinstance(value, list):
+            for index, part in enumerate(value):
+                inside(part, f"{where}[{index}]", in_file)
+        elif isinstance(value, int):
+            integer.check(value, where, in_file)
+
+    return Kind("an object", lambda value: isinstance(value, Mapping), inside=inside)
+
+
+def below(where: str, name: str) -> str:
+    """Returns the path of a field of a record."""
+    return f"{where}.{name}" if where else name
+
+
+# Texts, paths, objects ------------------------------------------------------------------------------------------------
 
 
 def _is_text(value: Any) -> bool:
@@ -210,6 +349,8 @@ def _is_path(value: Any) -> bool:
 
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", _is_text)
+ANY_TEXT = Kind("a text", lambda value: isinstance(value, str))  # of a file, also an empty one
+JSON_OBJECT = record(open=True)
 PATH = Kind("a path, as a text or a pathlib.Path", _is_path)
 MODEL = instance("a model (a torch.nn.Module), e.g. attnrx.load(FOLDER)", nn.Module)
 DEVICE = Kind("a device that torch finds here, e.g. 'cpu'", lambda value: _is_device(value))
@@ -221,7 +362,7 @@ IMAGES = Kind(
     ),
 )
 # What the function itself validates, with a message of its own: datasets, rules, names of models.
-ANY = Kind("", lambda value: True)
+ANY = Kind("")
 
 
 def _is_device(value: Any) -> bool:
@@ -312,8 +453,10 @@ def kind_of(hint: Any) -> Kind:
         return one_of(*parts)
     if origin in (tuple, list, Sequence):
         several = kind_of(parts[0])
-        length = {} if parts[-1] is Ellipsis or origin is not tuple else {"least": len(parts), "most": len(parts)}
-        return each(several, f"several, each {several.expected or 'a value'}", **length)
+        expected = f"several, each {several.expected or 'a value'}"
+        if parts[-1] is Ellipsis or origin is not tuple:
+            return each(several, expected)
+        return each(several, expected, len(parts), len(parts))
     if hasattr(hint, "array_type"):  # of jaxtyping
         return instance("a tensor", hint.array_type)
     cls = origin if origin is not None else hint
@@ -326,7 +469,7 @@ def kind_of(hint: Any) -> Kind:
 _SIMPLE: Mapping[Any, Kind] = {
     bool: FLAG,
     int: whole(-(2**31)),
-    float: Kind("a finite number", _is_real, lambda value, name: value if isinstance(value, int) else float(value)),
+    float: Kind("a finite number", _is_real, _float_of, classes=(int, float)),
     str: TEXT,
     NoneType: Kind("None", lambda value: value is None),
     Path: PATH,

@@ -49,7 +49,8 @@ def installed_versions(*names: str) -> dict[str, str]:
 
 
 @cache
-def import_plugins() -> None:
-    """Imports the modules that the entry points of the group `attnrx.parts` name, whose parts register themselves."""
-    for entry in importlib.metadata.entry_points(group="attnrx.parts"):
+def import_plugins(group: str = "attnrx.parts") -> None:
+    """Imports the modules that the entry points of a group name, whose parts register themselves."""
+    # Sorted, because the order of entry points depends on how the packages were installed.
+    for entry in sorted(importlib.metadata.entry_points(group=group)):
         entry.load()

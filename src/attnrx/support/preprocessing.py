@@ -11,7 +11,7 @@ import torch
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.pictures import fit_pixels, open_picture, pixels_of
-from attnrx.support.records import fields_of
+from attnrx.support.records import to_dict
 from attnrx.support.shapes import Float, Tensor, UInt8
 
 Fit = Literal["pad", "fill", "photo"]
@@ -89,7 +89,7 @@ class ImageGeometry:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as JSON values."""
-        return fields_of(self)
+        return to_dict(self, typed=False)
 
     def fit(self, picture: UInt8[Tensor, "channels height width"]) -> UInt8[Tensor, "channels rows columns"]:
         """Fits the pixels of a picture as evaluation does, without randomness."""

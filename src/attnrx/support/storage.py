@@ -10,17 +10,20 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
 
+from attnrx.support.arguments import Kind
 from attnrx.support.atomic_writes import write_atomically
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
-from attnrx.support.records import DEEPEST_JSON, Field, Part, nesting, require_regular, validated
+from attnrx.support.records import DEEPEST_JSON, nesting, require_regular, validated
 from attnrx.support.shapes import Tensor
+
+Part = TypeVar("Part")
 
 SEAL = "sha256_of_the_rest"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -262,7 +265,7 @@ def check_schema(record: object, kind: str, schema: int, path: Path | str) -> No
         raise CheckpointError(f"{path} has {kind} schema {found[1]!r}; this version of attnrx reads schema {schema}.")
 
 
-def read_record(path: Path | str, kind: str, schema: int, fields: Field) -> dict[str, Any]:
+def read_record(path: Path | str, kind: str, schema: int, fields: Kind) -> dict[str, Any]:
     """Reads a JSON file of one kind and version, and checks all of its other `fields` before anything is made of them.
 
     Raises:
@@ -279,7 +282,7 @@ def read_with_tensors(
     path: Path | str,
     kind: str,
     schema: int,
-    fields: Field,
+    fields: Kind,
     build: Callable[[dict[str, Any], dict[str, Tensor]], Part],
     tensors_of: Callable[[Part], Mapping[str, Tensor]],
 ) -> Part:

@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 from attnrx.support.errors import InvalidInput, UnknownName
-from attnrx.support.optional import import_plugins
+from attnrx.support.registry import Registry
 
 Kind = TypeVar("Kind")
 
@@ -67,12 +67,6 @@ class Token:
     start: int
 
 
-def text_name(kind: type) -> str:
-    """Returns the name of a class in texts: its own `name`, else that of the class, `total_rank` of `TotalRank`."""
-    own = vars(kind).get("name")
-    return own if isinstance(own, str) else re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
-
-
 def spelled_knobs(part: Any, nested: type | None = None) -> str:
     """Returns the knobs of a dataclass instance as text: those without a default by position, the others by name where
     they differ from it.
@@ -85,31 +79,6 @@ def spelled_knobs(part: Any, nested: type | None = None) -> str:
             text = str(value).lower() if isinstance(value, bool | None) else str(value)
             knobs.append(text if field.default is dataclasses.MISSING else f"{name}={text}")
     return ",".join(knobs)
-
-
-class Registry(dict[str, type[Kind]]):
-    """The classes of a `noun` by their names in texts, among them those that other packages register."""
-
-    def __init__(self, noun: str, *kinds: type[Kind]):
-        super().__init__({text_name(kind): kind for kind in kinds})
-        self.noun = noun
-
-    def register(self, kind: type[Kind], name: str = "") -> None:
-        """Adds a class by its name in texts, by default that of the class in snake case.
-
-        Raises:
-            InvalidInput: Another class has this name.
-        """
-        name = name or text_name(kind)
-        # By its path: a cell of a notebook that runs again defines its class again.
-        if repr(self.get(name, kind)) != repr(kind):
-            raise InvalidInput(f"the {self.noun} {name} exists already; choose another name.")
-        self[name] = kind
-
-    def known(self) -> Mapping[str, type[Kind]]:
-        """Returns the classes, after the import of the packages that register some."""
-        import_plugins()
-        return self
 
 
 class TextReader:
@@ -171,15 +140,13 @@ class TextReader:
         where = f"the {self.noun} {self.text!r}, at character {start + 1}"
         return self.error(f"{where}: {problem}. {self.plural} read like {self.examples}.")
 
-    def read_name(self, registry: Mapping[str, Kind], noun: str) -> tuple[Token, Kind]:
+    def read_name(self, registry: Registry[type[Kind]]) -> tuple[Token, type[Kind]]:
         """Reads the name of a class in a registry; returns it with the class.
 
         Raises:
             UnknownName: The registry has no such name.
         """
-        name = self.expect("name", f"the name of a {noun}")
-        if name.text not in registry:
-            raise UnknownName(noun, name.text, registry)
+        name = self.expect("name", f"the name of a {registry.noun}")
         return name, registry[name.text]
 
     def read_knobs(self, name: Token, kind: type, *, is_short: bool = False, filled: Collection[str] = ()) -> dict:

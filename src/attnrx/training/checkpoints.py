@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from attnrx.data import Splits
+from attnrx.support import arguments as kinds
 from attnrx.support.atomic_writes import temporary_folder
 from attnrx.support.errors import CheckpointError
-from attnrx.support.records import JSON_OBJECT, Integer, Items, Number, Record, Text, to_dict
+from attnrx.support.records import to_dict
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import (
     file_sha256,
@@ -29,10 +30,12 @@ from attnrx.vit.models import described_tokens, family_of, model_fingerprint
 
 KIND, SCHEMA = "attnrx training state", 1
 # The settings are compared with those of the run, field by field (`require_same_run`).
-IDENTITY = Record({"weights": Text()}, open=True)
-HISTORY = {"history": Items(JSON_OBJECT)}  # one record per epoch; checkpoints of earlier versions have none
-STATE = Record(
-    {"identity": IDENTITY, "step": Integer(0, 2**40), "seconds": Number(0.0), "sha256": Text()}, HISTORY, open=True
+IDENTITY = kinds.record({"weights": kinds.ANY_TEXT}, open=True)
+HISTORY = {"history": kinds.each(kinds.JSON_OBJECT)}  # one record per epoch; checkpoints of earlier versions have none
+STATE = kinds.record(
+    {"identity": IDENTITY, "step": kinds.whole(0, 2**40), "seconds": kinds.finite(0.0), "sha256": kinds.ANY_TEXT},
+    HISTORY,
+    open=True,
 )
 NUM_KEPT = 2  # one more than needed to resume, in case the last one is damaged
 

@@ -14,8 +14,9 @@ from torch import nn
 from attnrx.data.model_data import normalization_of
 from attnrx.support.arguments import BELOW_ONE, COUNT, POSITIVE, Kind, optional, require_fields
 from attnrx.support.errors import InvalidInput
+from attnrx.support.registry import Registry, text_name
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.support.text_parsing import Registry, TextReader, knobs_of, text_name
+from attnrx.support.text_parsing import TextReader, knobs_of
 from attnrx.vit.models import TokenRun, family_of, load_model, recording_blocks
 
 TeacherSource = tuple[str, str | None]
@@ -203,8 +204,7 @@ def teacher_outputs(context: LossContext, source: TeacherSource) -> Answer:
     return context.memory[source]
 
 
-LOSSES = Registry[Loss]("loss", Distillation, FeatureDistillation, Task)
-register_loss, known_losses = LOSSES.register, LOSSES.known
+LOSSES = Registry[type[Loss]]("loss", Distillation, FeatureDistillation, Task)
 
 
 class _Reader(TextReader):
@@ -222,7 +222,7 @@ def parse_loss(text: str, shared: Mapping[str, Any] | None = None) -> Loss:
         InvalidInput: The text has another form, or lacks a knob.
     """
     reader = _Reader(text)
-    name, kind = reader.read_name(known_losses(), "loss")
+    name, kind = reader.read_name(LOSSES)
     defaults = {knob: value for knob, value in (shared or {}).items() if knob in knobs_of(kind)}
     knobs = reader.read_knobs(name, kind, is_short=True, filled=defaults)
     reader.expect("end", "the end")

@@ -20,12 +20,12 @@ from torch import nn
 
 from attnrx.data import ImageSet, Splits, require_labels
 from attnrx.data.model_data import normalization_of, num_classes, splits_for
+from attnrx.support import arguments as kinds
 from attnrx.support.arguments import checked
 from attnrx.support.errors import DataError, InvalidInput, NotSupported, TrainingDiverged, TrainingInterrupted
 from attnrx.support.hardware import device_name
 from attnrx.support.optional import installed_versions, required_module
 from attnrx.support.progress import Log, no_log, track
-from attnrx.support.records import Record
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import fingerprint, read_record, write_json, write_text
 from attnrx.training.checkpoints import (
@@ -134,7 +134,7 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
     path = folder / "training.json"
     if not path.exists():
         return None
-    record = read_record(path, KIND, SCHEMA, Record({"identity": IDENTITY}, HISTORY, open=True))
+    record = read_record(path, KIND, SCHEMA, kinds.record({"identity": IDENTITY}, HISTORY, open=True))
     saved = load_model(folder)
     trained = (saved if record_of(model) is None else library_form(saved)).state_dict()
     require_same_run(record["identity"], requested, folder, fingerprint(trained))

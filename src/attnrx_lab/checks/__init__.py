@@ -1,6 +1,6 @@
 """Checks of the laboratory: matched controls, accuracy on corrupted images, transfer, and the theorems of SVDA."""
 
-from attnrx.show.checks import register_check
+from attnrx.show.checks import CHECKS
 from attnrx_lab.checks.bounds import Bounds
 from attnrx_lab.checks.controls import Controls
 from attnrx_lab.checks.robustness import Robustness
@@ -8,4 +8,5 @@ from attnrx_lab.checks.transfer import Transfer
 
 __all__ = ["Bounds", "Controls", "Robustness", "Transfer"]
 
-register_check(Controls)
+for _kind in (Controls, Robustness, Transfer):
+    CHECKS.register(_kind)

@@ -17,7 +17,7 @@ from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.outputs import discrepancy, squared_distances
 from attnrx.show.checks.statistics import estimate, resampled_means
 from attnrx.support.errors import InvalidInput
-from attnrx.support.records import of_fields
+from attnrx.support.records import from_dict
 from attnrx.support.shapes import Float, Tensor
 from attnrx_lab.rules.controls import control_prescriptions
 
@@ -157,5 +157,5 @@ def recorded_fits(record: Mapping[str, Any]) -> tuple[Fit, ...]:
             settings = {count: record[name], **record.get("settings", {}).get(name, {})}
             if unknown := sorted(settings.keys() - {field.name for field in fields(kind)}):
                 raise InvalidInput(f"the record of {name} has the unknown setting {unknown[0]!r}; realize again.")
-            found.append(of_fields(kind, settings))
+            found.append(from_dict(settings, kind))
     return tuple(found)

@@ -1,1 +1,1 @@
-"""The commands of the laboratory, one file each, as modules of attnrx.commands."""
+"""The commands of the laboratory, one module each."""

@@ -12,6 +12,7 @@ from attnrx.cli.options import (
     add_device,
     add_model,
     add_out,
+    command,
     default_device,
     is_fresh,
     model_argument,
@@ -22,16 +23,10 @@ from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
 from attnrx_lab.commands.methods import add_methods
 
-SUMMARY = "compress one model in several ways, and time each beside the model as its library ships it"
-EXAMPLE = (
-    "attnrx bench timm:deit_small_patch16_224 --methods 'spot=tokens=spot:0.7@4,7,10' 'tome=tokens=tome:0.7@4,7,10' "
-    "--batches 1,8,64 --threads 1,2 --out speeds.json"
-)
-
 SHARES = (0.5,)  # the default of --shares where --macs is not given
 
 
-def add(parser: Parser) -> None:
+def _options(parser: Parser) -> None:
     add_model(parser)
     add_out(parser, "the speeds, one JSON file", kind="attnrx speeds")
     add_methods(parser, SHARES)
@@ -52,7 +47,13 @@ def add(parser: Parser) -> None:
     option(parser, "--seed", SEED, "feeds fresh weights and every random draw", 0)
 
 
-def run(arguments: Namespace, log: Log) -> Outcome:
+@command(
+    "compress one model in several ways, and time each beside the model as its library ships it",
+    "attnrx bench timm:deit_small_patch16_224 --methods 'spot=tokens=spot:0.7@4,7,10' 'tome=tokens=tome:0.7@4,7,10' "
+    "--batches 1,8,64 --threads 1,2 --out speeds.json",
+    _options,
+)
+def bench(arguments: Namespace, log: Log) -> Outcome:
     """Diagnoses on noise, makes every method, and times all in turns with the reference implementation."""
     from attnrx_lab import comparison
 

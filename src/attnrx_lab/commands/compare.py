@@ -13,6 +13,7 @@ from attnrx.cli.options import (
     add_running,
     add_split,
     chosen_images,
+    command,
     model_argument,
     option,
     splits_argument,
@@ -21,15 +22,10 @@ from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
 from attnrx_lab.commands.methods import add_methods
 
-SUMMARY = "compress one model in several ways, and see what each costs and loses"
-EXAMPLE = (
-    "attnrx compare timm:vit_tiny_patch16_224 --data imagenette --methods 'truncatt=uniform_rank:{share}' "
-    "'mix=total_rank:{share}' --shares 0.5,0.25 --out comparison.json"
-)
 SHARES = (0.75, 0.5, 0.25)  # the default of --shares where --macs is not given
 
 
-def add(parser: Parser) -> None:
+def _options(parser: Parser) -> None:
     add_model(parser)
     add_data(parser, "calibration from its training images, measurement on --split")
     add_out(parser, "the comparison, one JSON file", kind="attnrx comparison")
@@ -39,7 +35,13 @@ def add(parser: Parser) -> None:
     option(parser, "--calibration-images", COUNT, "training images to diagnose on", 96)
 
 
-def run(arguments: Namespace, log: Log) -> Outcome:
+@command(
+    "compress one model in several ways, and see what each costs and loses",
+    "attnrx compare timm:vit_tiny_patch16_224 --data imagenette --methods 'truncatt=uniform_rank:{share}' "
+    "'mix=total_rank:{share}' --shares 0.5,0.25 --out comparison.json",
+    _options,
+)
+def compare(arguments: Namespace, log: Log) -> Outcome:
     """Diagnoses once, then prescribes, realizes and measures every method at every share, or at equal MACs."""
     from attnrx_lab import comparison
 

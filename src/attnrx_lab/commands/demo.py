@@ -2,28 +2,30 @@
 
 from argparse import Namespace
 
-from attnrx.cli.options import COUNT, SEED, Outcome, Parser, add_out
+from attnrx.cli.options import COUNT, SEED, Outcome, Parser, add_out, command
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
 
-SUMMARY = "train a small ViT on digits among clutter, make it smaller, and show what it cost"
-EXAMPLE = "attnrx demo --out runs/demo"
 
-
-def add(parser: Parser) -> None:
+def _options(parser: Parser) -> None:
     parser.add_argument("--data", default="cluttered-digits", metavar="NAME", help="a dataset's name or path")
     parser.add_argument("--epochs", type=COUNT, metavar="N", default=3, help="of the training (3)")
     parser.add_argument("--seed", type=SEED, default=0, help="(0)")
     add_out(parser, "the folder of everything", "runs/demo", folder=True)
 
 
-def run(arguments: Namespace, log: Log) -> Outcome:
+@command(
+    "train a small ViT on digits among clutter, make it smaller, and show what it cost",
+    "attnrx demo --out runs/demo",
+    _options,
+)
+def demo(arguments: Namespace, log: Log) -> Outcome:
     """Runs every step; exit code 1 if a claim fails."""
     # These import torch, which `--help` does not need.
     from attnrx.show.reports import files_table
-    from attnrx_lab.demo import demo
+    from attnrx_lab import demo as demonstration
 
-    result = demo(arguments.data, arguments.out, epochs=arguments.epochs, seed=arguments.seed, log=log)
+    result = demonstration.demo(arguments.data, arguments.out, epochs=arguments.epochs, seed=arguments.seed, log=log)
     evidence = result.evidence
     by_compression = next(
         (each.value for each in evidence.findings if each.details.get("quantity") == "speed by compression"), None

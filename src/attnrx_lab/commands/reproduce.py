@@ -4,11 +4,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from attnrx.cli.options import BATCH, COUNT, Number, Outcome, Parser, add_out, option
+from attnrx.cli.options import BATCH, COUNT, Number, Outcome, Parser, add_out, command, option
 from attnrx.support.progress import Log
-
-SUMMARY = "make tables of the paper again, from training to numbers"
-EXAMPLE = "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44"
 
 SEEDS = Number(
     int,
@@ -40,7 +37,7 @@ KNOBS: Mapping[str, tuple[Any, str]] = {
 }
 
 
-def add(parser: Parser) -> None:
+def _options(parser: Parser) -> None:
     parser.add_argument("recipe", nargs="*", help="e.g. svda/table1; left out, all recipes are listed")
     option(parser, "--only", "SCENARIO", "only this dataset or model; may be repeated", action="append")
     option(parser, "--seeds", SEEDS, "instead of the recipe's, e.g. 42,43,44")
@@ -53,7 +50,12 @@ def add(parser: Parser) -> None:
         option(knobs, flag, value, purpose, dest=name)
 
 
-def run(arguments: Namespace, log: Log) -> Outcome:
+@command(
+    "make tables of the paper again, from training to numbers",
+    "attnrx reproduce svda/table1 --only cifar10 --seeds 42,43,44",
+    _options,
+)
+def reproduce(arguments: Namespace, log: Log) -> Outcome:
     """Trains the models that are not trained yet, and makes the tables."""
     from attnrx_lab import papers
 

@@ -4,8 +4,8 @@ An entry point of the group `attnrx.parts` imports this package wherever a text 
 diagnosed.
 """
 
-from attnrx.decide.diagnostics import register_diagnostic
-from attnrx.decide.rules import register_rule
+from attnrx.decide.diagnostics import DIAGNOSTICS
+from attnrx.decide.rules import RULES
 from attnrx_lab import perturbation, shared_attention, svda_attention  # noqa: F401  (they register losses and forms)
 from attnrx_lab.redundancy import Indicators, Redundancy
 from attnrx_lab.rules.controls import CONTROLS, control_prescriptions
@@ -56,7 +56,7 @@ for _kind in (
     RandomMatched,
     UniformMatched,
 ):
-    register_rule(_kind)
+    RULES.register(_kind)
 
-register_diagnostic(Redundancy)  # of which `remove_heads` reads the similarities
-register_diagnostic(Indicators)
+DIAGNOSTICS.register(Redundancy)  # of which `remove_heads` reads the similarities
+DIAGNOSTICS.register(Indicators)

@@ -3,7 +3,7 @@
 An entry point of the group `attnrx.parts` imports this package wherever a text or a file names a reducer.
 """
 
-from attnrx.vit.tokens import register_reducer
+from attnrx.vit.tokens import REDUCERS
 from attnrx_lab.tokens.fusing import DTPS, EViT, Soft, SPViT
 from attnrx_lab.tokens.keep_ratio import KeepRatio
 from attnrx_lab.tokens.learned_scores import DynamicViT, Predicting
@@ -34,19 +34,19 @@ __all__ = [
     "image_keys",
 ]  # fmt: skip
 
-for _name, _kind in {
-    "random": Random,
-    "attention_average": AttentionAverage,
-    "evit": EViT,
-    "dynamicvit": DynamicViT,
-    "spot": Spot,
-    "zero_tprune": ZeroTPrune,
-    "halting_scores": HaltingScores,
-    "head_selector": HeadSelector,
-    "spvit": SPViT,
-    "dtps": DTPS,
-    "pitome": PiToMe,
-    "ats": ATS,
-    "evo_vit": EvoViT,
-}.items():
-    register_reducer(_name, _kind)
+for _kind in (
+    Random,
+    AttentionAverage,
+    EViT,
+    DynamicViT,
+    Spot,
+    ZeroTPrune,
+    HaltingScores,
+    HeadSelector,
+    SPViT,
+    DTPS,
+    PiToMe,
+    ATS,
+    EvoViT,
+):
+    REDUCERS.register(_kind)

@@ -84,6 +84,7 @@ class EViT(Soft):
     `scores` can replace class attention.
     """
 
+    name: ClassVar[str] = "evit"
     scores: Selecting = field(default=ClassAttention())
     normalized: bool = True
 
@@ -123,6 +124,7 @@ class SPViT(EViT):
     searches the layers of the stages by latency; here they are the policy's.
     """
 
+    name: ClassVar[str] = "spvit"
     scores: Selecting = field(default=HeadSelector())
 
 

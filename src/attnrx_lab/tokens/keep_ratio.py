@@ -6,7 +6,7 @@ import torch
 
 from attnrx.support.errors import NotSupported
 from attnrx.support.shapes import Float, Tensor
-from attnrx.training.losses import Loss, LossContext, register_loss
+from attnrx.training.losses import LOSSES, Loss, LossContext
 from attnrx.vit.models import reduction_of
 
 
@@ -29,4 +29,4 @@ class KeepRatio(Loss):
         return (shares - kept).square().mean()
 
 
-register_loss(KeepRatio)
+LOSSES.register(KeepRatio)

@@ -1,6 +1,7 @@
 """Reducers with a learned predictor of the patches to keep, and what is sampled in training; DynamicViT."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -127,6 +128,8 @@ class DynamicViT(Predicting):
     dropped key is clamped to the largest score of the kept ones (`sized_softmax`), which changes no output and bounds
     this gradient.
     """
+
+    name: ClassVar[str] = "dynamicvit"
 
     def predictor(self, shape: Shape) -> nn.Module:
         return DynamicViTPredictor(shape.width)

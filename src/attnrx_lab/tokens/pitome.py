@@ -1,6 +1,7 @@
 """PiToMe: merges tokens that are similar to many others, and protects isolated ones."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -24,6 +25,7 @@ class PiToMe(Merging):
     than half must be merged, more rounds follow. Energies count every token once, regardless of its size.
     """
 
+    name: ClassVar[str] = "pitome"
     margin: float = 0.9
     alpha: float = 1.0
 

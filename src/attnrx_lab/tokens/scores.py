@@ -4,6 +4,7 @@ selector.
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -68,6 +69,7 @@ class EvoViT(AttentionAverage):
     `evit(scores=evo_vit)` keeps one fused token for them.
     """
 
+    name: ClassVar[str] = "evo_vit"
     alpha: float = 0.5
 
     def __post_init__(self):

@@ -13,11 +13,12 @@ from torch import nn
 
 from attnrx.change.exporting.formats import PRECISIONS, Format, Run, dtype_name, raising, script_path
 from attnrx.change.exporting.runtime_formats import FORMATS
-from attnrx.support import records as fields
+from attnrx.support import arguments as kinds
+from attnrx.support.arguments import Invalid, below
 from attnrx.support.atomic_writes import require_absent, require_replaceable
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.support.modules import joined
-from attnrx.support.records import Invalid, below, from_dict, of_fields
+from attnrx.support.records import from_dict
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_kind, file_sha256, read_json, read_record
 from attnrx.vit.models.family import STATED_OUTPUTS
@@ -40,27 +41,27 @@ def _require_sizes(outputs: Mapping[str, Any], where: str) -> None:
             raise Invalid(below(where, name), "is no number of values per image")
 
 
-FACTS = fields.Record(
+FACTS = kinds.record(
     {
-        "format": fields.JSON_OBJECT,
-        "images": fields.Record(
+        "format": kinds.JSON_OBJECT,
+        "images": kinds.record(
             {
-                "shape": fields.Items(fields.Integer(1, 2**16), 3, 3),
-                "precision": fields.Choice(tuple(PRECISIONS)),
-                "batch": fields.Optional(fields.Integer(1, 2**31 - 1)),
-                "device": fields.matching(r"cpu|cuda(:\d{1,4})?", "cpu, cuda or cuda:N"),
+                "shape": kinds.each(kinds.whole(1, 2**16), least=3, most=3),
+                "precision": kinds.one_of(*PRECISIONS),
+                "batch": kinds.optional(kinds.whole(1, 2**31 - 1)),
+                "device": kinds.matching(r"cpu|cuda(:\d{1,4})?", "cpu, cuda or cuda:N"),
             }
         ),
-        "files": fields.Record(open=True, then=_require_file_names),
-        "normalization": fields.Record(
-            {"mean": fields.Items(fields.Number(), 1), "std": fields.Items(fields.Number(), 1)}
+        "files": kinds.record(open=True, then=_require_file_names),
+        "normalization": kinds.record(
+            {"mean": kinds.each(kinds.finite(), least=1), "std": kinds.each(kinds.finite(), least=1)}
         ),
-        "class_names": fields.Items(fields.Text()),
+        "class_names": kinds.each(kinds.ANY_TEXT),
     },
-    {"outputs": fields.Record(open=True, then=_require_sizes)},
+    {"outputs": kinds.record(open=True, then=_require_sizes)},
     open=True,
 )
-RECORD = fields.Record(more={"earlier": FACTS}, then=FACTS.check, open=True)  # earlier: see `_of_present_files`
+RECORD = kinds.record(more={"earlier": FACTS}, then=FACTS.check, open=True)  # earlier: see `_of_present_files`
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
             f"{path} is {form.name}: such a file can run any code of its author, with your rights, once it is opened. "
             "If you trust its origin, pass trust=True (--trust on the command line); onnx and openvino need no trust."
         )
-    return Exported(path, form, of_fields(Images, facts["images"]), facts).eval()
+    return Exported(path, form, from_dict(facts["images"], Images), facts).eval()
 
 
 def sealed_script(script: str) -> str:

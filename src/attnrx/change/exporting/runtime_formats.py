@@ -28,6 +28,7 @@ from attnrx.change.exporting.formats import (
 from attnrx.support.arguments import COUNT, number, one_of, require_fields, whole
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import rows_of
+from attnrx.support.registry import Registry
 from attnrx.support.shapes import Tensor
 from attnrx.support.text_parsing import TextReader
 
@@ -537,7 +538,7 @@ class OpenVINO(Format):
 
 # All formats ----------------------------------------------------------------------------------------------------------
 
-FORMATS: Mapping[str, type[Format]] = {form.name: form for form in (Onnx, Program, AOTInductor, OpenVINO, Int8)}
+FORMATS = Registry[type[Format]]("format", Onnx, Program, AOTInductor, OpenVINO, Int8)
 
 
 class _FormatReader(TextReader):
@@ -553,7 +554,7 @@ def parse_format(text: str) -> Format:
         InvalidInput: The text has another form.
     """
     reader = _FormatReader(text)
-    name, kind = reader.read_name(FORMATS, "format")
+    name, kind = reader.read_name(FORMATS)
     form = reader.build(name, kind, reader.read_knobs(name, kind))
     reader.expect("end", "the end")
     return form

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.modules import copy_module, fixed_weights, joined, tensors_of
 from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
-from attnrx.support.records import fields_of, to_dict
+from attnrx.support.records import to_dict
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import file_sha256, write_json, write_text
 from attnrx.vit.attention import Attention, AttentionCapture, Backend, Portable, using
@@ -324,7 +325,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
             except OSError as error:
                 reason = error.strerror or error
                 raise CheckpointError(f"cannot write {path.name}: {reason}. No file was saved.") from error
-        described = {"images": fields_of(subject.images), **subject.facts}
+        described = {"images": to_dict(subject.images, typed=False), **subject.facts}
         if subject.facts:
             form.describe(written, described)
         # The main file is the last: `_put` moves it after the files that it needs.
@@ -339,7 +340,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
             "format": to_dict(form),
             "files": files,
             **described,
-            "parity": [vars(finding) for finding in findings],
+            "parity": [to_dict(finding, typed=False) for finding in findings],
             "versions": installed_versions(*PACKAGES),
         }
         _put(room, path, facts)
@@ -406,19 +407,55 @@ class _FourAxes(TorchFunctionMode):
 def _free_lengths(model: nn.Module) -> Iterator[None]:
     """Lets `len(images)` in the code of a user's module be the free number of images.
 
-    Python's own `len` returns a number, by which torch.export fixes the batch. So the modules that define a user's
-    classes have a name `len` meanwhile, which hides it there, and returns the first size of a tensor.
+    Python's own `len` returns a plain number, by which torch.export fixes the batch, and no mode of PyTorch can change
+    that. So the parts of the model, which is attnrx's own copy, have their methods once more, as attributes that hide
+    those of the class: the same code, with the names of its module and another `len`. The user's classes and modules
+    stay as they are. Methods that are called by `super()` are the class's own: there `images.shape[0]` is free.
     """
-    names = {type(part).__module__ for part in model.modules()}
-    own = [name for name in names if name.split(".")[0] not in LIBRARIES]
-    spaces = [vars(sys.modules[name]) for name in own if name in sys.modules and "len" not in vars(sys.modules[name])]
+    methods = {kind: _methods_with_free_lengths(kind) for kind in {type(part) for part in model.modules()}}
+    hiding = [
+        (part, name, function)
+        for part in model.modules()
+        for name, function in methods[type(part)].items()
+        if name not in part.__dict__
+    ]
     try:
-        for space in spaces:
-            space["len"] = lambda value: value.shape[0] if isinstance(value, Tensor) else len(value)
+        for part, name, function in hiding:
+            part.__dict__[name] = MethodType(function, part)
         yield
     finally:
-        for space in spaces:
-            del space["len"]
+        for part, name, _ in hiding:
+            part.__dict__.pop(name, None)
+
+
+def _methods_with_free_lengths(kind: type[nn.Module]) -> dict[str, FunctionType]:
+    """Returns copies of the methods of a class that the user wrote, for which `len` is the first size of a tensor."""
+    methods = {name: each for base in reversed(kind.__mro__) for name, each in vars(base).items()}
+    spaces: dict[str, dict[str, Any]] = {}  # by module; a copied function and the functions that it calls share one
+
+    def freed(function: FunctionType) -> FunctionType:
+        module = function.__globals__["__name__"]
+        if module not in spaces:
+            spaces[module] = {**function.__globals__, "len": _free_length}
+            called = {name: each for name, each in spaces[module].items() if is_users(each, module)}
+            spaces[module].update({name: freed(each) for name, each in called.items()})
+        copied = FunctionType(
+            function.__code__, spaces[module], function.__name__, function.__defaults__, function.__closure__
+        )
+        copied.__kwdefaults__ = function.__kwdefaults__
+        return copied
+
+    def is_users(each: object, module: str | None = None) -> bool:
+        if not isinstance(each, FunctionType) or "len" in each.__globals__:
+            return False
+        name = each.__globals__.get("__name__", "")
+        return name.split(".")[0] not in LIBRARIES and module in (None, name)
+
+    return {name: freed(each) for name, each in methods.items() if is_users(each)}
+
+
+def _free_length(value: Any) -> Any:
+    return value.shape[0] if isinstance(value, Tensor) else len(value)
 
 
 @contextmanager

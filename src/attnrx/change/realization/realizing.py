@@ -36,7 +36,7 @@ from attnrx.support.arguments import IMAGES, checked, optional
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
 from attnrx.support.progress import Log, begin, no_log
-from attnrx.support.records import fields_of
+from attnrx.support.records import to_dict
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention import Attention
 from attnrx.vit.attention.forms import row_pairs
@@ -278,7 +278,7 @@ def fits_record(*fits: Fit) -> dict[str, Any]:
     for settings in fits:
         name = _name_of(settings)
         # As JSON gives them back: a prescription equals the one that was saved.
-        record["settings"][name] = fields_of(settings)
+        record["settings"][name] = to_dict(settings, typed=False)
         record[name] = record["settings"][name].pop(KINDS[name][1])
     return record
 

@@ -17,8 +17,9 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import ScoreDecision, TokenPrescription
 from attnrx.support.arguments import COUNT, NATURAL, SHARE, Kind, each, either, instance, one_of, require_fields
 from attnrx.support.errors import InvalidInput, InvalidRule, NotSupported, UnknownName
+from attnrx.support.registry import Registry, text_name
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.support.text_parsing import Registry, TextReader, knobs_of, spelled_knobs, split_named, text_name
+from attnrx.support.text_parsing import TextReader, knobs_of, spelled_knobs, split_named
 from attnrx.vit.maps import HEADS, HIDDEN, LAYER_MAPS, MAPS, TOKENS
 from attnrx.vit.spec import Spectrum
 from attnrx.vit.tokens import TokenPolicy, parse_policy
@@ -409,8 +410,7 @@ def in_metric(rule: Rule, metric: str) -> Rule:
 
 
 # The rules by their names in texts; those of papers and matched controls are registered by the laboratory.
-RULES = Registry[Rule]("rule", EnergyRetention, TotalRank, UniformRank, ByLayer)
-register_rule, known_rules = RULES.register, RULES.known
+RULES = Registry[type[Rule]]("rule", EnergyRetention, TotalRank, UniformRank, ByLayer)
 
 RulesLike = str | Rule | Mapping[str, str | Rule | TokenPolicy | TokenPrescription | None]
 """The rules of several maps: one text, a mapping from maps to rules or their texts, or the rule of qk alone."""
@@ -508,7 +508,7 @@ class _Reader(TextReader):
             rule = self.read_any()
             self.expect(")", "')'")
             return rule
-        name, kind = self.read_name(known_rules(), "rule")
+        name, kind = self.read_name(RULES)
         return self.build(name, kind, self.read_knobs(name, kind, is_short=True))
 
 

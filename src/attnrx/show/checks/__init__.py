@@ -4,33 +4,20 @@ comparison = Comparison(candidate, reference, splits.test, masked=masked, prescr
 findings = [finding for check in standard() for finding in check(comparison)]
 """
 
-from collections.abc import Mapping
-from functools import cache
-from importlib.metadata import entry_points
-
 from attnrx.change.predictions import Predictions
 from attnrx.show.checks.check import Check, Comparison, possible_checks, require_possible
 from attnrx.show.checks.costs import Costs, Latency, Promises
 from attnrx.show.checks.outputs import Accuracy, Calibration, Features, Fidelity, Retrieval
 from attnrx.support.errors import InvalidInput
-from attnrx.support.text_parsing import Registry, TextReader
+from attnrx.support.registry import Registry
+from attnrx.support.text_parsing import TextReader
 
-CHECKS = Registry[Check]("check", Accuracy, Fidelity, Calibration, Costs, Latency, Promises, Features, Retrieval)
-register_check = CHECKS.register
+CHECKS = Registry[type[Check]]("check", Accuracy, Fidelity, Calibration, Costs, Latency, Promises, Features, Retrieval)
 
 __all__ = [
     "CHECKS", "Accuracy", "Calibration", "Check", "Comparison", "Costs", "Features", "Fidelity", "Latency",
-    "Predictions", "Promises", "Retrieval", "all_checks", "parse_checks", "possible_checks", "register_check",
-    "require_possible", "standard_checks",
+    "Predictions", "Promises", "Retrieval", "parse_checks", "possible_checks", "require_possible", "standard_checks",
 ]  # fmt: skip
-
-
-@cache
-def all_checks() -> Mapping[str, type[Check]]:
-    """Returns CHECKS, with those of other packages (entry points of the group `attnrx.checks`), by name."""
-    for entry in entry_points(group="attnrx.checks"):
-        CHECKS.register(entry.load(), entry.name)
-    return CHECKS
 
 
 class _Reader(TextReader):
@@ -47,7 +34,7 @@ def parse_checks(text: str) -> tuple[Check, ...]:
     """
     reader, requested = _Reader(text), dict[str, Check]()
     while not requested or reader.take(","):
-        name, kind = reader.read_name(all_checks(), "check")
+        name, kind = reader.read_name(CHECKS)
         if name.text in requested:
             raise InvalidInput(f"the check {name.text} was given twice in {text!r}; give it once, with all its knobs.")
         requested[name.text] = reader.build(name, kind, reader.read_knobs(name, kind))

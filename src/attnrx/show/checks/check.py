@@ -17,8 +17,8 @@ from attnrx.support.arguments import COUNT, NOT_NEGATIVE, Kind, optional, requir
 from attnrx.support.errors import DataError, InvalidInput, NonFiniteOutputs
 from attnrx.support.estimate import Estimate
 from attnrx.support.records import to_dict
+from attnrx.support.registry import text_name
 from attnrx.support.shapes import Int, Tensor
-from attnrx.support.text_parsing import text_name
 from attnrx.vit.models import FAMILIES, own_model
 from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, output_kind_of
 
@@ -273,7 +273,7 @@ def unmet_needs(comparison: Comparison) -> dict[str, str]:
     """
     images, kind = comparison.data, comparison.kind
     models = (comparison.candidate, comparison.reference)
-    have_layers = all(any(family.matches(model) for family in FAMILIES) for model in models)
+    have_layers = all(any(family.matches(model) for family in FAMILIES.loaded) for model in models)
     returns = f"this model returns {kind.returns}."
     reasons = {
         "labels": None if images.label_problem is None else str(images.label_problem),

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.support.arguments import checked, instance
-from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import has_fixed_weights, is_traced
+from attnrx.support.registry import Registry
 from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
 from attnrx.vit.attention.backends import (
     AttentionCapture,
@@ -40,7 +41,7 @@ from attnrx.vit.kernels.native_attention import JointFeatures
 from attnrx.vit.maps import HEADS
 from attnrx.vit.spec import AttentionSpec, Spectrum
 
-BACKENDS: dict[str, Callable[[], Backend]] = {"auto": Auto, "eager": Eager, "fused": Fused, "native": Native}
+BACKENDS = Registry[type[Backend]]("backend", Auto, Eager, Fused, Native)
 """Factories of the backends by name."""
 MOST_PLANS = 1024
 """Cached plans per layer: one for every size of a batch and its images. A full cache is cleared."""
@@ -336,12 +337,11 @@ def backend_of(name: str) -> Backend:
         UnknownName: No backend has this name.
         NotSupported: Its kernel cannot be built here.
     """
-    if name not in BACKENDS:
-        raise UnknownName("backend", name, BACKENDS)
-    if name == "native":
+    kind = BACKENDS[name]
+    if kind is Native:
         # `Native` would run `Fused` in its place; a backend that is requested by name must not be replaced silently.
         required_library()
-    return BACKENDS[name]()
+    return kind()
 
 
 @checked(backend=instance("the name of a backend, e.g. 'auto', or a Backend", str, Backend))

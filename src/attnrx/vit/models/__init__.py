@@ -20,11 +20,9 @@ from attnrx.vit.models.families import (
     LIBRARIES,
     build_model,
     family_of,
-    known_families,
     known_family,
     model_names,
     own_family,
-    register_family,
 )
 from attnrx.vit.models.family import (
     STATED_OUTPUTS,
@@ -80,7 +78,6 @@ __all__ = [
     "family_of",
     "hidden_units",
     "is_model_file",
-    "known_families",
     "known_family",
     "library_form",
     "load_model",
@@ -97,7 +94,6 @@ __all__ = [
     "recording_calls",
     "recording_tokens",
     "reduction_of",
-    "register_family",
     "replacing_forward",
     "require_all_tokens",
     "require_model_folder",

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnrx.support import arguments as kinds
 from attnrx.support.arguments import described
 from attnrx.support.atomic_writes import Parts, parts_by, replacing_folder, require_absent, restore
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.support.records import JSON_OBJECT, MAX_HEADS, Bounded, Choice, Integer, Optional, Record, Text, validated
+from attnrx.support.records import MAX_HEADS, validated
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import (
     SEAL,
@@ -45,22 +46,24 @@ MOST_NUMBER = 2**20  # of layers, features, classes ...: checked before anything
 # refuses attention of this name with a message that contains it, and its Trainer reads the file all the same.
 FOR_TRANSFORMERS = {"attn_implementation": "none: it is a model of attnrx, opened by attnrx.load(folder)"}
 COUNTED = ("macs", "outer_macs", "unit_macs", "sizes")  # results of counting, of which nothing is built
-TOKENS = Record({"policy": Bounded(MOST_NUMBER), "by": Choice(REALIZATIONS), "heads": Integer(1, MAX_HEADS)})
-RECORD = Record(
+TOKENS = kinds.record(
+    {"policy": kinds.bounded(MOST_NUMBER), "by": kinds.one_of(*REALIZATIONS), "heads": kinds.whole(1, MAX_HEADS)}
+)
+RECORD = kinds.record(
     {
-        "kind": Choice((KIND,)),
-        "schema": Choice((SCHEMA,)),
-        "family": Text(),
-        "model": Bounded(MOST_NUMBER, COUNTED),
-        "tokens": Optional(TOKENS),
-        "weights_sha256": Text(),
-        "notes": JSON_OBJECT,
-        SEAL: Text(),
+        "kind": kinds.one_of(KIND),
+        "schema": kinds.one_of(SCHEMA),
+        "family": kinds.ANY_TEXT,
+        "model": kinds.bounded(MOST_NUMBER, COUNTED),
+        "tokens": kinds.optional(TOKENS),
+        "weights_sha256": kinds.ANY_TEXT,
+        "notes": kinds.JSON_OBJECT,
+        SEAL: kinds.ANY_TEXT,
     },
     more={
-        "torch_dtype": Text(),  # of earlier versions, in place of FOR_TRANSFORMERS
-        **{name: Text() for name in FOR_TRANSFORMERS},
-        "outputs": Optional(Choice(("logits", "multilabel", "regression", "embedding", "map"))),
+        "torch_dtype": kinds.ANY_TEXT,  # of earlier versions, in place of FOR_TRANSFORMERS
+        **dict.fromkeys(FOR_TRANSFORMERS, kinds.ANY_TEXT),
+        "outputs": kinds.optional(kinds.one_of("logits", "multilabel", "regression", "embedding", "map")),
     },
 )
 

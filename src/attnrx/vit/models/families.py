@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
-from attnrx.support.optional import import_plugins
+from attnrx.support.errors import NotSupported, UnknownName
+from attnrx.support.registry import Registry
 from attnrx.vit.models.family import Family, NamedFamily
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.libraries.huggingface_family import HuggingFaceFamily
@@ -22,27 +22,14 @@ LIBRARIES: dict[str, AdoptedFamily] = {
     "torchvision": TorchvisionFamily(),
     "open_clip": OpenClipFamily(),
 }
-# The registered families of models that are built of attnrx's layers.
-OWN: list[NamedFamily] = []
-# `family_of` takes the first that matches; each matches its own class of models only.
-FAMILIES: list[Family] = [*LIBRARIES.values(), ModuleFamily(), WholeFamily(LIBRARIES)]
-
-
-def register_family(family: NamedFamily) -> None:
-    """Makes a family of models that are built of attnrx's layers known, by its names and in saved folders.
-
-    Raises:
-        InvalidInput: Another family has its name.
-    """
-    if any(each.name == family.name for each in FAMILIES):
-        raise InvalidInput(f"the family {family.name} exists already; choose another name.")
-    OWN.append(family)
-    FAMILIES.append(family)
+# By their names in saved folders. `family_of` takes the first that matches; each matches its own class of models only.
+FAMILIES = Registry[Family]("model family", *LIBRARIES.values(), ModuleFamily(), WholeFamily(LIBRARIES))
 
 
 def known_family(model: nn.Module) -> Family | None:
     """Returns the family of a model; None where it belongs to no family, or has not been adopted yet."""
-    return next((family for family in FAMILIES if family.matches(model)), None)
+    # Whose model it is, that has been imported.
+    return next((family for family in FAMILIES.loaded if family.matches(model)), None)
 
 
 def family_of(model: nn.Module) -> Family:
@@ -81,21 +68,17 @@ def require_no_supported_part(model: nn.Module) -> None:
             )
 
 
-def known_families() -> tuple[Family, ...]:
-    """Returns the families of this package and the registered ones, those of other packages among them."""
-    import_plugins()
-    return tuple(FAMILIES)
-
-
 def model_names() -> tuple[str, ...]:
     """Returns the names of all models that are built of attnrx's layers."""
-    import_plugins()
-    return tuple(name for family in OWN for name in family.names())
+    return tuple(name for family in _named_families() for name in family.names())
 
 
 def own_family(name: str) -> NamedFamily | None:
-    import_plugins()
-    return next((family for family in OWN if name in family.names()), None)
+    return next((family for family in _named_families() if name in family.names()), None)
+
+
+def _named_families() -> list[NamedFamily]:
+    return [family for family in FAMILIES.values() if isinstance(family, NamedFamily)]
 
 
 def build_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:

@@ -268,7 +268,7 @@ class Family(ABC):
 
 
 class NamedFamily(Family):
-    """A family of models that are built of attnrx's layers, by names of its own (`register_family`)."""
+    """A family of models that are built of attnrx's layers, by names of its own (`FAMILIES`)."""
 
     takes_weights: ClassVar[bool] = False
     """Whether `load` takes published weights."""

@@ -1,15 +1,7 @@
 """Token pruning and merging: reducers that select, before some layers, which tokens the next layers process."""
 
 from attnrx.vit.tokens.merging import ToMe, Ward
-from attnrx.vit.tokens.policy import (
-    REDUCERS,
-    TokenPolicy,
-    known_reducers,
-    parse_policy,
-    parse_reducer,
-    policy_from_dict,
-    register_reducer,
-)
+from attnrx.vit.tokens.policy import REDUCERS, TokenPolicy, parse_policy, parse_reducer, policy_from_dict
 from attnrx.vit.tokens.reducer import (
     AttentionReceived,
     ClassAttention,
@@ -29,5 +21,5 @@ from attnrx.vit.tokens.reducer import (
 __all__ = [
     "REDUCERS", "AttentionReceived", "ClassAttention", "LayerStatistic", "Reducer", "Reduction", "SampledTokens",
     "Selecting", "Shape", "ToMe", "TokenLayout", "TokenPolicy", "TokenState", "Ward", "counted", "destinations_of",
-    "gathered_rows", "known_reducers", "parse_policy", "parse_reducer", "policy_from_dict", "register_reducer",
+    "gathered_rows", "parse_policy", "parse_reducer", "policy_from_dict",
 ]  # fmt: skip

@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.records import from_dict
-from attnrx.support.text_parsing import Registry, TextReader, share
+from attnrx.support.registry import Registry
+from attnrx.support.text_parsing import TextReader, share
 from attnrx.vit.tokens.merging import ToMe, Ward
 from attnrx.vit.tokens.reducer import AttentionReceived, ClassAttention, Reducer, TokenLayout
 
@@ -157,20 +158,8 @@ def _powers(ratio: float, count: int) -> tuple[float, ...]:
     return tuple(ratio**stage for stage in range(1, count + 1))
 
 
-REDUCERS = Registry[Reducer]("token reducer", ClassAttention, AttentionReceived, ToMe, Ward)
-known_reducers = REDUCERS.known
-
-
-def register_reducer(name: str, kind: type[Reducer]) -> None:
-    """Makes a reducer of your own known under a name, in texts of policies and in saved models.
-
-    A model that was saved with it can be loaded after the same call only.
-
-    Raises:
-        InvalidInput: Another reducer has this name.
-    """
-    REDUCERS.register(kind, name)
-    kind.name = name
+# A model that was saved with a reducer of your own can be loaded only after `REDUCERS.register(Mine)`.
+REDUCERS = Registry[type[Reducer]]("token reducer", ClassAttention, AttentionReceived, ToMe, Ward)
 
 
 class PolicyReader(TextReader):
@@ -204,7 +193,7 @@ class PolicyReader(TextReader):
         return TokenPolicy(reducer, tuple(layers), tuple(ratios))
 
     def read_reducer(self) -> Reducer:
-        name, kind = self.read_name(REDUCERS.known(), "token reducer")
+        name, kind = self.read_name(REDUCERS)
         return self.build(name, kind, self.read_knobs(name, kind))
 
     read_nested = read_reducer
@@ -247,4 +236,4 @@ def parse_reducer(text: str) -> Reducer:
 
 def policy_from_dict(record: Mapping[str, Any]) -> TokenPolicy:
     """Builds a policy from the record in a model or a prescription."""
-    return from_dict(record, (TokenPolicy, *REDUCERS.known().values()))
+    return from_dict(record, (TokenPolicy, *REDUCERS.values()))

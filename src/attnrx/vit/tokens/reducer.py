@@ -11,8 +11,9 @@ from torch import nn
 
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import is_traced, kept
+from attnrx.support.registry import text_name
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.support.text_parsing import spelled_knobs, text_name
+from attnrx.support.text_parsing import spelled_knobs
 from attnrx.vit.kernels.native_attention import Merged
 
 PerPatch = Float[Tensor, "batch patches"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from attnrx.support.storage import read_tensors, require_finite_tensors
 from attnrx.vit.models.boundary.working_copy import is_working, library_form, require_alike, working_copy
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
 from attnrx.vit.models.families import (
+    FAMILIES,
     LIBRARIES,
     build_model,
     family_of,
-    known_families,
     known_family,
     model_names,
     own_family,
@@ -158,7 +159,7 @@ def _meant(name: str) -> str:
 
 def _load_folder(folder: Path | str, factory: Factory | None, weights: Path | str | None = None) -> nn.Module:
     # The shared instance has no factory, and must not get one: it would be used for every model loaded later.
-    others = (family for family in known_families() if not isinstance(family, ModuleFamily | WholeFamily))
+    others = (family for family in FAMILIES.values() if not isinstance(family, ModuleFamily | WholeFamily))
     model = load_weights(folder, (*others, ModuleFamily(factory), WholeFamily(LIBRARIES, factory)))
     return model if weights is None else _with_weights(model, Path(weights))
 
@@ -199,11 +200,10 @@ def _adopt_if_foreign(model: nn.Module, factory: Factory | None, inputs: Any = N
         )
     if inputs is None:
         return _adopt(model, factory)
-    vars(model)[ATTRIBUTE] = ModuleInputs.of(inputs)  # copies keep it
-    try:
-        return _adopt(model, factory)
-    finally:
-        del vars(model)[ATTRIBUTE]
+    # On a shallow copy, whose copies keep it: the model stays as it is.
+    marked = copy(model)
+    vars(marked)[ATTRIBUTE] = ModuleInputs.of(inputs)
+    return _adopt(marked, factory)
 
 
 def _adopt(

@@ -13,7 +13,8 @@ from torch import nn
 from attnrx.support.hardware import restored_random_states
 from attnrx.support.modules import copy_module
 from attnrx.vit.models.boundary.working_copy import library_form, require_alike, working_copy
-from attnrx.vit.models.families import OWN
+from attnrx.vit.models.families import known_family
+from attnrx.vit.models.family import NamedFamily
 from attnrx.vit.models.parts.record import record_of
 from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.models.working.adoption_proof import require_plain_code, require_unchanged
@@ -45,7 +46,7 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
                 if record_of(model) is not None:
                     require_alike(model, copies[id(model)], CHANGED)
             for model in copies.values():
-                if isinstance(model, Adopted) or any(family.matches(model) for family in OWN):
+                if isinstance(model, Adopted) or isinstance(known_family(model), NamedFamily):
                     require_plain_code(model)
                     require_unchanged(model, model, model.origin.input_shape)  # type: ignore[union-attr, arg-type]
             given = [copies.get(id(value), value) for value in args]

@@ -55,7 +55,7 @@ def working_copy(model: nn.Module) -> nn.Module:
     record = record_of(model)
     if record is None or is_working(model):
         return model
-    family: Any = next(family for family in FAMILIES if family.reads(record))
+    family: Any = next(family for family in FAMILIES.loaded if family.reads(record))
     reduction = reduction_of(model)
     working = family.working(model if reduction is None else detach_tokens_(aliased(model)), record)
     if record.outputs is not None:
@@ -278,7 +278,7 @@ def _answer_alike(module: nn.Module, adapter: Adapter) -> bool:
 
 def _is_idle(attention: Attention) -> bool:
     """Whether nothing needs what an attention computes inside."""
-    return type(attention.backend) in BACKENDS.values() and not attention._forward_hooks
+    return type(attention.backend) in BACKENDS.loaded and not attention._forward_hooks
 
 
 def _are_equal(first: nn.Module, second: nn.Module) -> bool:

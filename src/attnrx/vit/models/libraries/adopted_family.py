@@ -13,7 +13,7 @@ from torch import nn
 
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName
 from attnrx.support.modules import copy_module, random_images
-from attnrx.support.records import fields_of, from_dict, of_fields, to_dict
+from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.attention import Attention
@@ -612,7 +612,7 @@ class AdoptedFamily(Family):
         """Returns how the model was created, the spec of every layer's attention, and the ranks of its MLP."""
         origin = self._adopted(model).origin
         return {
-            **{name: value for name, value in fields_of(origin).items() if name != "replaced" or value},
+            **{name: value for name, value in to_dict(origin, typed=False).items() if name != "replaced" or value},
             "attention": [to_dict(attention.spec) for attention in self.attention(model)],
             "mlp_ranks": [[rank_of(linear) for linear in pair] for pair in self.mlp(model)],
             "hidden_units": list(hidden_units(self.mlp(model))),
@@ -634,9 +634,8 @@ class AdoptedFamily(Family):
 
     def described_origin(self, description: Mapping[str, Any]) -> Origin:
         """Returns the origin of a described model."""
-        return of_fields(
-            Origin, {field.name: description[field.name] for field in fields(Origin) if field.name in description}
-        )
+        stated = {field.name: description[field.name] for field in fields(Origin) if field.name in description}
+        return from_dict(stated, Origin)
 
     def shaped(self, created: nn.Module, description: Mapping[str, Any]) -> Adopted:
         """Inserts attention and MLPs of the described ranks into the library's model, which is changed.

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import BaseTorchFunctionMode
 
 from attnrx.support.arguments import (
     COUNT,
@@ -532,13 +533,9 @@ def _observed(
         return None
     images = random_images(model, origin.input_shape, 3)
     named = {part: path for path, part in model.named_modules()}
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it calls no parts
-    try:
-        with recording_calls(named, lambda call: call) as found:
-            model(images)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
+    # Under a mode of this thread PyTorch's transformers do not take their fast path, which calls no parts.
+    with BaseTorchFunctionMode(), recording_calls(named, lambda call: call) as found:
+        model(images)
     # As the calls end.
     paths = [named[call.module] for call in found]
     calls = dict(zip(paths, found, strict=True))

@@ -13,7 +13,7 @@ from torch import nn
 from attnrx.support.arguments import described, described_error, user_code
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module, outermost, random_images, tensors_of
-from attnrx.support.records import fields_of, of_fields
+from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Bool, Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.costs import ModelCosts, PartCosts
@@ -402,7 +402,7 @@ class WholeFamily(Family):
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         whole, trunk, family = self._of(model)
-        return {**family.describe(trunk), "around": fields_of(whole.around)}
+        return {**family.describe(trunk), "around": to_dict(whole.around, typed=False)}
 
     def build(self, description: Mapping[str, Any]) -> Whole:
         """Creates the user's module, and inserts attention and MLPs of the described ranks.
@@ -412,7 +412,7 @@ class WholeFamily(Family):
             UserCodeError: The factory raised an exception.
             InvalidInput: What was created has another Vision Transformer.
         """
-        around = of_fields(Surroundings, description["around"])
+        around = from_dict(description["around"], Surroundings)
         family = self.families[around.family]
         if self.factory is None and around.creation is not None:
             create: Factory | None = partial(self._by_library, around.creation)

@@ -1,0 +1,84 @@
+"""Registries: things by the names that texts, files and users give them, those of other packages among them.
+
+RULES = Registry[type[Rule]]("rule", TotalRank, UniformRank)
+RULES["total_rank"]   # of an unknown name UnknownName, with the names that are near
+
+@RULES.register       # in another package, whose module an entry point names
+class Mine(Rule): ...
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.optional import import_plugins
+
+Thing = TypeVar("Thing")
+Registered = TypeVar("Registered")
+
+
+def text_name(thing: Any) -> str:
+    """Returns the name of a thing: its own `name`, else that of the class, `total_rank` of `TotalRank`."""
+    if not isinstance(thing, type):
+        return str(thing.name)
+    own = vars(thing).get("name")  # a subclass has a name of its own
+    return own if isinstance(own, str) else re.sub(r"(?<=[a-z])(?=[A-Z])", "_", thing.__name__).lower()
+
+
+class Registry(Mapping[str, Thing]):
+    """The things of a `noun` by name.
+
+    Other packages register theirs in modules that entry points of the `group` name. These are imported for a name that
+    is not known yet, and where all names are listed.
+    """
+
+    def __init__(
+        self, noun: str, *things: Thing, named: Mapping[str, Thing] | None = None, group: str = "attnrx.parts"
+    ):
+        self.noun, self.group = noun, group
+        self._things: dict[str, Thing] = {**{text_name(thing): thing for thing in things}, **(named or {})}
+
+    def register(self, thing: Registered, name: str = "") -> Registered:
+        """Adds a thing by its name, by default its own (`text_name`), and returns it, as a decorator does.
+
+        Raises:
+            InvalidInput: Another thing has this name.
+        """
+        name, things = name or text_name(thing), cast("dict[str, Any]", self._things)
+        # By its path: a cell of a notebook that runs again defines its class again.
+        if repr(things.get(name, thing)) != repr(thing):
+            raise InvalidInput(f"the {self.noun} {name} exists already; choose another name.")
+        things[name] = thing
+        return thing
+
+    @property
+    def loaded(self) -> tuple[Thing, ...]:
+        """What is registered by now, without the import of other packages."""
+        return tuple(self._things.values())
+
+    def __getitem__(self, name: str) -> Thing:
+        """Returns the thing of a name.
+
+        Raises:
+            UnknownName: There is none.
+        """
+        if name not in self:
+            raise UnknownName(self.noun, name, self)
+        return self._things[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._things[name] if name in self else default
+
+    def __contains__(self, name: object) -> bool:
+        if name not in self._things:
+            import_plugins(self.group)
+        return name in self._things
+
+    def __iter__(self) -> Iterator[str]:
+        import_plugins(self.group)
+        return iter(self._things)
+
+    def __len__(self) -> int:
+        import_plugins(self.group)
+        return len(self._things)
