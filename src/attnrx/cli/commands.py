@@ -570,7 +570,7 @@ def _costs(arguments: Namespace, log: Log) -> Outcome:
     """Computes the costs in closed form; a model given by name is built without weights."""
     # An invalid policy raises before the model is built, which may be slow.
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
-    if options.is_fresh(arguments.model):
+    if options.is_fresh(arguments.model) and not arguments.trust:
         import torch
 
         with torch.device("meta"):  # shapes without memory, weights and downloads

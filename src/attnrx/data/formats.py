@@ -17,6 +17,7 @@ from attnrx.data.images import IMAGE_KEYS, LABEL_KEYS, StoredImages, round_robin
 from attnrx.data.splits import SPLITS
 from attnrx.support.arguments import described_error, require_fields
 from attnrx.support.errors import DataError, nearest
+from attnrx.support.foreign_files import open_hub_data
 from attnrx.support.hardware import cache_folder
 from attnrx.support.optional import required_module
 from attnrx.support.records import require_regular
@@ -166,9 +167,9 @@ def open_hub(
         DataError: The dataset cannot be loaded, has no split to use, or its columns or labels do not fit.
         NotSupported: `datasets` is not installed.
     """
-    datasets = required_module("datasets", "data", "hub datasets")
+    required_module("datasets", "data", "hub datasets")
     try:
-        loaded = datasets.load_dataset(hub_id, data_dir=folder, revision=revision)
+        loaded = open_hub_data(hub_id, folder, revision)
         splits = {str(name): split for name, split in loaded.items() if name not in ignored}
     except Exception as error:  # of five libraries: network, gating, cache, disk, parsing
         raise DataError(

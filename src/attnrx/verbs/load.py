@@ -89,7 +89,8 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         weights: Weights in a local file (safetensors, or PyTorch's for timm and LV-ViT); of a folder those after
             further training, as a file or a folder that the Trainer of transformers wrote.
         pretrained: Whether timm and torchvision load their published weights.
-        trust: Open a .pt2 file (formats program and aotinductor), which can run any code of its author.
+        trust: Run code of the model's author: of a .pt2 file (formats program and aotinductor), or of a repository
+            of transformers whose config.json or preprocessor_config.json names code (auto_map).
         macs: The share of the original's MACs, for an elastic model.
         params: The share of its parameters.
         faster: The speed-up over it.
@@ -135,7 +136,9 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         elastic, size = found
         model = elastic.model_of(size, factory=factory)
     else:
-        model = load_model(source, seed, weights, pretrained, reader=reader, factory=factory, inputs=inputs)
+        model = load_model(
+            source, seed, weights, pretrained, trust=trust, reader=reader, factory=factory, inputs=inputs
+        )
     if image_size is not None:
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
         model = accepting(model, (family_of(model).input_shape(model)[0], height, width))

@@ -16,6 +16,7 @@ from attnrx.change.exporting.runtime_formats import FORMATS
 from attnrx.support import records as fields
 from attnrx.support.atomic_writes import require_absent, require_replaceable
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
+from attnrx.support.foreign_files import untrusted
 from attnrx.support.modules import joined
 from attnrx.support.records import Invalid, below, from_dict, of_fields
 from attnrx.support.shapes import Float, Tensor
@@ -217,10 +218,7 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
         )
     # The hashes prove nothing here: whoever writes the file writes them too.
     if form.runs_code and not trust:
-        raise InvalidInput(
-            f"{path} is {form.name}: such a file can run any code of its author, with your rights, once it is opened. "
-            "If you trust its origin, pass trust=True (--trust on the command line); onnx and openvino need no trust."
-        )
+        raise untrusted(f"{path} is {form.name}: such a file", "; onnx and openvino need no trust")
     return Exported(path, form, of_fields(Images, facts["images"]), facts).eval()
 
 

@@ -14,6 +14,7 @@ import torch
 
 from attnrx.support import pictures
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
+from attnrx.support.foreign_files import open_package, open_program
 from attnrx.support.optional import required_module
 from attnrx.support.shapes import Float, Tensor
 
@@ -214,7 +215,7 @@ class Program(Format):
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Loads the program; it uses torch's threads."""
         # Without guards: `Exported` validates shapes.
-        return _returning_all(torch.export.load(path).module(check_guards=False))
+        return _returning_all(open_program(path).module(check_guards=False))
 
 
 @dataclass(frozen=True)
@@ -235,9 +236,7 @@ class AOTInductor(Program):
 
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Loads the package; it uses torch's threads."""
-        from torch._inductor import aoti_load_package
-
-        return _returning_all(aoti_load_package(str(path)))
+        return _returning_all(open_package(path))
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ def load_model(
     weights: str | Path | None = None,
     pretrained: bool | None = None,
     *,
+    trust: bool = False,
     reader: Reader | None = None,
     factory: Factory | str | None = None,
     inputs: Any = None,
@@ -81,12 +82,12 @@ def load_model(
     if library == "hub":
         return _load_folder(download(name), factory)
     if library == "hf":
-        return HuggingFaceFamily().load(name)
+        return HuggingFaceFamily().load(name, trust)
     # A colon may also be part of a path, e.g. C:\models: a folder that exists has precedence over a name.
     if isinstance(source, str) and ":" in source and not Path(source).exists():
         return build_model(source, seed).eval()
     if is_transformers_folder(source):
-        return HuggingFaceFamily().load(source)
+        return HuggingFaceFamily().load(source, trust)
     if isinstance(source, str) and not Path(source).exists():
         raise CheckpointError(f"{source!r:.200} is not a folder{_meant(source)}")
     return _load_folder(source, factory, weights)
