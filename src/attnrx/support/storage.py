@@ -216,10 +216,10 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, SEAL: _seal(record)}
 
 
-def check_seal(record: Mapping[str, Any], path: Path | str) -> None:
-    """Raises CheckpointError if a record that `sealed` returned was changed afterwards."""
+def check_seal(record: Mapping[str, Any], path: Path | str, advice: str = "Save the model again.") -> None:
+    """Raises CheckpointError, with the advice, if a record that `sealed` returned was changed afterwards."""
     if record.get(SEAL) != _seal(record):
-        raise CheckpointError(f"{path} was changed after it was written (its own hash differs). Save the model again.")
+        raise CheckpointError(f"{path} was changed after it was written (its own hash differs). {advice}")
 
 
 def _seal(record: Mapping[str, Any]) -> str:

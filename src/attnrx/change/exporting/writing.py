@@ -447,8 +447,13 @@ def _portable(model: nn.Module, example: Tensor) -> Iterator[None]:
 
 
 def _simplified(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Removes operations that change nothing, those without users, and weights that no operation reads."""
+    """Removes operations that change nothing, those without users, and weights that no operation reads; and the lines
+    of code that made the operations, which name the folders of this machine in every file.
+    """
     graph, aten = program.graph, torch.ops.aten
+    for part in program.graph_module.modules():  # branches of a condition are graphs too
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)
     for node in graph.nodes:
         if node.target is aten.dropout.default or (node.target is aten.slice.Tensor and _takes_all(*node.args[1:])):
             node.replace_all_uses_with(node.args[0])
