@@ -169,9 +169,7 @@ def test_a_difference_that_is_not_candidate_minus_reference_is_refused(measured:
     record = read_json(measured)
     record["findings"][2]["details"] |= {"lost": None, "gained": None}
     record["findings"][2] |= {"value": -0.9}
-    with pytest.raises(
-        CheckpointError, match=r"findings\[2\]\.value is -0\.9, and candidate minus reference is -0\.557"
-    ):
+    with pytest.raises(CheckpointError, match=r"\[2\]\.value is -0\.9, and candidate minus reference is -0\.557"):
         Evidence.load(write_json(tmp_path / "evidence.json", sealed(record)))
 
 

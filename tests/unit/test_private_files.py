@@ -90,9 +90,9 @@ def test_written_folders_name_no_folder(place: Path, tmp_path: Path) -> None:
         path.name for path in (place / "shrunk").iterdir()
     }
     rx.elastic(original, data, place / "elastic", macs=(0.8,), effort="quick")
-    rx.plan(original, data, "macs=0.8x").save(place / "plan")
     diagnosis = rx.diagnose(original, data)
     diagnosis.save(place / "diagnosis.json")
+    rx.plan(original, diagnosis, "macs=0.8x", data[:32], data[32:]).save(place / "plan")
     rx.prescribe(diagnosis, "qk=total_rank:0.5 vo=total_rank:0.5").save(place / "prescription.json")
     tiny_runs.run(place / "run")
     require_private(place, tmp_path)

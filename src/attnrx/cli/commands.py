@@ -538,9 +538,9 @@ def _report(arguments: Namespace, log: Log) -> Outcome:
     # Evidence of another model would be wrong without any sign of it.
     if evidence is not None and candidate is not None:
         evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
-    about = {} if name is None else {"candidate": name}
+    about = {} if name is None else {"candidate": _public(name)}
     content = rx.reports.ReportContent(
-        title=arguments.title or f"attnrx: {name or arguments.out}",
+        title=arguments.title or f"attnrx: {_public(name or arguments.out)}",
         # Fields of the evidence have precedence, because they are about its numbers.
         about=about if evidence is None else {**about, **evidence.about},
         prescription=_part(rx.Prescription, arguments.prescription, folder, "prescription.json"),
@@ -550,6 +550,11 @@ def _report(arguments: Namespace, log: Log) -> Outcome:
     path = rx.write_report(arguments.out, content)
     outcome = None if evidence is None else evidence.outcome
     return Outcome({"report": str(path), "bytes": path.stat().st_size, "outcome": outcome}, (f"report: {path}",))
+
+
+def _public(path: str) -> str:
+    """Returns a path for a page that others read: of an absolute one the name, without folders of this machine."""
+    return Path(path).name if Path(path).is_absolute() else path
 
 
 def _part(kind: Any, given: str | None, folder: Path | None = None, name: str = "") -> Any:

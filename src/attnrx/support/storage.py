@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
 
-from attnrx.support.atomic_writes import write_atomically
+from attnrx.support.atomic_writes import require_replaceable, write_atomically
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.records import DEEPEST_JSON, Field, Part, nesting, require_regular, validated
 from attnrx.support.shapes import Tensor
@@ -125,6 +125,7 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
         CheckpointError: A file cannot be written.
     """
     path, kind = Path(path), f"{record['kind']} tensors"
+    require_replaceable(path)
     versions = path.parent.glob(f"{glob.escape(path.name)}.tensors-*.safetensors")
     # Only tensors of this kind are replaced or deleted; other files of a matching name belong to the user.
     earlier = [each for each in versions if file_kind(each) == kind]

@@ -26,6 +26,7 @@ from attnrx.support.arguments import (
     one_of,
     optional,
 )
+from attnrx.support.atomic_writes import real_path
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.optional import require_installed
 from attnrx.vit.models import Reader, accepting, family_of, load_model, state_outputs_
@@ -203,7 +204,7 @@ def preflight(
     for form in formats:
         require_installed(form.extra, f"the format {form.name}", *form.libraries)
     if folder is not None:
-        folder = Path(folder)
+        folder = real_path(folder)
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not existing.is_dir():
             raise CheckpointError(f"{folder} cannot be written: {existing} is not a folder; choose another one.")

@@ -323,7 +323,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
                 form.write(program, written, batches)
             except OSError as error:
                 reason = error.strerror or error
-                raise CheckpointError(f"cannot write {path.name}: {reason}. No file was saved.") from error
+                raise CheckpointError(f"cannot write {path.name}: {reason}. It was not written.") from error
         described = {"images": fields_of(subject.images), **subject.facts}
         if subject.facts:
             form.describe(written, described)
@@ -493,7 +493,7 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
         tensors = (tensors_of(model(batch)).values() for batch in batches)
         return joined([[tensor.double().reshape(len(tensor), -1).cpu() for tensor in each] for each in tensors])
 
-    with raising(f"the file written as {form.name} does not run", "No file was saved."), torch.no_grad():
+    with raising(f"the file written as {form.name} does not run", f"{path.name} was not written."), torch.no_grad():
         expected, actual = outputs_of(subject.model), outputs_of(exported)
     # NaN of the file is the largest difference, and amax would not find it. [outputs, images]
     differences = torch.stack(
@@ -524,7 +524,7 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
         kept = "" if agreement is None else f", and {agreement:.0f} % of {images} images keep their {what}"
         raise NotSupported(
             f"the file written as {form.name} does not match the model: a {noun} differs by {largest:.3g}, "
-            f"{share:.3g} of the largest where {limit:g} is allowed{kept}. No file was saved."
+            f"{share:.3g} of the largest where {limit:g} is allowed{kept}. {path.name} was not written."
         )
     if agreement is None:
         return (parity,)

@@ -193,5 +193,6 @@ def _adopt(
                 raise
             errors.append(error)
     if shown and len(errors) > 1:
-        raise errors[-1] from errors[-2]
+        # The last says what may be loaded instead, the one before what is missing in this model.
+        raise NotSupported(f"{errors[-1]} Tried on it: {errors[-2]}") from errors[-2]
     raise errors[0]
