@@ -160,7 +160,7 @@ class QuittingData:
 def test_code_of_the_user_does_not_end_the_process() -> None:
     with pytest.raises(UserCodeError, match=r"Quits ended the process \(SystemExit: 0\)"):
         rx.load(Quits())
-    with pytest.raises(DataError, match="item 0 of data .* raised SystemExit"):
+    with pytest.raises(DataError, match=r"item 0 of data .* raised SystemExit"):
         rx.diagnose(model(), QuittingData())
 
 

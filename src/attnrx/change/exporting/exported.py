@@ -137,8 +137,8 @@ class Exported(nn.Module):
         if threads not in self._runs:
             if not DEVICE.accepts(self.images.device):
                 raise NotSupported(
-                    f"{self.path} was exported for {self.images.device}, and torch finds no such device here; export it "
-                    "again on the CPU."
+                    f"{self.path} was exported for {self.images.device}, and torch finds no such device here; export "
+                    "it again on the CPU."
                 )
             problem = f"{self.path} cannot be opened as {self.form.name}"
             with raising(problem, "Export it again on this machine.", CheckpointError):

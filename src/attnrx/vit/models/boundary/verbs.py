@@ -24,8 +24,8 @@ Result = TypeVar("Result")
 
 def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Makes a function on models a verb: it checks the code that was added to them, runs in the ordinary modes of
-    autograd and on the CPU by default, whatever the caller's modes and default device are, and leaves the state of models
-    and random generators as it was.
+    autograd whatever the caller's are, makes tensors on the CPU by default, and leaves the state of models and random
+    generators as it was.
 
     Raises:
         NotSupported: Hooks, a replaced `forward` or reparametrized weights change a model.
