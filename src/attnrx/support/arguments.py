@@ -61,7 +61,8 @@ class Kind:
 
 def checked(**stated: Kind) -> Callable[[Function], Function]:
     """Returns a decorator that validates the arguments of a function, also those of a **keyword parameter: by the kinds
-    that are stated, and elsewhere by their names (NAMED) or annotations.
+    that are stated, and elsewhere by their names (NAMED) or annotations. An argument that the function does not take
+    raises TypeError, as in Python, with the nearest one.
     """
 
     def decorate(function: Function) -> Function:

@@ -117,6 +117,7 @@ class Exported(nn.Module):
 
         Raises:
             InvalidInput: The images have another shape or precision than the file takes.
+            NotSupported: The file was exported for a device that is not here.
         """
         if images.shape[1:] != self.images.shape or images.dtype != self.images.dtype or not len(images):
             raise InvalidInput(

@@ -168,7 +168,9 @@ def last_linear(model: nn.Module, path: str) -> tuple[str, ...]:
 
 @contextmanager
 def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
-    """Raises NotSupported, with the error as its cause, where the parts of a model are not those of its class."""
+    """Raises NotSupported, with the error as its cause, where the parts of a model are not those of its class, and
+    UserCodeError where its code ends the process.
+    """
     try:
         yield
     except AttnrxError:
