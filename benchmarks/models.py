@@ -37,7 +37,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 AXES = ("qk", "vo", "hidden", "tokens")
 # The tasks of transformers whose classes are listed beside those with a reader, and further classes.
 TASKS = ("IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "DEPTH_ESTIMATION", "IMAGE_TO_IMAGE")
-OTHER_CLASSES = ("SamVisionModel", "Sam2VisionModel", "ViTMAEForPreTraining", "DonutSwinModel", "Swin2SRModel")
+OTHER_CLASSES = ("SamVisionModel", "Sam2VisionModel", "DonutSwinModel", "Swin2SRModel")
 INTRODUCTION = """# Supported models
 
 `python benchmarks/models.py` writes this page: it creates every architecture without weights and reads it.

@@ -81,3 +81,17 @@ def test_importing_the_package_imports_no_optional_library() -> None:
     code = f"import sys, attnrx; print(sorted(set(sys.modules) & set({optional!r})))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+# Calls that can run code of a file's author, unless their arguments prevent it.
+OPENERS = {"from_pretrained", "from_config", "load_dataset", "aoti_load_package", "torch.load", "torch.export.load"}
+
+
+def test_one_module_opens_what_others_made() -> None:
+    found = set()
+    for module, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if name in OPENERS or name.rpartition(".")[2] in OPENERS:
+                found.add(module)
+    assert found == {"attnrx.support.foreign_files"}

@@ -32,6 +32,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Config = TypeVar("Config", bound="TransformerConfig")
 
 MOST_PATCHES = 65_536  # 4,096 x 4,096 pixels in patches of 16
+MOST_HIDDEN = 2**20  # units of an MLP; ViT-22B has 24,576
 
 
 def full_spec(form: str, width: int, heads: int) -> AttentionSpec:
@@ -106,6 +107,10 @@ class TransformerConfig(ABC):
                 raise InvalidInput(f"{name} is {getattr(self, name)}; it must be 1 or more.")
         if not 0 < self.mlp_ratio < math.inf or not all(0 < value < math.inf for value in self.std):
             raise InvalidInput(f"mlp_ratio {self.mlp_ratio} and std {self.std} must be positive and finite.")
+        if self.width * self.mlp_ratio > MOST_HIDDEN:
+            raise InvalidInput(
+                f"mlp_ratio {self.mlp_ratio:g} of width {self.width}: an MLP has at most {MOST_HIDDEN:,} hidden units."
+            )
         if self.patches > MOST_PATCHES:
             raise InvalidInput(
                 f"image_size {self.image_size} with patch_size {self.patch_size} gives {self.patches:,} patches; at "

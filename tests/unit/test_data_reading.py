@@ -158,7 +158,8 @@ def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(datasets, "load_dataset", from_hub)
     splits = load_data("cifar100")
-    assert requested == [("uoft-cs/cifar100", {"data_dir": None, "revision": None})]
+    options = {"data_dir": None, "revision": None, "trust_remote_code": False}
+    assert requested == [("uoft-cs/cifar100", options)]
     assert (splits.class_names, sizes(splits), splits.image_size) == (CLASSES, (27, 3, 30), 32)
     assert any("'unlabelled' is neither" in note for note in splits.notes)
     other = load_data("hf:owner/pets", columns=Columns("img", "fine_label"))

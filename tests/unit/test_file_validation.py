@@ -3,16 +3,23 @@
 import os
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
+from attnrx.change.predictions import Predictions
 from attnrx.decide.rules import parse_rule, prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.nouns.prescription import Prescription
+from attnrx.show.checks import Accuracy
+from attnrx.show.checks.check import Comparison
 from attnrx.support.errors import CheckpointError
-from attnrx.support.storage import read_json, read_tensors, write_json
+from attnrx.support.storage import SEAL, read_json, read_tensors, sealed, write_json
+from attnrx.vit.outputs import Logits
+from support.command_line import call
 from support.diagnoses import diagnosis
 from support.edits import ABSENT, write_edited
 
@@ -101,6 +108,75 @@ def test_an_edited_diagnosis_is_refused_by_field(
 def test_edited_evidence_is_refused_by_field(files: Path, tmp_path: Path, field: str, value: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(message)):
         Evidence.load(write_edited(tmp_path / "evidence.json", files / "evidence.json", field, value))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Evidence of two models of which 36 and 34 of 359 images are right."""
+    before, after = torch.zeros(359, dtype=torch.bool), torch.zeros(359, dtype=torch.bool)
+    before[:36], after[2:36] = True, True
+    outputs = {role: torch.nn.functional.one_hot((~right).long(), 2).double() for role, right in
+               (("reference", before), ("candidate", after))}  # fmt: skip
+    predictions = Predictions(outputs, torch.zeros(359, dtype=torch.long), Logits())
+    compared = SimpleNamespace(predictions=predictions, seed=0)
+    about = {"images": 359, "candidate": "00ff", "reference": "11ee"}
+    evidence = Evidence(Accuracy()(cast(Comparison, compared)), about)
+    return evidence.save(tmp_path_factory.mktemp("measured") / "evidence.json")
+
+
+NUMBERS = [
+    ("findings[0].value", 99.9, "findings[0].value is 99.9, outside of its interval [7.33"),
+    ("findings[1].value", 12.0, "findings[1].value is 12, and 34 of 359 images are 9.47"),
+    ("findings[0].details.correct", 360, "findings[0].details.correct is 360 of 359 images"),
+    ("findings[0].n", 360, "findings[0].n is 360, and about.images is 359"),
+    ("findings[0].n", 200, "36 of 200 images are 18 %"),
+    ("findings[0].low", None, "findings[0].low is missing"),
+    ("findings[2].value", -0.2, "findings[2].value is -0.2, and 0 gained and 2 lost of 359 images"),
+    ("findings[2].details.gained", 2, "2 gained and 2 lost of 359 images are 0"),
+    ("findings[2].outcome", "fails", "findings[2].outcome is 'fails', and the limit -1"),
+    ("findings[2].limit", -9.0, "give 'holds'"),
+    ("about.candidate", "22dd", "was changed after it was written (its own hash differs). Verify again."),
+    ("findings[0].claim", "top-5 accuracy", "its own hash differs"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), NUMBERS)
+def test_numbers_that_contradict_each_other_are_refused_by_field(
+    field: str, value: Any, message: str, measured: Path, tmp_path: Path
+) -> None:
+    assert Evidence.load(measured).of("accuracy")[0].details["correct"] == 36
+    with pytest.raises(CheckpointError, match=rf"evidence\.json.*{re.escape(message)}"):
+        Evidence.load(write_edited(tmp_path / "evidence.json", measured, field, value))
+
+
+@pytest.mark.parametrize(("field", "value", "message"), NUMBERS)
+def test_files_without_a_hash_are_read_if_their_numbers_fit(
+    field: str, value: Any, message: str, measured: Path, tmp_path: Path
+) -> None:
+    """As earlier versions wrote them."""
+    record = {name: part for name, part in read_json(measured).items() if name != SEAL}
+    earlier = write_json(tmp_path / "earlier.json", record)
+    assert Evidence.load(earlier) == Evidence.load(measured)
+    changed = write_edited(tmp_path / "evidence.json", earlier, field, value)
+    if "hash" in message:
+        assert Evidence.load(changed)
+        return
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Evidence.load(changed)
+
+
+def test_a_difference_that_is_not_candidate_minus_reference_is_refused(measured: Path, tmp_path: Path) -> None:
+    record = read_json(measured)
+    record["findings"][2]["details"] |= {"lost": None, "gained": None}
+    record["findings"][2] |= {"value": -0.9}
+    with pytest.raises(CheckpointError, match=r"\[2\]\.value is -0\.9, and candidate minus reference is -0\.557"):
+        Evidence.load(write_json(tmp_path / "evidence.json", sealed(record)))
+
+
+def test_a_report_refuses_edited_evidence(measured: Path, tmp_path: Path) -> None:
+    path = write_edited(tmp_path / "evidence.json", measured, "findings[0].value", 99.9)
+    done = call("report", "--evidence", path, "--out", tmp_path / "report.html")
+    assert done.code == 2 and "findings[0].value is 99.9" in done.err and not (tmp_path / "report.html").exists()
 
 
 DEEP = ("[" * 100_000, "[" * 5000 + "]" * 5000, '{"a":' * 300 + "1" + "}" * 300)

@@ -16,7 +16,9 @@ def folder_with(folder: Path, about: dict, timing_changes: dict) -> Path:
     timing = replace(report_content.latency(), **timing_changes)
     record = asdict(timing) | {"image_shape": list(timing.image_shape)}
     speed = Finding("latency", "speed", 1.06, "x", details={"quantity": "speed", **record})
-    evidence = Evidence((*report_content.evidence().findings, speed), about)
+    # Without the claim that is shown to fail although its interval leaves it undecided, which no file may state.
+    consistent = [finding for finding in report_content.evidence().findings if finding.outcome != "fails"]
+    evidence = Evidence((*consistent, speed), about)
     evidence.save(folder / "evidence.json")
     (folder / "model.safetensors").write_bytes(b"0" * 2_500_000)
     (folder / "model.onnx").write_bytes(b"0" * 3_000_000)

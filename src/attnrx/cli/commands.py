@@ -548,9 +548,9 @@ def report(arguments: Namespace, log: Log) -> Outcome:
     # Evidence of another model would be wrong without any sign of it.
     if evidence is not None and candidate is not None:
         evidence.require(rx.models.model_fingerprint(candidate), f"--candidate {name}")
-    about = {} if name is None else {"candidate": name}
+    about = {} if name is None else {"candidate": _public(name)}
     content = rx.reports.ReportContent(
-        title=f"attnrx: {name or arguments.out}",
+        title=f"attnrx: {_public(name or arguments.out)}",
         # Fields of the evidence have precedence, because they are about its numbers.
         about=about if evidence is None else {**about, **evidence.about},
         prescription=_part(rx.Prescription.load, arguments.prescription, folder, "prescription.json"),
@@ -560,6 +560,11 @@ def report(arguments: Namespace, log: Log) -> Outcome:
     path = rx.write_report(arguments.out, content)
     outcome = None if evidence is None else evidence.outcome
     return Outcome({"report": str(path), "bytes": path.stat().st_size, "outcome": outcome}, (f"report: {path}",))
+
+
+def _public(path: str) -> str:
+    """Returns a path for a page that others read: of an absolute one the name, without folders of this machine."""
+    return Path(path).name if Path(path).is_absolute() else path
 
 
 def _part(
@@ -589,7 +594,7 @@ def costs(arguments: Namespace, log: Log) -> Outcome:
     """Computes the costs in closed form; a model given by name is built without weights."""
     # An invalid policy raises before the model is built, which may be slow.
     policy = None if arguments.tokens is None else rx.tokens.parse_policy(arguments.tokens)
-    if options.is_fresh(arguments.model):
+    if options.is_fresh(arguments.model) and not arguments.trust:
         import torch
 
         with torch.device("meta"):  # shapes without memory, weights and downloads

@@ -17,8 +17,17 @@ from types import FrameType
 import attnrx as rx
 from attnrx.cli.commands import COMMANDS
 from attnrx.cli.options import Command, Parser, UsageError, require_inputs, texts_of
-from attnrx.support.atomic_writes import require_replaceable
-from attnrx.support.errors import AttnrxError, CardWarning, DataError, InvalidInput, ScaleWarning, nearest
+from attnrx.support.atomic_writes import real_path, require_replaceable
+from attnrx.support.errors import (
+    AttnrxError,
+    CardWarning,
+    DataError,
+    InvalidInput,
+    ScaleWarning,
+    UserCodeError,
+    is_out_of_memory,
+    nearest,
+)
 
 # 70 is EX_SOFTWARE of sysexits.h; from 128 on, 128 + the number of the signal.
 BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED, TERMINATED = 2, 3, 70, 130, 141, 143
@@ -50,6 +59,7 @@ class _Terminated(KeyboardInterrupt):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; every exception is reported and mapped to a code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     try:
         with _terminable():
             code = _guarded(words)
@@ -66,6 +76,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader closed the pipe, e.g. `| head`. Without this Python prints another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
+    except OSError as error:  # of the flush, e.g. a full disk; those of commands are handled before
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _report_error([], error, f"the results cannot be printed: {error.strerror or error}.", BAD_INPUT)
+
+
+def _open_streams() -> None:
+    """Replaces standard streams that were closed (`>&-`), and lets others print names that their encoding lacks."""
+    for name, mode in (("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            # Also so that no file gets the number of the stream, to which libraries print.
+            setattr(sys, name, Path(os.devnull).open(mode))
+        elif hasattr(stream, "reconfigure") and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def log(line: str) -> None:
@@ -110,9 +134,7 @@ def _guarded(words: list[str]) -> int:
     except (AttnrxError, OSError) as error:
         return _report_error(words, error, str(error), BAD_DATA if isinstance(error, DataError) else BAD_INPUT)
     except Exception as error:
-        # torch raises RuntimeError for the CPU; OutOfMemoryError, for CUDA, is one too.
-        causes = ("allocate memory", "out of memory") if isinstance(error, RuntimeError) else ()
-        if isinstance(error, MemoryError) or any(cause in str(error) for cause in causes):
+        if is_out_of_memory(error):
             message = f"not enough memory ({str(error).partition(chr(10))[0]}); take a smaller batch or model."
             return _report_error(words, error, message, BAD_INPUT)
         message = f"{type(error).__name__}: {error}\nThis is a defect of attnrx, not of your input; please report it."
@@ -135,7 +157,10 @@ def _run(words: list[str]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("always", ScaleWarning)  # Python shows a repeated warning once only
         warnings.showwarning = show_warning
-        outcome = command.run(arguments, log)
+        try:
+            outcome = command.run(arguments, log)
+        except SystemExit as stop:  # its code is not that of the command
+            raise UserCodeError(f"code of a model or of data ended the process (SystemExit: {stop}).") from stop
     if _is_first_process():
         # Not json.dumps, which writes NaN and infinity as words that JSON does not have.
         print(rx.serialization.json_text(outcome.record).rstrip() if "--json" in words else "\n".join(outcome.shown))
@@ -165,7 +190,7 @@ def require_out(arguments: Namespace, parser: Parser) -> None:
 
     An existing file is replaced only if attnrx wrote it with the `kind` of the command's output.
     """
-    if getattr(arguments, "out", None) is None or not Path(arguments.out).exists():
+    if getattr(arguments, "out", None) is None or not real_path(arguments.out).exists():
         return
     out = Path(arguments.out)
     for name, path in _inputs(arguments):

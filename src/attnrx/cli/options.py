@@ -322,7 +322,8 @@ def add_model(parser: argparse.ArgumentParser, purpose: str = "") -> None:
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
-    option(parser, "--trust", bool, "open a .pt2 file (program, aotinductor), which can run any code of its author")
+    kinds = "a .pt2 file, or a repository of transformers that names code (auto_map)"
+    option(parser, "--trust", bool, f"open what can run any code of its author: {kinds}")
 
 
 def model_argument(source: str, device: str | None, weights: str | None = None, trust: bool = False) -> "nn.Module":

@@ -1,7 +1,9 @@
 """Storage formats: folders of image files, and tables of encoded images (parquet files and hub datasets), which the
 `datasets` library reads."""
 
+import errno
 import glob
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,7 @@ from attnrx.data.images import IMAGE_KEYS, LABEL_KEYS, StoredImages, round_robin
 from attnrx.data.splits import SPLITS
 from attnrx.support.arguments import described_error, require_fields
 from attnrx.support.errors import DataError, nearest
+from attnrx.support.foreign_files import open_hub_data
 from attnrx.support.hardware import cache_folder
 from attnrx.support.optional import required_module
 from attnrx.support.records import require_regular
@@ -166,9 +169,9 @@ def open_hub(
         DataError: The dataset cannot be loaded, has no split to use, or its columns or labels do not fit.
         NotSupported: `datasets` is not installed.
     """
-    datasets = required_module("datasets", "data", "hub datasets")
+    required_module("datasets", "data", "hub datasets")
     try:
-        loaded = datasets.load_dataset(hub_id, data_dir=folder, revision=revision)
+        loaded = open_hub_data(hub_id, folder, revision)
         splits = {str(name): split for name, split in loaded.items() if name not in ignored}
     except Exception as error:  # of five libraries: network, gating, cache, disk, parsing
         raise DataError(
@@ -231,18 +234,47 @@ def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
             raise DataError(f"the {name or 'train'} split of {root} is empty; give it images or remove it.")
         states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         copy = cache_folder() / "datasets" / sha256(repr(states).encode()).hexdigest()[:16]
+        _require_cache(copy)
         try:
             # Names of files are patterns there.
             tables[name] = datasets.Dataset.from_parquet(
                 [glob.escape(str(path)) for path in paths], cache_dir=str(copy)
             )
         except Exception as error:  # damaged pages, unlike columns, a damaged copy, a full disk
+            if (written := _unwritten(error)) is not None:
+                raise _no_cache(copy, written) from error
             raise DataError(
                 f"cannot read {group[0]}{' and its siblings' if len(group) > 1 else ''} as one table: "
                 f"{described_error(error.__cause__ or error)}. The files of a split must be whole and have the same "
                 f"columns; their copy is in {copy}."
             ) from error
     return _opened(tables, columns, str(root))
+
+
+def _require_cache(copy: Path) -> None:
+    """Raises DataError if the copy of a table cannot be written."""
+    try:
+        copy.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _no_cache(copy, error) from error
+    if not os.access(copy, os.W_OK | os.X_OK):
+        raise _no_cache(copy, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
+def _no_cache(copy: Path, error: OSError) -> DataError:
+    return DataError(
+        f"the copy of a table cannot be written into the cache {copy}: {error.strerror or error}. Free some space, or "
+        "name another folder in ATTNRX_CACHE."
+    )
+
+
+def _unwritten(error: BaseException | None) -> OSError | None:
+    """Returns the error of a disk that takes no more, if it is behind an error of a library."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _group_by_split(files: Sequence[Path], root: Path) -> Mapping[str, Sequence[Path]]:

@@ -16,6 +16,7 @@ from attnrx.support.errors import DataError, InvalidInput, ScaleWarning
 from attnrx.support.preprocessing import SMALL, ImageGeometry, Preprocessing
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models import ModuleInputs, accepting, evaluating, family_of, num_outputs
+from attnrx.vit.models.input_validation import require_channels_first
 from attnrx.vit.outputs import Logits, current_judgement, output_kind_of
 
 
@@ -128,12 +129,14 @@ def images_for(
     images = image_set(
         data, preprocess, argument, normalization=scale, limit=limit, seed=seed, outputs=outputs, inputs=inputs
     )
-    _require_sizes(model, images, argument)
+    _require_sizes(model, images, argument, family_of(model).inputs(model))
     return images
 
 
-def _require_sizes(model: nn.Module, images: ImageSet, argument: str) -> None:
-    """Raises InvalidInput for images of several sizes and a model that takes one."""
+def _require_sizes(model: nn.Module, images: ImageSet, argument: str, inputs: ModuleInputs | None) -> None:
+    """Raises InvalidInput for images of several sizes and a model that takes one, DataError for channels at the end."""
+    if isinstance(images, FixedImages) and inputs is None:
+        require_channels_first(images.store.values.shape[1:], family_of(model).input_shape(model), f"{argument} has")
     for others in images.others if isinstance(images, FixedImages) else ():
         some = [next(iter(each.take(1).batches(1))).images for each in (images, others)]
         shapes = [tuple(each.shape[1:]) for each in some]

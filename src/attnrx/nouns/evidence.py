@@ -1,7 +1,8 @@
 """Evidence: the measured claims about a candidate against its reference, with values, limits and outcomes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from attnrx.support import arguments as kinds
 from attnrx.support.display import Displayed, Sentence
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.estimate import Estimate
-from attnrx.support.storage import read_record, require_fingerprint, write_json
+from attnrx.support.storage import SEAL, check_seal, read_record, require_fingerprint, sealed, write_json
 from attnrx.support.tables import aligned_table
 
 KIND, SCHEMA = "attnrx evidence", 2
@@ -33,7 +34,10 @@ FINDING = kinds.record(
         "details": kinds.JSON_OBJECT,
     }
 )
-RECORD = kinds.record({"outcome": kinds.one_of(*OUTCOMES), "about": kinds.JSON_OBJECT, "findings": kinds.each(FINDING)})
+RECORD = kinds.record(
+    {"outcome": kinds.one_of(*OUTCOMES), "about": kinds.JSON_OBJECT, "findings": kinds.each(FINDING)},
+    {SEAL: kinds.ANY_TEXT},  # files of earlier versions have none
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -235,8 +239,8 @@ class Evidence(Displayed):
         require_fingerprint(measured, fingerprint, "the evidence was measured on", what, advice)
 
     def save(self, path: Path | str) -> Path:
-        """Writes one JSON file, and returns its path."""
-        return write_json(path, self.to_record())
+        """Writes one JSON file with a hash of its content, and returns its path."""
+        return write_json(path, sealed(self.to_record()))
 
     def to_record(self) -> dict[str, Any]:
         """Returns the content of the file as JSON-ready values."""
@@ -249,9 +253,10 @@ class Evidence(Displayed):
         """Reads a file written by `save`.
 
         Raises:
-            CheckpointError: The file is missing, damaged, edited or of another kind.
+            CheckpointError: The file is missing, damaged, edited or of another kind, or its numbers disagree.
         """
         record = read_record(path, KIND, SCHEMA, RECORD)
+        written = deepcopy(record)
         for finding in record["findings"]:
             if finding["value"] is None:  # JSON has no NaN, and null in its place
                 finding["value"] = math.nan
@@ -259,9 +264,98 @@ class Evidence(Displayed):
             evidence = cls(tuple(Finding(**finding) for finding in record["findings"]), record["about"])
         except InvalidInput as error:
             raise CheckpointError(f"{path}: {error}") from error
+        # The numbers before the hash: the message then names the field that was edited.
+        if problems := _contradictions(evidence):
+            raise CheckpointError(f"{path}: {'; '.join(problems[:3])}. The file was edited; verify again.")
         # The outcome is stored for readers of the file, and is computed again so that an edited file is found.
         if evidence.outcome != record["outcome"]:
             raise CheckpointError(
                 f"{path}: outcome is {record['outcome']!r}, and the findings give {evidence.outcome!r}; verify again."
             )
+        if SEAL in written:
+            check_seal(written, path, "Verify again.")
         return evidence
+
+
+# The numbers of a file that determine each other. Values may be rounded to ROUNDED of their unit, e.g. percent.
+ROUNDED = 0.01
+# Quantities that must be at least, or at most, their limit; those of other checks are judged by rules of their own.
+AT_LEAST = {"accuracy change", "agreement", "speed"}
+AT_MOST = {"discrepancy", "divergence", "feature error", "change of calibration error", "counted costs"}
+CHANGES = {"accuracy change": "accuracy", "metric change": "metric"}  # candidate minus reference of these
+
+
+def _contradictions(evidence: Evidence) -> list[str]:
+    """Returns what numbers of the evidence contradict others, each with its field."""
+    found = []
+    for index, finding in enumerate(evidence.findings):
+        where = f"findings[{index}]"
+        found += [f"{where}.{problem}" for problem in (*_of_interval(finding), *_of_counts(finding))]
+        found += [f"{where}.{problem}" for problem in (*_of_outcome(finding), *_of_change(finding, evidence))]
+        images, is_counted = evidence.about.get("images"), finding.check in ("accuracy", "calibration")
+        if is_counted and type(images) is int and finding.n is not None and finding.n > images:
+            found.append(f"{where}.n is {finding.n}, and about.images is {images}")
+    return found
+
+
+def _of_interval(finding: Finding) -> Iterator[str]:
+    low, high, value = finding.low, finding.high, finding.value
+    if (low is None) != (high is None):
+        yield f"{'low' if low is None else 'high'} is missing, and the other end of the interval is not"
+    elif low is not None and high is not None:
+        # Value and ends may have been computed in different precisions.
+        slack = 1e-6 * max(abs(low), abs(high), abs(value)) if math.isfinite(value) else math.inf
+        if not low - slack <= value <= high + slack and not math.isnan(value):
+            yield f"value is {value:.6g}, outside of its interval [{low:.6g}, {high:.6g}]"
+        if finding.n == 0:
+            yield "n is 0, and there is an interval"
+
+
+def _of_counts(finding: Finding) -> Iterator[str]:
+    """Yields what the value of a share of images, or of its change, contradicts."""
+    n, details = finding.n, finding.details
+    right, lost, gained = (details.get(name) for name in ("correct", "lost", "gained"))
+    if type(n) is not int or n < 1 or finding.unit not in ("%", "points"):
+        return
+    if type(right) is int:
+        if not 0 <= right <= n:
+            yield f"details.correct is {right} of {n} images"
+        elif abs(finding.value - 100 * right / n) > ROUNDED:
+            yield f"value is {finding.value:.6g}, and {right} of {n} images are {100 * right / n:.6g} %"
+    if type(lost) is int and type(gained) is int and finding.details.get("quantity") == "accuracy change":
+        if min(lost, gained) < 0 or lost + gained > n:
+            yield f"details.lost and details.gained are {lost} and {gained} of {n} images"
+        elif abs(finding.value - 100 * (gained - lost) / n) > ROUNDED:
+            change = 100 * (gained - lost) / n
+            yield f"value is {finding.value:.6g}, and {gained} gained and {lost} lost of {n} images are {change:.6g}"
+
+
+def _of_outcome(finding: Finding) -> Iterator[str]:
+    quantity, limit = finding.details.get("quantity"), finding.limit
+    # One image decides nothing, and an interval of one image is not stored.
+    if limit is None or quantity not in AT_LEAST | AT_MOST or (finding.n == 1 and finding.outcome == UNDECIDED):
+        return
+    if finding.check not in ("accuracy", "fidelity", "features", "calibration", "costs", "latency"):
+        return
+    ends = finding.low, finding.high
+    expected = judged(finding.value, limit, ends, finding.n, at_least=quantity in AT_LEAST)["outcome"]
+    if expected != finding.outcome:
+        interval = "" if None in ends else f" and the interval [{finding.low:.6g}, {finding.high:.6g}]"
+        yield f"outcome is {finding.outcome!r}, and the limit {limit:g}{interval} give {expected!r}"
+
+
+def _of_change(finding: Finding, evidence: Evidence) -> Iterator[str]:
+    """Yields whether a change is not the candidate's value minus the reference's, where the same check has both."""
+    kind = CHANGES.get(finding.details.get("quantity", ""))
+    if kind is None or finding.check != kind:
+        return
+    values = {}
+    for role in ("candidate", "reference"):
+        facts = {"quantity": kind, "model": role, "measure": finding.details.get("measure")}
+        same = [one for one in evidence.of(kind) if facts.items() <= {"measure": None, **one.details}.items()]
+        values[role] = same[0].value if len(same) == 1 and same[0].n == finding.n else math.nan
+    difference = values["candidate"] - values["reference"]
+    # A metric has any unit, and its means are sums of rounded numbers.
+    slack = max(ROUNDED if finding.unit == "points" else 0.0, 1e-4 * max(map(abs, values.values())))
+    if abs(finding.value - difference) > slack:
+        yield f"value is {finding.value:.6g}, and candidate minus reference is {difference:.6g}"

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, wraps
 from numbers import Integral, Number, Real
 from pathlib import Path
@@ -24,11 +24,12 @@ import torch
 from torch import nn
 
 from attnrx.support.display import short_value
-from attnrx.support.errors import AttnrxError, InvalidInput, UserCodeError
+from attnrx.support.errors import AttnrxError, InvalidInput, UserCodeError, nearest
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 LONGEST_NAME = 255  # bytes of a part of a path, on all common file systems
 LARGEST, LARGEST_FLOAT32 = 2**63 - 1, 3.4028234663852886e38
+LONGEST_PATH = 4000  # bytes; systems take 4,096, with the folder before a relative path
 
 
 class Invalid(Exception):
@@ -88,7 +89,8 @@ class Kind:
 
 def checked(**stated: Kind) -> Callable[[Function], Function]:
     """Returns a decorator that validates the arguments of a function, also those of a **keyword parameter: by the kinds
-    that are stated, and elsewhere by their names (NAMED) or annotations.
+    that are stated, and elsewhere by their names (NAMED) or annotations. An argument that the function does not take
+    raises TypeError, as in Python, with the nearest one.
     """
 
     def decorate(function: Function) -> Function:
@@ -101,7 +103,10 @@ def checked(**stated: Kind) -> Callable[[Function], Function]:
 
         @wraps(function)
         def call(*positional: Any, **named: Any) -> Any:
-            bound = signature.bind(*positional, **named)
+            try:
+                bound = signature.bind(*positional, **named)
+            except TypeError as error:
+                raise TypeError(_misused(function.__qualname__, signature, hints, named, error)) from None
             for values in (bound.arguments, bound.arguments.get(others, {}) if others else {}):
                 for name in values.keys() & kinds.keys():
                     values[name] = kinds[name].checked(values[name], function.__qualname__, name)
@@ -111,6 +116,22 @@ def checked(**stated: Kind) -> Callable[[Function], Function]:
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _misused(
+    function: str, signature: inspect.Signature, hints: Mapping[str, Any], named: Mapping[str, Any], error: TypeError
+) -> str:
+    """Returns the message about arguments that a function does not take, with the nearest that it takes."""
+    unknown = [name for name in named if name not in signature.parameters]
+    if not unknown or "unexpected" not in str(error):
+        return f"{function}() {error}"
+    # A field of a dataclass that the function takes, e.g. of `Columns`, or another name.
+    for name, hint in hints.items():
+        for kind in (hint, *get_args(hint)):
+            if is_dataclass(kind) and unknown[0] in {each.name for each in fields(kind)}:
+                given = f"{name}={getattr(kind, '__name__', name)}({unknown[0]}=...)"
+                return f"{function}() has no argument {unknown[0]!r}: give {given}."
+    return f"{function}() has no argument {unknown[0]!r}: {nearest(unknown[0], signature.parameters)}"
 
 
 def require_fields(item: Any, by_type: Mapping[Any, Kind] | None = None, /, **kinds: Kind) -> None:
@@ -344,7 +365,8 @@ def _is_path(value: Any) -> bool:
     if not isinstance(value, str | Path) or not _is_text(str(value)):
         return False
     # The current folder has no parts.
-    return max((len(part.encode()) for part in Path(value).parts), default=0) <= LONGEST_NAME
+    longest = max((len(part.encode()) for part in Path(value).parts), default=0)
+    return longest <= LONGEST_NAME and len(str(value).encode()) <= LONGEST_PATH
 
 
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
@@ -381,7 +403,8 @@ def _is_device(value: Any) -> bool:
 
 @contextmanager
 def user_code(what: str, error_class: type[AttnrxError] = UserCodeError) -> Iterator[None]:
-    """Names the code of the user in what it raises; errors of attnrx pass unchanged.
+    """Names the code of the user in what it raises; errors of attnrx pass unchanged. SystemExit is named too: it would
+    end the process with a code that means something else.
 
     Raises:
         UserCodeError: (or `error_class`) The block raised another exception, which is the `__cause__`.
@@ -390,7 +413,7 @@ def user_code(what: str, error_class: type[AttnrxError] = UserCodeError) -> Iter
         yield
     except AttnrxError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise error_class(f"{what} raised {type(error).__name__}: {described_error(error)}") from error
 
 

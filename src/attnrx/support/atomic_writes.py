@@ -72,8 +72,11 @@ def write_atomically(path: Path | str, write: Callable[[Path], object]) -> Path:
 
 
 def require_replaceable(path: Path | str) -> None:
-    """Raises InvalidInput for a path of anything but a regular file: replacing it would delete it."""
+    """Raises InvalidInput for a path of anything but a regular file, as replacing it would delete it, and
+    CheckpointError for links that lead back to themselves.
+    """
     path = Path(path)
+    real_path(path)
     if path.exists() and not path.is_file():
         problem = "a folder; name a file in it" if path.is_dir() else "not a regular file; name one"
         raise InvalidInput(f"{path} cannot be written: it is {problem}.")
@@ -187,7 +190,7 @@ def file_lock(target: Path | str, seconds: float = LOCK_SECONDS) -> Iterator[Non
     Raises:
         CheckpointError: It was held by another process or thread all the time.
     """
-    target = Path(os.path.realpath(target))
+    target = real_path(target)
     _create_parent(target)
     path = target.with_name(f".{target.name}.lock")
     # One object per path, which counts how often this thread holds it.
@@ -246,10 +249,29 @@ def process_runs(number: int) -> bool:
     return True
 
 
+def real_path(path: Path | str) -> Path:
+    """Returns the path without symbolic links, as a rename onto a link would replace the link.
+
+    Raises:
+        CheckpointError: Its links lead back to themselves, or the system has no such path, e.g. one too long.
+    """
+    try:
+        target = Path(os.path.realpath(path))
+        is_loop = target.is_symlink()  # a link that leads nowhere is resolved to where it leads
+        target.exists()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path!s:.200} cannot be written: {reason}; choose another place.") from error
+    if is_loop:
+        raise CheckpointError(
+            f"{path} is a symbolic link that leads back to itself; delete it, or choose another place."
+        )
+    return target
+
+
 def _prepare_target(path: Path) -> Path:
     """Follows symbolic links, creates the folder of the target, and deletes leftovers from it."""
-    # A rename onto a symbolic link would replace the link, not the file that it names.
-    target = Path(os.path.realpath(path))
+    target = real_path(path)
     _create_parent(target)
     _remove_leftovers(target, target.parent)
     return target

@@ -88,6 +88,12 @@ class TrainingInterrupted(KeyboardInterrupt):
     """A training run that was interrupted and saved a checkpoint before it stopped."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether memory was missing: torch raises RuntimeError on the CPU, and a kind of it on CUDA."""
+    causes = ("allocate memory", "out of memory") if isinstance(error, RuntimeError) else ()
+    return isinstance(error, MemoryError) or any(cause in str(error) for cause in causes)
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Returns a hint with the closest valid names, or with all valid names if none is close."""
     names = sorted(valid)

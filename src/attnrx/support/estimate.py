@@ -5,11 +5,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured number with its 95 % interval."""
+    """A measured number with its 95 % interval, which contains it: percentiles of few resamples need not."""
 
     value: float
     low: float
     high: float
+
+    def __post_init__(self):
+        object.__setattr__(self, "low", min(self.low, self.value))
+        object.__setattr__(self, "high", max(self.high, self.value))
 
     def scaled(self, factor: float) -> "Estimate":
         """Returns the estimate in another unit; a negative factor swaps the ends."""

@@ -18,7 +18,7 @@ from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
 
 from attnrx.support.arguments import Kind
-from attnrx.support.atomic_writes import write_atomically
+from attnrx.support.atomic_writes import require_replaceable, write_atomically
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.support.records import DEEPEST_JSON, nesting, require_regular, validated
 from attnrx.support.shapes import Tensor
@@ -128,6 +128,7 @@ def write_with_tensors(path: Path | str, record: Mapping[str, Any], tensors: Map
         CheckpointError: A file cannot be written.
     """
     path, kind = Path(path), f"{record['kind']} tensors"
+    require_replaceable(path)
     versions = path.parent.glob(f"{glob.escape(path.name)}.tensors-*.safetensors")
     # Only tensors of this kind are replaced or deleted; other files of a matching name belong to the user.
     earlier = [each for each in versions if file_kind(each) == kind]
@@ -219,10 +220,10 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, SEAL: _seal(record)}
 
 
-def check_seal(record: Mapping[str, Any], path: Path | str) -> None:
-    """Raises CheckpointError if a record that `sealed` returned was changed afterwards."""
+def check_seal(record: Mapping[str, Any], path: Path | str, advice: str = "Save the model again.") -> None:
+    """Raises CheckpointError, with the advice, if a record that `sealed` returned was changed afterwards."""
     if record.get(SEAL) != _seal(record):
-        raise CheckpointError(f"{path} was changed after it was written (its own hash differs). Save the model again.")
+        raise CheckpointError(f"{path} was changed after it was written (its own hash differs). {advice}")
 
 
 def _seal(record: Mapping[str, Any]) -> str:

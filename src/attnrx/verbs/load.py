@@ -27,6 +27,7 @@ from attnrx.support.arguments import (
     one_of,
     optional,
 )
+from attnrx.support.atomic_writes import real_path
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.optional import require_installed
 from attnrx.support.progress import begin
@@ -92,7 +93,8 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         weights: Weights in a local file (safetensors, or PyTorch's for a published model); of a folder those after
             further training, as a file or a folder that the Trainer of transformers wrote.
         pretrained: Whether timm and torchvision load their published weights.
-        trust: Open a .pt2 file (formats program and aotinductor), which can run any code of its author.
+        trust: Run code of the model's author: of a .pt2 file (formats program and aotinductor), or of a repository
+            of transformers whose config.json or preprocessor_config.json names code (auto_map).
         macs: The share of the original's MACs, for an elastic model.
         params: The share of its parameters.
         faster: The speed-up over it.
@@ -139,7 +141,9 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
         model = load_model(elastic.folder / size.name, factory=factory)
         elastic.require(size, model_fingerprint(model), family_of(model).costs(model).macs)
     else:
-        model = load_model(source, seed, weights, pretrained, reader=reader, factory=factory, inputs=inputs)
+        model = load_model(
+            source, seed, weights, pretrained, trust=trust, reader=reader, factory=factory, inputs=inputs
+        )
     if image_size is not None:
         height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
         model = accepting(model, (family_of(model).input_shape(model)[0], height, width))
@@ -212,7 +216,7 @@ def preflight(
     for form in formats:
         require_installed(form.extra, f"the format {form.name}", *form.libraries)
     if folder is not None:
-        folder = Path(folder)
+        folder = real_path(folder)
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not existing.is_dir():
             raise CheckpointError(f"{folder} cannot be written: {existing} is not a folder; choose another one.")

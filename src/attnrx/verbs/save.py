@@ -12,7 +12,7 @@ from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports import is_unedited, model_card
 from attnrx.support.arguments import Kind, checked, optional
-from attnrx.support.atomic_writes import Parts
+from attnrx.support.atomic_writes import Parts, real_path
 from attnrx.support.errors import CardWarning, FactoryWarning, InvalidInput
 from attnrx.support.hub import card_with, upload
 from attnrx.support.storage import CARD_KIND, file_kind, write_text
@@ -99,7 +99,7 @@ def require_no_sizes(folder: Path) -> None:
 def _card(folder: Path, model: nn.Module, evidence: Evidence | None, prescription: Prescription | None) -> str:
     costs = family_of(model).costs(model)
     facts = {
-        "name": folder.resolve().name,
+        "name": real_path(folder).name,
         "family": family_of(model).name,
         "outputs": output_kind_of(model).name,
         "parameters": costs.params,

@@ -153,8 +153,10 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     if isinstance(candidate, str | Path):
         origin = candidate if origin is None else origin
     reference = _loaded(reference, device)
+    require_weights(reference, "reference")
     device = next(reference.parameters()).device if device is None else device
     candidate = _loaded(candidate, device)
+    require_weights(candidate, "candidate")
     reference = at_size_of(reference, candidate)
     # Before any measurement, which may take long.
     for model in (candidate, reference):
@@ -217,6 +219,12 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         removed_share = None if prescription is None else prescription.removed_share
         facts |= {"realization": realization_of(prescription), "removed_share": removed_share}
     return Evidence(findings, {**facts, **dict(about or {})})  # the last: it may replace any of these
+
+
+def require_weights(model: nn.Module, role: str) -> None:
+    """Raises InvalidInput for a module without parameters, which is no model."""
+    if next(model.parameters(), None) is None:
+        raise InvalidInput(f"verify({role}=...): this {type(model).__name__} has no weights; give a model.")
 
 
 def _loaded(source: nn.Module | str | Path, device: torch.device | str | None) -> nn.Module:

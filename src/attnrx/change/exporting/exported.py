@@ -14,9 +14,10 @@ from torch import nn
 from attnrx.change.exporting.formats import PRECISIONS, Format, Run, dtype_name, raising, script_path
 from attnrx.change.exporting.runtime_formats import FORMATS
 from attnrx.support import arguments as kinds
-from attnrx.support.arguments import Invalid, below
+from attnrx.support.arguments import DEVICE, Invalid, below
 from attnrx.support.atomic_writes import require_absent, require_replaceable
-from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported
+from attnrx.support.foreign_files import untrusted
 from attnrx.support.modules import joined
 from attnrx.support.records import from_dict
 from attnrx.support.shapes import Float, Tensor
@@ -116,13 +117,15 @@ class Exported(nn.Module):
 
         Raises:
             InvalidInput: The images have another shape or precision than the file takes.
+            NotSupported: The file was exported for a device that is not here.
         """
         if images.shape[1:] != self.images.shape or images.dtype != self.images.dtype or not len(images):
             raise InvalidInput(
                 f"{self.path.name} takes [batch, {', '.join(map(str, self.images.shape))}] at {self.images.precision}; "
                 f"found {list(images.shape)} at {dtype_name(images.dtype)}."
             )
-        run, placed = self._run(torch.get_num_threads()), images.to(self.images.device)
+        run = self._run(torch.get_num_threads())  # first: it requires the device
+        placed = images.to(self.images.device)
         with torch.no_grad():
             found = run(placed) if self.images.batch is None else _chunked_forward(run, placed, self.images.batch)
         outputs = tuple(each.to(images.device) for each in found)
@@ -133,6 +136,11 @@ class Exported(nn.Module):
     def _run(self, threads: int) -> Run:
         # A session keeps the number of threads that it was started with, so every number has its own.
         if threads not in self._runs:
+            if not DEVICE.accepts(self.images.device):
+                raise NotSupported(
+                    f"{self.path} was exported for {self.images.device}, and torch finds no such device here; export "
+                    "it again on the CPU."
+                )
             problem = f"{self.path} cannot be opened as {self.form.name}"
             with raising(problem, "Export it again on this machine.", CheckpointError):
                 self._runs[threads] = self.form.open(self.path, self.images.device, threads)
@@ -218,11 +226,14 @@ def load_exported(path: Path | str, trust: bool = False) -> Exported:
         )
     # The hashes prove nothing here: whoever writes the file writes them too.
     if form.runs_code and not trust:
-        raise InvalidInput(
-            f"{path} is {form.name}: such a file can run any code of its author, with your rights, once it is opened. "
-            "If you trust its origin, pass trust=True (--trust on the command line); onnx and openvino need no trust."
+        raise untrusted(f"{path} is {form.name}: such a file", "; onnx and openvino need no trust")
+    images = from_dict(facts["images"], Images)
+    if not form.on_cuda and images.device != "cpu":
+        raise CheckpointError(
+            f"{facts_path(path)}: images.device is {images.device!r}, and files of {form.name} run on the CPU; it was "
+            "edited. Export again."
         )
-    return Exported(path, form, from_dict(facts["images"], Images), facts).eval()
+    return Exported(path, form, images, facts).eval()
 
 
 def sealed_script(script: str) -> str:

@@ -3,6 +3,9 @@ programs of torch.export and AOTInductor packages.
 """
 
 import inspect
+import sys
+import tempfile
+import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +16,8 @@ from typing import Any, ClassVar
 import torch
 
 from attnrx.support import pictures
-from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
+from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, is_out_of_memory
+from attnrx.support.foreign_files import open_package, open_program
 from attnrx.support.optional import required_module
 from attnrx.support.shapes import Float, Tensor
 
@@ -166,6 +170,8 @@ def raising(problem: str, advice: str = "", kind: type[AttnrxError] = NotSupport
     except AttnrxError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):  # which says nothing about the file
+            raise
         # The exporter appends whole reports to its messages.
         reason = str(error).strip().partition("\n")[0]
         raise kind(f"{problem} ({type(error).__name__}: {reason}). {advice}".rstrip()) from error
@@ -212,7 +218,26 @@ class Program(Format):
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Loads the program; it uses torch's threads."""
         # Without guards: `Exported` validates shapes.
-        return _returning_all(torch.export.load(path).module(check_guards=False))
+        return _returning_all(open_program(path).module(check_guards=False))
+
+
+def remove_folders(path: Path) -> None:
+    """Removes from an AOTInductor package what names folders of this machine, and nothing runs: the sources of its
+    libraries with their compiler's command, and the names of source files in the messages of these libraries.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folders = [cache_dir(), Path(torch.__file__).parents[1], sys.prefix, sys.base_prefix, tempfile.gettempdir()]
+    names = [str(folder).encode() for folder in folders]
+    written = path.with_name(f"{path.name}.new")
+    with zipfile.ZipFile(path) as package, zipfile.ZipFile(written, "w") as smaller:
+        for entry in package.infolist():
+            content = package.read(entry)
+            for name in names if entry.filename.endswith(".so") else ():
+                content = content.replace(name, b"/" * len(name))  # of the same length, as addresses must not change
+            if not entry.filename.endswith(".cpp"):
+                smaller.writestr(entry, content)
+    written.replace(path)
 
 
 @dataclass(frozen=True)
@@ -230,9 +255,8 @@ class AOTInductor(Program):
         from torch._inductor import aoti_compile_and_package
 
         aoti_compile_and_package(program, package_path=str(path))
+        remove_folders(path)
 
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Loads the package; it uses torch's threads."""
-        from torch._inductor import aoti_load_package
-
-        return _returning_all(aoti_load_package(str(path)))
+        return _returning_all(open_package(path))

@@ -95,6 +95,7 @@ class Onnx(Format):
             getattr(passes, f"{name}Pass")()(translated.model)
         use_flat_attention(translated.model)
         passes.RemoveUnusedNodesPass()(translated.model)
+        remove_notes(translated.model)
         weights = [*program.state_dict.values(), *program.constants.values()]
         size = sum(each.nbytes for each in weights if isinstance(each, Tensor))
         translated.save(str(path), external_data=size > MOST_BYTES)
@@ -130,6 +131,21 @@ class Onnx(Format):
         session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         # None: all outputs.
         return lambda images: tuple(map(torch.from_numpy, session.run(None, {INPUT: to_numpy(images)})))
+
+
+def remove_notes(model: Any) -> None:
+    """Removes what the exporter notes about every node and value, most of a small file: names, classes, lines of code.
+
+    The lines name folders of this machine.
+    """
+    ir, graphs = library("onnx_ir"), [model.graph, *model.functions.values()]
+    nodes = [node for graph in graphs for node in ir.traversal.RecursiveGraphIterator(graph)]
+    graphs += [node.graph for node in nodes if node.graph is not None]
+    values = [value for graph in graphs for value in (*graph.inputs, *getattr(graph, "initializers", {}).values())]
+    values += [value for node in nodes for value in node.outputs]
+    for noted in (*graphs, *nodes, *values):
+        noted.metadata_props.clear()
+        noted.doc_string = None
 
 
 def use_flat_attention(model: Any) -> None:

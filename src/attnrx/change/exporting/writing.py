@@ -324,7 +324,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
                 form.write(program, written, batches)
             except OSError as error:
                 reason = error.strerror or error
-                raise CheckpointError(f"cannot write {path.name}: {reason}. No file was saved.") from error
+                raise CheckpointError(f"cannot write {path.name}: {reason}. It was not written.") from error
         described = {"images": to_dict(subject.images, typed=False), **subject.facts}
         if subject.facts:
             form.describe(written, described)
@@ -479,8 +479,13 @@ def _portable(model: nn.Module, example: Tensor) -> Iterator[None]:
 
 
 def _simplified(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Removes operations that change nothing, those without users, and weights that no operation reads."""
+    """Removes operations that change nothing, those without users, and weights that no operation reads; and the lines
+    of code that made the operations, which name the folders of this machine in every file.
+    """
     graph, aten = program.graph, torch.ops.aten
+    for part in program.graph_module.modules():  # branches of a condition are graphs too
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)
     for node in graph.nodes:
         if node.target is aten.dropout.default or (node.target is aten.slice.Tensor and _takes_all(*node.args[1:])):
             node.replace_all_uses_with(node.args[0])
@@ -520,7 +525,7 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
         tensors = (tensors_of(model(batch)).values() for batch in batches)
         return joined([[tensor.double().reshape(len(tensor), -1).cpu() for tensor in each] for each in tensors])
 
-    with raising(f"the file written as {form.name} does not run", "No file was saved."), torch.no_grad():
+    with raising(f"the file written as {form.name} does not run", f"{path.name} was not written."), torch.no_grad():
         expected, actual = outputs_of(subject.model), outputs_of(exported)
     # NaN of the file is the largest difference, and amax would not find it. [outputs, images]
     differences = torch.stack(
@@ -551,7 +556,7 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
         kept = "" if agreement is None else f", and {agreement:.0f} % of {images} images keep their {what}"
         raise NotSupported(
             f"the file written as {form.name} does not match the model: a {noun} differs by {largest:.3g}, "
-            f"{share:.3g} of the largest where {limit:g} is allowed{kept}. No file was saved."
+            f"{share:.3g} of the largest where {limit:g} is allowed{kept}. {path.name} was not written."
         )
     if agreement is None:
         return (parity,)

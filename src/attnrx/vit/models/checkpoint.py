@@ -4,7 +4,6 @@ The files of a saved model, PARTS, are replaced together, so that no file of an 
 All other files in the folder (notes, training checkpoints) are kept.
 """
 
-import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from attnrx.support import arguments as kinds
 from attnrx.support.arguments import described
 from attnrx.support.atomic_writes import Parts, parts_by, replacing_folder, require_absent, restore
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.support.foreign_files import open_pickle
 from attnrx.support.records import MAX_HEADS, validated
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import (
@@ -219,12 +219,7 @@ def read_weight_file(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         state: Any = read_tensors(path)
     else:
-        try:
-            # Checkpoints of timm hold the options of the training, too.
-            with torch.serialization.safe_globals([argparse.Namespace]):
-                state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # the error depends on what the file holds
-            raise CheckpointError(f"{path} cannot be read as weights ({error}).") from error
+        state = open_pickle(path)
         key = next((key for key in STATE_KEYS if isinstance(state, Mapping) and state.get(key) is not None), None)
         state = state if key is None else state[key]
     if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):

@@ -51,10 +51,11 @@ def family_of(model: nn.Module) -> Family:
             f"this {type(model).__name__} contains a Vision Transformer with the attention of its own library: adopt "
             "it first with attnrx.load(model), which returns a copy with the same outputs."
         )
+    kinds = dict.fromkeys(f"{name.partition(':')[0]}:NAME" for name in model_names())
     raise NotSupported(
         f"{model_name(model)} is not supported; "
-        f"use {', '.join(model_names())}, timm:NAME, hf:ID, torchvision:NAME, open_clip:NAME or a folder saved by "
-        "attnrx. For a model of your own state where its parts are: attnrx.load(model, reader=attnrx.Reader(...))."
+        f"use {', '.join(kinds)}, timm:NAME, hf:ID, torchvision:NAME, open_clip:NAME or a folder saved by attnrx. "
+        "For a model of your own state where its parts are: attnrx.load(model, reader=attnrx.Reader(...))."
     )
 
 

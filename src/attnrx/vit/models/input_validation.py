@@ -1,6 +1,7 @@
 """Validates the images that enter a model: wrong shapes and NaN raise DataError, a wrong scale gives a warning."""
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -31,6 +32,8 @@ UNKNOWN_SCALE = (
     "Normalize them as in its training."
 )
 
+SHOWN = 5  # of the images that a message names
+
 
 class InputValidation:
     """Validates the batches that the operation `what` passes to a model."""
@@ -56,6 +59,7 @@ class InputValidation:
             remedy = "use a model for this data"
             if len(shape) == 3 and shape[0] == self.shape[0]:
                 remedy = f"the model for this data: attnrx.load(model, image_size={shape[1:]})"
+            require_channels_first(shape, self.shape, f"{self.what} was given")
             raise DataError(
                 f"{self.what} was given images of {_by(shape)} (channels, height, width), and the model takes "
                 f"{_by(self.shape)}; load the data with image_size={size}, or {remedy}."
@@ -63,9 +67,11 @@ class InputValidation:
         first = self._scale.images
         self._scale.observe(images)
         if not self._scale.is_finite:
+            bad = (first + (~images.isfinite()).flatten(1).any(1).nonzero()[:, 0]).tolist()
+            others = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
             raise DataError(
-                f"{self.what} was given images with NaN or infinity, at indices {first} to "
-                f"{first + len(images) - 1}; remove them."
+                f"{self.what} was given images with NaN or infinity: {', '.join(map(str, bad[:SHOWN]))}{others}, "
+                "counted from 0; remove them."
             )
         return images.to(self.dtype)
 
@@ -84,7 +90,16 @@ class InputValidation:
         return [note]
 
 
-def _by(shape: tuple[int, ...]) -> str:
+def require_channels_first(shape: Sequence[int], expected: Sequence[int], whose: str) -> None:
+    """Raises DataError for the shape of an image whose channels are last, and would fit a model if they were first."""
+    if len(shape) == 3 and (shape[2], *shape[:2]) == tuple(expected) != tuple(shape):
+        raise DataError(
+            f"{whose} images of {_by(shape)}, and the model takes {_by(expected)} (channels, height, width): move the "
+            "channels to the front, images.permute(0, 3, 1, 2)."
+        )
+
+
+def _by(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 

@@ -40,6 +40,7 @@ def load_model(
     weights: str | Path | None = None,
     pretrained: bool | None = None,
     *,
+    trust: bool = False,
     reader: Reader | None = None,
     factory: Factory | str | None = None,
     inputs: Any = None,
@@ -83,12 +84,12 @@ def load_model(
     if library == "hub":
         return _load_folder(download(name), factory)
     if library == "hf":
-        return HuggingFaceFamily().load(name)
+        return HuggingFaceFamily().load(name, trust)
     # A colon may also be part of a path, e.g. C:\models: a folder that exists has precedence over a name.
     if isinstance(source, str) and ":" in source and not Path(source).exists():
         return build_model(source, seed).eval()
     if is_transformers_folder(source):
-        return HuggingFaceFamily().load(source)
+        return HuggingFaceFamily().load(source, trust)
     if isinstance(source, str) and not Path(source).exists():
         raise CheckpointError(f"{source!r:.200} is not a folder{_meant(source)}")
     return _load_folder(source, factory, weights)
@@ -244,5 +245,6 @@ def _adopt(
                 raise
             errors.append(error)
     if shown and len(errors) > 1:
-        raise errors[-1] from errors[-2]
+        # The last says what may be loaded instead, the one before what is missing in this model.
+        raise NotSupported(f"{errors[-1]} Tried on it: {errors[-2]}") from errors[-2]
     raise errors[0]

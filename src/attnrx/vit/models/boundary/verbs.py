@@ -1,7 +1,7 @@
 """The boundary of a public function that works on models: what it requires of them, and what it leaves unchanged."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import is_dataclass, replace
 from functools import wraps
@@ -30,7 +30,8 @@ Result = TypeVar("Result")
 
 def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Makes a function on models a verb: it checks the code that was added to them, runs in the ordinary modes of
-    autograd whatever the caller's are, and leaves the state of models and random generators as it was.
+    autograd whatever the caller's are, makes tensors on the CPU by default, and leaves the state of models and random
+    generators as it was.
 
     Raises:
         NotSupported: Hooks, a replaced `forward` or reparametrized weights change a model.
@@ -40,7 +41,7 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     def bounded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
         is_inside = _IS_INSIDE.get()
-        with ordinary_modes(), restored_state(models), inside_verb():
+        with ordinary_modes(), default_cpu(), restored_state(models), inside_verb():
             copies = {id(model): working_copy(model) for model in models}
             for model in models if not is_inside else ():
                 if record_of(model) is not None:
@@ -55,6 +56,14 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
             return result if is_inside else returned(result, models)
 
     return bounded
+
+
+@contextmanager
+def default_cpu() -> Iterator[None]:
+    """Makes new tensors on the CPU, where generators are, if the caller set another default device."""
+    # The mode costs time in every operation, so that it is entered only where it changes something.
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        yield
 
 
 _IS_INSIDE: ContextVar[bool] = ContextVar("inside a verb", default=False)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnrx.support.errors import CheckpointError, NotSupported, UnknownName
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.support.foreign_files import model_from, open_pretrained
 from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import ImageGeometry
 from attnrx.support.shapes import ImageBatch, Tensor, TokenBatch
@@ -309,20 +310,23 @@ class HuggingFaceFamily(AdoptedFamily):
         kind = PROBLEMS.get(source.config.problem_type, "logits")
         return kind if reader_of(source).answer == "logits" else "embedding"
 
-    def load(self, name: Path | str) -> Adopted:
+    def load(self, name: Path | str, trust: bool = False) -> Adopted:
         """Reads a model from a local folder, or from the hub by its id, and adopts it in evaluation mode.
 
         A model is read as the class that it was saved as, if it is one of `READERS`, else as an image classifier; of
         CLIP and SigLIP the image tower is read. Mean, std and image size come from the image processor in the same
-        folder; without one they are 0.5 and the size in the configuration.
+        folder; without one they are 0.5 and the size in the configuration. With `trust` code of the repository may run.
 
         Raises:
             CheckpointError: The model cannot be read, or weights are missing.
+            InvalidInput: It needs code of its repository, and `trust` is False.
             NotSupported: The model has an unsupported feature.
         """
         try:
-            kind = _class_of(_transformers("AutoConfig").from_pretrained(name))
-            model, report = kind.from_pretrained(name, output_loading_info=True)
+            kind = _class_of(open_pretrained(_transformers("AutoConfig"), name, trust))
+            model, report = open_pretrained(kind, name, trust, output_loading_info=True)
+        except AttnrxError:
+            raise
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise CheckpointError(
                 f"hf:{name} cannot be read as an image classifier or an image tower: {error} Give a folder written by "
@@ -337,7 +341,7 @@ class HuggingFaceFamily(AdoptedFamily):
                 "folder that attnrx.save wrote, with these weights: attnrx.load(FOLDER, weights=THIS_FOLDER)."
             )
         reader = READERS.get(type(model).__name__)
-        return self.adopt(model, **_processor(name, reader is not None and reader.takes_any_size)).eval()
+        return self.adopt(model, **_processor(name, reader is not None and reader.takes_any_size, trust)).eval()
 
     def inputs(self, model: nn.Module) -> ModuleInputs:
         return self._own(model).inputs
@@ -401,14 +405,15 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
         try:
-            config = _transformers("AutoConfig").from_pretrained(name, **arguments)
+            config = open_pretrained(_transformers("AutoConfig"), name, False, **arguments)
+        except AttnrxError:
+            raise
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"hf:{name} has no readable configuration: {error}") from error
         # Weights are drawn on the CPU, so that they do not depend on the default device.
         device = "meta" if torch.get_default_device().type == "meta" else "cpu"
         with torch.device(device):
-            kind = _class_of(config)
-            return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+            return model_from(_class_of(config), config)
 
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields unsupported classes of models or attention, and unsupported features."""
@@ -444,7 +449,10 @@ class HuggingFaceFamily(AdoptedFamily):
         # The image processor of the folder or hub id that the model was loaded from.
         reader, source = reader_of(model), getattr(model.config, "_name_or_path", "")
         if source and not stated.get("preprocessing"):
-            saved = _processor(source, reader.takes_any_size, local_files_only=True)
+            try:
+                saved = _processor(source, reader.takes_any_size, local_files_only=True)
+            except InvalidInput:  # of code that is not trusted here, whatever the model was loaded with
+                saved = {}
             if len(saved.get("mean", ())) == reader.inputs(model).shape[0]:
                 stated = {**saved, **stated}
         return super()._stated(model, stated)
@@ -622,10 +630,16 @@ PROCESSOR_SETTINGS = (
 RESAMPLES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's numbers
 
 
-def _processor(source: Path | str, takes_any_size: bool, **options: Any) -> dict[str, Any]:
-    """Returns the input format from the saved image processor, as `adopt` takes it; empty where there is none."""
+def _processor(source: Path | str, takes_any_size: bool, trust: bool = False, **options: Any) -> dict[str, Any]:
+    """Returns the input format from the saved image processor, as `adopt` takes it; empty where there is none.
+
+    Raises:
+        InvalidInput: It needs code of the repository, and `trust` is False.
+    """
     try:
-        processor = _transformers("AutoImageProcessor").from_pretrained(source, **options)
+        processor = open_pretrained(_transformers("AutoImageProcessor"), source, trust, **options)
+    except AttnrxError:
+        raise
     # Saved without an image processor, with one of another kind, or with one that needs a library that is not there.
     except (OSError, ValueError, ImportError, KeyError, TypeError):
         return {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from attnrx.support.arguments import described_error
-from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
+from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, UserCodeError
 
 # The attention of a library's own block, and what it is part of; not something that a user can create otherwise.
 NOT_PLAIN = "Only softmax attention of queries and keys, rotated or not, with or without a bias, can be adopted."
@@ -168,11 +168,15 @@ def last_linear(model: nn.Module, path: str) -> tuple[str, ...]:
 
 @contextmanager
 def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
-    """Raises NotSupported, with the error as its cause, where the parts of a model are not those of its class."""
+    """Raises NotSupported, with the error as its cause, where the parts of a model are not those of its class, and
+    UserCodeError where its code ends the process.
+    """
     try:
         yield
     except AttnrxError:
         raise
+    except SystemExit as stop:  # which would end the user's process, with a code that means something else
+        raise UserCodeError(f"the code of {model_name(model)} ended the process (SystemExit: {stop}).") from stop
     except Exception as error:  # a missing attribute, a part of another class, a weight of another shape ...
         part = getattr(error, "obj", None)  # which has no such attribute
         path = next((path for path, each in model.named_modules() if each is part), "")

@@ -1,0 +1,130 @@
+"""Opens what others made: models and data sets of Hugging Face, pickles, and programs of torch.
+
+The functions of these libraries that read a file or a repository can run code of its author. They are called here alone
+(`tests/test_structure.py`), so that one place decides: such code runs with `trust` only, code in pickles never, and
+nothing is asked on a terminal.
+"""
+
+import argparse
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnrx.support.arguments import described_error
+from attnrx.support.errors import CheckpointError, InvalidInput
+
+# The files of a model that can name code of its repository, in the order in which they are read.
+SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+PICKLES = ("pytorch_model.bin", "adapter_model.bin", "*.bin", "*.pt", "*.pth")
+
+
+def untrusted(what: str, more: str = "") -> InvalidInput:
+    """Returns the error for something that can run code of its author, and that is opened with trust only."""
+    return InvalidInput(
+        f"{what} can run any code of its author, with your rights, once it is opened. If you trust its origin, pass "
+        f"trust=True (--trust on the command line){more}."
+    )
+
+
+def open_pretrained(kind: Any, source: Path | str, trust: bool, **options: Any) -> Any:
+    """Calls `from_pretrained` of a class of transformers.
+
+    Args:
+        kind: The class, e.g. AutoConfig.
+        source: A folder, or an id on the hub.
+        trust: Whether code of the repository may run.
+        **options: Further arguments of the class.
+
+    Raises:
+        InvalidInput: It needs code of the repository, and `trust` is False.
+        CheckpointError: The weights are a pickle that holds more than tensors.
+    """
+    try:
+        # Stated in every call: without it transformers asks on the terminal.
+        opened = kind.from_pretrained(source, trust_remote_code=trust, **options)
+    except pickle.UnpicklingError as error:
+        raise _not_tensors(_first(source, PICKLES), error) from error
+    except ValueError as error:
+        if trust or "trust_remote_code" not in str(error):
+            raise
+        named = [name for name in SETTINGS if _names_code(Path(source) / name)]
+        where = f"{Path(source) / named[0]} names code in auto_map, which" if named else f"the code of {source}"
+        raise untrusted(where) from error
+    # A configuration may also name kernels of the hub, native code that its models download.
+    parts = [opened, *(getattr(opened, name, None) for name in getattr(opened, "sub_configs", ()))]
+    kernels = [name for part in parts if "/" in (name := str(getattr(part, "_attn_implementation", "")))]
+    if kernels and not trust:
+        raise untrusted(f"the attention {kernels[0]} in config.json of {source}")
+    return opened
+
+
+def model_from(kind: Any, config: Any, trust: bool = False) -> Any:
+    """Returns a model of transformers with fresh weights: of a class, or of an automatic class by its configuration."""
+    return kind.from_config(config, trust_remote_code=trust) if hasattr(kind, "from_config") else kind(config)
+
+
+def open_hub_data(name: str, folder: str | None, revision: str | None) -> Any:
+    """Returns the splits of a data set of the hub; scripts of a repository are never run."""
+    import datasets
+
+    return datasets.load_dataset(name, data_dir=folder, revision=revision, trust_remote_code=False)
+
+
+def open_pickle(path: Path) -> Any:
+    """Reads a checkpoint of torch on the CPU: tensors, containers and numbers, and nothing else.
+
+    Raises:
+        CheckpointError: The file is damaged, or holds something else.
+    """
+    try:
+        # Checkpoints of timm hold the options of the training, too.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise _not_tensors(path, error) from error
+    except Exception as error:  # the error depends on what the file holds
+        raise CheckpointError(f"{path} cannot be read as weights ({described_error(error)}).") from error
+
+
+def open_program(path: Path) -> Any:
+    """Opens a program of torch.export that this process wrote, or that the user trusts."""
+    return torch.export.load(path)
+
+
+def open_package(path: Path) -> Any:
+    """Opens a package of AOTInductor that this process wrote, or that the user trusts."""
+    from torch._inductor import aoti_load_package
+
+    return aoti_load_package(str(path))
+
+
+def _not_tensors(path: Path | str, error: BaseException) -> CheckpointError:
+    """Returns the error for a pickle of which torch's reader of tensors refuses a part."""
+    # torch puts advice around the reason: the name of a function or class, or a code that no tensor needs.
+    name = re.search(r"GLOBAL ([\w.]+)", str(error))
+    reason = re.search(r"Unsupported .*", str(error))
+    if name:
+        what = f"is a pickle that names {name[1]}, which reading it would call: it can run any code of its author"
+    else:
+        words = reason[0] if reason else described_error(error)
+        what = f"is damaged, or a pickle that holds more than tensors ({words}) and can run any code of its author"
+    return CheckpointError(
+        f"{path} {what}. Nothing of it was run, and --trust does not open it: ask for a safetensors file. If you trust "
+        "its author, make one with torch.load(FILE, weights_only=False) and safetensors.torch.save_file."
+    )
+
+
+def _first(folder: Path | str, patterns: tuple[str, ...]) -> Path:
+    """Returns the first file in a folder that matches a pattern, or the folder."""
+    return next((path for pattern in patterns for path in sorted(Path(folder).glob(pattern))), Path(folder))
+
+
+def _names_code(path: Path) -> bool:
+    try:
+        return "auto_map" in json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):  # not there, on the hub, or not readable: it is not the file to name
+        return False
