@@ -1,10 +1,12 @@
 """Registries: things by the names that texts, files and users give them, those of other packages among them.
 
-RULES = Registry[type[Rule]]("rule", TotalRank, UniformRank)
-RULES["total_rank"]   # of an unknown name UnknownName, with the names that are near
+    RULES = Registry[type[Rule]]("rule", TotalRank, UniformRank)
+    RULES["total_rank"]
 
-@RULES.register       # in another package, whose module an entry point names
-class Mine(Rule): ...
+    @RULES.register
+    class Mine(Rule): ...
+
+The last is what another package does, in a module that an entry point names.
 """
 
 import re
@@ -40,7 +42,7 @@ class Registry(Mapping[str, Thing]):
         self._things: dict[str, Thing] = {**{text_name(thing): thing for thing in things}, **(named or {})}
 
     def register(self, thing: Registered, name: str = "") -> Registered:
-        """Adds a thing by its name, by default its own (`text_name`), and returns it, as a decorator does.
+        """Adds a thing by its own name (`text_name`), or by `name` if it has none, and returns it, as a decorator does.
 
         Raises:
             InvalidInput: Another thing has this name.
