@@ -2,6 +2,8 @@
 
 `tests/saved/0.1.0` has small models of timm and transformers, shrunk along every map, with prescriptions, evidence,
 diagnoses, a plan, an elastic folder and an ONNX file; `logits.safetensors` has their outputs for `images()`.
+`tests/saved/6558ac6e` has those of a later commit, before models stayed those of their library: other libraries, users'
+own modules, and a result of `shrink`.
 """
 
 import json
@@ -13,7 +15,11 @@ from safetensors.torch import load_file
 
 import attnrx as rx
 from attnrx.nouns.plan import Plan
+from attnrx.support.earlier_versions import converted
+from attnrx.support.errors import CheckpointError
+from attnrx.support.modules import tensors_of
 from attnrx.vit.models import answer
+from support.users_models import CASES
 
 SAVED = Path(__file__).parent / "saved" / "0.1.0"
 LOGITS = load_file(SAVED / "logits.safetensors")
@@ -92,3 +98,49 @@ def test_other_texts_are_read(text: str) -> None:
         assert rx.planning.Target.parse(text)
     else:
         assert rx.checks.parse_checks(text)
+
+
+COMMIT = SAVED.parent / "6558ac6e"
+# The modules of users, which a function creates again.
+MADE_BY = {
+    "vit-pytorch": "vit-pytorch",
+    "torch-encoder": "layers of torch",
+    "dinov2-repository": "DINOv2's repository",
+    "depth": "depth",
+    "two-heads": "two heads",
+    "clip": "CLIP",
+}
+OUTPUTS = load_file(COMMIT / "logits.safetensors")
+
+
+@pytest.mark.parametrize("name", sorted({key.partition("|")[0] for key in OUTPUTS}))
+def test_models_of_a_wrapped_library_answer_as_they_did(name: str) -> None:
+    given = {"factory": CASES[MADE_BY[name]].make} if name in MADE_BY else {}
+    model = rx.load(COMMIT / name, **given)
+    with torch.no_grad():
+        answers = tensors_of(answer(model, images()))
+    assert answers.keys() == {key.partition("|")[2] for key in OUTPUTS if key.partition("|")[0] == name}
+    for place, found in answers.items():
+        torch.testing.assert_close(found, OUTPUTS[f"{name}|{place}"], rtol=1e-4, atol=1e-5)
+
+
+def test_documents_of_that_commit_are_read() -> None:
+    evidence, prescription = (
+        rx.Evidence.load(COMMIT / "shrunk" / "evidence.json"),
+        rx.Prescription.load(COMMIT / "shrunk" / "prescription.json"),
+    )
+    assert evidence.findings and prescription.about["realized"]["by"] == "compress"
+    assert Plan.load(COMMIT / "plan" / "plan.json").prescription.ranks == prescription.ranks
+    assert len(rx.Diagnosis.load(COMMIT / "shrunk.diagnosis.json").layers) == 3
+    assert rx.load(COMMIT / "elastic", macs=0.75) is not None
+
+
+def test_what_no_longer_exists_is_named() -> None:
+    policy = {"type": "TokenPolicy", "thresholds": {"tuple": [0.5]}}
+    with pytest.raises(CheckpointError, match=r"made this TokenPolicy with thresholds = .*make it again"):
+        converted({"kind": "attnrx model", "tokens": {"policy": policy}})
+    how = {"by": "compress", "norms": "refit", "refine": 0}
+    record = converted({"kind": "attnrx prescription", "about": {"realized": how}})
+    assert record["about"]["realized"] == {"by": "refit"}
+    with pytest.raises(CheckpointError, match="refine = 100"):
+        converted({"kind": "attnrx prescription", "about": {"realized": {**how, "refine": 100}}})

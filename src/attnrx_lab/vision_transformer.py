@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -84,8 +84,6 @@ class TransformerConfig(ABC):
     units if some were removed. `mean` and `std` are the image normalization that the model was trained with, `geometry`
     how pictures were fitted to its input; None if that is not known.
     """
-
-    retired: ClassVar[Mapping[str, Any]] = {"linear_mlps": ()}  # MLPs without an activation
 
     attention: tuple[AttentionSpec, ...]
     image_size: int = 32

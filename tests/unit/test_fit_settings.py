@@ -14,7 +14,6 @@ from attnrx.change.realization.distillation import Distill
 from attnrx.change.realization.realizing import KINDS, fits_record, realize_and_fit
 from attnrx.change.realization.repair import Repair
 from attnrx.nouns.effort import EFFORTS
-from attnrx.nouns.prescription import recorded_by
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import model_fingerprint
 from attnrx_lab.checks.controls import recorded_fits
@@ -36,7 +35,7 @@ def prescribed() -> rx.Prescription:
 
 def again(model: torch.nn.Module, prescription: rx.Prescription, how: Any, images: Any) -> torch.nn.Module:
     """Makes a model from its record."""
-    return realize_and_fit(model, prescription, images, recorded_fits(how), recorded_by(how))
+    return realize_and_fit(model, prescription, images, recorded_fits(how), how["by"])
 
 
 def test_every_setting_of_a_fit_is_recorded_and_read_again(tmp_path: Path) -> None:
@@ -46,21 +45,11 @@ def test_every_setting_of_a_fit_is_recorded_and_read_again(tmp_path: Path) -> No
     stored = replace(prescribed(), about={"realized": how})
     read = rx.Prescription.load(stored.save(tmp_path / "prescription.json")).about["realized"]
     assert recorded_fits(read) == SETTINGS
-    # Records of earlier versions have the steps only.
-    assert recorded_fits({"repair": 300, "refine": 0}) == (Repair(300),) and recorded_fits({}) == ()
-    with pytest.raises(InvalidInput, match="refined in 200 steps"):
-        recorded_fits({"refine": 200})
+    assert recorded_fits({"repair": 300}) == (Repair(300),) and recorded_fits({}) == ()
     with pytest.raises(InvalidInput, match="unknown setting 'rate'"):
         recorded_fits({"repair": 2, "settings": {"repair": {"rate": 0.1}}})
     with pytest.raises(InvalidInput, match="learning_rate"):
         recorded_fits({"repair": 2, "settings": {"repair": {"learning_rate": [0.1]}}})
-
-
-def test_records_of_earlier_versions_state_the_norms_beside_by() -> None:
-    kinds = [recorded_by({"by": "compress", "norms": norms}) for norms in ("exact", "renormalized", "refit")]
-    assert kinds == ["compress", "renormalized", "refit"]
-    assert {recorded_by({"by": "mask", **more}) for more in ({}, {"norms": "exact"}, {"norms": "refit"})} == {"mask"}
-    assert recorded_by({"by": "renormalized"}) == "renormalized"
 
 
 def test_every_fit_is_repeated_with_its_recorded_settings(monkeypatch: pytest.MonkeyPatch) -> None:

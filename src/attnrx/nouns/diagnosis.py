@@ -248,7 +248,7 @@ def _layer(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerDiag
         tuple(facts["heads"]),
         shared=facts["shared"],
         pairs=parts.get("pairs"),
-        fixed=tuple(facts.get("fixed", ())),  # absent in files of earlier versions
+        fixed=tuple(facts["fixed"]),
     )
     maps: list[MapDiagnosis | None] = []
     for which, linear in enumerate(facts["mlp"]):

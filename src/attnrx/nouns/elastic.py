@@ -16,7 +16,6 @@ ORIGINAL = "original"
 MOST_SIZES = 1000
 # It is joined to the folder: a separator or ".." would be a path out of it.
 NAME = kinds.matching(r"[A-Za-z0-9][\w.+-]{0,100}", "the name of a folder of letters, digits and . _ + -")
-EARLIER = "reduces_tokens"  # a field of earlier versions
 SIZE = kinds.record(
     {
         "name": NAME,
@@ -25,7 +24,7 @@ SIZE = kinds.record(
         "latency": kinds.optional(kinds.finite(0.0, 100.0)),
         "divergence": kinds.optional(kinds.finite(0.0)),
     },
-    {"fingerprint": kinds.optional(kinds.ANY_TEXT), EARLIER: kinds.ANY},
+    {"fingerprint": kinds.optional(kinds.ANY_TEXT)},
 )
 AT_LEAST_ONE = kinds.whole(1, kinds.LARGEST)
 RECORD = kinds.record(
@@ -77,8 +76,7 @@ class Elastic:
     def read(cls, folder: Path | str) -> "Elastic":
         """Reads the index of the folder; raises CheckpointError if there is none or it is damaged."""
         record = read_record(Path(folder) / INDEX, KIND, SCHEMA, RECORD)
-        sizes = ({name: size[name] for name in size.keys() - {EARLIER}} for size in record["sizes"])
-        return cls(Path(folder), tuple(Size(**size) for size in sizes), record["about"])
+        return cls(Path(folder), tuple(Size(**size) for size in record["sizes"]), record["about"])
 
     def write(self) -> Path:
         """Writes the index; the sizes are in the folder already."""

@@ -25,8 +25,7 @@ RECORD = kinds.record(
         "about": kinds.record(
             more={"outputs": kinds.one_of(*KINDS), "images": kinds.whole(0, kinds.LARGEST)}, open=True
         ),
-    },
-    {"front": kinds.ANY},  # of earlier versions
+    }
 )
 
 

@@ -481,30 +481,19 @@ PREDICTIONS = {
 }
 PLAN = kinds.record(PREDICTIONS, open=True)
 # The settings of fits beside their steps (`realization.realizing.fits_record`).
-# `refine` is of earlier versions, as are `norms` and `refine` below. The fits validate their settings themselves
-# (`Repair`, `Distill`).
-FIT_SETTINGS = kinds.record(more=dict.fromkeys(("refine", *FITS), kinds.JSON_OBJECT))
+# The fits validate their settings themselves (`Repair`, `Distill`).
+FIT_SETTINGS = kinds.record(more=dict.fromkeys(FITS, kinds.JSON_OBJECT))
 # The options of `attnrx realize`, which are used for the matched controls too, and the classes into which the original
 # puts the images of the repair, for the check `shift`.
 REALIZED = kinds.record(
     {"by": kinds.parsed(compression_of), "calibration_images": kinds.whole(1, kinds.LARGEST)},
     {
-        "norms": kinds.ANY_TEXT,
-        "refine": kinds.whole(0, 10**6),
         "repair": kinds.whole(0, 10**6),
         "distill": kinds.whole(0, 10**6),
         "classes": kinds.each(kinds.whole(0, 2**31 - 1), most=MAX_DIRECTIONS),
         "settings": FIT_SETTINGS,
     },
 )
-
-
-def recorded_by(realized: Mapping[str, Any]) -> str:
-    """Returns how a prescription was realized (`by` of `realize`)."""
-    # Earlier versions stated the norms of a compression beside it.
-    norms = realized.get("norms", "exact")
-    return realized["by"] if norms == "exact" or realized["by"] == "mask" else norms
-
 
 # Open: it has whatever the diagnosis and the plan recorded, of which these two fields are read again.
 ABOUT = kinds.record(more={"plan": PLAN, "realized": REALIZED}, open=True)

@@ -71,8 +71,6 @@ def from_dict(record: Mapping[str, Any], kinds: type | Iterable[type], where: st
 
     The law: `from_dict(to_dict(part), kinds) == part`, including tuples and nested dataclasses.
 
-    A type may have fields of earlier versions, `retired`, by their names: records have them with these values only.
-
     Raises:
         InvalidInput: A field is unknown or missing or, of a typed record, not of its annotated type; the message names
             it, prefixed by `where`.
@@ -82,12 +80,6 @@ def from_dict(record: Mapping[str, Any], kinds: type | Iterable[type], where: st
     kind = kinds if isinstance(kinds, type) else _kind_of(record, typed or {}, where)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     entries = {key: value for key, value in record.items() if typed is None or key != "type"}
-    for key, value in getattr(kind, "retired", {}).items():
-        if key in entries and (found := _rich(entries.pop(key), typed, below(where, key))) != value:
-            raise InvalidInput(
-                f"{below(where, key)} is {described(found)}: an earlier version made this {kind.__name__}, and what it "
-                f"needs is no longer there. Make it again without {key}."
-            )
     unknown = sorted(entries.keys() - fields.keys())
     if unknown:
         known = ", ".join(sorted(fields))

@@ -19,6 +19,7 @@ from safetensors.torch import save as encode_tensors
 
 from attnrx.support.arguments import Kind
 from attnrx.support.atomic_writes import require_replaceable, write_atomically
+from attnrx.support.earlier_versions import converted
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.support.records import DEEPEST_JSON, nesting, require_regular, validated
 from attnrx.support.shapes import Tensor
@@ -275,6 +276,7 @@ def read_record(path: Path | str, kind: str, schema: int, fields: Kind) -> dict[
     record = read_json(path)
     # Kind and version first: the fields of another kind of file would be reported as damaged ones.
     check_schema(record, kind, schema, path)
+    record = converted(record)
     validated({name: value for name, value in record.items() if name not in ("kind", "schema")}, fields, path)
     return record
 

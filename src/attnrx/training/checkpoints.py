@@ -31,7 +31,7 @@ from attnrx.vit.models import described_tokens, family_of, model_fingerprint
 KIND, SCHEMA = "attnrx training state", 1
 # The settings are compared with those of the run, field by field (`require_same_run`).
 IDENTITY = kinds.record({"weights": kinds.ANY_TEXT}, open=True)
-HISTORY = {"history": kinds.each(kinds.JSON_OBJECT)}  # one record per epoch; checkpoints of earlier versions have none
+HISTORY = {"history": kinds.each(kinds.JSON_OBJECT)}  # one record per epoch
 STATE = kinds.record(
     {"identity": IDENTITY, "step": kinds.whole(0, 2**40), "seconds": kinds.finite(0.0), "sha256": kinds.ANY_TEXT},
     HISTORY,
@@ -159,9 +159,7 @@ def load_tensors_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 # May change when a run is resumed: they change how it is stored or distributed, and its result only by rounding.
-# `cuda_graph` is in the runs of earlier versions, and so are `temperatures`, by default 1.
-HARMLESS = {"config.checkpoint_every", "config.cuda_graph", "config.parallel"}
-REMOVED = {"config.temperatures.tuple.0": 1.0, "config.temperatures.tuple.1": 1.0}
+HARMLESS = {"config.checkpoint_every", "config.parallel"}
 
 
 def identity(
@@ -196,7 +194,7 @@ def require_same_run(saved: Mapping[str, Any], requested: Mapping[str, Any], fol
     """
     # Flattened, so that a difference is named by its path, e.g. config.losses.tuple.0.weight.
     before = dict(_flat(saved))
-    now = {name: value for name, value in REMOVED.items() if name in before} | dict(_flat(requested))
+    now = dict(_flat(requested))
     if now["weights"] == reached:
         now["weights"] = before.get("weights")
     differing = [

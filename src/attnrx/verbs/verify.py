@@ -16,7 +16,7 @@ from attnrx.data.model_data import images_for
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.nouns.evidence import judged as judged_finding
-from attnrx.nouns.prescription import Prescription, recorded_by
+from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Check, Comparison, parse_checks, possible_checks, require_possible, standard_checks
 from attnrx.show.checks.check import chance_notes
 from attnrx.show.checks.outputs import Metric as MetricCheck
@@ -38,7 +38,7 @@ def realization_of(prescription: Prescription | None) -> str | None:
         return None
     fitted = [word for name, word in zip(FITS, ("repaired", "distilled"), strict=True) if how.get(name)]
     # Weights that were fitted no longer follow from the kind of compression. The usual one equals the mask.
-    by = recorded_by(how)
+    by = how["by"]
     return " and ".join(fitted) or ("exact" if by == "compress" else by)
 
 

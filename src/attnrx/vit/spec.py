@@ -1,9 +1,9 @@
 """The static shape of one attention layer, plain data from which it is built, costed and reloaded; and its spectrum."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidInput, NotSupported
@@ -100,8 +100,6 @@ class AttentionSpec:
     `inner_norms` are the modules of the original library that the layer applies: to the query and the key of every
     head, and to the concatenated outputs of the heads before the output projection.
     """
-
-    retired: ClassVar[Mapping[str, Any]] = {"direct": False}  # a linear map in place of the attention
 
     form: str
     width: int

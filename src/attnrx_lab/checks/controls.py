@@ -12,7 +12,7 @@ from torch import nn
 from attnrx.change.predictions import Predictions
 from attnrx.change.realization.realizing import KINDS, Fit, realize_and_fit
 from attnrx.nouns.evidence import Finding
-from attnrx.nouns.prescription import Prescription, recorded_by
+from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.outputs import discrepancy, squared_distances
 from attnrx.show.checks.statistics import estimate, resampled_means
@@ -65,7 +65,7 @@ class Controls(Check):
                 "folder records its settings."
             )
         images = splits.train.take(min(how["calibration_images"], len(splits.train)))
-        settings = {"images": images, "fits": recorded_fits(how), "by": recorded_by(how)}
+        settings = {"images": images, "fits": recorded_fits(how), "by": how["by"]}
         prescriptions = control_prescriptions(diagnosis, prescription, draws=self.draws, seed=comparison.seed)
         return prescriptions, partial(realize_and_fit, comparison.reference, **settings)
 
@@ -140,17 +140,11 @@ def spread(values: list[float], *, lower_is_better: bool) -> dict[str, Any]:
 
 
 def recorded_fits(record: Mapping[str, Any]) -> tuple[Fit, ...]:
-    """Returns the fits of a record, in their order; records of earlier versions have the steps only.
+    """Returns the fits of a record, in their order.
 
     Raises:
-        InvalidInput: An earlier version refined the queries and keys of the model, which is not repeated; or a setting
-            is unknown or not valid.
+        InvalidInput: A setting is unknown or not valid.
     """
-    if record.get("refine"):
-        raise InvalidInput(
-            f"the model was refined in {record['refine']} steps by an earlier version, which this one does not repeat; "
-            "realize its prescription again, with repair."
-        )
     found = []
     for name, (kind, count) in KINDS.items():
         if record.get(name):

@@ -243,8 +243,6 @@ class Int8(Onnx):
     """
 
     name: ClassVar[str] = "int8"
-    # How ranges were estimated, and whether the products inside attention were quantised.
-    retired: ClassVar[Mapping[str, Any]] = {"method": "minmax", "attention": False}
     images: int = 64
     tolerance: float = 0.1
     most_difference: float = 0.5

@@ -15,6 +15,7 @@ from torch import nn
 from attnrx.support import arguments as kinds
 from attnrx.support.arguments import described
 from attnrx.support.atomic_writes import Parts, parts_by, replacing_folder, require_absent, restore
+from attnrx.support.earlier_versions import converted
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.support.foreign_files import open_pickle
 from attnrx.support.records import MAX_HEADS, validated
@@ -61,7 +62,6 @@ RECORD = kinds.record(
         SEAL: kinds.ANY_TEXT,
     },
     more={
-        "torch_dtype": kinds.ANY_TEXT,  # of earlier versions, in place of FOR_TRANSFORMERS
         **dict.fromkeys(FOR_TRANSFORMERS, kinds.ANY_TEXT),
         "outputs": kinds.optional(kinds.one_of("logits", "multilabel", "regression", "embedding", "map")),
     },
@@ -175,6 +175,7 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
     record = read_json(path, MOST_BYTES)
     check_schema(record, KIND, SCHEMA, path)
     check_seal(record, path)
+    record = converted(record)
     validated(record, RECORD, path)
     by_name = {family.name: family for family in families}
     if record["family"] not in by_name:

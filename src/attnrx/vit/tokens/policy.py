@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.records import from_dict
@@ -39,9 +39,6 @@ class TokenPolicy:
     which as published merges inside every layer, including the last). Layers and shares then depend on the model; `on`
     sets them.
     """
-
-    # Every image had a number of tokens of its own.
-    retired: ClassVar[Mapping[str, Any]] = {"by_image": False, "thresholds": ()}
 
     reducer: Reducer
     layers: tuple[int, ...] = ()

@@ -672,8 +672,8 @@ class AdoptedFamily(Family):
             module = adopted.get_submodule(owner)
             module._buffers[buffer] = module.get_buffer(buffer).to(getattr(torch, dtype))
         created_units = hidden_units(self.mlp(adopted))
-        units = description.get("hidden_units", created_units)  # absent in files of earlier versions
-        for layer, (pair, hidden) in enumerate(zip(description["mlp_ranks"], units, strict=True)):
+        shapes = zip(description["mlp_ranks"], description["hidden_units"], strict=True)
+        for layer, (pair, hidden) in enumerate(shapes):
             if hidden != created_units[layer]:
                 self.keep_units_(adopted, layer, torch.arange(created_units[layer], device="cpu") < hidden)
             for which, rank in enumerate(pair):

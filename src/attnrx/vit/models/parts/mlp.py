@@ -106,18 +106,9 @@ class Halves(nn.Module):
     def __init__(self, whole: nn.Linear):
         super().__init__()
         self.first, self.second = _half_of(whole, 0), _half_of(whole, 1)
-        self.register_load_state_dict_pre_hook(_divide_)
 
     def forward(self, features: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
         return torch.cat([self.first(features), self.second(features)], -1)
-
-
-def _divide_(halves: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Divides the weights of a file of an earlier version, in which the map is one."""
-    for name in ("weight", "bias"):
-        if (whole := state.pop(prefix + name, None)) is not None:
-            for half, part in zip(("first", "second"), whole.chunk(2), strict=True):
-                state[f"{prefix}{half}.{name}"] = part.clone()
 
 
 def _half_of(whole: nn.Linear, which: int) -> nn.Linear:

@@ -1,0 +1,92 @@
+"""The converter of files that earlier versions wrote: the one module that knows what they held otherwise.
+
+`converted` is called wherever a file of attnrx is read, before it is validated. `tests/saved` has files of earlier
+versions.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attnrx.support.errors import CheckpointError
+
+Entries = Mapping[str, Any]
+
+# The names of types then and now, and the fields that types have lost, with the only values that mean nothing now.
+RENAMED = {"ModelParts": "ViTParts"}
+LOST: Mapping[str, Entries] = {"TokenPolicy": {"by_image": False, "thresholds": {"tuple": []}}}
+
+
+def converted(record: Entries) -> dict[str, Any]:
+    """Returns the record of a file as this version writes it.
+
+    Raises:
+        CheckpointError: It has something that this version no longer has; the message names it.
+    """
+    convert = KINDS.get(record["kind"], dict)
+    return {name: _of_types(value) for name, value in convert(record).items()}
+
+
+def _of_types(value: Any) -> Any:
+    """Converts the objects inside a value that have a type."""
+    if isinstance(value, list):
+        return [_of_types(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    name = value.get("type")
+    if isinstance(name, str):
+        value = _without(value, LOST.get(name, {}), name) | {"type": RENAMED.get(name, name)}
+    return {key: _of_types(item) for key, item in value.items()}
+
+
+def _without(record: Entries, lost: Entries, name: str) -> dict[str, Any]:
+    """Returns a record without these fields.
+
+    Raises:
+        CheckpointError: One has another value than the one that is given here.
+    """
+    for key, value in lost.items():
+        if key in record and record[key] != value:
+            raise CheckpointError(
+                f"an earlier version made this {name} with {key} = {record[key]!s:.100}, which this one no longer has: "
+                "make it again."
+            )
+    return {key: value for key, value in record.items() if key not in lost}
+
+
+def _prescription(record: Entries) -> dict[str, Any]:
+    about = record.get("about")
+    how = about.get("realized") if isinstance(about, Mapping) else None
+    if not isinstance(about, Mapping) or not isinstance(how, Mapping):
+        return dict(record)
+    # The norms of a compression stood beside it, and there was a fit of queries and keys.
+    norms = how.get("norms", "exact")
+    how = {key: value for key, value in how.items() if key != "norms"}
+    if norms != "exact" and how.get("by") == "compress":
+        how["by"] = norms
+    how = _without(how, {"refine": 0}, "prescription")
+    if isinstance(how.get("settings"), Mapping):
+        how["settings"] = {key: value for key, value in how["settings"].items() if key != "refine"}
+    return {**record, "about": {**about, "realized": how}}
+
+
+def _plan(record: Entries) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key != "front"}
+
+
+def _elastic(record: Entries) -> dict[str, Any]:
+    sizes = record.get("sizes")
+    if not isinstance(sizes, list):
+        return dict(record)
+    kept = [
+        {key: value for key, value in size.items() if key != "reduces_tokens"} if isinstance(size, Mapping) else size
+        for size in sizes
+    ]
+    return {**record, "sizes": kept}
+
+
+# By the kind of the file.
+KINDS: Mapping[str, Callable[[Entries], dict[str, Any]]] = {
+    "attnrx prescription": _prescription,
+    "attnrx plan": _plan,
+    "attnrx elastic model": _elastic,
+}
