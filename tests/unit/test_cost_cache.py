@@ -1,6 +1,8 @@
 """Cost tables of latency: those that no model can have are measured again, and only good ones are kept."""
 
+import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import ATTEMPTS, SLOWEST, STEADY, cached_cost_table
 from attnrx.decide.planning.space import Space
 from attnrx.support.errors import NotSupported
+from attnrx.support.hardware import Load
 from attnrx.support.storage import read_tensors, write_tensors
 from support.planned import SETTINGS, spanned
 
@@ -25,6 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Not by ATTNRX_CACHE, where the C++ kernels would be built.
     monkeypatch.setattr(measured_costs, "cache_folder", lambda: tmp_path)
     monkeypatch.delenv("ATTNRX_MEASURE", raising=False)
+    monkeypatch.setattr(Load, "taken", lambda load, threads: 0.0)
     return tmp_path
 
 
@@ -116,6 +120,26 @@ def test_noisy_timings_are_used_and_not_kept(noise: str, space: Space, cache: Pa
     found, lines = run(space, iter([noisy]))
     assert found is noisy and any("not kept" in line for line in lines)
     assert not list(cache.rglob("*.safetensors"))
+
+
+def test_a_table_of_a_busy_machine_is_used_with_a_warning_and_not_kept(
+    space: Space, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Load, "taken", lambda load, threads: 1.5)
+    table = good(space)
+    found, lines = run(space, iter([table]))
+    assert found is table and any("took 1.5 of the processors that it needs" in line for line in lines)
+    assert not list(cache.rglob("*.safetensors"))
+
+
+def test_an_old_table_is_measured_again_and_the_age_of_another_is_said(space: Space, cache: Path) -> None:
+    run(space, iter([good(space)]))
+    (path,) = cache.rglob("*.safetensors")
+    for days, is_used in ((3, True), (measured_costs.OLDEST + 1, False)):
+        then = time.time() - 86_400 * days
+        os.utime(path, (then, then))
+        found, lines = run(space, iter([good(space)]))
+        assert any(f"{days} days old" in line for line in lines) == is_used
 
 
 @pytest.mark.parametrize("change", ["edited", "renamed"])

@@ -1,4 +1,4 @@
-"""Devices, the cache folder, whether measurements are allowed, mixed precision, random states, and one thread."""
+"""Devices and their load, the cache folder, whether measurements are allowed, mixed precision, random states."""
 
 import os
 import platform
@@ -6,7 +6,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -37,6 +37,65 @@ def cache_folder() -> Path:
     if os.environ.get(CACHE):
         return Path(os.environ[CACHE])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnrx"
+
+
+def governor() -> str:
+    """Returns how Linux chooses the frequency of the first processor, e.g. "performance"; "" where it does not say."""
+    path = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+class Load:
+    """What other processes use of the processors from now on; nothing is known of systems without /proc."""
+
+    def __init__(self):
+        self._start = _processor_seconds()
+
+    def taken(self, threads: int) -> float | None:
+        """Returns how many processors so many threads lacked until now on average, because others used them; None where
+        that is not known.
+        """
+        now = _processor_seconds()
+        if now is None or self._start is None or now[0] <= self._start[0]:
+            return None
+        seconds, used, own = (after - before for after, before in zip(now, self._start, strict=True))
+        others = max(used - own, 0.0) / seconds
+        return max(others + threads - (os.cpu_count() or 1), 0.0)
+
+
+def _processor_seconds() -> tuple[float, float, float] | None:
+    """Returns the time, the seconds of all processors that were in use or taken by a hypervisor, and those that this
+    process and its children used; None where the system does not say.
+    """
+    try:
+        tick = os.sysconf("SC_CLK_TCK")
+        first = Path("/proc/stat").read_text(encoding="utf-8").partition("\n")[0]
+        fields = [int(number) for number in first.split()[1:9]]
+        used = sum(fields) - fields[3] - fields[4]  # idle, and waiting for a disk
+        own = sum(_ticks_of_family(os.getpid()))
+    except (OSError, ValueError, AttributeError, IndexError):
+        return None
+    return time.perf_counter(), used / tick, own / tick
+
+
+def _ticks_of_family(process: int) -> Iterator[int]:
+    """Yields the processor time of a process and of its descendants, with those that have ended."""
+    times, children = dict[int, int](), dict[int, list[int]]()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            # After the name, which may have spaces and brackets.
+            fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            number = int(path.parent.name)
+            times[number] = sum(map(int, fields[11:15]))
+            children.setdefault(int(fields[1]), []).append(number)
+    waiting = [process]
+    while waiting:
+        number = waiting.pop()
+        yield times.get(number, 0)
+        waiting += children.get(number, [])
 
 
 @contextmanager

@@ -213,7 +213,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         "versions": installed_versions("attnrx", "torch"),
         "threads": torch.get_num_threads(),
         "notes": [*notes, *([comparison.kind.note] if comparison.kind.note else [])],
-        "warnings": _chance_notes(findings, comparison),
+        "warnings": [*_chance_notes(findings, comparison), *_busy_notes(findings)],
     }
     if origin is not None:
         removed_share = None if prescription is None else prescription.removed_share
@@ -290,6 +290,13 @@ def _in_runtime(
         notes.append(f"the unchanged model has no file as {form.name}, so the speed is not divided: {error}")
         return {"runtime": runtime}
     return {"runtime": runtime, "unchanged": unchanged}
+
+
+def _busy_notes(findings: Sequence[Finding]) -> list[str]:
+    """Returns a warning if a speed was measured beside other processes."""
+    taken = [finding.details.get("measured", finding.details).get("taken") for finding in findings]
+    busy = max((each for each in taken if is_busy(each)), default=None)
+    return [] if busy is None else [f"the speed was {busy_text(busy)}: verify again on an idle machine"]
 
 
 def _chance_notes(findings: Sequence[Finding], comparison: Comparison) -> list[str]:

@@ -3,6 +3,7 @@ the runtime of a file format.
 """
 
 import copy
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
@@ -31,7 +32,7 @@ from attnrx.decide.planning.cost_table import CostTable, corrected, never_slower
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space, format_of
 from attnrx.nouns.effort import LONG_PASS, MIN_TIMED_IMAGES, ROUND_FACTOR, PlanSettings, final_rounds
 from attnrx.support.errors import AttnrxError, NotSupported
-from attnrx.support.hardware import cache_folder, device_name, may_measure
+from attnrx.support.hardware import Load, cache_folder, device_name, governor, may_measure
 from attnrx.support.modules import copy_module
 from attnrx.support.optional import installed_versions
 from attnrx.support.progress import Log, no_log, track
@@ -39,7 +40,7 @@ from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import read_tensors, write_tensors
 from attnrx.support.subprocess_runner import run_in_subprocess
 from attnrx.vit.costs import Conditions, LatencyProtocol, compare_latencies, compare_latency, interleave
-from attnrx.vit.costs.measured import PRECISIONS, PROCESSES
+from attnrx.vit.costs.measured import PRECISIONS, PROCESSES, busy_text, is_busy
 from attnrx.vit.kernels.compilation import kernel_version
 from attnrx.vit.models import (
     ModuleCall,
@@ -68,6 +69,7 @@ BLOCKS_OF_FORMAT = 4
 # Tables that are measured before a plan gives up; the largest spread of timings of a table that is kept, and the
 # largest latency of the unchanged model relative to the original's: beside other processes kernels wait for threads.
 ATTEMPTS, STEADY, SLOWEST = 3, 0.3, 1.3
+OLDEST = 30  # days after which a table is measured again
 REFERENCE, ALL = "original", "all"
 # The folders of attnrx whose code decides what is timed and how: models, compressed layers and files, measurements.
 PACKAGE, MEASURED_CODE = Path(__file__).parents[2], ("vit", "change", "decide/planning")
@@ -87,9 +89,10 @@ def measured_code() -> str:
 def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[], CostTable]) -> CostTable:
     """Returns the cost table of an earlier plan for a model of this shape under these conditions, else measures it.
 
-    It is kept in the cache folder, for this hardware, these versions of torch and the runtime, this code of attnrx
-    (`measured_code`) and these kernels. A table that no model can have (`CostTable.problem`), from the cache or
-    measured under load, is measured again; one of noisy timings is used, and not kept.
+    It is kept in the cache folder for OLDEST days, for this hardware and its governor, these versions of torch and the
+    runtime, this code of attnrx (`measured_code`) and these kernels. A table that no model can have
+    (`CostTable.problem`) is measured again; one that was measured beside other processes, or of noisy timings, is used
+    for this call with a warning, and not kept.
 
     Raises:
         NotSupported: All of ATTEMPTS tables were implausible.
@@ -102,6 +105,7 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
     form = format_of(settings)
     facts = (
         device_name(str(settings.conditions.device)),
+        governor(),
         torch.__version__,
         measured_code(),
         kernel_version(),
@@ -113,19 +117,21 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
     timing.append(form)
     request = (facts, shape, space.shape.layout, linear, outside, timing, choices)
     path = cache_folder() / "costs" / f"{sha256(repr(request).encode()).hexdigest()[:16]}.safetensors"
-    if may_measure() and path.exists():
+    if may_measure() and path.exists() and (days := (time.time() - path.stat().st_mtime) / 86_400) <= OLDEST:
         with suppress(AttnrxError, TypeError, ValueError):  # a damaged file is measured again
             stored: dict[str, Any] = {
                 name: tensor.numpy() if tensor.ndim else tensor.item() for name, tensor in read_tensors(path).items()
             }
             table = CostTable("latency", **stored)
             if table.problem() is None:
-                settings.log(f"cost table of an earlier plan: {path}")
+                settings.log(f"cost table of an earlier plan, {days:.0f} days old: {path}")
                 return table
         settings.log(f"the stored cost table is damaged or implausible, and measured again: {path}")
     problem: str | None = None
     for _ in range(ATTEMPTS):
+        load = Load()
         table = measure()
+        taken = load.taken(settings.conditions.threads or torch.get_num_threads())
         if (problem := table.problem()) is None:
             break
         settings.log(f"cost table: {problem}; measuring again")
@@ -134,6 +140,9 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
             f"the latency of this model's blocks cannot be measured here: of {ATTEMPTS} cost tables none is possible "
             f"({problem}). Other processes take this machine's time: end them, or give a target in macs or params."
         )
+    if is_busy(taken):
+        settings.log(f"cost table: {busy_text(taken)}. The plan relies on it, and later plans measure again.")
+        return table
     unchanged = table.total(Choices.nothing(space.depth))
     if table.spread > STEADY or unchanged > SLOWEST:
         settings.log(
