@@ -138,7 +138,7 @@ def test_an_old_table_is_measured_again_and_the_age_of_another_is_said(space: Sp
     for days, is_used in ((3, True), (measured_costs.OLDEST + 1, False)):
         then = time.time() - 86_400 * days
         os.utime(path, (then, then))
-        found, lines = run(space, iter([good(space)]))
+        _, lines = run(space, iter([good(space)]))
         assert any(f"{days} days old" in line for line in lines) == is_used
 
 
