@@ -209,11 +209,11 @@ def _put_attention_(
             target, module = f"{target}.{len(module) - 1}", module[-1]
         source = trunk.source if isinstance(family, StructureFamily) else result.get_submodule(path)
         if isinstance(module, Adapter):
-            result.set_submodule(target, _released(adapter))
+            result.set_submodule(target, _released(adapter, module))
         elif not _is_written_(family, source, module, adapter):
             # The norm of an attention that has its own is outside of the blocks that attnrx calls.
             norm = places.get(_joined(path, block, "norm"), "") if places else ""
-            replaced: nn.Module = _released(adapter)
+            replaced: nn.Module = _released(adapter, module)
             if norm.startswith(f"{target}."):
                 replaced = nn.Sequential(result.get_submodule(norm), replaced).train(module.training)
                 places[_joined(path, block, "norm")] = f"{target}.0"
@@ -276,9 +276,11 @@ def _have_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return True
 
 
-def _released(adapter: Adapter) -> Adapter:
-    """Returns an adapter as it is in a model without a token policy."""
+def _released(adapter: Adapter, module: nn.Module) -> Adapter:
+    """Returns an adapter as it is, in the place of a module, in a model without a token policy."""
     released: Any = aliased(adapter)
+    if "config" in vars(module):  # that of the result itself, which a user of transformers changes
+        released.config = vars(module)["config"]
     attention = released.attention
     attention.kept_patches = None
     if not _is_idle(attention):

@@ -22,7 +22,16 @@ from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.parts.mlp import set_parameter_
 from attnrx.vit.models.parts.model_parts import NOT_PLAIN, ModelParts, Refusal, unread_attention
-from attnrx.vit.models.working.adopted import HALVES, INTERLEAVED, Adapter, Adopted, Origin, PairBias, image_shape
+from attnrx.vit.models.working.adopted import (
+    HALVES,
+    INTERLEAVED,
+    Adapter,
+    Adopted,
+    Origin,
+    PairBias,
+    image_shape,
+    one_node,
+)
 
 NO_BLOCKS = "Of timm, attnrx adopts models with one list of blocks, whose attention is attn."
 POST_NORM = ("ResPostBlock", "EvaBlockPostNorm", "ResPostRelPosBlock")
@@ -76,6 +85,7 @@ class TimmAttention(Adapter):
 
     layout: str = INTERLEAVED
 
+    @one_node
     def forward(
         self,
         x: TokenBatch,
