@@ -16,7 +16,7 @@ from torch import nn
 import attnrx as rx
 from attnrx.vit.models import answer, family_of, working_copy
 from support import pretrained
-from support.pretrained import VIT, of_hf, of_timm, of_torchvision, shaken
+from support.pretrained import VIT, of_hf, of_open_clip, of_timm, of_torchvision, shaken
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -37,6 +37,38 @@ def smaller(model: nn.Module, rules: str = HIDDEN) -> Any:
 
 def images(model: nn.Module, count: int = 3) -> torch.Tensor:
     return pretrained.inputs(working_copy(model), count)
+
+
+FORMS = {
+    "loaded": rx.load,
+    "hidden": smaller,
+    "ranks": lambda model: smaller(model, RANKS),
+    "heads": lambda model: smaller(model, "heads=total_rank:0.67"),
+    "tokens": lambda model: smaller(model, "tokens=tome:0.6@2"),
+    "plain": lambda model: rx.plain(rx.accelerate(rx.load(model))),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("library", [*LIBRARIES, "open_clip"])
+def test_every_form_is_frozen_trained_copied_and_saved(library: str, form: str, tmp_path: Path) -> None:
+    original = of_open_clip() if library == "open_clip" else LIBRARIES[library]()
+    model = FORMS[form](original)
+    assert type(model) is type(original)
+    frozen = {name for name, _ in original.named_parameters() if "norm" in name or "ln_" in name}
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(name not in frozen)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    pixels = images(model)
+    answer(model.train(), pixels).square().mean().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    trained = {name for name, weight in model.eval().named_parameters() if not torch.equal(weight, before[name])}
+    assert len(trained) > 10 and frozen <= before.keys() and not trained & frozen
+    expected = answer(model, pixels)
+    for other in (copy.deepcopy(model), rx.load(model)):
+        assert torch.equal(answer(other, pixels), expected)
+        assert all(weight.requires_grad == (name not in frozen) for name, weight in other.named_parameters())
+    assert torch.equal(answer(rx.load(rx.save(model, tmp_path)), pixels), expected)
 
 
 class Flagged(nn.Module):
@@ -159,6 +191,12 @@ def test_torchscript_reads_what_has_no_attention_of_attnrx() -> None:
         assert torch.allclose(torch.jit.script(small)(images(small)), small(images(small)))
     with pytest.raises(rx.AttnrxError, match=r"torch\.jit\.script"):
         torch.jit.script(smaller(LIBRARIES["timm"](), RANKS))
+
+
+def test_another_size_after_the_biases_of_pairs_were_moved_is_refused() -> None:
+    small = smaller(of_timm("beit_base_patch16_224"), RANKS)
+    with pytest.raises(rx.AttnrxError, match="set_input_size before the model is made smaller"):
+        small.set_input_size((24, 24))
 
 
 @pytest.mark.usefixtures("single_precision")

@@ -117,6 +117,17 @@ class TimmAttention(Adapter):
         biases = (shared_rel_pos_bias, shared_rel_pos) if self.attention.spec.pair_bias else ()
         return self.mixed(x, self.positions(rotation, *biases))
 
+    def set_window_size(self, window_size: tuple[int, int]) -> None:
+        """Is called by timm's `set_input_size` of models with a bias for every pair of tokens.
+
+        Raises:
+            NotSupported: Always.
+        """
+        raise NotSupported(
+            "attention that attnrx replaced keeps its biases of pairs of tokens at one size: call set_input_size before "
+            "the model is made smaller, or create the model with img_size=..."
+        )
+
 
 class TimmFamily(AdoptedFamily):
     """`timm:NAME`, e.g. `timm:vit_tiny_patch16_224`, and any Vision Transformer of timm with one list of blocks."""
