@@ -97,6 +97,19 @@ def test_attributes_and_buffers_that_are_written_count(rules: str) -> None:
     assert isinstance(small(pixels), tuple)
 
 
+def test_attributes_that_are_written_to_an_accelerated_model_stay() -> None:
+    fast = rx.accelerate(rx.load(shaken(Flagged())))
+    pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    before = fast(pixels)
+    fast.temperature, fast.note = 2.0, {"written": "since"}
+    assert torch.equal(fast(pixels), before / 2)
+    for model in (rx.plain(fast), rx.load(fast), copy.deepcopy(fast)):
+        assert model.note == {"written": "since"} and torch.allclose(model(pixels), before / 2)
+    fast = rx.accelerate(rx.load(of_hf("ViTModel")))
+    fast(images(fast), output_hidden_states=True)
+    assert len(rx.plain(fast)(images(fast), output_hidden_states=True).hidden_states) == 3
+
+
 @pytest.mark.parametrize("rules", [HIDDEN, RANKS])
 def test_another_head_and_another_classifier_are_saved(rules: str, tmp_path: Path) -> None:
     small = smaller(of_timm(VIT), rules)

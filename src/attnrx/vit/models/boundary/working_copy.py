@@ -30,7 +30,7 @@ from attnrx.vit.models.parts.token_reduction import TokenRun, reduction_of
 from attnrx.vit.models.users.reader import StructureFamily
 from attnrx.vit.models.users.units import Convolution
 from attnrx.vit.models.users.whole import Whole
-from attnrx.vit.models.working.adopted import Adapter, Adopted, OwnModel, PairBias, aliased
+from attnrx.vit.models.working.adopted import Adapter, Adopted, OwnModel, PairBias, aliased, remove_capturing_
 from attnrx.vit.models.working.adoption_proof import difference_of
 from attnrx.vit.models.working.token_hooks import attach_tokens_, detach_tokens_, recording_tokens
 
@@ -51,7 +51,7 @@ def working_copy(model: nn.Module) -> nn.Module:
     The copy has parameters of its own in the same memory, except those of the attention: it is for reading.
     """
     if WORKING in vars(model):
-        model = library_form(vars(model)[WORKING])
+        model = plain_form(model)
     record = record_of(model)
     if record is None or is_working(model):
         return model
@@ -145,6 +145,18 @@ def library_form(model: nn.Module) -> nn.Module:
         return _library_form(model, in_blocks=reduction_of(model) is not None)
     except _NeedsBlocks:
         return _library_form(model, in_blocks=True)
+
+
+def plain_form(accelerated: nn.Module) -> nn.Module:
+    """Returns the model of an accelerated one, with the attributes that its user has written since; shares its memory."""
+    result = library_form(vars(accelerated)[WORKING])
+    own = {*vars(nn.Module()), RECORD, WORKING}
+    for name, value in vars(accelerated).items():
+        # Other values, e.g. a configuration, the parts of the result have too, and share them with it.
+        if name not in own and (name not in vars(result) or isinstance(value, int | float | str | None)):
+            vars(result)[name] = value
+    remove_capturing_(result)
+    return result
 
 
 def _library_form(model: nn.Module, in_blocks: bool) -> nn.Module:
