@@ -98,7 +98,7 @@ def test_attributes_and_buffers_that_are_written_count(rules: str) -> None:
 
 
 def test_attributes_that_are_written_to_an_accelerated_model_stay() -> None:
-    fast = rx.accelerate(rx.load(shaken(Flagged())))
+    fast: Any = rx.accelerate(rx.load(shaken(Flagged())))
     pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     before = fast(pixels)
     fast.temperature, fast.note = 2.0, {"written": "since"}
@@ -208,7 +208,7 @@ def test_torchscript_reads_what_has_no_attention_of_attnrx() -> None:
 
 def test_another_size_after_the_biases_of_pairs_were_moved_is_refused() -> None:
     small = smaller(of_timm("beit_base_patch16_224"), RANKS)
-    with pytest.raises(rx.AttnrxError, match="set_input_size before the model is made smaller"):
+    with pytest.raises(rx.AttnrxError, match="call set_input_size before the"):
         small.set_input_size((24, 24))
 
 

@@ -148,7 +148,7 @@ def library_form(model: nn.Module) -> nn.Module:
 
 
 def plain_form(accelerated: nn.Module) -> nn.Module:
-    """Returns the model of an accelerated one, with the attributes that its user has written since; shares its memory."""
+    """Returns the model of an accelerated one, in its memory, with the attributes that its user has written since."""
     result = library_form(vars(accelerated)[WORKING])
     own = {*vars(nn.Module()), RECORD, WORKING}
     for name, value in vars(accelerated).items():

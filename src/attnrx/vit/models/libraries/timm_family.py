@@ -124,8 +124,8 @@ class TimmAttention(Adapter):
             NotSupported: Always.
         """
         raise NotSupported(
-            "attention that attnrx replaced keeps its biases of pairs of tokens at one size: call set_input_size before "
-            "the model is made smaller, or create the model with img_size=..."
+            "attention that attnrx replaced has biases of pairs of tokens for one size: call set_input_size before the "
+            "model is made smaller, or create the model with img_size=..."
         )
 
 

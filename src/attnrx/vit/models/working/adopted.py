@@ -273,7 +273,8 @@ def one_node(forward: Callable[..., Any]) -> Callable[..., Any]:
         proxy = next((value for value in (*args, *kwargs.values()) if isinstance(value, fx.Proxy)), None)
         if proxy is None:
             return forward(adapter, *args, **kwargs)
-        return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(adapter), args, kwargs)
+        tracer: Any = proxy.tracer
+        return tracer.create_proxy("call_module", tracer.path_of_module(adapter), args, kwargs)
 
     return called
 
