@@ -77,10 +77,13 @@ it with `Trainer`, add adapters of PEFT, compile it.
 | ranks of scores or values; a mask | attnrx attention takes the place of that attention: other keys, the same call |
 | tokens | hooks on the blocks, and a submodule `attnrx_tokens`; attention that weights tokens is replaced |
 
-Attention that was replaced returns no attention weights, and refuses masks. Where tokens are pruned,
-`output_hidden_states=True` returns the states of all patches. `torch.compile` of a module of transformers that captures
-hidden states takes no token policy. `save_pretrained` writes what your module has, so that `from_pretrained` needs the
-shapes of the original; `attnrx.save(small, folder)` and `attnrx.load(folder)` always work.
+Attention that was replaced returns no attention weights, and refuses masks. It has no `nn.Linear`: PEFT and torchao
+find the other maps only. `torch.fx` traces it as one call, `torch.jit.script` refuses it. Neither of them traces a
+model that prunes tokens, and such a model takes no gradient checkpointing; `torch.jit.trace` and `torch.export` trace
+both. Where tokens are pruned, `output_hidden_states=True` returns the states of all patches. `torch.compile` of a
+module of transformers that captures hidden states takes no token policy. `save_pretrained` writes what your module has,
+so that `from_pretrained` needs the shapes of the original; `attnrx.save(small, folder)` and `attnrx.load(folder)`
+always work.
 
 `attnrx.accelerate(model)` returns a copy that computes the same in attnrx's kernels: float32 inference on a CPU. It has
 your class and call, and refuses training and new weights; `attnrx.plain(fast)` is the way back. `load` and `realize`

@@ -93,8 +93,8 @@ rx.save(trainer.model.eval(), "runs/fine-tuned")
 # %% [markdown]
 # ## What can go wrong
 #
-# - `isinstance(small, transformers.ViTForImageClassification)` holds, `type(small)` is a class of attnrx: attention
-#   weights (`output_attentions=True`) are not computed, and `from_pretrained` of transformers refuses the folder.
+# - `type(small)` is `transformers.ViTForImageClassification`, but its weights have other shapes: `from_pretrained` of
+#   transformers refuses the folder. Attention that lost ranks computes no weights (`output_attentions=True`).
 # - `trainer.save_model(folder)` and the checkpoints of `Trainer` are folders that `rx.load` opens.
 # - A processor is not saved with the model: keep the original's, or its folder.
 # - `rx.load` refuses what it cannot copy exactly, and names the block or the feature

@@ -16,7 +16,7 @@ from torch import nn
 import attnrx as rx
 from attnrx.vit.models import answer, family_of, working_copy
 from support import pretrained
-from support.pretrained import VIT, of_hf, of_timm, of_torchvision, shaken
+from support.pretrained import VIT, of_hf, of_open_clip, of_timm, of_torchvision, shaken
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -37,6 +37,38 @@ def smaller(model: nn.Module, rules: str = HIDDEN) -> Any:
 
 def images(model: nn.Module, count: int = 3) -> torch.Tensor:
     return pretrained.inputs(working_copy(model), count)
+
+
+FORMS = {
+    "loaded": rx.load,
+    "hidden": smaller,
+    "ranks": lambda model: smaller(model, RANKS),
+    "heads": lambda model: smaller(model, "heads=total_rank:0.67"),
+    "tokens": lambda model: smaller(model, "tokens=tome:0.6@2"),
+    "plain": lambda model: rx.plain(rx.accelerate(rx.load(model))),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("library", [*LIBRARIES, "open_clip"])
+def test_every_form_is_frozen_trained_copied_and_saved(library: str, form: str, tmp_path: Path) -> None:
+    original = of_open_clip() if library == "open_clip" else LIBRARIES[library]()
+    model = FORMS[form](original)
+    assert type(model) is type(original)
+    frozen = {name for name, _ in original.named_parameters() if "norm" in name or "ln_" in name}
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(name not in frozen)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    pixels = images(model)
+    answer(model.train(), pixels).square().mean().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    trained = {name for name, weight in model.eval().named_parameters() if not torch.equal(weight, before[name])}
+    assert len(trained) > 10 and frozen <= before.keys() and not trained & frozen
+    expected = answer(model, pixels)
+    for other in (copy.deepcopy(model), rx.load(model)):
+        assert torch.equal(answer(other, pixels), expected)
+        assert all(weight.requires_grad == (name not in frozen) for name, weight in other.named_parameters())
+    assert torch.equal(answer(rx.load(rx.save(model, tmp_path)), pixels), expected)
 
 
 class Flagged(nn.Module):
@@ -63,6 +95,19 @@ def test_attributes_and_buffers_that_are_written_count(rules: str) -> None:
     assert torch.allclose(small(pixels), before / 2 + 1)
     small.flag = True
     assert isinstance(small(pixels), tuple)
+
+
+def test_attributes_that_are_written_to_an_accelerated_model_stay() -> None:
+    fast: Any = rx.accelerate(rx.load(shaken(Flagged())))
+    pixels = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    before = fast(pixels)
+    fast.temperature, fast.note = 2.0, {"written": "since"}
+    assert torch.equal(fast(pixels), before / 2)
+    for model in (rx.plain(fast), rx.load(fast), copy.deepcopy(fast)):
+        assert model.note == {"written": "since"} and torch.allclose(model(pixels), before / 2)
+    fast = rx.accelerate(rx.load(of_hf("ViTModel")))
+    fast(images(fast), output_hidden_states=True)
+    assert len(rx.plain(fast)(images(fast), output_hidden_states=True).hidden_states) == 3
 
 
 @pytest.mark.parametrize("rules", [HIDDEN, RANKS])
@@ -109,22 +154,81 @@ def test_hidden_states_and_attentions_are_those_of_transformers() -> None:
         assert [each.shape for each in output.hidden_states] == [each.shape for each in expected.hidden_states]
         assert [each.shape for each in output.attentions] == [each.shape for each in expected.attentions]
     assert torch.equal(loaded(pixels, output_attentions=True).attentions[1], expected.attentions[1])
+    small = smaller(original, RANKS)
     with pytest.raises(rx.AttnrxError, match="output_attentions"):  # of attention with fewer directions there is none
-        smaller(original, RANKS)(pixels, output_attentions=True)
+        small(pixels, output_attentions=True)
+    small.config.output_attentions = True
+    for model in (small, copy.deepcopy(small), rx.load(small)):
+        with pytest.raises(rx.AttnrxError, match="output_attentions"):
+            model(pixels)
+        assert answer(model, pixels).shape == (3, 12)
 
 
-@pytest.mark.parametrize("library", ["timm", "torchvision"])
-def test_it_is_traced_and_gives_features(library: str) -> None:
-    small = smaller(LIBRARIES[library]())
+@pytest.mark.parametrize("rules", [HIDDEN, RANKS])
+def test_a_configuration_may_request_all_outputs(rules: str, tmp_path: Path) -> None:
+    options = {"output_attentions": True, "output_hidden_states": True, "attn_implementation": "eager"}
+    original = of_hf("ViTForImageClassification", **options)
+    small = smaller(original, rules)
+    assert (small.config.output_attentions, small.config.output_hidden_states) == (True, True)
     pixels = images(small)
-    traced = torch.fx.symbolic_trace(small) if library == "torchvision" else None
-    if traced is not None:
-        assert torch.allclose(traced(pixels), small(pixels))
+    assert answer(rx.load(rx.save(small, tmp_path)), pixels).shape == (3, 5)
+    if rules == HIDDEN:
+        assert small(pixels).keys() == original(pixels).keys()
+        assert len(small(pixels).attentions) == 2
+
+
+@pytest.mark.parametrize("rules", [HIDDEN, RANKS])
+@pytest.mark.parametrize("library", ["timm", "torchvision"])
+def test_it_is_traced_and_gives_features(library: str, rules: str) -> None:
+    small = smaller(LIBRARIES[library](), rules)
+    pixels = images(small)
+    assert torch.allclose(torch.fx.symbolic_trace(small)(pixels), small(pixels))
     extraction = importlib.import_module("torchvision.models.feature_extraction")
     node = "blocks.1" if library == "timm" else "encoder.layers.encoder_layer_1"
     names = [name for name in extraction.get_graph_node_names(small)[1] if name.startswith(node)]
     extractor = extraction.create_feature_extractor(small, {names[-1]: "block"})
     assert extractor(pixels)["block"].shape == (3, 5, 12)
+
+
+def test_tracers_refuse_what_depends_on_the_images() -> None:
+    small = smaller(LIBRARIES["timm"](), "tokens=tome:0.6@2")
+    with pytest.raises(rx.AttnrxError, match=r"torch\.fx"):
+        torch.fx.symbolic_trace(small)
+    with pytest.raises(rx.AttnrxError, match=r"torch\.jit\.script"):
+        torch.jit.script(small)
+
+
+def test_torchscript_reads_what_has_no_attention_of_attnrx() -> None:
+    for rules in (HIDDEN, "fc1=uniform_rank:0.5 fc2=uniform_rank:0.5"):
+        small = smaller(LIBRARIES["timm"](), rules)
+        assert torch.allclose(torch.jit.script(small)(images(small)), small(images(small)))
+    with pytest.raises(rx.AttnrxError, match=r"torch\.jit\.script"):
+        torch.jit.script(smaller(LIBRARIES["timm"](), RANKS))
+
+
+def test_another_size_after_the_biases_of_pairs_were_moved_is_refused() -> None:
+    small = smaller(of_timm("beit_base_patch16_224"), RANKS)
+    with pytest.raises(rx.AttnrxError, match="call set_input_size before the"):
+        small.set_input_size((24, 24))
+
+
+@pytest.mark.usefixtures("single_precision")
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_torchao_quantizes_the_maps_that_it_quantizes_in_the_original(library: str) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+
+    def quantized(model: nn.Module) -> set[str]:
+        before = {name: type(weight.data) for name, weight in model.named_parameters()}
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+        return {name for name, weight in model.named_parameters() if type(weight.data) is not before[name]}
+
+    original = LIBRARIES[library]().float()
+    small = smaller(original)
+    pixels = images(small).float()
+    expected = answer(small, pixels)
+    names = quantized(small)
+    assert names == quantized(original) and len(names) >= 5
+    assert torch.allclose(answer(small, pixels), expected, atol=0.05)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

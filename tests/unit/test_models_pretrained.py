@@ -322,11 +322,10 @@ def test_masks_and_attention_weights_are_refused() -> None:
         adopted.source(images(HF, adopted), output_attentions=True)
     with pytest.raises(NotSupported, match="attention_mask"):
         adopted.source(images(HF, adopted), attention_mask=torch.tensor([[1, 1, 0, 1, 1]] * 3))
-    model = of_hf("ViTForImageClassification")
-    model.set_attn_implementation("eager")
-    model.config.output_attentions = True
+    adopted.source.set_attn_implementation("eager")
+    adopted.source.config.output_attentions = True
     with pytest.raises(NotSupported, match="output_attentions=True"):
-        HF.adopt(model)
+        adopted.source(images(HF, adopted))
 
 
 @pytest.mark.parametrize("name", ["hf yolos", "hf dpt", "hf videomae", "hf siglip2 tower"])

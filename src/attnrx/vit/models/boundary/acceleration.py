@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attnrx.support.arguments import checked
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
-from attnrx.vit.models.boundary.working_copy import WORKING, library_form, working_copy
+from attnrx.vit.models.boundary.working_copy import WORKING, library_form, plain_form, working_copy
 from attnrx.vit.models.families import family_of
 from attnrx.vit.models.parts.record import record_of
 from attnrx.vit.models.users.whole import Whole
@@ -145,7 +145,7 @@ def plain(model: nn.Module) -> nn.Module:
     """
     if not is_accelerated(model):
         raise InvalidInput(f"this {type(model).__name__} is not accelerated, so it is plain already.")
-    return copy_module(library_form(vars(model)[WORKING]))
+    return copy_module(plain_form(model))
 
 
 def is_accelerated(model: nn.Module) -> bool:

@@ -30,7 +30,7 @@ from attnrx.vit.models.parts.token_reduction import TokenRun, reduction_of
 from attnrx.vit.models.users.reader import StructureFamily
 from attnrx.vit.models.users.units import Convolution
 from attnrx.vit.models.users.whole import Whole
-from attnrx.vit.models.working.adopted import Adapter, Adopted, OwnModel, PairBias, aliased
+from attnrx.vit.models.working.adopted import Adapter, Adopted, OwnModel, PairBias, aliased, remove_capturing_
 from attnrx.vit.models.working.adoption_proof import difference_of
 from attnrx.vit.models.working.token_hooks import attach_tokens_, detach_tokens_, recording_tokens
 
@@ -51,7 +51,7 @@ def working_copy(model: nn.Module) -> nn.Module:
     The copy has parameters of its own in the same memory, except those of the attention: it is for reading.
     """
     if WORKING in vars(model):
-        model = library_form(vars(model)[WORKING])
+        model = plain_form(model)
     record = record_of(model)
     if record is None or is_working(model):
         return model
@@ -168,6 +168,18 @@ def library_form(model: nn.Module) -> nn.Module:
         return _library_form(model, in_blocks=True)
 
 
+def plain_form(accelerated: nn.Module) -> nn.Module:
+    """Returns the model of an accelerated one, in its memory, with the attributes that its user has written since."""
+    result = library_form(vars(accelerated)[WORKING])
+    own = {*vars(nn.Module()), RECORD, WORKING}
+    for name, value in vars(accelerated).items():
+        # Other values, e.g. a configuration, the parts of the result have too, and share them with it.
+        if name not in own and (name not in vars(result) or isinstance(value, int | float | str | None)):
+            vars(result)[name] = value
+    remove_capturing_(result)
+    return result
+
+
 def _library_form(model: nn.Module, in_blocks: bool) -> nn.Module:
     """Does so; `in_blocks`: a structure that was found has the blocks that attnrx calls, and not the user's."""
     whole = model if isinstance(model, Whole) else None
@@ -230,11 +242,11 @@ def _put_attention_(
             target, module = f"{target}.{len(module) - 1}", module[-1]
         source = trunk.source if isinstance(family, StructureFamily) else result.get_submodule(path)
         if isinstance(module, Adapter):
-            result.set_submodule(target, _released(adapter))
+            result.set_submodule(target, _released(adapter, module))
         elif not _is_written_(family, source, module, adapter):
             # The norm of an attention that has its own is outside of the blocks that attnrx calls.
             norm = places.get(_joined(path, block, "norm"), "") if places else ""
-            replaced: nn.Module = _released(adapter)
+            replaced: nn.Module = _released(adapter, module)
             if norm.startswith(f"{target}."):
                 replaced = nn.Sequential(result.get_submodule(norm), replaced).train(module.training)
                 places[_joined(path, block, "norm")] = f"{target}.0"
@@ -297,9 +309,11 @@ def _have_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return True
 
 
-def _released(adapter: Adapter) -> Adapter:
-    """Returns an adapter as it is in a model without a token policy."""
+def _released(adapter: Adapter, module: nn.Module) -> Adapter:
+    """Returns an adapter as it is, in the place of a module, in a model without a token policy."""
     released: Any = aliased(adapter)
+    if "config" in vars(module):  # that of the result itself, which a user of transformers changes
+        released.config = vars(module)["config"]
     attention = released.attention
     attention.kept_patches = None
     if not _is_idle(attention):

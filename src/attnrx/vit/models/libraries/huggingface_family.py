@@ -27,7 +27,7 @@ from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.parts.module_inputs import ModuleInputs, PatchInputs, inputs_of_config
 from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, unread_attention
-from attnrx.vit.models.working.adopted import HALVES, Adapter, Adopted, Origin, PairBias, image_shape
+from attnrx.vit.models.working.adopted import HALVES, Adapter, Adopted, Origin, PairBias, image_shape, one_node
 
 CLASS_TOKEN = "class token"
 MAPS = "feature_maps"  # of a backbone, which is adopted as a whole module because they are several
@@ -248,7 +248,10 @@ class HuggingFaceAttention(Adapter):
     """attnrx attention with the call signature of a transformers layer; returns no attention weights."""
 
     takes_mask = False  # of padding
+    config: Any = None
+    """The configuration of the model, which may request attention weights of every call."""
 
+    @one_node
     def forward(
         self,
         hidden_states: TokenBatch,
@@ -271,7 +274,7 @@ class HuggingFaceAttention(Adapter):
             biased, attention_mask = True, self._mask_bias(attention_mask, hidden_states)
         elif attention_mask is not None and not biased and not torch.compiler.is_exporting():
             raise NotSupported("attention_mask is not supported in an adopted model.")
-        if options.get("output_attentions"):
+        if options.get("output_attentions", getattr(self.config, "output_attentions", False)):
             raise NotSupported(
                 "output_attentions=True: an adopted model returns no attention weights. Observe its layers with "
                 "attnrx.models.observation_hooks instead."
@@ -425,7 +428,6 @@ class HuggingFaceFamily(AdoptedFamily):
         reader, config = reader_of(model), cast(Any, model.config)
         is_hybrid = config.model_type == "dpt" and (config.is_hybrid or config.backbone_config is not None)
         reasons = {
-            "output_attentions=True in its configuration (attnrx returns no weights)": config.output_attentions,
             "a mask_ratio, of random patches (load it with mask_ratio=0.0)": getattr(config, "mask_ratio", 0),
             "a DPT whose backbone is a model of its own": is_hybrid,
         }
@@ -532,6 +534,7 @@ class HuggingFaceFamily(AdoptedFamily):
     def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:
         adapter: Any = super().adapter(source, module, attention)
         adapter.takes_mask = isinstance(reader_of(source).inputs(source), PatchInputs)
+        adapter.config = reader_of(source).body_of(source).config
         return adapter
 
     def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:

@@ -22,7 +22,16 @@ from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.parts.mlp import set_parameter_
 from attnrx.vit.models.parts.vit_parts import NOT_PLAIN, Refusal, ViTParts, unread_attention
-from attnrx.vit.models.working.adopted import HALVES, INTERLEAVED, Adapter, Adopted, Origin, PairBias, image_shape
+from attnrx.vit.models.working.adopted import (
+    HALVES,
+    INTERLEAVED,
+    Adapter,
+    Adopted,
+    Origin,
+    PairBias,
+    image_shape,
+    one_node,
+)
 
 NO_BLOCKS = "Of timm, attnrx adopts models with one list of blocks, whose attention is attn."
 POST_NORM = ("ResPostBlock", "EvaBlockPostNorm", "ResPostRelPosBlock")
@@ -76,6 +85,7 @@ class TimmAttention(Adapter):
 
     layout: str = INTERLEAVED
 
+    @one_node
     def forward(
         self,
         x: TokenBatch,
@@ -106,6 +116,17 @@ class TimmAttention(Adapter):
         # BEiT passes its shared bias by the first name, VisionTransformerRelPos by the second; the sum of all is added.
         biases = (shared_rel_pos_bias, shared_rel_pos) if self.attention.spec.pair_bias else ()
         return self.mixed(x, self.positions(rotation, *biases))
+
+    def set_window_size(self, window_size: tuple[int, int]) -> None:
+        """Is called by timm's `set_input_size` of models with a bias for every pair of tokens.
+
+        Raises:
+            NotSupported: Always.
+        """
+        raise NotSupported(
+            "attention that attnrx replaced has biases of pairs of tokens for one size: call set_input_size before the "
+            "model is made smaller, or create the model with img_size=..."
+        )
 
 
 class TimmFamily(AdoptedFamily):

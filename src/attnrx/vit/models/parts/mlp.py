@@ -45,7 +45,7 @@ class LowRankLinear(nn.Module):
         self.second = NativeLinear(rank, outputs, bias=bias)
         self.in_features, self.rank, self.out_features = inputs, rank, outputs
 
-    def forward(self, features: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
+    def forward(self, features: Tensor) -> Tensor:  # [*batch, inputs] to [*batch, outputs]: TorchScript reads the types
         return self.second(self.first(features))
 
 
@@ -107,7 +107,7 @@ class Halves(nn.Module):
         super().__init__()
         self.first, self.second = _half_of(whole, 0), _half_of(whole, 1)
 
-    def forward(self, features: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
+    def forward(self, features: Tensor) -> Tensor:
         return torch.cat([self.first(features), self.second(features)], -1)
 
 

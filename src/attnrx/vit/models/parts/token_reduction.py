@@ -208,6 +208,12 @@ class TokenReduction(nn.Module):
         self.call = _ReductionCall()
         self.restored_blocks: Container[int] = ()
 
+    def __prepare_scriptable__(self) -> "TokenReduction":
+        raise NotSupported(
+            "torch.jit.script reads no model that prunes or merges tokens: trace it with torch.jit.trace or "
+            "torch.export, or write a file with attnrx.export(model, path)."
+        )
+
     @contextmanager
     def forward_pass(self, restored_blocks: Container[int] | None = None) -> Iterator[None]:
         """Removes the statistics of the forward pass in the context at its end, also after an exception.

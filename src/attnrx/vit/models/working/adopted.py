@@ -4,11 +4,11 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module, is_traced, joined, mapped, of_weights
@@ -237,6 +237,12 @@ class Adapter(nn.Module):
         self.attention, self.prefix, self.pair_bias = attention, prefix, pair_bias
         self.call = _AdapterCall()
 
+    def __prepare_scriptable__(self) -> "Adapter":
+        raise NotSupported(
+            "torch.jit.script reads no attention of attnrx: trace the model with torch.jit.trace or torch.export, or "
+            "write a file with attnrx.export(model, path)."
+        )
+
     def mixed(self, tokens: TokenBatch, positions: Positions | None = None) -> TokenBatch:
         if self.call.entered is None:
             return self.attention(tokens, None, positions)
@@ -256,11 +262,29 @@ class Adapter(nn.Module):
         return Positions(self.prefix, *(rotation or ()), bias=total)
 
 
+def one_node(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a call of an adapter one node in a graph of `torch.fx`, like a call of `nn.MultiheadAttention`.
+
+    What attnrx attention computes depends on the shapes of its inputs, which a trace does not know.
+    """
+
+    @wraps(forward)
+    def called(adapter: Adapter, *args: Any, **kwargs: Any) -> Any:
+        proxy = next((value for value in (*args, *kwargs.values()) if isinstance(value, fx.Proxy)), None)
+        if proxy is None:
+            return forward(adapter, *args, **kwargs)
+        tracer: Any = proxy.tracer
+        return tracer.create_proxy("call_module", tracer.path_of_module(adapter), args, kwargs)
+
+    return called
+
+
 class PlainAttention(Adapter):
     """attnrx attention in the place of an attention module that is called with tokens, or as nn.MultiheadAttention."""
 
     batch_first = False  # nn.TransformerEncoderLayer then calls its parts, and no kernel that has their weights
 
+    @one_node
     def forward(
         self, tokens: TokenBatch, key: Tensor | None = None, value: Tensor | None = None, **options: Any
     ) -> TokenBatch | tuple[TokenBatch, None]:

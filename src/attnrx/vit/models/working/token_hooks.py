@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.records import to_dict
@@ -185,7 +185,13 @@ class TokenHook:
             tokens = self.run(first)
             return tokens if tokens is None or not isinstance(outputs[0], tuple) else (tokens, *others)
         # timm passes tokens by position, transformers by name.
-        tokens = self.run(args[0] if args else kwargs["hidden_states"])
+        entering = args[0] if args else kwargs["hidden_states"]
+        if isinstance(entering, fx.Proxy):
+            raise NotSupported(
+                "torch.fx traces no model that prunes or merges tokens: which tokens leave depends on the image. Trace "
+                "the model before its tokens are pruned."
+            )
+        tokens = self.run(entering)
         if tokens is None:
             return None
         return ((tokens, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": tokens})
