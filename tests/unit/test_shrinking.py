@@ -225,7 +225,8 @@ def test_files_of_the_user_are_kept_and_refused_before_the_work(name: str, tmp_p
 def test_exports_of_an_earlier_model_are_removed(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     first, before = result(), copy.deepcopy(original()).float()
-    first.save(tmp_path)
+    first.save(tmp_path, opset=17)
+    assert rx.exporting.load_exported(tmp_path / "model.onnx").form == rx.exporting.Onnx(17)
     first.save(tmp_path, False, to="onnx(opset=18)", original=before, batch=2, threads=1)
     exports = {"model.onnx", "model.onnx.json", "run_model.py"}
     exports |= {"model-onnx.onnx", "model-onnx.onnx.json", "run_model-onnx.py", "evidence-onnx.json"}

@@ -40,6 +40,7 @@ def _shrink_options(parser: Parser) -> None:
     )
     options.add_arguments(parser, "shrink", "batch", "threads", "seed", "effort", to="FORMAT")
     option(parser, "--no-onnx", bool, "write no model.onnx")
+    option(parser, "--opset", options.COUNT, "the operator set version of model.onnx, 17 to 23 (23)")
     options.add_device(parser)
 
 
@@ -58,7 +59,8 @@ def shrink(arguments: Namespace, log: Log) -> Outcome:
     log(shrunk.summary())
     log("writing the folder and model.onnx, and timing it" if onnx else "writing the folder")
     timing = {name: settings[name] for name in ("batch", "threads") if name in settings}
-    folder = shrunk.save(arguments.out, onnx, to=arguments.to, original=model, **timing)
+    version = {} if arguments.opset is None else {"opset": arguments.opset}
+    folder = shrunk.save(arguments.out, onnx, to=arguments.to, **version, original=model, **timing)
     name = None if arguments.to is None else rx.exporting.parse_format(arguments.to).name
     exported = None if name is None else rx.Evidence.load(folder / f"evidence-{name}.json")
     record = {

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from attnrx.change.exporting import parse_format
+from attnrx.change.exporting import Onnx, parse_format
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.change.realization.realizing import fits_record, realize_with_effort
 from attnrx.data import Columns, FixedImages, ImageData, ImageSet, Parts, Splits, load_data, require_labels, three_parts
@@ -161,7 +161,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         data = ModelBatches.of(data, inputs)
         original = load_original(model, weights, data)
         if folder is not None:  # before the work
-            require_result_folder(Path(folder), original, result_files(Path(folder), True, to))
+            require_result_folder(Path(folder), original, result_files(Path(folder), Onnx(), to))
         conditions = timing_conditions(original, threads, batch, form, log)
         if conditions.on_cuda and target.minimized != "latency":
             log("on a CUDA device fewer MACs are not less time: faster=N plans for its time (docs/results/gpu.md)")

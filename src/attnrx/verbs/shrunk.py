@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from attnrx.change import exporting
-from attnrx.change.exporting import Format, parse_format
+from attnrx.change.exporting import Format, Onnx, parse_format
 from attnrx.change.exporting.exported import KIND as EXPORTED
 from attnrx.change.exporting.exported import files_of_export, present_exports, present_script
 from attnrx.data import ImageSet, Parts
@@ -126,6 +126,7 @@ class Shrunk:
         onnx: bool = True,
         *,
         to: str | None = None,
+        opset: int = Onnx.opset,
         original: nn.Module | None = None,
         batch: int = 32,
         threads: int | None = None,
@@ -146,6 +147,8 @@ class Shrunk:
             folder: The folder.
             onnx: Whether model.onnx is written.
             to: Another format to write, e.g. "int8" or "openvino(precision=bf16)" (see `export`).
+            opset: The operator set version of model.onnx, 17 to 23: a smaller one for a runtime or a tool that does not
+                know the newest.
             original: The model that `shrink` was given; with it model.onnx is timed beside the same file of the
                 original, for `reports.files_table`. `to` needs it.
             batch: For `to`, the images of a timed batch.
@@ -159,7 +162,7 @@ class Shrunk:
             AttnrxError: The model cannot be exported; everything else was saved.
         """
         folder = Path(folder)
-        files = result_files(folder, onnx, to)
+        files = result_files(folder, Onnx(opset) if onnx else None, to)
         preflight(folder=folder, formats=files.values(), report=True)
         require_result_folder(folder, self.model, files)
         original = None if original is None else at_size_of(original, self.model)
@@ -253,9 +256,9 @@ def with_accuracy(images: ImageSet, model: nn.Module, *checks: Check) -> tuple[C
 RESULT = re.compile(r"model(-\w+)?")  # the stems of exported files in a folder of results
 
 
-def result_files(folder: Path, onnx: bool, to: str | None) -> dict[Path, Format]:
+def result_files(folder: Path, onnx: Onnx | None, to: str | None) -> dict[Path, Format]:
     """Returns the formats of the exported files of a result by their paths: model.onnx, and the file of a format."""
-    files = {folder / "model.onnx": parse_format("onnx")} if onnx else {}
+    files: dict[Path, Format] = {} if onnx is None else {folder / "model.onnx": onnx}
     if to is not None:
         form = parse_format(to)
         files[folder / f"model-{form.name}{form.suffix}"] = form

@@ -25,6 +25,7 @@ from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported
 from attnrx.support.estimate import Estimate
 from attnrx.support.optional import installed_versions
 from attnrx.verbs.load import SOURCE, load, size_of
+from attnrx.vit.costs.measured import busy_text, is_busy
 from attnrx.vit.maps import FITS
 from attnrx.vit.models import at_size_of, described_tokens, model_fingerprint, require_ordinary_weights
 from attnrx.vit.models.boundary.verbs import verb

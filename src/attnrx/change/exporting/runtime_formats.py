@@ -38,6 +38,7 @@ ONNX_OPENING = """session = onnxruntime.InferenceSession(str(here.with_name("{fi
 about = {{name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}}
 batch = session.get_inputs()[0].shape[0]
 batch = batch if isinstance(batch, int) else 1"""
+OLDEST_OPSET = 18  # of torch's exporter
 # Protocol buffers are limited to two gigabytes; larger weights are stored in an external file.
 MOST_BYTES = 1_500_000_000
 HEADS_FIRST = (0, 2, 1, 3)  # [batch, tokens, heads, features] to [batch, heads, tokens, features] and back
@@ -49,8 +50,8 @@ class Onnx(Format):
 
     Weights above MOST_BYTES are in an external file.
 
-    `opset` is the operator set version, 18 to 23. It has GELU from 20 on, and attention in one operation from 23 on:
-    give a smaller one for a runtime that does not have it yet.
+    `opset` is the operator set version, 17 to 23. It has GELU from 20 on, and attention in one operation from 23 on:
+    give a smaller one for a runtime or a tool that does not have it yet, e.g. 22 for `quantize_dynamic`.
     """
 
     name: ClassVar[str] = "onnx"
@@ -60,7 +61,7 @@ class Onnx(Format):
     opset: int = 23
 
     def __post_init__(self):
-        require_fields(self, opset=whole(18, 23))
+        require_fields(self, opset=whole(17, 23))
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         """Translates the program, folds constants and removes repeated and unused nodes."""
@@ -77,7 +78,7 @@ class Onnx(Format):
         translated: Any = torch.onnx.export(
             program,
             dynamo=True,
-            opset_version=self.opset,
+            opset_version=max(self.opset, OLDEST_OPSET),
             input_names=[INPUT],
             dynamic_shapes=({0: BATCH},),  # its name in the graph, unless it is fixed
             output_names=[f"outputs{index}" for index in range(num_outputs)],  # until `describe` names them
@@ -98,6 +99,9 @@ class Onnx(Format):
         remove_notes(translated.model)
         weights = [*program.state_dict.values(), *program.constants.values()]
         size = sum(each.nbytes for each in weights if isinstance(each, Tensor))
+        if self.opset < OLDEST_OPSET:
+            to_older_opset(translated.model, self.opset)
+        forget_shapes_of_weights(translated.model)
         translated.save(str(path), external_data=size > MOST_BYTES)
 
     def describe(self, path: Path, facts: Mapping[str, Any]) -> None:
@@ -113,6 +117,7 @@ class Onnx(Format):
             output.name = name
         # torch names values by their operators, and "embedding" is one of CLIP's.
         library("onnx_ir.passes.common").NameFixPass()(model)
+        forget_shapes_of_weights(model)
         ir.save(model, path)
 
     def example(self, path: Path) -> str | None:
@@ -146,6 +151,35 @@ def remove_notes(model: Any) -> None:
     for noted in (*graphs, *nodes, *values):
         noted.metadata_props.clear()
         noted.doc_string = None
+
+
+def to_older_opset(model: Any, opset: int) -> None:
+    """Converts the model to an operator set version before OLDEST_OPSET."""
+    for node in model.graph:
+        if node.op_type.startswith("Reduce"):  # the converter keeps it where the older operation has no such attribute
+            node.attributes.pop("noop_with_empty_axes", None)
+    with _silent():
+        library("onnxscript.version_converter").convert_version(model, opset, fallback=True)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Silences the logs of other libraries, of which not all have loggers of their own."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
+
+
+def forget_shapes_of_weights(model: Any) -> None:
+    """Removes the types and shapes that the graph states beside its weights, which have them.
+
+    ONNX Runtime's dynamic quantization transposes the weight of a classifier, and leaves what is stated beside it.
+    """
+    for value in model.graph.initializers.values():
+        value.type = value.shape = None
 
 
 def use_flat_attention(model: Any) -> None:
@@ -298,10 +332,7 @@ class Int8(Onnx):
         """Writes the file with these matrix products quantised."""
         quantization = library("onnxruntime.quantization")
         inputs = ({INPUT: to_numpy(batch)} for batch in images)
-        # The quantiser warns by the root logger, so it has no logger of its own that could be silenced.
-        disabled = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-        try:
+        with _silent():  # the quantiser warns by the root logger
             quantization.quantize_static(
                 plain,
                 path,
@@ -315,8 +346,6 @@ class Int8(Onnx):
                 activation_type=quantization.QuantType.QUInt8,
                 weight_type=quantization.QuantType.QInt8,
             )
-        finally:
-            logging.disable(disabled)
 
     @property
     def wanted(self) -> int:

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import InvalidInput
-from attnrx.support.modules import is_traced
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.kernels.native_attention import Merged, native_merge
 from attnrx.vit.tokens.reducer import (
@@ -93,8 +92,8 @@ class Merging(Reducer):
             kept = stable_order(keys, descending=False)[:, : state.num_present]
             tables = {name: gathered_rows(table, kept) for name, table in tables.items()}
             sizes = sizes.gather(1, kept)
-        elif merges_by_product(sizes):
-            # The product also copies the tokens before the patches, which saves their concatenation afterwards.
+        else:
+            # A round also copies the tokens before the patches, which saves their concatenation afterwards.
             tables, sizes, prefix = {**tables, "patches": state.tokens}, state.sizes, state.prefix
         num_rows, present_indices, is_first = sizes.shape[1] - prefix, kept, True
         every_row = counted(0, num_rows, sizes.device).expand(sizes.shape[0], -1)
@@ -124,36 +123,43 @@ class Round:
 
     The first `prefix` rows are tokens that are no patches. `destinations` [batch, patches] is the index after the round
     of every patch, or of the one that it is merged into; `stay` [batch, left] are the indices of those that are left.
-    Every patch has a weight in the mean of its destination, which is exactly 1 where nothing is merged.
+    Every row has a weight in the mean of its destination, which is exactly 1 where nothing is merged.
+
+    On a CPU, and in the files that are written for one, the rows that are merged are added to those that are left.
+    Elsewhere the means are one product, [left, rows] times the table: it has the fewest operations, whose start takes
+    most of the time of a small batch on a GPU, and sums in one order. In a file every quantizer takes a product for a
+    layer, and rounds all tokens to the few numbers that it gives the input of one. Neither is counted as MACs.
     """
 
     def __init__(
         self, sizes: Float[Tensor, "batch rows"], sources: Indices, second: Side, goals: Indices, prefix: int = 0
     ):
-        num_left, self._prefix = sizes.shape[1] - sources.shape[1], prefix
-        # OpenVINO multiplies bfloat16 matrices in tiles if their inner size is even: four times as fast.
-        self._is_padded = is_traced() and sizes.shape[1] % 2 == 1
+        num_left, self._num_rows, self._prefix = sizes.shape[1] - sources.shape[1], sizes.shape[1], prefix
         # Integers, because TorchScript cannot scatter booleans. The number of remaining rows up to one is its index
         # after the round, counted from 1.
         order = torch.ones_like(sizes, dtype=torch.int64).scatter_(1, sources, 0).cumsum(1)
         rows = counted(1, num_left + 1, sizes.device)[:, None]
         of_patches = order[:, prefix:]
-        # The r-th one that is left comes after all at which fewer than r have been counted.
-        self.stay = (of_patches[:, None] < rows[prefix:]).sum(2, dtype=torch.int64)
         of_second = of_patches[:, second] if isinstance(second, slice) else of_patches.gather(1, second)
-        self._numbers = order.scatter(1, sources, of_second.gather(1, goals))
+        numbers = of_second.gather(1, goals)
+        self._numbers = order.scatter(1, sources, numbers)
         self._shares: Tensor | None = None
-        if merges_by_product(sizes):
-            numbers = self._numbers
-            if self._is_padded:  # a row that is merged into none
-                numbers, sizes = nn.functional.pad(numbers, (0, 1)), nn.functional.pad(sizes, (0, 1))
-            weights = sizes[:, None] * (numbers[:, None] == rows)
+        # The r-th one that is left comes after all at which fewer than r have been counted.
+        if sizes.device.type == "cpu":
+            left = (order[:, None] < rows).sum(2, dtype=torch.int64)
+            self.stay = left[:, prefix:] - prefix
+            self._num_left, self._goals = num_left, numbers - 1
+            # The rows that are left, then those that are merged.
+            self._rows = torch.cat([left, sources], dim=1)
+            of_rows = sizes.gather(1, self._rows)
+            self.sizes = of_rows[:, :num_left].scatter_add(1, self._goals, of_rows[:, num_left:])
+            totals = torch.cat([self.sizes, self.sizes.gather(1, self._goals)], dim=1)
+            self._weights = (of_rows / totals)[..., None]
+        else:
+            self.stay = (of_patches[:, None] < rows[prefix:]).sum(2, dtype=torch.int64)
+            weights = sizes[:, None] * (self._numbers[:, None] == rows)
             total = weights.sum(2, keepdim=True)
             self.sizes, self._shares = total[..., 0], weights / total
-        else:
-            destinations = self.destinations
-            self.sizes = sizes.new_zeros(len(sizes), num_left).scatter_add(1, destinations, sizes)
-            self._weights = (sizes / self.sizes.gather(1, destinations))[..., None]
 
     @property
     def destinations(self) -> Int[Tensor, "batch patches"]:
@@ -161,28 +167,18 @@ class Round:
 
     def of(self, table: Float[Tensor, "batch rows features"]) -> Float[Tensor, "batch left features"]:
         """Returns the merged rows of a table, whose rows are all, or those of the patches."""
+        first = self._num_rows - table.shape[1]
         if self._shares is None:
-            weighted = self._weights * table
-            sums = weighted.new_zeros(*self.sizes.shape, table.shape[-1])
-            merged = sums.scatter_add(1, self.destinations[..., None].expand_as(weighted), weighted)
+            weighted = gathered_rows(table, self._rows[:, first:] - first) * self._weights[:, first:]
+            left, merged = weighted.tensor_split([self._num_left - first], dim=1)
+            # Not at the rows of the batch as one list, whose sums ONNX Runtime computes in several threads at once.
+            merged = left.scatter_add(1, (self._goals - first)[..., None].expand_as(merged), merged)
         else:
-            first = self._numbers.shape[1] - table.shape[1]
-            # Not `@`, which expands both sides to one batch size: operations in the graph of a file for any batch.
-            if first:
-                merged = torch.bmm(self._shares[:, first:, first : self._numbers.shape[1]], table)
-            else:
-                merged = torch.bmm(self._shares, nn.functional.pad(table, (0, 0, 0, 1)) if self._is_padded else table)
+            # Not `@`, which expands both sides to one batch size: operations in a graph for any batch.
+            shares = self._shares[:, first:, first:] if first else self._shares
+            merged = torch.bmm(shares, table)
         # Under autocast the product has a lower precision than the table, sizes may have a higher one.
         return merged if merged.dtype == table.dtype else merged.to(table.dtype)
-
-
-def merges_by_product(like: Tensor) -> bool:
-    """Whether means are one product, [left, patches] times the table, in place of sums at indices.
-
-    It has the fewest operations, whose start takes most of the time of a small batch on a GPU, and sums in one order.
-    It is not counted as MACs, which are those of the sums.
-    """
-    return is_traced() or like.device.type != "cpu"
 
 
 def last_rows(table: Float[Tensor, "batch rows *_"], count: int) -> Float[Tensor, "batch count *_"]:

@@ -80,6 +80,8 @@ class TokenState:
     @property
     def present_mask(self) -> Float[Tensor, "batch patches"]:
         """1 for every remaining patch, 0 for a pruned one."""
+        if self.unmasked:  # a constant in a file
+            return self.tokens.new_ones(self.patches.shape[1]).expand(self.tokens.shape[0], -1)
         return (self.sizes[:, self.prefix :] > 0).to(self.tokens.dtype)
 
     def after(self, **changes: Any) -> "TokenState":
@@ -321,6 +323,8 @@ class AttentionReceived(Selecting):
         """Returns the sum over the remaining tokens, averaged over the heads."""
         assert state.attention is not None
         # Masked tokens receive no attention, but their own rows of the map still sum to 1 and must not count.
-        present_mask = (state.sizes > 0).to(state.attention.dtype)
-        received = (state.attention * present_mask[:, None, :, None]).sum(2)  # over the queries: [batch, heads, tokens]
+        attention = state.attention
+        if not state.unmasked:
+            attention = attention * (state.sizes > 0).to(attention.dtype)[:, None, :, None]
+        received = attention.sum(2)  # over the queries: [batch, heads, tokens]
         return received[:, :, state.prefix :].mean(1)

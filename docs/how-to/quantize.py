@@ -1,0 +1,120 @@
+"""Quantize a smaller model with the tools of NNCF, ONNX Runtime and others, and measure what each costs."""
+
+# %% [markdown]
+# # Quantize afterwards
+#
+# You made a model smaller, and now run the usual tool on its file: `nncf.quantize` for OpenVINO, ONNX Runtime's
+# quantizers, a conversion to half precision. They cost a smaller model what they cost the original. Needs
+# `pip install 'attnrx[onnx,openvino]' nncf onnxconverter-common`; a tool that is not installed is left out here.
+
+# %%
+import contextlib
+import importlib.util
+import io
+import logging
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import onnxruntime
+import torch
+from onnxruntime import quantization
+
+import attnrx as rx
+
+MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, a folder saved by attnrx
+DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, or a known name
+OUT = Path(os.environ.get("OUT", "runs/quantize"))
+OUT.mkdir(parents=True, exist_ok=True)
+logging.disable(logging.WARNING)  # the tools'
+
+# %%
+if MODEL:
+    model = rx.load(MODEL)
+    _, size, _ = rx.models.family_of(model).input_shape(model)
+    splits = rx.adapt_preprocessing(rx.load_data(DATA, image_size=size), model)
+else:
+    from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
+
+slim = rx.realize(model, rx.prescribe(model, "tokens=ward:0.8@2,3"))
+calibration = next(iter(splits.train.take(64).batches(64))).images  # already normalized
+images = next(iter(splits.test.take(200).batches(200))).images
+with torch.no_grad():
+    wanted = slim(images).argmax(-1)
+
+
+def unchanged(logits) -> str:
+    return (
+        f"{100 * float((torch.as_tensor(logits).argmax(-1) == wanted).float().mean()):.1f} % of the answers unchanged"
+    )
+
+
+# %% [markdown]
+# ## NNCF, for OpenVINO
+#
+# State `model_type`: without it NNCF quantizes the additions between the blocks too, which ruins most Vision
+# Transformers, whether they are smaller or not.
+
+# %%
+xml = rx.export(slim, OUT / "slim-openvino.xml", to="openvino").path
+if importlib.util.find_spec("nncf"):
+    import nncf
+    import openvino
+
+    dataset = nncf.Dataset(calibration.split(1), lambda image: image.numpy())
+    read = openvino.Core().read_model(str(xml))
+    with contextlib.redirect_stdout(io.StringIO()):  # progress
+        quantized = nncf.quantize(read, dataset, model_type=nncf.ModelType.TRANSFORMER)
+    openvino.save_model(quantized, str(OUT / "slim-nncf.xml"))
+    print("nncf:", unchanged(openvino.Core().compile_model(quantized, "CPU")(images.numpy())[0]))
+
+# %% [markdown]
+# ## ONNX Runtime
+#
+# Name the operations, as ONNX Runtime's quantizers take many more than linear maps. Dynamic quantization needs no
+# images. By default it takes ONNX's own attention for another one, and writes a file that no session opens: name the
+# operations, or write the file with `to="onnx(opset=22)"`, which has no attention in one operation.
+
+# %%
+maps = ["MatMul", "Gemm"]
+onnx_file = rx.export(slim, OUT / "slim.onnx").path
+
+
+def run(path: Path, dtype: torch.dtype = torch.float32):
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(None, {"images": images.to(dtype).numpy()})[0]
+
+
+batches = iter(calibration.split(16))
+reader = SimpleNamespace(get_next=lambda: next(({"images": batch.numpy()} for batch in batches), None))
+quantization.quantize_static(onnx_file, OUT / "slim-static.onnx", reader, op_types_to_quantize=maps)
+print("static:", unchanged(run(OUT / "slim-static.onnx")))
+quantization.quantize_dynamic(onnx_file, OUT / "slim-dynamic.onnx", op_types_to_quantize=maps)
+print("dynamic:", unchanged(run(OUT / "slim-dynamic.onnx")))
+
+# %% [markdown]
+# ## Half precision
+#
+# ONNX Runtime cannot add at indices in half precision on a CPU. Merging tokens is such an addition: leave
+# `ScatterElements` in float32 for a file that has to run there.
+
+# %%
+if importlib.util.find_spec("onnxconverter_common"):
+    import onnx
+    from onnxconverter_common import float16
+
+    kept = [*float16.DEFAULT_OP_BLOCK_LIST, "ScatterElements"]
+    converted = float16.convert_float_to_float16(onnx.load(onnx_file), op_block_list=kept)
+    onnx.save(converted, OUT / "slim-half.onnx")
+    print("half:", unchanged(run(OUT / "slim-half.onnx", torch.float16)))
+
+# %% [markdown]
+# ## What can go wrong
+#
+# - A quantizer with other settings than these may quantize the comparison of tokens, too. Compare the answers of the
+#   file with the model's, as above, before you deploy it.
+# - Some pre-trained models have single features that are a hundred times larger than all others. 8 bits cost such
+#   models much, with or without attnrx: `to="int8"` of [Deploy](deploy.md) finds the linear maps that suffer, and
+#   leaves them in float.
+# - An older runtime or tool may not know the newest operator set: `rx.export(..., to="onnx(opset=17)")`, or
+#   `Shrunk.save(..., opset=17)`.
