@@ -14,9 +14,10 @@ from attnrx.data.model_data import ModelBatches
 from attnrx.decide.planning import PlanSettings, Target
 from attnrx.decide.planning.measured_costs import final_protocol
 from attnrx.decide.planning.space import target_of
+from attnrx.decide.planning.uniform import require_portable
 from attnrx.nouns.elastic import INDEX, KIND, ORIGINAL, Elastic, Size
 from attnrx.nouns.evidence import Evidence
-from attnrx.support.arguments import FASTER, checked, each
+from attnrx.support.arguments import COUNT, FASTER, checked, each, optional
 from attnrx.support.atomic_writes import file_lock, require_absent
 from attnrx.support.errors import InvalidInput, TargetMet
 from attnrx.support.progress import Log, no_log, phases
@@ -30,6 +31,7 @@ from attnrx.verbs.shrink import (
     ShrinkRun,
     load_original,
     phase_shares,
+    portable_settings,
     require_result_folder,
     timing_conditions,
 )
@@ -42,7 +44,7 @@ SHARES = each(BELOW_ONE, "budgets: shares above 0 and below 1, e.g. (0.8, 0.6)")
 SPEEDS = each(FASTER, "budgets: numbers above 1, e.g. (1.3, 1.6)")
 
 
-@checked(model=MODEL_OR_NAME, faster=SPEEDS, macs=SHARES, params=SHARES)
+@checked(model=MODEL_OR_NAME, faster=SPEEDS, macs=SHARES, params=SHARES, multiple=optional(COUNT))
 @verb
 def elastic(  # noqa: PLR0913  (a keyword for every target)
     model: nn.Module | str | Path,
@@ -55,6 +57,8 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     batch: int = 32,
     threads: int | None = None,
     effort: Literal["quick", "normal", "thorough"] = "quick",
+    portable: bool = False,
+    multiple: int | None = None,
     inputs: Callable[[Any], Any] | None = None,
     weights: str | Path | None = None,
     columns: Columns | None = None,
@@ -79,6 +83,9 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         batch: Images per forward pass whose latency is measured.
         threads: CPU threads of that forward pass (torch's default).
         effort: How much is measured: quick, or normal and thorough, which also distill every size (see `shrink`).
+        portable: Every size is a model of the library's own class, and its folder the checkpoint of the library, which
+            loads it without attnrx (see `shrink`).
+        multiple: Of portable sizes the number that their widths are multiples of; 8 by default.
         inputs: What the forward of a module of your own takes, of every batch: `inputs(batch)` returns a tensor, a
             tuple of arguments or a mapping of named ones. By default the batch is one of images.
         weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.
@@ -110,9 +117,10 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     # From the largest model to the smallest, by shares falling and speeds rising.
     ordered = sorted({*values}, reverse=kind != "faster")
     targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in ordered}
+    portability = portable_settings(portable, multiple)
     preflight(data=data, columns=columns, folder=folder, report=True)
     folder = Path(folder)
-    shares = phase_shares("latency" if kind == "faster" else kind, effort)
+    shares = phase_shares("latency" if kind == "faster" else kind, effort, portable)
     steps = phases(shares, log, repeated=len(targets), again="searching plans")
     with file_lock(folder, seconds=0.0):
         with steps, shared_subprocess() if kind == "faster" else nullcontext():
@@ -124,8 +132,11 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
                 raise InvalidInput(
                     f"{folder} has a model, which `load` would not find beside sizes; choose another folder."
                 )
-            conditions = timing_conditions(original, threads, batch, log=log)
-            settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, seed=seed, log=log)
+            if portable:
+                require_portable(original, **portability)
+            conditions = replace(timing_conditions(original, threads, batch, log=log), plain=portable)
+            sizes_of = {"portable": portable, **portability}
+            settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, seed=seed, log=log, **sizes_of)
             run = ShrinkRun.start(original, data, columns, effort, settings)
             stored = _stored_sizes(folder, run, targets)
             missing = {name: target for name, target in targets.items() if name not in stored}
@@ -146,7 +157,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
                 raise list(unneeded.values())[-1]
         original = run.original  # at the size of the images
         # All sizes are timed in one run, as ratios of separate runs depend on the state of the machine.
-        save(original, folder / ORIGINAL)
+        save(original, folder / ORIGINAL, portable=portable)
         names = (ORIGINAL, *dict.fromkeys((*stored, *(name for name in targets if name not in unneeded))))
         costs = family_of(original).costs(original)
         about = {
@@ -172,6 +183,7 @@ def _stored_sizes(folder: Path, run: ShrinkRun, targets: Mapping[str, Target]) -
         "reference": model_fingerprint(run.original),
         "data": run.images.verified.fingerprint,
         "seed": run.settings.seed,
+        "portable": None,  # absent in other sizes
         **run.about,
     }
     # A folder is saved atomically with its evidence: it is complete or absent.

@@ -17,8 +17,9 @@ from attnrx.support.errors import CardWarning, FactoryWarning, InvalidInput
 from attnrx.support.hub import card_with, upload
 from attnrx.support.storage import CARD_KIND, file_kind, write_text
 from attnrx.vit.models import family_of, known_families, model_fingerprint, save_model
+from attnrx.vit.models.boundary.stock import loading_code, save_stock, stock_form
 from attnrx.vit.models.boundary.verbs import verb
-from attnrx.vit.models.checkpoint import load_weights
+from attnrx.vit.models.checkpoint import STOCK, load_weights
 from attnrx.vit.models.users.whole import needed_to_load
 from attnrx.vit.outputs import output_kind_of
 
@@ -28,7 +29,12 @@ OWNER_NAME = Kind("OWNER/NAME, e.g. 'me/slim'", lambda text: bool(re.fullmatch(r
 @checked()
 @verb
 def save(
-    model: nn.Module, folder: Path | str, *, prescription: Prescription | None = None, evidence: Evidence | None = None
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    prescription: Prescription | None = None,
+    evidence: Evidence | None = None,
+    portable: bool = False,
 ) -> Path:
     """Writes a folder that `load` reads: weights, config.json, the prescription, the evidence and a model card.
 
@@ -40,6 +46,9 @@ def save(
         folder: The folder, which is created if missing.
         prescription: The prescription that the model was realized from.
         evidence: The evidence of this model.
+        portable: The folder is the checkpoint of the model's own library, which loads it without attnrx: of timm
+            (`timm.create_model("local-dir:FOLDER", pretrained=True)`), transformers (`from_pretrained`), torchvision
+            or open_clip (weights and a line of code). The card has the code. `load` reads it, too.
 
     Returns:
         The folder.
@@ -47,6 +56,7 @@ def save(
     Raises:
         InvalidInput: A file would be overwritten that attnrx did not write, or the folder is that of an elastic model.
         FingerprintMismatch: The evidence is of another model.
+        NotSupported: A portable model that its library cannot create: ranks, tokens, layers of different widths.
 
     Examples:
         >>> model = rx.load("svda:digits")
@@ -54,7 +64,7 @@ def save(
         >>> folder = rx.save(rx.realize(model, prescription), "small", prescription=prescription)
         >>> small = rx.load("small")
     """
-    return save_with(model, folder, prescription, evidence)
+    return save_with(model, folder, prescription, evidence, portable=portable)
 
 
 def save_with(
@@ -64,11 +74,13 @@ def save_with(
     evidence: Evidence | None,
     write_beside: Callable[[Path], object] = lambda new: None,
     parts: Parts | None = None,
+    portable: bool = False,
 ) -> Path:
     """Saves a model as `save` does, with the files that `write_beside` writes to the new folder.
 
     `parts` are the files of the folder that are replaced, by default those of a model.
     """
+    model = stock_form(model) if portable else model
     require_no_sizes(Path(folder))
     needed = needed_to_load(model)
     if "factory" in needed:
@@ -82,10 +94,12 @@ def save_with(
             prescription.save(new / "prescription.json")
         if evidence is not None:
             evidence.save(new / "evidence.json")
-        write_text(new / "README.md", _kept_card(Path(folder)) or _card(Path(folder), model, evidence, prescription))
+        write_text(new / "README.md", _kept_card(Path(folder)) or _card(Path(folder), model, evidence, prescription, portable))
         write_beside(new)
 
     # Into the new folder, which replaces the old one as a whole: model and documents always belong together.
+    if portable:
+        return save_stock(folder, model, write_documents, parts)
     return save_model(folder, model, write_beside=write_documents, parts=parts)
 
 
@@ -95,7 +109,9 @@ def require_no_sizes(folder: Path) -> None:
         raise InvalidInput(f"{folder} is the folder of an elastic model; choose another folder.")
 
 
-def _card(folder: Path, model: nn.Module, evidence: Evidence | None, prescription: Prescription | None) -> str:
+def _card(
+    folder: Path, model: nn.Module, evidence: Evidence | None, prescription: Prescription | None, portable: bool
+) -> str:
     costs = family_of(model).costs(model)
     facts = {
         "name": folder.resolve().name,
@@ -107,7 +123,7 @@ def _card(folder: Path, model: nn.Module, evidence: Evidence | None, prescriptio
     needed = needed_to_load(model)
     if needed:
         facts["to_load_it"] = needed
-    return model_card(facts, evidence, prescription)
+    return model_card(facts, evidence, prescription, loading_code(model, "path/to/this/folder") if portable else "")
 
 
 def _kept_card(folder: Path) -> str:
@@ -172,7 +188,7 @@ def push_to_hub(
         prescription_path = folder / "prescription.json"
         prescription = Prescription.load(prescription_path) if prescription_path.exists() else None
         if is_unedited(text):
-            text = _card(folder, model, evidence, prescription)
+            text = _card(folder, model, evidence, prescription, (folder / STOCK).exists())
     if license is not None or base_model is not None:
         text = card_with(text, license=license, base_model=base_model)
     # The folder is changed only where the card is, so a second upload has the same files.

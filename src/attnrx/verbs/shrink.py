@@ -33,6 +33,7 @@ from attnrx.decide.planning import Plan, PlanSettings, Target, plan_sharing
 from attnrx.decide.planning.measured_costs import file_speeds, final_protocol, rounds_of
 from attnrx.decide.planning.planner import Planner
 from attnrx.decide.planning.space import DROP, target_of
+from attnrx.decide.planning.uniform import portable_form, require_portable
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import KIND as EVIDENCE
 from attnrx.nouns.evidence import Evidence
@@ -47,7 +48,7 @@ from attnrx.show.reports import (
     summary_of,
     write_report,
 )
-from attnrx.support.arguments import FASTER, checked, instance, number, optional
+from attnrx.support.arguments import COUNT, FASTER, checked, instance, number, optional
 from attnrx.support.atomic_writes import Parts as ReplacedFiles
 from attnrx.support.atomic_writes import file_lock, require_absent
 from attnrx.support.display import Sentence
@@ -172,6 +173,11 @@ class Shrunk:
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.prescription, self.evidence))
 
+    @property
+    def is_portable(self) -> bool:
+        """Whether the model is one that its own library creates, loads and saves."""
+        return bool(self.evidence.about.get("portable"))
+
     def in_library_form(self) -> "Shrunk":
         """Returns the result with a model of its own class, accelerated where its speed was measured so."""
         model = library_form(self.model)
@@ -247,7 +253,8 @@ class Shrunk:
                 failures.append(error)
 
         documents = self.prescription, self.evidence
-        save_with(self.model, folder, *documents, write_others, result_parts(model_fingerprint(self.model)))
+        parts = result_parts(model_fingerprint(self.model))
+        save_with(self.model, folder, *documents, write_others, parts, self.is_portable)
         if failures:
             raise failures[0]
         return folder
@@ -370,6 +377,7 @@ def result_parts(fingerprint: str) -> ReplacedFiles:
     macs=optional(BELOW_ONE),
     params=optional(BELOW_ONE),
     max_drop=optional(POINTS),
+    multiple=optional(COUNT),
 )
 @judged
 @verb
@@ -385,6 +393,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     threads: int | None = None,
     effort: Literal["quick", "normal", "thorough"] = "quick",
     to: str | None = None,
+    portable: bool = False,
+    multiple: int | None = None,
     inputs: Callable[[Any], Any] | None = None,
     weights: str | Path | None = None,
     columns: Columns | None = None,
@@ -418,6 +428,10 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             original at the end, normal only one of at most 5e9 MACs per image.
         to: The format of a file that `faster` is about (see export), e.g. int8 or 'openvino(precision=bf16)': the plan
             is made with the latency of blocks in the runtime of the format; `Shrunk.save(to=...)` writes the file.
+        portable: The result is a model of the library's own class, with other sizes, and `Shrunk.save` writes the
+            checkpoint of the library, which loads it without attnrx (see `save`). One width for all MLPs is pruned, and
+            heads where the class states their number; `faster` is then the speed in the library's own code.
+        multiple: Of a portable model the number that its width is a multiple of; 8 by default.
         inputs: What the forward of a module of your own takes, of every batch: `inputs(batch)` returns a tensor, a
             tuple of arguments or a mapping of named ones. By default the batch is one of images.
         weights: The weights of a model `timm:NAME` or `lvvit:SIZE`, in a local file.
@@ -437,7 +451,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         InvalidInput: Not exactly one target, labels that do not fit, or a `folder` in which the results would overwrite
             files that attnrx did not write.
         CheckpointError: Another process or thread uses the folder.
-        NotSupported: No plan reaches the target.
+        NotSupported: No plan reaches the target, or a portable model of a class that states no width of its MLPs.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -447,6 +461,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     """
     target = target_of(faster, macs, params, max_drop)
     form = None if to is None else parse_format(to)
+    portability = portable_settings(portable, multiple)
     preflight(data=data, columns=columns, folder=folder, formats=() if form is None else (form,))
     # What `Shrunk.save` will lack, before hours of work; not an error, because the result need not be saved.
     for check in (partial(preflight, report=True), partial(preflight, formats=(parse_format("onnx"),))):
@@ -457,17 +472,21 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     # One process for all latency measurements, which starts while the images are read.
     one_process = shared_subprocess() if target.minimized == "latency" else nullcontext()
     one_call = nullcontext() if folder is None else file_lock(folder, seconds=0.0)
-    with one_call, phases(phase_shares(target.minimized, effort), log), one_process:
+    with one_call, phases(phase_shares(target.minimized, effort, portable), log), one_process:
         data = ModelBatches.of(data, inputs)
         original = load_original(model, weights, data)
         if folder is not None:  # before the work
             require_result_folder(Path(folder), original, result_files(Path(folder), True, to))
-        conditions = timing_conditions(original, threads, batch, form, log)
+        if portable:  # before the work
+            require_portable(original, **portability)
+        conditions = replace(timing_conditions(original, threads, batch, form, log), plain=portable)
         if conditions.on_cuda and target.minimized != "latency":
             log("on a CUDA device fewer MACs are not less time: faster=N plans for its time (docs/results/gpu.md)")
-        settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, to=to, seed=seed, log=log)
+        about = {"batch": batch, "conditions": conditions, "to": to, "seed": seed, "log": log, **portability}
+        settings = PlanSettings.preset(effort, portable=portable, **about)
         # For a latency in PyTorch that the decoder alone is not expected to reach.
         decoder = target.quantity == target.minimized == "latency" and to is None and target.limit < 1 - LARGEST_DECODER
+        decoder = decoder and not portable
         run = ShrinkRun.start(original, data, columns, effort, settings, decoder)
         if target.quantity == DROP:
             require_labels(run.images.planned)
@@ -479,7 +498,18 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             return run.unchanged(target)
 
 
-def phase_shares(spend: str, effort: str) -> dict[str, float]:
+def portable_settings(portable: bool, multiple: int | None) -> dict[str, int]:
+    """Returns the multiple of the width of a portable model; empty where none was given.
+
+    Raises:
+        InvalidInput: A multiple without a portable model.
+    """
+    if multiple is not None and not portable:
+        raise InvalidInput(f"multiple={multiple} is that of a portable model: give portable=True, too.")
+    return {} if multiple is None else {"multiple": multiple}
+
+
+def phase_shares(spend: str, effort: str, portable: bool = False) -> dict[str, float]:
     """Returns the phases of a call for a target of this cost, with their usual shares of the time."""
     shares = dict(PHASE_SHARES)
     if spend == "latency":
@@ -488,6 +518,8 @@ def phase_shares(spend: str, effort: str) -> dict[str, float]:
         shares |= {"searching plans": 34.0, "realizing and repairing": 34.0, "measuring speed": 50.0}
     if any(isinstance(fit, Distill) for fit in FITS_BY_EFFORT[effort][1]):
         shares["distilling"] = 150.0
+    if portable:  # plans of few sizes are compared by themselves
+        shares["measuring sensitivities"] = 0.0
     return {name: share for name, share in shares.items() if share}
 
 
@@ -597,6 +629,7 @@ class ShrinkRun:
         diagnosed = planned.take(min(wanted, len(planned)))
         diagnosis = diagnose(planned_model, diagnosed, moments=True, batch_size=32)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
+        about |= {"portable": True} if settings.portable else {}
         return cls(original, diagnosis, planned, images, splits.class_names, settings, about, planned_model)
 
     def result(self, target: Target) -> Shrunk:
@@ -607,6 +640,8 @@ class ShrinkRun:
         begin("realizing and repairing")
         chosen = plan.with_predictions
         slim, fits = self._realized(chosen, bool(plan.about["bfloat16"]), log)
+        if self.settings.portable:
+            slim = portable_form(slim, self.original, self.images.planned)
         if self.has_smaller_decoder:
             slim, line = fit_decoder(slim, self.original, self.images.planned, self.settings.seed)
             log(line)

@@ -377,7 +377,8 @@ class PlanSettings:
     What is planned. `axes` are by default all that the model has; those left out are logged with the reason. The token
     `reducer` is by default `ward`, with a relevance where the outputs are those of a class token. With `to`, a format
     of `attnrx.export`, a target of latency is that of the file in this format: blocks and whole plans are timed in its
-    runtime.
+    runtime. A `portable` plan has what the library's own class holds: one width for all MLPs, a multiple of `multiple`,
+    and as many heads in every layer, where the class states them; its latency is that in the library's own code.
 
     How latency is measured (`protocol`): by forward passes of `batch` images under the `conditions`, by `clock` (see
     `LatencyProtocol`). Blocks are timed at `timed_levels` (indices into `space.LEVELS`; between them the times are
@@ -404,6 +405,8 @@ class PlanSettings:
     axes: tuple[str, ...] | None = None
     reducer: str | None = None
     to: str | None = None
+    portable: bool = False
+    multiple: int = 8
     batch: int = 32
     conditions: Conditions = field(default_factory=Conditions)
     clock: str | None = None
@@ -443,7 +446,7 @@ class PlanSettings:
             trials=NATURAL,
             min_ratio=NOT_NEGATIVE,
             max_ratio=NOT_NEGATIVE,
-            **dict.fromkeys((*counts, "attempts"), COUNT),
+            **dict.fromkeys((*counts, "attempts", "multiple"), COUNT),
         )
         # These raise before the work.
         reducer = None if self.reducer is None else parse_reducer(self.reducer)
@@ -456,6 +459,11 @@ class PlanSettings:
             raise UnknownName("axis of a plan", ", ".join(sorted({*self.axes} - {*AXES})) or "none", AXES)
         if self.to is not None:
             parse_format(self.to)
+        if self.portable and (self.axes is not None or self.reducer is not None):
+            raise InvalidInput(
+                "portable=True with axes or a reducer: a portable plan has hidden units, and heads where the library's "
+                "class states their number. Leave the others out."
+            )
 
     @classmethod
     def preset(cls, effort: str, **changes: Any) -> "PlanSettings":

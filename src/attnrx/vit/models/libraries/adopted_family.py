@@ -632,6 +632,17 @@ class AdoptedFamily(Family):
         """
         return self.shaped(self._created(self.described_origin(description)), description)
 
+    def recreated(self, description: Mapping[str, Any], state: Mapping[str, Tensor], outputs: str | None) -> Adopted:
+        """Creates the model of an origin with its own library and the weights of the library's files."""
+        origin = self.described_origin(description)
+        with torch.device("cpu"):
+            created = self.create(origin.architecture, origin.arguments)
+        names = self.saved_names(created)
+        created.load_state_dict({names.get(name, name): tensor for name, tensor in state.items()}, assign=True)
+        self.state_format_(created, origin)
+        record = vars(created)[RECORD] = Record(self.name, origin, outputs=outputs)
+        return self.working(created.to(next(created.parameters()).dtype), record)  # buffers that no file has
+
     def described_origin(self, description: Mapping[str, Any]) -> Origin:
         """Returns the origin of a described model."""
         return of_fields(
