@@ -120,7 +120,10 @@ def require_portable(model: nn.Module, multiple: int = 8, stock: Stock | None = 
         )
     # One in the middle; whole ratios, because some classes take no others.
     tried = [widths[len(widths) // 2], *(width for width in widths if width % stock.width == 0)]
-    if all(stock.arguments(width, stock.heads) is None for width in tried):
+    held = next((width for width in tried if stock.arguments(width, stock.heads) is not None), 0)
+    if held:
+        stock.require_parts(held, stock.heads)
+    else:
         raise NotSupported(
             f"{stock.name} cannot be portable: no argument of its class in {stock.family.library} gives its MLPs "
             f"{' or '.join(map(str, tried))} in place of {stock.hidden} units. Leave portable out: the result then "

@@ -41,7 +41,9 @@ GATES = (1.0, 2.0, 1.5)
 # A ratio times the width is rounded down by most libraries, and up to a multiple of 8 by DINOv2's gated MLP: the exact
 # one first, which may be rounded to the number below.
 ROUNDINGS = (0.0, 0.25, -0.5)
-PORTABLE = "A portable model is one of timm, transformers, torchvision or open_clip, with other sizes."
+PORTABLE = (
+    "a portable model is a plain Vision Transformer of timm, transformers, torchvision or open_clip, with other sizes"
+)
 
 
 class Stock:
@@ -56,21 +58,14 @@ class Stock:
         model, family = working_copy(model), family_of(model)
         if family not in LIBRARIES.values():
             raise NotSupported(
-                f"{model_name(model)} cannot be portable: it is created by code of yours. {PORTABLE} Shrink the Vision "
-                "Transformer in it alone, and put the result in its place."
+                f"{model_name(library_form(model))} cannot be portable: {PORTABLE}. Of a module of your own shrink the "
+                "Vision Transformer in it, and put the result in its place."
             )
         adopted: Any = model
         self.family: AdoptedFamily = family  # type: ignore[assignment]
         self.family.refresh_(adopted)
         self.model, self.origin = adopted, adopted.origin
         self.name = self.origin.architecture
-        if self.origin.replaced:
-            parts = " and ".join(self.origin.replaced)
-            raise NotSupported(
-                f"{self.name} cannot be portable: its {parts} was replaced after {self.family.library} created it, so "
-                "stock code creates another part. Create the model with the right arguments (e.g. num_classes=10 of "
-                "timm), load the weights into that, and give that one."
-            )
         self.hidden, self.heads, self.head_dim = self._sizes(adopted)
         self.width: int = self.family.specs(adopted)[0].width
 
@@ -142,16 +137,51 @@ class Stock:
         """Returns the paths of both maps of the MLPs outside the blocks that have the width of those in the blocks, as
         in the pooling head of SigLIP.
         """
-        arguments, source = self.arguments(hidden, heads), library_form(self.model)
+        source, created = library_form(self.model), dict(self._created(hidden, heads).named_modules())
+        linears: list[Any] = [
+            (path, part, created[path])
+            for path, part in self._outside(source).items()
+            if isinstance(part, nn.Linear) and isinstance(created.get(path), nn.Linear)
+        ]
+        # A head of so many classes is no such map, and has no second one.
+        firsts = [path for path, part, other in linears if part.out_features != other.out_features == hidden]
+        seconds = [path for path, part, other in linears if part.in_features != other.in_features == hidden]
+        return tuple(zip(firsts, seconds, strict=False))
+
+    def difference(self, hidden: int, heads: int) -> str:
+        """Returns a part outside the blocks that the library would create otherwise, e.g. a head that was replaced; ""
+        if there is none.
+        """
+        followers = {path for pair in self.followers(hidden, heads) for path in pair}
+        mine, theirs = (self._outside(each) for each in (library_form(self.model), self._created(hidden, heads)))
+        for path in dict.fromkeys((*mine, *theirs)):
+            shapes = [
+                [(name, weight.shape) for name, weight in parts[path].named_parameters(recurse=False)] if path in parts else None
+                for parts in (mine, theirs)
+            ]
+            if shapes[0] != shapes[1] and path not in followers:
+                return path or "model itself"
+        return ""
+
+    def require_parts(self, hidden: int, heads: int) -> None:
+        """Raises NotSupported if the library would create another part outside the blocks."""
+        if path := self.difference(hidden, heads):
+            raise NotSupported(
+                f"{self.name} cannot be portable: its {path} is not the one that {self.family.library} creates, because "
+                "it was replaced or removed. Create the model with the right arguments (e.g. num_classes=10 of timm), "
+                "load the weights into that, and give that one."
+            )
+
+    def _outside(self, source: nn.Module) -> dict[str, nn.Module]:
+        """Returns the parts outside the blocks by their paths."""
+        inside = tuple(f"{path}." for path in self.family.block_paths(source))
+        return {path: part for path, part in source.named_modules() if not f"{path}.".startswith(inside)}
+
+    def _created(self, hidden: int, heads: int) -> nn.Module:
+        arguments = self.arguments(hidden, heads)
         assert arguments is not None
         with torch.device("meta"):
-            created = dict(self.family.create(self.name, arguments).named_modules())
-        inside = tuple(f"{path}." for path in self.family.block_paths(source))
-        linears = [(path, part) for path, part in source.named_modules() if isinstance(part, nn.Linear)]
-        linears = [(path, part, created[path]) for path, part in linears if not path.startswith(inside)]
-        firsts = [path for path, part, other in linears if part.out_features != other.out_features]
-        seconds = [path for path, part, other in linears if part.in_features != other.in_features]
-        return tuple(zip(firsts, seconds, strict=True))
+            return self.family.create(self.name, arguments)
 
 
 def stock_form(model: nn.Module) -> nn.Module:
@@ -168,8 +198,8 @@ def stock_form(model: nn.Module) -> nn.Module:
     ours = [path for path, part in own.named_modules() if type(part).__module__.partition(".")[0] == "attnrx"]
     if ours:
         raise NotSupported(
-            f"{model_name(own)} cannot be portable: its parts {', '.join(ours[:3])} are of attnrx, because its library "
-            "has none with ranks or masks. Prune hidden units only: portable=True of shrink, plan and prescribe."
+            f"{model_name(own)} cannot be portable: its {ours[0]} is of attnrx, because its library has none with ranks "
+            "or masks. Prune hidden units alone: portable=True of shrink and prescribe does so."
         )
     stock = Stock(own)
     arguments = stock.arguments(stock.hidden, stock.heads)
@@ -181,13 +211,15 @@ def stock_form(model: nn.Module) -> nn.Module:
     weight, origin = next(own.parameters()), replace(stock.origin, arguments=arguments)
     with torch.device("cpu"):
         created = stock.family.create(stock.name, arguments)
-    state = own.state_dict()
+    stock.require_parts(stock.hidden, stock.heads)
+    if others := stock.followers(stock.hidden, stock.heads):
+        raise NotSupported(
+            f"{stock.name} cannot be portable: {', '.join(first for first, _ in others)} has the width of the MLPs in "
+            "the blocks in its library, and more units here. shrink(..., portable=True) narrows it, too."
+        )
     try:
-        created.load_state_dict(state, strict=True, assign=True)
+        created.load_state_dict(own.state_dict(), strict=True, assign=True)
     except RuntimeError as error:
-        if others := stock.followers(stock.hidden, stock.heads):
-            paths = ", ".join(first for first, _ in others)
-            error = RuntimeError(f"{paths} has the width of the MLPs in the blocks; shrink(portable=True) narrows it")
         raise NotSupported(f"{stock.name} cannot be portable: its library creates other weights: {error}.") from error
     created.to(weight.device, weight.dtype)  # buffers that no file has
     parts, weights = dict(own.named_modules()), dict(own.named_parameters())
