@@ -99,8 +99,11 @@ def _shrunk(make: Callable[[], nn.Module]) -> rx.Shrunk:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, rx.Shrunk]:
-    return {name: _shrunk(make) for name, make in MODELS.items()}
+def results(request: pytest.FixtureRequest) -> dict[str, rx.Shrunk]:
+    """The results of the models that the selected tests are about."""
+    selected = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    names = {each.params["name"] for each in selected if each is not None}
+    return {name: _shrunk(make) for name, make in MODELS.items() if name in names}
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +159,7 @@ def test_attnrx_reads_the_same_folder(name: str, results: dict[str, rx.Shrunk], 
 
 def test_widths_are_multiples_and_heads_are_whole(results: dict[str, rx.Shrunk]) -> None:
     widths = {
-        name: {first.out_features for first, _ in rx.models.family_of(found.model).mlp(found.model)}
+        name: {*rx.models.hidden_units(rx.models.family_of(found.model).mlp(found.model))}
         for name, found in results.items()
     }
     assert all(len(each) == 1 and not next(iter(each)) % 8 for each in widths.values()), widths

@@ -133,7 +133,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
                     f"{folder} has a model, which `load` would not find beside sizes; choose another folder."
                 )
             if portable:
-                require_portable(original, **portability)
+                require_portable(original, multiple)
             conditions = replace(timing_conditions(original, threads, batch, log=log), plain=portable)
             sizes_of = {"portable": portable, **portability}
             settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, seed=seed, log=log, **sizes_of)

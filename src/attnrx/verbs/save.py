@@ -94,7 +94,8 @@ def save_with(
             prescription.save(new / "prescription.json")
         if evidence is not None:
             evidence.save(new / "evidence.json")
-        write_text(new / "README.md", _kept_card(Path(folder)) or _card(Path(folder), model, evidence, prescription, portable))
+        card = _kept_card(Path(folder)) or _card(Path(folder), model, evidence, prescription, portable)
+        write_text(new / "README.md", card)
         write_beside(new)
 
     # Into the new folder, which replaces the old one as a whole: model and documents always belong together.

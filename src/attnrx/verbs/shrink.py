@@ -478,7 +478,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         if folder is not None:  # before the work
             require_result_folder(Path(folder), original, result_files(Path(folder), True, to))
         if portable:  # before the work
-            require_portable(original, **portability)
+            require_portable(original, multiple)
         conditions = replace(timing_conditions(original, threads, batch, form, log), plain=portable)
         if conditions.on_cuda and target.minimized != "latency":
             log("on a CUDA device fewer MACs are not less time: faster=N plans for its time (docs/results/gpu.md)")

@@ -15,6 +15,7 @@ from torch import nn
 
 from attnrx.change.exporting import Format, parse_format
 from attnrx.decide.rules import Rule, by_layer, in_metric, parse_rule, prescribe_maps, rewritten
+from attnrx.decide.rules.portable import MULTIPLE
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.support.arguments import (
@@ -406,7 +407,7 @@ class PlanSettings:
     reducer: str | None = None
     to: str | None = None
     portable: bool = False
-    multiple: int = 8
+    multiple: int = MULTIPLE
     batch: int = 32
     conditions: Conditions = field(default_factory=Conditions)
     clock: str | None = None

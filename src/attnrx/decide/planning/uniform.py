@@ -19,6 +19,7 @@ from attnrx.decide.planning.allocation import Step
 from attnrx.decide.planning.measured_costs import PlanTimer
 from attnrx.decide.planning.space import PlanSettings, Space
 from attnrx.decide.rules import TotalRank, prescribe_maps
+from attnrx.decide.rules.portable import MULTIPLE
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidRule, MissingMoments, NotSupported
@@ -85,8 +86,8 @@ class UniformSpace(Space):
         pairs = ((HEADS, sizes.heads, self.stock.heads), (HIDDEN, sizes.hidden, self.stock.hidden))
         return {name: TotalRank(count) for name, count, full in pairs if count < full}
 
-    def prescription(self, sizes: Any) -> Prescription:
-        found = prescribe_maps(self.diagnosis, cast(Mapping[str, Any], self.rules(sizes)))
+    def prescription(self, choices: Any) -> Prescription:
+        found = prescribe_maps(self.diagnosis, cast(Mapping[str, Any], self.rules(choices)))
         return replace(found, about={**found.about, "portable": True})
 
     def head_specs(self, heads: int) -> tuple[AttentionSpec, ...]:
@@ -109,9 +110,9 @@ def smaller_widths(stock: Stock, multiple: int) -> tuple[int, ...]:
     return tuple(range((stock.hidden - 1) // multiple * multiple, 0, -multiple))
 
 
-def require_portable(model: nn.Module, multiple: int = 8, stock: Stock | None = None) -> None:
+def require_portable(model: nn.Module, multiple: int | None = None, stock: Stock | None = None) -> None:
     """Raises NotSupported where the model's library can hold no model of a smaller width, with what to do."""
-    stock = stock or Stock(model)
+    stock, multiple = stock or Stock(model), multiple or MULTIPLE
     widths = smaller_widths(stock, multiple)
     if not widths:
         raise NotSupported(
@@ -162,8 +163,9 @@ class UniformCosts:
     @classmethod
     def timed(cls, space: UniformSpace, timer: PlanTimer, images: ImageSet) -> "UniformCosts":
         """Times the unchanged model and one of a middle width."""
-        exact = cls(space, "latency")
-        middle = next(sizes for width in middle_first(space.widths[1:]) if exact.holds(sizes := Sizes(width, space.stock.heads)))
+        exact, heads = cls(space, "latency"), space.stock.heads
+        plans = (Sizes(width, heads) for width in middle_first(space.widths[1:]))
+        middle = next(filter(exact.holds, plans))
         models = {"unchanged": space.model, "middle": space.realized(middle, images)}
         shares = timer.latency_shares(models, rounds=timer.settings.whole_rounds)
         slope = max(shares["unchanged"] - shares["middle"], 0.0) / (1 - exact.total(middle))
@@ -235,8 +237,9 @@ class UniformFrontier:
     @cached_property
     def cheapest(self) -> float:
         """The smallest cost of any plan."""
-        sizes = (Sizes(width, heads) for heads in self.space.numbers_of_heads[::-1] for width in self.space.widths[::-1])
-        return self.costs.total(next(filter(self.costs.holds, sizes)))
+        numbers, widths = self.space.numbers_of_heads[::-1], self.space.widths[::-1]
+        plans = (Sizes(width, heads) for heads in numbers for width in widths)
+        return self.costs.total(next(filter(self.costs.holds, plans)))
 
     @property
     def reachable(self) -> float:

@@ -9,6 +9,9 @@ from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidRule, NotSupported
 from attnrx.vit.maps import HEADS, HIDDEN
 
+MULTIPLE = 8
+"""The number that the width of a portable model is a multiple of, by default."""
+
 
 def portable_rules(rules: Mapping[str, Rule], others: Sequence[str], multiple: int) -> dict[str, Rule]:
     """Returns the rules with that of the hidden units rounded to the multiple, if it states none.
@@ -33,10 +36,10 @@ def require_uniform(prescription: Prescription, multiple: int) -> None:
     """Raises InvalidRule if layers keep different numbers of hidden units or heads, or no multiple of units."""
     for name, unit in ((HIDDEN, multiple), (HEADS, 1)):
         decisions = [layer.decisions.get(name) for layer in prescription.layers]
-        # None: all of them stay, whose number the diagnosis of another layer has.
-        counts = {None if each is None else int(each.keep.sum()) for each in decisions}  # type: ignore[union-attr]
+        # None: all of them stay. In the order of the layers, without repetitions.
+        counts = dict.fromkeys(None if each is None else int(each.keep.sum()) for each in decisions)  # type: ignore[union-attr]
         if len(counts) > 1 or any(count is not None and count % unit for count in counts):
-            kept = ", ".join("all" if count is None else str(count) for count in sorted(counts, key=lambda each: each or 0))
+            kept = " and ".join("all" if count is None else str(count) for count in counts)
             raise InvalidRule(
                 f"{name}={prescription.rules[name]} keeps {kept} of {name} in the layers, and a portable model has the "
                 f"same number in all layers{f', a multiple of {unit}' if unit > 1 else ''}: use {name}=total_rank:0.5."

@@ -17,7 +17,7 @@ from attnrx.change.decompositions import (
     read_out,
 )
 from attnrx.decide.rules.metrics import OWN, RotaryDirections, directions_in, rewritten, whole_pairs
-from attnrx.decide.rules.portable import portable_rules, require_uniform
+from attnrx.decide.rules.portable import MULTIPLE, portable_rules, require_uniform
 from attnrx.decide.rules.rule import Rule, RulesLike, in_metric, inner_rules, keep_only, metric_of, parse_rules
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import (
@@ -100,12 +100,12 @@ def prescribe(
         raise InvalidInput(f"multiple={multiple} is that of a portable prescription: give portable=True, too.")
     if portable:
         others = [*(name for name in read if name not in UNIT_MAPS), *([] if tokens is None else [TOKENS])]
-        read = portable_rules(read, others, multiple or 8)
+        read = portable_rules(read, others, multiple or MULTIPLE)
     if isinstance(diagnosis, nn.Module):
         diagnosis = _without_readings(diagnosis, read)
     prescription = prescribe_maps(diagnosis, {**read, TOKENS: tokens})
     if portable:
-        require_uniform(prescription, multiple or 8)
+        require_uniform(prescription, multiple or MULTIPLE)
         prescription = replace(prescription, about={**prescription.about, "portable": True})
     for name, rule in prescription.rules.items():
         decisions = [layer.decisions.get(name) for layer in prescription.layers]  # None: all of the map stays

@@ -116,9 +116,10 @@ class Stock:
             return False
 
     def _candidates(self, hidden: int, heads: int) -> Iterator[dict[str, Any]]:
-        """Yields arguments that may create these sizes: the present ones first."""
+        """Yields arguments that may create these sizes."""
         given = dict(self.origin.arguments)
-        yield given
+        if (hidden, heads) == (self.hidden, self.heads):
+            yield given
         inside = "vision_config" if isinstance(given.get("vision_config"), Mapping) else ""  # of a class of CLIP
         own, width = dict(given[inside] if inside else given), self.width
         if heads != own.get("num_attention_heads", heads):  # of transformers, some of whose classes read `head_dim`
@@ -155,11 +156,7 @@ class Stock:
         followers = {path for pair in self.followers(hidden, heads) for path in pair}
         mine, theirs = (self._outside(each) for each in (library_form(self.model), self._created(hidden, heads)))
         for path in dict.fromkeys((*mine, *theirs)):
-            shapes = [
-                [(name, weight.shape) for name, weight in parts[path].named_parameters(recurse=False)] if path in parts else None
-                for parts in (mine, theirs)
-            ]
-            if shapes[0] != shapes[1] and path not in followers:
+            if path not in followers and _weights_of(mine.get(path)) != _weights_of(theirs.get(path)):
                 return path or "model itself"
         return ""
 
@@ -167,8 +164,8 @@ class Stock:
         """Raises NotSupported if the library would create another part outside the blocks."""
         if path := self.difference(hidden, heads):
             raise NotSupported(
-                f"{self.name} cannot be portable: its {path} is not the one that {self.family.library} creates, because "
-                "it was replaced or removed. Create the model with the right arguments (e.g. num_classes=10 of timm), "
+                f"{self.name} cannot be portable: its {path} is not the one that {self.family.library} creates; it was "
+                "replaced or removed. Create the model with the right arguments (e.g. num_classes=10 of timm), "
                 "load the weights into that, and give that one."
             )
 
@@ -182,6 +179,10 @@ class Stock:
         assert arguments is not None
         with torch.device("meta"):
             return self.family.create(self.name, arguments)
+
+
+def _weights_of(part: nn.Module | None) -> list[tuple[str, torch.Size]]:
+    return [] if part is None else [(name, weight.shape) for name, weight in part.named_parameters(recurse=False)]
 
 
 def stock_form(model: nn.Module) -> nn.Module:
@@ -198,8 +199,8 @@ def stock_form(model: nn.Module) -> nn.Module:
     ours = [path for path, part in own.named_modules() if type(part).__module__.partition(".")[0] == "attnrx"]
     if ours:
         raise NotSupported(
-            f"{model_name(own)} cannot be portable: its {ours[0]} is of attnrx, because its library has none with ranks "
-            "or masks. Prune hidden units alone: portable=True of shrink and prescribe does so."
+            f"{model_name(own)} cannot be portable: its {ours[0]} is of attnrx, because its library has none with "
+            "ranks or masks. Prune hidden units alone: portable=True of shrink and prescribe does so."
         )
     stock = Stock(own)
     arguments = stock.arguments(stock.hidden, stock.heads)
@@ -234,8 +235,8 @@ def stock_form(model: nn.Module) -> nn.Module:
         difference = difference_of(*(tensors_of(answer(each, images)) for each in (own, created)))
     if difference:
         raise NotSupported(
-            f"{stock.name} cannot be portable: as its library creates it, it answers otherwise: {difference}. A part of "
-            "it was changed after it was created."
+            f"{stock.name} cannot be portable: as its library creates it, it answers otherwise: {difference}. A part "
+            "of it was changed after it was created."
         )
     return created
 
