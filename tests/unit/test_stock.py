@@ -1,7 +1,10 @@
 """What a portable model may be, its plan, its folder, and what is refused before the work."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,13 +84,65 @@ def test_a_prescription_of_anything_else_is_refused(
         ),
     ],
 )
-def test_a_model_that_its_library_cannot_create_is_not_saved(
+def test_a_model_that_its_library_has_no_parts_for_is_not_saved(
     adopted: nn.Module, diagnosis: rx.Diagnosis, rules: str, text: str, tmp_path: Path
 ) -> None:
     model = rx.realize(adopted, rx.prescribe(diagnosis, rules))
     with pytest.raises(NotSupported, match=text):
         rx.save(model, tmp_path / "model", portable=True)
     assert not (tmp_path / "model").exists()
+
+
+# Loads a folder by the code of its card, where attnrx cannot be imported, and stores what it answers.
+CHILD = """
+import re, sys
+from pathlib import Path
+sys.modules["attnrx"] = None
+import torch
+folder = Path(sys.argv[1])
+code = re.search(r"```python\\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[1]
+names = {}
+exec(code.replace("path/to/this/folder", str(folder)), names)
+with torch.no_grad():
+    output = names["model"](torch.load(folder / "images.pt"))
+torch.save(output if isinstance(output, torch.Tensor) else output[0], folder / "answers.pt")
+"""
+
+
+def of_transformers() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=96, image_size=16, patch_size=8
+    )
+    model = transformers.ViTForImageClassification(config).float().eval()
+    for index, weight in enumerate(model.parameters()):  # layers that differ
+        nn.init.normal_(weight, std=0.02 * 1.1**index)
+    return model
+
+
+@pytest.mark.parametrize("make", [original, of_transformers])
+def test_layers_of_different_widths_have_code_of_their_own(make: Any, tmp_path: Path) -> None:
+    model = rx.load(make())
+    found = rx.diagnose(model, images(), moments=True)
+    rules = "hidden=energy_retention:0.9"
+    small: Any = rx.realize(model, rx.prescribe(found, rules))
+    assert len({*widths(small)}) == 2
+    folder = rx.save(small, tmp_path / "model", portable=True)
+    assert len((folder / "modeling.py").read_text().splitlines()) <= 60
+    again = rx.load(folder)
+    assert widths(again) == widths(small) and model_fingerprint(again) == model_fingerprint(small)
+    torch.save(images(3), folder / "images.pt")
+    (tmp_path / "child.py").write_text(CHILD)
+    child = [sys.executable, "-W", "ignore", str(tmp_path / "child.py"), str(folder)]
+    done = subprocess.run(child, capture_output=True, text=True, env={**os.environ, "HF_HOME": str(tmp_path / "hub")})
+    assert done.returncode == 0, done.stderr[-2000:]
+    with torch.no_grad():
+        output = small.eval()(images(3))
+    expected = output if isinstance(output, torch.Tensor) else output[0]
+    assert torch.equal(torch.load(folder / "answers.pt"), expected)
+    rx.save(model, folder)
+    assert not (folder / "modeling.py").exists()
 
 
 class Mine(nn.Module):

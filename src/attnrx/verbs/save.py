@@ -48,7 +48,9 @@ def save(
         evidence: The evidence of this model.
         portable: The folder is the checkpoint of the model's own library, which loads it without attnrx: of timm
             (`timm.create_model("local-dir:FOLDER", pretrained=True)`), transformers (`from_pretrained`), torchvision
-            or open_clip (weights and a line of code). The card has the code. `load` reads it, too.
+            or open_clip (weights and a line of code). Where no argument of the class gives the sizes, as of layers of
+            different widths, the folder has modeling.py, which creates the model. The card has the code that loads it;
+            `load` reads it, too.
 
     Returns:
         The folder.
@@ -56,7 +58,7 @@ def save(
     Raises:
         InvalidInput: A file would be overwritten that attnrx did not write, or the folder is that of an elastic model.
         FingerprintMismatch: The evidence is of another model.
-        NotSupported: A portable model that its library cannot create: ranks, tokens, layers of different widths.
+        NotSupported: A portable model of which the library has no parts: ranks, tokens.
 
     Examples:
         >>> model = rx.load("svda:digits")

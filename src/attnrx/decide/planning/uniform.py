@@ -134,9 +134,9 @@ def require_portable(model: nn.Module, multiple: int | None = None, stock: Stock
 
 def follow_(model: nn.Module, stock: Stock, images: ImageSet) -> None:
     """Narrows the MLPs outside the blocks that have the width of those in the blocks, in place."""
-    sizes = Stock.sizes_of(model)
-    if pairs := stock.followers(*sizes):
-        narrow_(model, pairs, sizes[0], images)
+    hidden, heads, _ = Stock(model).sizes
+    if pairs := stock.followers(hidden, heads):
+        narrow_(model, pairs, hidden, images)
 
 
 def portable_form(model: nn.Module, original: nn.Module, images: ImageSet) -> nn.Module:

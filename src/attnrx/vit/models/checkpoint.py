@@ -69,7 +69,7 @@ RECORD = Record(
 # What attnrx reads of a portable model: its config.json is the library's.
 STOCK = "attnrx.json"
 # The files of portable models that libraries read, without a marker: attnrx.json has their hashes.
-LIBRARY_FILES = ("config.json", "open_clip_config.json")
+LIBRARY_FILES = ("config.json", "open_clip_config.json", "modeling.py")
 STOCK_RECORD = Record(
     {
         "kind": Choice((KIND,)),

@@ -6,8 +6,10 @@ on the meta device. `stock_form` creates that model, gives it the weights, and c
 the library's own checkpoint; attnrx.json beside it is what attnrx reads.
 """
 
+import copy
 import importlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,14 +22,14 @@ from attnrx.support.atomic_writes import Parts, parts_by, replacing_folder
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.support.modules import random_images, tensors_of
 from attnrx.support.records import fields_of
-from attnrx.support.storage import file_sha256, require_finite_tensors, sealed, write_json, write_tensors
+from attnrx.support.storage import file_sha256, require_finite_tensors, sealed, write_json, write_tensors, write_text
 from attnrx.vit.models.boundary.working_copy import answer, library_form, working_copy
 from attnrx.vit.models.checkpoint import KIND, LIBRARY_FILES, PARTS, SCHEMA, STOCK, is_model_file
 from attnrx.vit.models.families import LIBRARIES, family_of
 from attnrx.vit.models.family import require_ordinary_weights, stated_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.observation_hooks import evaluating
-from attnrx.vit.models.parts.mlp import hidden_units
+from attnrx.vit.models.parts.mlp import hidden_units, resize_linears_
 from attnrx.vit.models.parts.model_parts import model_name
 from attnrx.vit.models.parts.record import RECORD, Record
 from attnrx.vit.models.parts.token_reduction import reduction_of
@@ -53,7 +55,7 @@ class Stock:
         """Reads the present sizes of a model.
 
         Raises:
-            NotSupported: The model is not of a library, or its MLPs or heads differ between layers.
+            NotSupported: The model is not a Vision Transformer of a library.
         """
         model, family = working_copy(model), family_of(model)
         if family not in LIBRARIES.values():
@@ -66,21 +68,27 @@ class Stock:
         self.family.refresh_(adopted)
         self.model, self.origin = adopted, adopted.origin
         self.name = self.origin.architecture
-        self.hidden, self.heads, self.head_dim = self._sizes(adopted)
         self.width: int = self.family.specs(adopted)[0].width
+        self._found: dict[tuple[int, int], Mapping[str, Any] | None] = {}
 
-    @staticmethod
-    def sizes_of(model: nn.Module) -> tuple[int, int]:
-        """Returns the units of every MLP and the number of heads of a model whose layers are alike."""
-        family = family_of(model)
-        return hidden_units(family.mlp(model))[0], len(family.specs(model)[0].heads)
-
-    def _sizes(self, model: nn.Module) -> tuple[int, int, int]:
-        """Returns the units of every MLP, the number of heads and their directions.
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """The units of every MLP, the number of heads and their directions.
 
         Raises:
             NotSupported: There are no MLPs of two maps, or the sizes differ between layers or heads.
         """
+        return self._sizes(self.model)
+
+    @property
+    def hidden(self) -> int:
+        return self.sizes[0]
+
+    @property
+    def heads(self) -> int:
+        return self.sizes[1]
+
+    def _sizes(self, model: nn.Module) -> tuple[int, int, int]:
         units, specs = hidden_units(self.family.mlp(model)), self.family.specs(model)
         sizes = {(len(spec.heads), size) for spec in specs for size in (*spec.ranks, *spec.value_dims)}
         if not units:
@@ -92,10 +100,6 @@ class Stock:
                 "Prescribe or shrink with portable=True."
             )
         return units[0], *sizes.pop()
-
-    @cached_property
-    def _found(self) -> dict[tuple[int, int], Mapping[str, Any] | None]:
-        return {}
 
     def arguments(self, hidden: int, heads: int) -> Mapping[str, Any] | None:
         """Returns the arguments with which the library creates these sizes; None where it cannot."""
@@ -109,7 +113,7 @@ class Stock:
             with torch.device("meta"):
                 created = self.family.create(self.name, arguments)
             vars(created)[RECORD] = Record(self.family.name, self.origin)
-            return self._sizes(created) == (*sizes, self.head_dim)
+            return self._sizes(created) == (*sizes, self.sizes[2])
         except AttnrxError:
             return False
         except Exception:  # the classes of libraries raise errors of many types for sizes that do not fit
@@ -123,7 +127,7 @@ class Stock:
         inside = "vision_config" if isinstance(given.get("vision_config"), Mapping) else ""  # of a class of CLIP
         own, width = dict(given[inside] if inside else given), self.width
         if heads != own.get("num_attention_heads", heads):  # of transformers, some of whose classes read `head_dim`
-            own |= {"num_attention_heads": heads, "head_dim": self.head_dim}
+            own |= {"num_attention_heads": heads, "head_dim": self.sizes[2]}
         units, ratio = UNITS.get(self.family.name, ""), RATIOS.get(self.family.name, "")
         # timm has the arguments that were given; the others state all of theirs.
         changes: list[dict[str, Any]] = [{units: hidden}] if units in own else []
@@ -133,6 +137,29 @@ class Stock:
             changes += [{ratio: (gate * hidden + more) / width} for gate in GATES for more in ROUNDINGS]
         for change in changes:
             yield {**given, inside: {**own, **change}} if inside else {**own, **change}
+
+    def present(self) -> tuple[Mapping[str, Any], dict[str, list[int]]]:
+        """Returns the arguments of the present model, and the inputs and outputs of the linear maps that the library
+        then creates with other ones: none, unless its class cannot state the sizes.
+
+        Raises:
+            NotSupported: A part outside the blocks is another one, or no sizes of linear maps make the same model.
+        """
+        with suppress(NotSupported):
+            arguments = self.arguments(self.hidden, self.heads)
+            if arguments is not None and not self.followers(self.hidden, self.heads):
+                self.require_parts(self.hidden, self.heads)
+                return arguments, {}
+        arguments = self.origin.arguments
+        with torch.device("meta"):
+            created = dict(self.family.create(self.name, arguments).named_modules())
+        changed: dict[str, list[int]] = {}
+        for path, part in library_form(self.model).named_modules():
+            other = created.get(path)
+            if isinstance(part, nn.Linear) and isinstance(other, nn.Linear):
+                own = [part.in_features, part.out_features]
+                changed |= {} if own == [other.in_features, other.out_features] else {path: own}
+        return arguments, changed
 
     def followers(self, hidden: int, heads: int) -> tuple[tuple[str, str], ...]:
         """Returns the paths of both maps of the MLPs outside the blocks that have the width of those in the blocks, as
@@ -188,10 +215,11 @@ def _weights_of(part: nn.Module | None) -> list[tuple[str, torch.Size]]:
 def stock_form(model: nn.Module) -> nn.Module:
     """Returns a model as its library creates it, with the same weights: no part of it is of attnrx.
 
-    The result shares the memory of the weights.
+    Where no argument of the class gives the sizes, e.g. of layers that differ, the library's linear maps are replaced
+    by other ones (`Stock.present`), and its folder has the code for that. The result shares the memory of the weights.
 
     Raises:
-        NotSupported: The class of the library cannot hold the model: ranks, tokens, sizes that differ between layers.
+        NotSupported: The library has no parts that hold the model: ranks, tokens, other heads.
     """
     own = library_form(model)
     if reduction_of(own) is not None:
@@ -202,26 +230,16 @@ def stock_form(model: nn.Module) -> nn.Module:
             f"{model_name(own)} cannot be portable: its {ours[0]} is of attnrx, because its library has none with "
             "ranks or masks. Prune hidden units alone: portable=True of shrink and prescribe does so."
         )
-    stock = Stock(own)
-    arguments = stock.arguments(stock.hidden, stock.heads)
-    if arguments is None:
-        raise NotSupported(
-            f"{stock.name} cannot be portable: {stock.family.library} creates no such model with {stock.hidden} hidden "
-            f"units and {stock.heads} heads. Take another width, e.g. multiple=8."
-        )
-    weight, origin = next(own.parameters()), replace(stock.origin, arguments=arguments)
+    stock, weight = Stock(own), next(own.parameters())
+    arguments, linears = stock.present()
     with torch.device("cpu"):
         created = stock.family.create(stock.name, arguments)
-    stock.require_parts(stock.hidden, stock.heads)
-    if others := stock.followers(stock.hidden, stock.heads):
-        raise NotSupported(
-            f"{stock.name} cannot be portable: {', '.join(first for first, _ in others)} has the width of the MLPs in "
-            "the blocks in its library, and more units here. shrink(..., portable=True) narrows it, too."
-        )
+    resize_linears_(created, linears)
     try:
         created.load_state_dict(own.state_dict(), strict=True, assign=True)
     except RuntimeError as error:
         raise NotSupported(f"{stock.name} cannot be portable: its library creates other weights: {error}.") from error
+    origin = replace(stock.origin, arguments=arguments, replaced={})
     created.to(weight.device, weight.dtype)  # buffers that no file has
     parts, weights = dict(own.named_modules()), dict(own.named_parameters())
     for path, part in created.named_modules():
@@ -230,9 +248,13 @@ def stock_form(model: nn.Module) -> nn.Module:
         parameter.requires_grad_(weights[path].requires_grad)
     stock.family.state_format_(created, origin)
     vars(created)[RECORD] = Record(stock.family.name, origin, outputs=stated_outputs(own))
+    images = random_images(created, origin.input_shape)
     with evaluating((own, created)):
-        images = random_images(created, origin.input_shape)
-        difference = difference_of(*(tensors_of(answer(each, images)) for each in (own, created)))
+        expected = tensors_of(answer(own, images))
+        try:
+            difference = difference_of(expected, tensors_of(answer(created, images)))
+        except RuntimeError as error:  # e.g. other numbers of heads
+            difference = str(error)
     if difference:
         raise NotSupported(
             f"{stock.name} cannot be portable: as its library creates it, it answers otherwise: {difference}. A part "
@@ -259,7 +281,8 @@ def save_stock(
     """
     folder, stock = Path(folder), Stock(model)
     require_ordinary_weights(model)
-    state = model.state_dict()
+    state, (_, linears) = model.state_dict(), stock.present()
+    described = {name: value for name, value in fields_of(stock.origin).items() if name != "replaced"}
     require_finite_tensors(state, "the model to save")
     names = stock.family.saved_names(model) or {name: name for name in state}
     if {*names.values()} != {*state}:
@@ -267,12 +290,15 @@ def save_stock(
     with replacing_folder(folder, parts or parts_by(is_model_file), last=STOCK) as new:
         about = {"kind": PARTS["model.safetensors"], "format": "pt"}  # transformers requires a format
         weights = write_tensors(new / "model.safetensors", {name: state[names[name]] for name in names}, about)
-        WRITERS[stock.family.name](model, stock, new)
+        if linears:
+            _write_modeling(model, stock, linears, new)
+        else:
+            WRITERS[stock.family.name](model, stock, new)
         record = {
             "kind": KIND,
             "schema": SCHEMA,
             "family": stock.family.name,
-            "model": {name: value for name, value in fields_of(stock.origin).items() if name != "replaced"},
+            "model": {**described, "linears": linears},
             "outputs": stated_outputs(model),
             "weights_sha256": file_sha256(weights),
             "files": {path.name: file_sha256(path) for name in LIBRARY_FILES if (path := new / name).exists()},
@@ -294,9 +320,10 @@ def _write_timm(model: Any, stock: Stock, folder: Path) -> None:
         ) from error
 
 
-def _write_huggingface(model: Any, stock: Stock, folder: Path) -> None:
-    model.config.architectures, model.config.dtype = [type(model).__name__], next(model.parameters()).dtype
-    model.config.save_pretrained(folder)
+def _write_huggingface(model: Any, stock: Stock, folder: Path, **more: Any) -> None:
+    config = copy.deepcopy(model.config)
+    config.update({"architectures": [type(model).__name__], "dtype": next(model.parameters()).dtype, **more})
+    config.save_pretrained(folder)
 
 
 def _write_torchvision(model: Any, stock: Stock, folder: Path) -> None:
@@ -317,6 +344,77 @@ def _write_open_clip(model: Any, stock: Stock, folder: Path) -> None:
     write_json(folder / "open_clip_config.json", {"model_cfg": cfg, "preprocess_cfg": mean_std})
 
 
+def _write_modeling(model: nn.Module, stock: Stock, linears: Mapping[str, Any], folder: Path) -> None:
+    """Writes modeling.py, which creates a model whose sizes no argument of its class gives."""
+    name = type(model).__name__
+    if stock.family.name == "huggingface":
+        # What transformers runs for `trust_remote_code=True`, by the names of its automatic classes.
+        classes = [
+            "AutoModel",
+            *(["AutoModelForImageClassification"] if name.endswith("ForImageClassification") else []),
+        ]
+        auto_map = dict.fromkeys(classes, "modeling.Model")
+        _write_huggingface(model, stock, folder, auto_map=auto_map, linear_sizes=dict(linears))
+        write_text(folder / "modeling.py", REMOTE_CODE.format(name=name))
+        return
+    if stock.family.name not in CREATED or any(isinstance(each, Mapping) for each in stock.origin.arguments.values()):
+        raise NotSupported(
+            f"{stock.name} cannot be portable: its layers have different widths, and its arguments cannot be written "
+            "for stock code. Give all layers one width: portable=True of shrink and prescribe."
+        )
+    imported, created = CREATED[stock.family.name]
+    write_text(folder / "modeling.py", MODELING.format(imported=imported, created=created))
+
+
+# By library, what modeling.py imports, and how it creates the model.
+CREATED = {
+    "timm": ("import timm", 'timm.create_model(facts["architecture"], **facts["arguments"])'),
+    "torchvision": ("from torchvision.models import VisionTransformer", 'VisionTransformer(**facts["arguments"])'),
+}
+MODELING = '''"""Creates and loads the model of this folder, whose layers have widths that no argument gives.
+
+attnrx wrote this file, which does not need it.
+"""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import nn
+{imported}
+
+FOLDER = Path(__file__).parent
+
+
+def load():
+    """Returns the model in evaluation mode."""
+    facts = json.loads((FOLDER / "attnrx.json").read_text())["model"]
+    model = {created}
+    for path, (inputs, outputs) in facts["linears"].items():
+        bias = model.get_submodule(path).bias is not None
+        model.set_submodule(path, nn.Linear(inputs, outputs, bias))
+    model.load_state_dict(load_file(FOLDER / "model.safetensors"), assign=True)
+    return model.eval()
+'''
+REMOTE_CODE = '''"""The class of the model of this folder, whose layers have widths that no configuration gives.
+
+attnrx wrote this file, which does not need it.
+"""
+
+from torch import nn
+from transformers import {name}
+
+
+class Model({name}):
+    """{name} whose linear maps have the inputs and outputs of `config.linear_sizes`, by their paths."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for path, (inputs, outputs) in config.linear_sizes.items():
+            bias = self.get_submodule(path).bias is not None
+            self.set_submodule(path, nn.Linear(inputs, outputs, bias))
+'''
+
 WRITERS: Mapping[str, Callable[[Any, Stock, Path], None]] = {
     "timm": _write_timm,
     "huggingface": _write_huggingface,
@@ -332,6 +430,11 @@ def loading_code(model: nn.Module, folder: Path | str) -> str:
         InvalidInput: The model is not one of a library.
     """
     family, where = family_of(model), str(folder)
+    if family.name in WRITERS and Stock(model).present()[1]:
+        if family.name == "huggingface":
+            code = f"AutoModel.from_pretrained({where!r}, trust_remote_code=True)"
+            return f"from transformers import AutoModel\n\nmodel = {code}"
+        return f"import runpy\n\nmodel = runpy.run_path({str(Path(where) / 'modeling.py')!r})['load']()"
     if family.name == "timm":
         return f"import timm\n\nmodel = timm.create_model({f'local-dir:{where}'!r}, pretrained=True).eval()"
     if family.name == "huggingface":

@@ -31,6 +31,7 @@ from attnrx.vit.models.parts.mlp import (
     keep_units_of_,
     map_at,
     rank_of,
+    resize_linears_,
     set_parameter_,
     write_linear_,
 )
@@ -638,6 +639,7 @@ class AdoptedFamily(Family):
         with torch.device("cpu"):
             created = self.create(origin.architecture, origin.arguments)
         names = self.saved_names(created)
+        resize_linears_(created, description.get("linears", {}))
         created.load_state_dict({names.get(name, name): tensor for name, tensor in state.items()}, assign=True)
         self.state_format_(created, origin)
         record = vars(created)[RECORD] = Record(self.name, origin, outputs=outputs)
