@@ -119,6 +119,11 @@ def require_portable(model: nn.Module, multiple: int | None = None, stock: Stock
             f"{stock.name} has {stock.hidden} hidden units, and no smaller multiple of {multiple}: give a smaller "
             "multiple, e.g. multiple=1."
         )
+    if any(second.bias is None for _, second in stock.family.mlp(stock.model)):
+        raise NotSupported(
+            f"{stock.name} cannot be portable: its MLPs have no bias at their end, which keeps the mean of removed "
+            "units. Leave portable out."
+        )
     # One in the middle; whole ratios, because some classes take no others.
     tried = [widths[len(widths) // 2], *(width for width in widths if width % stock.width == 0)]
     held = next((width for width in tried if stock.arguments(width, stock.heads) is not None), 0)
@@ -172,7 +177,7 @@ class UniformCosts:
         return replace(exact, base=shares["unchanged"] - slope, slope=slope)
 
     @cached_property
-    def _known(self) -> dict[Any, Any]:
+    def _lines(self) -> dict[int, tuple[float, float]]:
         return {}
 
     def holds(self, sizes: Sizes) -> bool:
@@ -181,15 +186,20 @@ class UniformCosts:
 
     def total(self, sizes: Any) -> float:
         """Returns the cost of a plan."""
-        if sizes not in self._known:
-            family, model, name = family_of(self.space.model), self.space.model, self.quantity
-            if sizes.heads not in self._known:
-                self._known[sizes.heads] = self.space.head_specs(sizes.heads)
-            whole = family.costs(model)
-            costs = family.costs(model, self._known[sizes.heads], hidden=(sizes.hidden,) * self.space.depth)
-            name = "macs" if name == "latency" else name
-            self._known[sizes] = self.base + self.slope * getattr(costs, name) / getattr(whole, name)
-        return self._known[sizes]
+        full = self.space.stock.hidden
+        if sizes.heads not in self._lines:
+            # A straight line in the width, for every number of heads.
+            specs = self.space.head_specs(sizes.heads)
+            wide, narrow = (self._share(specs, units) for units in (full, full - 1))
+            self._lines[sizes.heads] = wide, wide - narrow
+        wide, slope = self._lines[sizes.heads]
+        return self.base + self.slope * (wide - slope * (full - sizes.hidden))
+
+    def _share(self, specs: tuple[AttentionSpec, ...], units: int) -> float:
+        family, model = family_of(self.space.model), self.space.model
+        name = "macs" if self.quantity == "latency" else self.quantity
+        costs = family.costs(model, specs, hidden=(units,) * self.space.depth)
+        return getattr(costs, name) / getattr(family.costs(model), name)
 
 
 def middle_first(values: tuple[int, ...]) -> list[int]:
