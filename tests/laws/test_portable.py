@@ -13,7 +13,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import attnrx as rx
-from attnrx.vit.models import model_fingerprint
+from attnrx.vit.models import model_fingerprint, stock_form
+from attnrx.vit.models.boundary.stock import Stock
+from attnrx.vit.models.libraries.huggingface_family import READERS
+from support import pretrained
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -163,6 +166,18 @@ def test_widths_are_multiples_and_heads_are_whole(results: dict[str, rx.Shrunk])
         for name, found in results.items()
     }
     assert all(len(each) == 1 and not next(iter(each)) % 8 for each in widths.values()), widths
+
+
+@pytest.mark.parametrize("name", [name for name in READERS if not name.endswith("Backbone")])
+def test_every_class_of_transformers_that_is_read_is_created_at_another_width(name: str) -> None:
+    model = rx.load(pretrained.of_hf(name, hidden_size=24).float().eval())
+    diagnosis = rx.diagnose(model, pretrained.images_for(model, 8), moments=True)
+    small = rx.realize(model, rx.prescribe(diagnosis, "hidden=total_rank:24", portable=True))
+    found = stock_form(small)
+    assert type(found) is type(small) and not [part for part in found.modules() if "attnrx" in type(part).__module__]
+    # The MLP of a pooling head follows the width, and is narrowed by `shrink`: here linear maps are replaced for it.
+    changed = Stock(found).present()[1]
+    assert all("head" in path or "mlp" in path for path in changed) and bool(changed) == name.startswith("Siglip")
 
 
 def test_a_tower_of_open_clip_is_one_too(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from attnrx.verbs.shrink import (
     timing_conditions,
 )
 from attnrx.vit.costs import compare_latencies
-from attnrx.vit.models import family_of, model_fingerprint
+from attnrx.vit.models import family_of, model_fingerprint, timed_form
 from attnrx.vit.models.boundary.verbs import verb
 
 SIZE_NAME = re.compile(r"(faster|macs|params)-[\w.+-]+")  # of the folder of a size
@@ -209,7 +209,8 @@ def _measured_sizes(run: ShrinkRun, folder: Path, names: Sequence[str]) -> tuple
     family = family_of(run.original)
     original, reference = family.costs(run.original), family.library_model(run.original)
     protocol = replace(final_protocol(run.settings.conditions, run.settings.batch, run.original), processes=1)
-    speeds = compare_latencies(models, reference, run.settings.noise(run.original), protocol)
+    timed = {name: timed_form(model, not protocol.conditions.plain) for name, model in models.items()}
+    speeds = compare_latencies(timed, reference, run.settings.noise(run.original), protocol)
     measured = []
     for name, model in models.items():
         costs, path, fingerprint = family_of(model).costs(model), folder / name, model_fingerprint(model)

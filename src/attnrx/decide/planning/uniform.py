@@ -24,7 +24,7 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidRule, MissingMoments, NotSupported
 from attnrx.vit.maps import HEADS, HIDDEN
-from attnrx.vit.models import family_of, stock_form, working_copy
+from attnrx.vit.models import family_of, hidden_units, stock_form, working_copy
 from attnrx.vit.models.boundary.stock import Stock
 from attnrx.vit.spec import AttentionSpec
 
@@ -139,7 +139,8 @@ def require_portable(model: nn.Module, multiple: int | None = None, stock: Stock
 
 def follow_(model: nn.Module, stock: Stock, images: ImageSet) -> None:
     """Narrows the MLPs outside the blocks that have the width of those in the blocks, in place."""
-    hidden, heads, _ = Stock(model).sizes
+    family = family_of(model)
+    hidden, heads = hidden_units(family.mlp(model))[0], len(family.specs(model)[0].heads)
     if pairs := stock.followers(hidden, heads):
         narrow_(model, pairs, hidden, images)
 

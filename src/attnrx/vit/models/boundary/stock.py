@@ -70,6 +70,7 @@ class Stock:
         self.name = self.origin.architecture
         self.width: int = self.family.specs(adopted)[0].width
         self._found: dict[tuple[int, int], Mapping[str, Any] | None] = {}
+        self._followers: dict[tuple[int, int], tuple[tuple[str, str], ...]] = {}
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
@@ -165,6 +166,9 @@ class Stock:
         """Returns the paths of both maps of the MLPs outside the blocks that have the width of those in the blocks, as
         in the pooling head of SigLIP.
         """
+        key = hidden, heads
+        if key in self._followers:
+            return self._followers[key]
         source, created = library_form(self.model), dict(self._created(hidden, heads).named_modules())
         linears: list[Any] = [
             (path, part, created[path])
@@ -174,7 +178,8 @@ class Stock:
         # A head of so many classes is no such map, and has no second one.
         firsts = [path for path, part, other in linears if part.out_features != other.out_features == hidden]
         seconds = [path for path, part, other in linears if part.in_features != other.in_features == hidden]
-        return tuple(zip(firsts, seconds, strict=False))
+        self._followers[key] = tuple(zip(firsts, seconds, strict=False))
+        return self._followers[key]
 
     def difference(self, hidden: int, heads: int) -> str:
         """Returns a part outside the blocks that the library would create otherwise, e.g. a head that was replaced; ""
