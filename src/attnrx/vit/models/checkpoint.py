@@ -40,6 +40,7 @@ from attnrx.vit.tokens import policy_from_dict
 KIND, SCHEMA = "attnrx model", 1
 MOST_BYTES = 2**24  # of config.json: 4,096 layers take 3 MB
 DEPTHS = ("depth", "num_hidden_layers")  # the number of layers, as timm and transformers name it
+STOCK_DEPTHS = (*DEPTHS, "num_layers", "layers")  # those of torchvision and open_clip too
 STATE_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")  # the averaged weights first, as timm does
 MOST_NUMBER = 2**20  # of layers, features, classes ...: checked before anything is built
 # transformers would ignore all other fields of config.json, and initialize a default model with random weights. It
@@ -247,7 +248,9 @@ def _load_stock(folder: Path, families: tuple[Family, ...]) -> nn.Module:
     require_finite_tensors(tensors, str(source))
     # Before anything is built: every layer has several tensors.
     arguments = record["model"].get("arguments")
-    depths = [arguments[name] for name in DEPTHS if name in arguments] if isinstance(arguments, Mapping) else []
+    inside = arguments.get("vision_config") if isinstance(arguments, Mapping) else None
+    stated = [each for each in (arguments, inside) if isinstance(each, Mapping)]
+    depths = [each[name] for each in stated for name in STOCK_DEPTHS if name in each]
     if any(not isinstance(depth, int) or depth > len(tensors) for depth in depths):
         raise CheckpointError(f"{path} describes {depths[0]} layers, and model.safetensors holds fewer.")
     try:

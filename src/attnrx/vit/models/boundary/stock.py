@@ -29,7 +29,7 @@ from attnrx.vit.models.families import LIBRARIES, family_of
 from attnrx.vit.models.family import require_ordinary_weights, stated_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.observation_hooks import evaluating
-from attnrx.vit.models.parts.mlp import hidden_units, resize_linears_
+from attnrx.vit.models.parts.mlp import hidden_units
 from attnrx.vit.models.parts.model_parts import model_name
 from attnrx.vit.models.parts.record import RECORD, Record
 from attnrx.vit.models.parts.token_reduction import reduction_of
@@ -235,24 +235,18 @@ def stock_form(model: nn.Module) -> nn.Module:
             f"{model_name(own)} cannot be portable: its {ours[0]} is of attnrx, because its library has none with "
             "ranks or masks. Prune hidden units alone: portable=True of shrink and prescribe does so."
         )
-    stock, weight = Stock(own), next(own.parameters())
+    stock = Stock(own)
     arguments, linears = stock.present()
-    with torch.device("cpu"):
-        created = stock.family.create(stock.name, arguments)
-    resize_linears_(created, linears)
+    origin = replace(stock.origin, arguments=arguments, replaced={})
     try:
-        created.load_state_dict(own.state_dict(), strict=True, assign=True)
+        created = stock.family.created_with(origin, linears, own.state_dict(), stated_outputs(own))
     except RuntimeError as error:
         raise NotSupported(f"{stock.name} cannot be portable: its library creates other weights: {error}.") from error
-    origin = replace(stock.origin, arguments=arguments, replaced={})
-    created.to(weight.device, weight.dtype)  # buffers that no file has
     parts, weights = dict(own.named_modules()), dict(own.named_parameters())
     for path, part in created.named_modules():
         part.training = parts[path].training if path in parts else own.training
     for path, parameter in created.named_parameters():
         parameter.requires_grad_(weights[path].requires_grad)
-    stock.family.state_format_(created, origin)
-    vars(created)[RECORD] = Record(stock.family.name, origin, outputs=stated_outputs(own))
     images = random_images(created, origin.input_shape)
     with evaluating((own, created)):
         expected = tensors_of(answer(own, images))

@@ -634,16 +634,44 @@ class AdoptedFamily(Family):
         return self.shaped(self._created(self.described_origin(description)), description)
 
     def recreated(self, description: Mapping[str, Any], state: Mapping[str, Tensor], outputs: str | None) -> Adopted:
-        """Creates the model of an origin with its own library and the weights of the library's files."""
-        origin = self.described_origin(description)
-        with torch.device("cpu"):
+        """Returns a working copy of the model of an origin with the weights of the library's files."""
+        origin, linears = self.described_origin(description), description.get("linears", {})
+        created = self.created_with(origin, linears, state, outputs)
+        return self.working(created, vars(created)[RECORD])
+
+    def created_with(
+        self,
+        origin: Origin,
+        linears: Mapping[str, Sequence[int]],
+        state: Mapping[str, Tensor],
+        outputs: str | None = None,
+    ) -> nn.Module:
+        """Creates a model with its own library, which gets these weights and shares their memory.
+
+        `linears` are the inputs and outputs of linear maps that are replaced before, by their paths.
+
+        Raises:
+            RuntimeError: The weights do not fit; nothing of their size was allocated.
+        """
+        with torch.device("meta"):
             created = self.create(origin.architecture, origin.arguments)
-        names = self.saved_names(created)
-        resize_linears_(created, description.get("linears", {}))
+        resize_linears_(created, linears)
+        names = self.saved_names(created) if state.keys() != created.state_dict().keys() else {}
         created.load_state_dict({names.get(name, name): tensor for name, tensor in state.items()}, assign=True)
+        self._recompute_buffers_(created)
         self.state_format_(created, origin)
-        record = vars(created)[RECORD] = Record(self.name, origin, outputs=outputs)
-        return self.working(created.to(next(created.parameters()).dtype), record)  # buffers that no file has
+        vars(created)[RECORD] = Record(self.name, origin, outputs=outputs)
+        weight = next(created.parameters())
+        return created.to(weight.device, weight.dtype)  # buffers that no file has
+
+    def _recompute_buffers_(self, created: nn.Module) -> None:
+        """Computes the buffers that are not saved of a model that was created on the meta device."""
+        for path, name, buffer in unsaved_buffers(created):
+            module = created.get_submodule(path)
+            with torch.device("cpu"):
+                computed = self.recomputed(module) if buffer.is_meta else None
+            if computed is not None:
+                module._buffers[name] = computed._buffers[name]
 
     def described_origin(self, description: Mapping[str, Any]) -> Origin:
         """Returns the origin of a described model."""
@@ -658,12 +686,7 @@ class AdoptedFamily(Family):
             InvalidInput: It has another depth.
         """
         origin = self.described_origin(description)
-        for path, name, buffer in unsaved_buffers(created):
-            module = created.get_submodule(path)
-            with torch.device("cpu"):
-                computed = self.recomputed(module) if buffer.is_meta else None
-            if computed is not None:
-                module._buffers[name] = computed._buffers[name]
+        self._recompute_buffers_(created)
         self.state_format_(created, origin)
         adopted = self.model_type(created, origin)
         vars(adopted)["plain"] = PlainShape(created)
