@@ -161,6 +161,7 @@ def with_another_head() -> nn.Module:
     [
         (lambda: Mine().eval(), {}, "Mine cannot be portable: a portable model is a plain Vision Transformer of timm"),
         (with_another_head, {}, "its head is not the one that timm creates.*num_classes=10"),
+        (lambda: original(act_layer=nn.GELU), {}, "a class of layers as act_layer"),
         (original, {"multiple": 96}, "has 96 hidden units, and no smaller multiple of 96"),
     ],
 )

@@ -28,6 +28,7 @@ from attnrx.vit.models.checkpoint import KIND, LIBRARY_FILES, PARTS, SCHEMA, STO
 from attnrx.vit.models.families import LIBRARIES, family_of
 from attnrx.vit.models.family import require_ordinary_weights, stated_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
+from attnrx.vit.models.libraries.timm_family import is_layer
 from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.parts.mlp import hidden_units
 from attnrx.vit.models.parts.model_parts import model_name
@@ -151,6 +152,7 @@ class Stock:
             if arguments is not None and not self.followers(self.hidden, self.heads):
                 self.require_parts(self.hidden, self.heads)
                 return arguments, {}
+        self.require_files()
         arguments = self.origin.arguments
         with torch.device("meta"):
             created = dict(self.family.create(self.name, arguments).named_modules())
@@ -192,8 +194,17 @@ class Stock:
                 return path or "model itself"
         return ""
 
+    def require_files(self) -> None:
+        """Raises NotSupported if no file of the library can have the arguments."""
+        if classes := [name for name, each in self.origin.arguments.items() if is_layer(each)]:
+            raise NotSupported(
+                f"{self.name} cannot be portable: it was created with a class of layers as {', '.join(classes)}, which "
+                "no file of timm holds. Create it with the name of the layer, e.g. act_layer='gelu'."
+            )
+
     def require_parts(self, hidden: int, heads: int) -> None:
         """Raises NotSupported if the library would create another part outside the blocks."""
+        self.require_files()
         if path := self.difference(hidden, heads):
             raise NotSupported(
                 f"{self.name} cannot be portable: its {path} is not the one that {self.family.library} creates; it was "
@@ -311,12 +322,7 @@ def save_stock(
 
 
 def _write_timm(model: Any, stock: Stock, folder: Path) -> None:
-    try:
-        importlib.import_module("timm.models._hub").save_config_for_hf(model, folder / "config.json")
-    except ValueError as error:  # an argument that is a class
-        raise NotSupported(
-            f"{stock.name} cannot be portable: {error} Create it with the name of the layer, e.g. act_layer='gelu'."
-        ) from error
+    importlib.import_module("timm.models._hub").save_config_for_hf(model, folder / "config.json")
 
 
 def _write_huggingface(model: Any, stock: Stock, folder: Path, **more: Any) -> None:
@@ -356,10 +362,10 @@ def _write_modeling(model: nn.Module, stock: Stock, linears: Mapping[str, Any], 
         _write_huggingface(model, stock, folder, auto_map=auto_map, linear_sizes=dict(linears))
         write_text(folder / "modeling.py", REMOTE_CODE.format(name=name))
         return
-    if stock.family.name not in CREATED or any(isinstance(each, Mapping) for each in stock.origin.arguments.values()):
+    if stock.family.name not in CREATED:
         raise NotSupported(
-            f"{stock.name} cannot be portable: its layers have different widths, and its arguments cannot be written "
-            "for stock code. Give all layers one width: portable=True of shrink and prescribe."
+            f"{stock.name} cannot be portable: no arguments of {stock.family.library} give its layers their widths. "
+            "Give all layers one width: portable=True of shrink and prescribe."
         )
     imported, created = CREATED[stock.family.name]
     write_text(folder / "modeling.py", MODELING.format(imported=imported, created=created))
