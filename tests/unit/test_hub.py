@@ -65,6 +65,20 @@ def test_what_was_pushed_is_what_is_loaded(cloud: Path, saved: Path) -> None:
         assert torch.equal(rx.load(name)(images), load_model(saved)(images))
 
 
+def test_a_portable_model_is_pushed_with_the_files_of_its_library(cloud: Path, tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
+    model = rx.load(timm.create_model("vit_tiny_patch16_224", **sizes).eval())
+    folder = rx.save(model, tmp_path / "portable", portable=True)
+    rx.push_to_hub(folder, "me/portable", license="mit")
+    names = sorted(each.name for each in (cloud / "me" / "portable").iterdir())
+    assert names == ["README.md", "attnrx.json", "config.json", "model.safetensors"]
+    images = torch.randn(2, 3, 16, 16)
+    again = timm.create_model(f"local-dir:{cloud / 'me' / 'portable'}", pretrained=True).eval()
+    assert torch.equal(rx.load("hub:me/portable")(images), again(images))
+    assert "local-dir:path/to/this/folder" in (cloud / "me" / "portable" / "README.md").read_text()
+
+
 def test_the_hub_reads_the_head_of_the_card(cloud: Path, saved: Path) -> None:
     rx.push_to_hub(saved, "me/slim", license="mit", base_model="a/b")
     rx.push_to_hub(saved, "me/slim", license="apache-2.0")

@@ -38,7 +38,7 @@ def _shrink_options(parser: Parser) -> None:
     options.add_out(
         parser, "the folder of the model, its evidence, report, card and model.onnx", "runs/shrunk", folder=True
     )
-    options.add_arguments(parser, "shrink", "batch", "threads", "seed", "effort", to="FORMAT")
+    options.add_arguments(parser, "shrink", "batch", "threads", "seed", "effort", "portable", "multiple", to="FORMAT")
     option(parser, "--no-onnx", bool, "write no model.onnx")
     option(parser, "--opset", options.COUNT, "the operator set version of model.onnx, 17 to 23 (23)")
     options.add_device(parser)
@@ -79,6 +79,9 @@ def shrink(arguments: Namespace, log: Log) -> Outcome:
     missed = [is_target(finding, shrunk.target.quantity) for finding in failed]
     notes = (failure(finding, target) for finding, target in zip(failed, missed, strict=True))
     warnings = (f"warning: {each}" for each in shrunk.evidence.warnings)
+    if shrunk.is_portable:
+        record["loading_code"] = rx.models.loading_code(shrunk.model, folder)
+        warnings = (*warnings, f"without attnrx:\n\n{record['loading_code']}")
     return Outcome(record, (*lines, *notes, *warnings), code=1 if any(missed) else 0)
 
 
@@ -100,7 +103,7 @@ def _elastic_options(parser: Parser) -> None:
     budgets = parser.add_mutually_exclusive_group(required=True)
     options.add_arguments(budgets, "elastic", faster="TIMES", macs="SHARES", params="SHARES")
     options.add_out(parser, "the folder of the sizes; load PATH@macs=0.65 or PATH@faster=1.4", folder=True)
-    options.add_arguments(parser, "elastic", "batch", "threads", "seed", "effort")
+    options.add_arguments(parser, "elastic", "batch", "threads", "seed", "effort", "portable", "multiple")
     options.add_device(parser)
 
 
@@ -269,6 +272,7 @@ def _prescribe_options(parser: Parser) -> None:
     option(parser, "--weights", "FILE", "the weights of a model that is given by its name, in a local file")
     options.add_trust(parser)
     option(parser, "--rules", "MAP=RULE", RULES, nargs="+", required=True)
+    options.add_arguments(parser, "prescribe", "portable", "multiple")
     kind = "attnrx prescription"
     options.add_out(parser, "the prescription: a JSON file, and a second file if it has tensors", kind=kind)
 
@@ -282,7 +286,8 @@ def prescribe(arguments: Namespace, log: Log) -> Outcome:
     """Prescribes and saves the prescription."""
     # The shell splits the rules at spaces, and a rule may contain some.
     rules = rx.rules.split_maps(" ".join(arguments.rules))
-    prescription = rx.prescribe(_diagnosis(arguments), rules)
+    settings = options.given_arguments(arguments, "prescribe")
+    prescription = rx.prescribe(_diagnosis(arguments), rules, **settings)
     path, tokens = prescription.save(arguments.out), prescription.tokens
     notes = list(prescription.about.get("notes", ()))
     record = {
@@ -380,10 +385,15 @@ def realize(arguments: Namespace, log: Log) -> Outcome:
         images = train.take(min(arguments.calibration_images, len(train)))
     slim = realize_and_fit(model, prescription, images, fits, arguments.by)
     prescription = replace(prescription, about={**prescription.about, "realized": how})
-    folder = rx.save(slim, arguments.out, prescription=prescription)
+    portable = bool(prescription.about.get("portable"))
+    folder = rx.save(slim, arguments.out, prescription=prescription, portable=portable)
     changes, table = _cost_changes(*(rx.models.family_of(each).costs(each) for each in (model, slim)))
     record = {"model": str(folder), **how, **changes, "removed_share": prescription.removed_share}
-    return Outcome(record, (table, f"model: {folder}"))
+    lines = [table, f"model: {folder}"]
+    if portable:
+        record["loading_code"] = rx.models.loading_code(rx.load(folder), folder)
+        lines.append(f"without attnrx:\n\n{record['loading_code']}")
+    return Outcome(record, tuple(lines))
 
 
 CHECKS = (

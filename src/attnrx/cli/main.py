@@ -34,7 +34,10 @@ BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED, TERMINATED = 2, 3, 70, 13
 
 PROCESS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # set by torchrun and accelerate
 # Files that a command may replace in its output folder.
-_REPLACED = ("config.json", "model.safetensors", "prescription.json", "evidence.json", "training.json", "plan.json")
+_REPLACED = (
+    *("config.json", "model.safetensors", "prescription.json", "evidence.json", "training.json", "plan.json"),
+    "attnrx.json",
+)
 
 EPILOG = """\
 Results go to stdout and to files, progress and errors to stderr. With --json every command prints one JSON object.

@@ -38,7 +38,7 @@ from attnrx.support.arguments import (
     require_fields,
     whole,
 )
-from attnrx.support.errors import NotSupported, UnknownName
+from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.progress import Log, no_log
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.costs.measured import CLOCKS
@@ -52,6 +52,8 @@ RANKS = ("qk", "vo", "mlp")
 AXES = (*RANKS, TOKENS)
 # Eighths of the full rank: multiples of 8 for 64 directions, which are efficient in GEMM kernels.
 LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
+# The number that the width of a portable plan is a multiple of, for efficient kernels.
+MULTIPLE = 8
 LEVEL_INDICES = each(whole(0, len(LEVELS) - 1), f"indices of levels from 0 to {len(LEVELS) - 1}", least=1)
 
 # A quick call for a model of more than LARGE multiply-accumulates per image diagnoses on half of the images, and
@@ -91,7 +93,9 @@ class PlanSettings:
     What is planned. `axes` are by default all that the model has; those left out are logged with the reason. The token
     `reducer` is by default `ward`, with a relevance where the outputs are those of a class token. With `to`, the text
     of a format of `attnrx.export`, a target of latency is that of the file in this format: blocks and whole plans are
-    timed in its runtime.
+    timed in its runtime. A `portable` plan has what the library's own class holds: one width for all MLPs, a multiple
+    of `multiple`, and as many heads in every layer, where the class states them; its latency is that in the library's
+    own code.
 
     How latency is measured (`protocol`): by forward passes of `batch` images under the `conditions`, by `clock` (see
     `LatencyProtocol`). Blocks are timed at `timed_levels` (indices into `LEVELS`; between them the times are
@@ -118,6 +122,8 @@ class PlanSettings:
     axes: tuple[str, ...] | None = None
     reducer: str | None = None
     to: str | None = None
+    portable: bool = False
+    multiple: int = MULTIPLE
     batch: int = 32
     conditions: Conditions = field(default_factory=Conditions)
     clock: str | None = None
@@ -157,7 +163,7 @@ class PlanSettings:
             trials=NATURAL,
             min_ratio=NOT_NEGATIVE,
             max_ratio=NOT_NEGATIVE,
-            **dict.fromkeys((*counts, "attempts"), COUNT),
+            **dict.fromkeys((*counts, "attempts", "multiple"), COUNT),
         )
         # These raise before the work.
         reducer = None if self.reducer is None else parse_reducer(self.reducer)
@@ -168,6 +174,11 @@ class PlanSettings:
             )
         if self.axes is not None and not (self.axes and {*self.axes} <= {*AXES}):
             raise UnknownName("axis of a plan", ", ".join(sorted({*self.axes} - {*AXES})) or "none", AXES)
+        if self.portable and (self.axes is not None or self.reducer is not None):
+            raise InvalidInput(
+                "portable=True with axes or a reducer: a portable plan has hidden units, and heads where the library's "
+                "class states their number. Leave the others out."
+            )
 
     @classmethod
     def preset(cls, effort: str, **changes: Any) -> "PlanSettings":

@@ -10,7 +10,10 @@ from attnrx.support.optional import required_module
 
 PREFIX = "hub:"
 # The files of a saved model; its folder may also hold checkpoints of the training.
-FILES = ("config.json", "model.safetensors", "prescription*", "evidence.json", "preprocessor_config.json", "README.md")
+FILES = (
+    *("config.json", "model.safetensors", "prescription*", "evidence.json", "preprocessor_config.json", "README.md"),
+    *("attnrx.json", "open_clip_config.json", "modeling.py"),  # of portable models
+)
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 

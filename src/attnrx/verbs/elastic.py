@@ -12,12 +12,13 @@ from torch import nn
 from attnrx.data import Columns, ImageData, Splits
 from attnrx.data.model_data import ModelBatches
 from attnrx.decide.planning.measured_costs import final_protocol, timing_conditions
+from attnrx.decide.planning.uniform import require_portable
 from attnrx.nouns.effort import PlanSettings
 from attnrx.nouns.elastic import INDEX, KIND, ORIGINAL, Elastic, Size
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.plan import TargetMet
 from attnrx.nouns.target import Target, target_of
-from attnrx.support.arguments import FASTER, checked, each
+from attnrx.support.arguments import COUNT, FASTER, checked, each, optional
 from attnrx.support.atomic_writes import file_lock, require_absent
 from attnrx.support.errors import InvalidInput, NoOpPrescription
 from attnrx.support.progress import Log, no_log, phases
@@ -25,10 +26,10 @@ from attnrx.support.storage import file_kind
 from attnrx.support.subprocess_runner import shared_subprocess
 from attnrx.verbs.load import load, load_original, preflight
 from attnrx.verbs.save import save
-from attnrx.verbs.shrink import BELOW_ONE, MODEL_OR_NAME, ShrinkRun, phase_shares
+from attnrx.verbs.shrink import BELOW_ONE, MODEL_OR_NAME, ShrinkRun, phase_shares, portable_settings
 from attnrx.verbs.shrunk import require_result_folder
 from attnrx.vit.costs import compare_latencies
-from attnrx.vit.models import family_of, model_fingerprint
+from attnrx.vit.models import family_of, model_fingerprint, timed_form
 from attnrx.vit.models.boundary.verbs import verb
 
 SIZE_NAME = re.compile(r"(faster|macs|params)-[\w.+-]+")  # of the folder of a size
@@ -36,7 +37,7 @@ SHARES = each(BELOW_ONE, "budgets: shares above 0 and below 1, e.g. (0.8, 0.6)")
 SPEEDS = each(FASTER, "budgets: numbers above 1, e.g. (1.3, 1.6)")
 
 
-@checked(model=MODEL_OR_NAME, faster=SPEEDS, macs=SHARES, params=SHARES)
+@checked(model=MODEL_OR_NAME, faster=SPEEDS, macs=SHARES, params=SHARES, multiple=optional(COUNT))
 @verb
 def elastic(  # noqa: PLR0913  (a keyword for every target)
     model: nn.Module | str | Path,
@@ -49,6 +50,8 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     batch: int = 32,
     threads: int | None = None,
     effort: Literal["quick", "normal", "thorough"] = "quick",
+    portable: bool = False,
+    multiple: int | None = None,
     inputs: Callable[[Any], Any] | None = None,
     weights: str | Path | None = None,
     columns: Columns | None = None,
@@ -73,6 +76,9 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         batch: Images per forward pass whose latency is measured.
         threads: CPU threads of that forward pass (torch's default).
         effort: How much is measured: quick, or normal and thorough, which also distill every size (see `shrink`).
+        portable: Every size is a model of the library's own class, and its folder the checkpoint of the library, which
+            loads it without attnrx (see `shrink`).
+        multiple: Of portable sizes the number that their widths are multiples of; 8 by default.
         inputs: What the forward of a module of your own takes, of every batch: `inputs(batch)` returns a tensor, a
             tuple of arguments or a mapping of named ones. By default the batch is one of images.
         weights: The weights of a model that is given by its name, in a local file.
@@ -104,9 +110,10 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     # From the largest model to the smallest, by shares falling and speeds rising.
     ordered = sorted({*values}, reverse=kind != "faster")
     targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in ordered}
+    portability = portable_settings(portable, multiple)
     preflight(data=data, columns=columns, folder=folder, report=True)
     folder = Path(folder)
-    shares = phase_shares("latency" if kind == "faster" else kind, effort)
+    shares = phase_shares("latency" if kind == "faster" else kind, effort, portable)
     steps = phases(shares, log, repeated=len(targets), again="searching plans")
     with file_lock(folder, seconds=0.0):
         with steps, shared_subprocess() if kind == "faster" else nullcontext():
@@ -118,8 +125,11 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
                 raise InvalidInput(
                     f"{folder} has a model, which `load` would not find beside sizes; choose another folder."
                 )
-            conditions = timing_conditions(original, threads, batch, log=log)
-            settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, seed=seed, log=log)
+            if portable:
+                require_portable(original, multiple)
+            conditions = replace(timing_conditions(original, threads, batch, log=log), plain=portable)
+            sizes_of = {"portable": portable, **portability}
+            settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, seed=seed, log=log, **sizes_of)
             run = ShrinkRun.start(original, data, columns, effort, settings)
             stored = _stored_sizes(folder, run, targets)
             missing = {name: target for name, target in targets.items() if name not in stored}
@@ -139,7 +149,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
                 raise NoOpPrescription(list(unneeded.values())[-1].reason)
         original = run.original  # at the size of the images
         # All sizes are timed in one run, as ratios of separate runs depend on the state of the machine.
-        save(original, folder / ORIGINAL)
+        save(original, folder / ORIGINAL, portable=portable)
         names = (ORIGINAL, *dict.fromkeys((*stored, *(name for name in targets if name not in unneeded))))
         costs = family_of(original).costs(original)
         about = {
@@ -165,6 +175,7 @@ def _stored_sizes(folder: Path, run: ShrinkRun, targets: Mapping[str, Target]) -
         "reference": model_fingerprint(run.original),
         "data": run.images.verified.fingerprint,
         "seed": run.settings.seed,
+        "portable": None,  # absent in other sizes
         **run.about,
     }
     # A folder is saved atomically with its evidence: it is complete or absent.
@@ -190,7 +201,8 @@ def _measured_sizes(run: ShrinkRun, folder: Path, names: Sequence[str]) -> tuple
     family = family_of(run.original)
     original, reference = family.costs(run.original), family.library_model(run.original)
     protocol = replace(final_protocol(run.settings.conditions, run.settings.batch, run.original), processes=1)
-    speeds = compare_latencies(models, reference, run.settings.noise(run.original), protocol)
+    timed = {name: timed_form(model, not protocol.conditions.plain) for name, model in models.items()}
+    speeds = compare_latencies(timed, reference, run.settings.noise(run.original), protocol)
     measured = []
     for name, model in models.items():
         costs, path, fingerprint = family_of(model).costs(model), folder / name, model_fingerprint(model)

@@ -17,8 +17,9 @@ from attnrx.support.errors import CardWarning, FactoryWarning, InvalidInput
 from attnrx.support.hub import card_with, upload
 from attnrx.support.storage import CARD_KIND, file_kind, write_text
 from attnrx.vit.models import FAMILIES, family_of, model_fingerprint, save_model
+from attnrx.vit.models.boundary.stock import loading_code, save_stock, stock_form
 from attnrx.vit.models.boundary.verbs import verb
-from attnrx.vit.models.checkpoint import load_weights
+from attnrx.vit.models.checkpoint import STOCK, load_weights
 from attnrx.vit.models.users.whole import needed_to_load
 from attnrx.vit.outputs import output_kind_of
 
@@ -28,7 +29,12 @@ OWNER_NAME = Kind("OWNER/NAME, e.g. 'me/slim'", lambda text: bool(re.fullmatch(r
 @checked()
 @verb
 def save(
-    model: nn.Module, folder: Path | str, *, prescription: Prescription | None = None, evidence: Evidence | None = None
+    model: nn.Module,
+    folder: Path | str,
+    *,
+    prescription: Prescription | None = None,
+    evidence: Evidence | None = None,
+    portable: bool = False,
 ) -> Path:
     """Writes a folder that `load` reads: weights, config.json, the prescription, the evidence and a model card.
 
@@ -40,6 +46,11 @@ def save(
         folder: The folder, which is created if missing.
         prescription: The prescription that the model was realized from.
         evidence: The evidence of this model.
+        portable: The folder is the checkpoint of the model's own library, which loads it without attnrx: of timm
+            (`timm.create_model("local-dir:FOLDER", pretrained=True)`), transformers (`from_pretrained`), torchvision
+            or open_clip (weights and a line of code). Where no argument of the class gives the sizes, as of layers of
+            different widths, the folder has modeling.py, which creates the model. The card has the code that loads it;
+            `load` reads it, too.
 
     Returns:
         The folder.
@@ -47,6 +58,7 @@ def save(
     Raises:
         InvalidInput: A file would be overwritten that attnrx did not write, or the folder is that of an elastic model.
         FingerprintMismatch: The evidence is of another model.
+        NotSupported: A portable model of which the library has no parts: ranks, tokens.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -55,7 +67,7 @@ def save(
         >>> folder = rx.save(rx.realize(model, prescription), "small", prescription=prescription)
         >>> small = rx.load("small")
     """
-    return save_with(model, folder, prescription, evidence)
+    return save_with(model, folder, prescription, evidence, portable=portable)
 
 
 def save_with(
@@ -65,11 +77,13 @@ def save_with(
     evidence: Evidence | None,
     write_beside: Callable[[Path], object] = lambda new: None,
     parts: Parts | None = None,
+    portable: bool = False,
 ) -> Path:
     """Saves a model as `save` does, with the files that `write_beside` writes to the new folder.
 
     `parts` are the files of the folder that are replaced, by default those of a model.
     """
+    model = stock_form(model) if portable else model
     require_no_sizes(Path(folder))
     needed = needed_to_load(model)
     if "factory" in needed:
@@ -83,10 +97,13 @@ def save_with(
             prescription.save(new / "prescription.json")
         if evidence is not None:
             evidence.save(new / "evidence.json")
-        write_text(new / "README.md", _kept_card(Path(folder)) or _card(Path(folder), model, evidence, prescription))
+        card = _kept_card(Path(folder)) or _card(Path(folder), model, evidence, prescription, portable)
+        write_text(new / "README.md", card)
         write_beside(new)
 
     # Into the new folder, which replaces the old one as a whole: model and documents always belong together.
+    if portable:
+        return save_stock(folder, model, write_documents, parts)
     return save_model(folder, model, write_beside=write_documents, parts=parts)
 
 
@@ -96,7 +113,9 @@ def require_no_sizes(folder: Path) -> None:
         raise InvalidInput(f"{folder} is the folder of an elastic model; choose another folder.")
 
 
-def _card(folder: Path, model: nn.Module, evidence: Evidence | None, prescription: Prescription | None) -> str:
+def _card(
+    folder: Path, model: nn.Module, evidence: Evidence | None, prescription: Prescription | None, portable: bool
+) -> str:
     costs = family_of(model).costs(model)
     facts = {
         "name": real_path(folder).name,
@@ -108,7 +127,7 @@ def _card(folder: Path, model: nn.Module, evidence: Evidence | None, prescriptio
     needed = needed_to_load(model)
     if needed:
         facts["to_load_it"] = needed
-    return model_card(facts, evidence, prescription)
+    return model_card(facts, evidence, prescription, loading_code(model, "path/to/this/folder") if portable else "")
 
 
 def _kept_card(folder: Path) -> str:
@@ -173,7 +192,7 @@ def push_to_hub(
         prescription_path = folder / "prescription.json"
         prescription = Prescription.load(prescription_path) if prescription_path.exists() else None
         if is_unedited(text):
-            text = _card(folder, model, evidence, prescription)
+            text = _card(folder, model, evidence, prescription, (folder / STOCK).exists())
     if license is not None or base_model is not None:
         text = card_with(text, license=license, base_model=base_model)
     # The folder is changed only where the card is, so a second upload has the same files.

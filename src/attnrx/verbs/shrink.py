@@ -22,15 +22,16 @@ from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import plan_sharing
 from attnrx.decide.planning.measured_costs import file_speeds, final_protocol, timing_conditions
 from attnrx.decide.planning.planner import Planner
+from attnrx.decide.planning.uniform import portable_form, require_portable
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.effort import EFFORTS, Effort, PlanSettings, final_rounds
 from attnrx.nouns.plan import Plan, TargetMet
 from attnrx.nouns.prescription import Prescription
 from attnrx.nouns.target import DROP, Target, target_of
 from attnrx.show.checks import Check, Costs, Fidelity, Latency, Promises
-from attnrx.support.arguments import FASTER, checked, instance, number, optional
+from attnrx.support.arguments import COUNT, FASTER, checked, instance, number, optional
 from attnrx.support.atomic_writes import file_lock
-from attnrx.support.errors import NotSupported
+from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.progress import Log, begin, no_log, phases
 from attnrx.support.subprocess_runner import shared_subprocess
 from attnrx.verbs.load import load_original, preflight
@@ -70,6 +71,7 @@ POINTS = number(0.0, 100.0, "points of accuracy from 0 to 100, e.g. 1", above=Fa
     macs=optional(BELOW_ONE),
     params=optional(BELOW_ONE),
     max_drop=optional(POINTS),
+    multiple=optional(COUNT),
 )
 @judged
 @verb
@@ -85,6 +87,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     threads: int | None = None,
     effort: Literal["quick", "normal", "thorough"] = "quick",
     to: str | None = None,
+    portable: bool = False,
+    multiple: int | None = None,
     inputs: Callable[[Any], Any] | None = None,
     weights: str | Path | None = None,
     columns: Columns | None = None,
@@ -118,6 +122,10 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
             original at the end, normal only one of at most 5e9 MACs per image.
         to: The format of a file that `faster` is about (see export), e.g. int8 or 'openvino(precision=bf16)': the plan
             is made with the latency of blocks in the runtime of the format; `Shrunk.save(to=...)` writes the file.
+        portable: The result is a model of the library's own class, with other sizes, and `Shrunk.save` writes the
+            checkpoint of the library, which loads it without attnrx (see `save`). One width for all MLPs is pruned, and
+            heads where the class states their number; `faster` is then the speed in the library's own code.
+        multiple: Of a portable model the number that its width is a multiple of; 8 by default.
         inputs: What the forward of a module of your own takes, of every batch: `inputs(batch)` returns a tensor, a
             tuple of arguments or a mapping of named ones. By default the batch is one of images.
         weights: The weights of a model that is given by its name, in a local file.
@@ -137,7 +145,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         InvalidInput: Not exactly one target, labels that do not fit, or a `folder` in which the results would overwrite
             files that attnrx did not write.
         CheckpointError: Another process or thread uses the folder.
-        NotSupported: No plan reaches the target.
+        NotSupported: No plan reaches the target, or a portable model of a class that states no width of its MLPs.
 
     Examples:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
@@ -147,6 +155,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     """
     target = target_of(faster, macs, params, max_drop)
     form = None if to is None else parse_format(to)
+    portability = portable_settings(portable, multiple)
     preflight(data=data, columns=columns, folder=folder, formats=() if form is None else (form,))
     # What `Shrunk.save` will lack, before hours of work; not an error, because the result need not be saved.
     for check in (partial(preflight, report=True), partial(preflight, formats=(parse_format("onnx"),))):
@@ -157,17 +166,21 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     # One process for all latency measurements, which starts while the images are read.
     one_process = shared_subprocess() if target.minimized == "latency" else nullcontext()
     one_call = nullcontext() if folder is None else file_lock(folder, seconds=0.0)
-    with one_call, phases(phase_shares(target.minimized, effort), log), one_process:
+    with one_call, phases(phase_shares(target.minimized, effort, portable), log), one_process:
         data = ModelBatches.of(data, inputs)
         original = load_original(model, weights, data)
         if folder is not None:  # before the work
             require_result_folder(Path(folder), original, result_files(Path(folder), Onnx(), to))
-        conditions = timing_conditions(original, threads, batch, form, log)
+        if portable:  # before the work
+            require_portable(original, multiple)
+        conditions = replace(timing_conditions(original, threads, batch, form, log), plain=portable)
         if conditions.on_cuda and target.minimized != "latency":
             log("on a CUDA device fewer MACs are not less time: faster=N plans for its time (docs/results/gpu.md)")
-        settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, to=to, seed=seed, log=log)
+        about = {"batch": batch, "conditions": conditions, "to": to, "seed": seed, "log": log, **portability}
+        settings = PlanSettings.preset(effort, portable=portable, **about)
         # For a latency in PyTorch that the decoder alone is not expected to reach.
         decoder = target.quantity == target.minimized == "latency" and to is None and target.limit < 1 - LARGEST_DECODER
+        decoder = decoder and not portable
         run = ShrinkRun.start(original, data, columns, effort, settings, decoder)
         if target.quantity == DROP:
             require_labels(run.images.planned)
@@ -179,7 +192,18 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         return result
 
 
-def phase_shares(spend: str, effort: str) -> dict[str, float]:
+def portable_settings(portable: bool, multiple: int | None) -> dict[str, int]:
+    """Returns the multiple of the width of a portable model; empty where none was given.
+
+    Raises:
+        InvalidInput: A multiple without a portable model.
+    """
+    if multiple is not None and not portable:
+        raise InvalidInput(f"multiple={multiple} is that of a portable model: give portable=True, too.")
+    return {} if multiple is None else {"multiple": multiple}
+
+
+def phase_shares(spend: str, effort: str, portable: bool = False) -> dict[str, float]:
     """Returns the phases of a call for a target of this cost, with their usual shares of the time."""
     shares = dict(PHASE_SHARES)
     if spend == "latency":
@@ -188,6 +212,8 @@ def phase_shares(spend: str, effort: str) -> dict[str, float]:
         shares |= {"searching plans": 34.0, "realizing and repairing": 34.0, "measuring speed": 50.0}
     if EFFORTS[effort].distill_epochs:
         shares["distilling"] = 150.0
+    if portable:  # plans of few sizes are compared by themselves
+        shares["measuring sensitivities"] = 0.0
     return {name: share for name, share in shares.items() if share}
 
 
@@ -247,6 +273,7 @@ class ShrinkRun:
         diagnosed = planned.take(min(work.diagnosed_images, len(planned)))
         diagnosis = diagnose(planned_model, diagnosed, moments=True, batch_size=32)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
+        about |= {"portable": True} if settings.portable else {}
         return cls(original, diagnosis, planned, images, splits.class_names, work, about, planned_model)
 
     @property
@@ -268,6 +295,8 @@ class ShrinkRun:
         # In bfloat16 if plans were compared in it.
         bfloat16, fitted = bool(plan.about["bfloat16"]), self.images.planned
         slim, fits = realize_with_effort(self.planned_model, chosen, fitted, self.effort, bfloat16, log)
+        if self.settings.portable:
+            slim = portable_form(slim, self.original, fitted)
         if self.has_smaller_decoder:
             budget = self.effort.decoder_fits[1]
             slim, line = fit_decoder(slim, self.original, fitted, budget, self.settings.seed)

@@ -101,6 +101,11 @@ class Shrunk:
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.prescription, self.evidence))
 
+    @property
+    def is_portable(self) -> bool:
+        """Whether the model is one that its own library creates, loads and saves."""
+        return bool(self.evidence.about.get("portable"))
+
     def in_library_form(self) -> "Shrunk":
         """Returns the result with a model of its own class, accelerated where its speed was measured so."""
         model = library_form(self.model)
@@ -179,7 +184,8 @@ class Shrunk:
                 failures.append(error)
 
         documents = self.prescription, self.evidence
-        save_with(self.model, folder, *documents, write_others, result_parts(model_fingerprint(self.model)))
+        parts = result_parts(model_fingerprint(self.model))
+        save_with(self.model, folder, *documents, write_others, parts, self.is_portable)
         if failures:
             raise failures[0]
         return folder

@@ -509,6 +509,7 @@ class PlanTimer:
             "hardware": speed.hardware,
             "precision": settings.conditions.precision,
             "graphs": settings.conditions.graphs,
+            **({"plain": True} if settings.conditions.plain else {}),  # in the library's own code
             "clock": self.requested.protocol.resolved_clock,
             "rounds": speed.rounds,
             "in_subprocess": settings.in_subprocess,

@@ -23,6 +23,7 @@ from attnrx.decide.planning.cost_table import CostTable, exact_cost_table
 from attnrx.decide.planning.measured_costs import PlanTimer
 from attnrx.decide.planning.sensitivity import Answers, Deviation, Sensitivities, measure_sensitivities, suits_bfloat16
 from attnrx.decide.planning.space import TOKENS, Choices, Space, format_of
+from attnrx.decide.planning.uniform import UniformCosts, UniformFrontier, UniformSpace
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.effort import AXES, PlanSettings
 from attnrx.nouns.plan import Plan, PredictedQuantity, TargetMet, limits_of
@@ -142,7 +143,10 @@ def plan_sharing(
     if target.quantity == DROP:
         require_labels(distinct_images)
     cost = target.minimized  # what is measured depends on it and not on its limit
-    if cost not in planners:
+    if cost not in planners and settings.portable:
+        uniform = UniformSpace.of_class(model, diagnosis, settings)
+        planners[cost] = UniformPlanner(uniform, settings, cost, distinct_images, reference)
+    elif cost not in planners:
         space = Space.of(model, diagnosis, target, settings)
         planners[cost] = Planner(space, settings, cost, distinct_images, reference)
     return planners[cost].plan(target, other_images)
@@ -290,7 +294,7 @@ class Planner:
             self.minimized,
             best.step.cost,
             expected_of(deviation, answers.kind),
-            explained(space, self.cost_table, self.sensitivities, choices),
+            self._explained(choices),
             latency,
             about,
         )
@@ -305,12 +309,19 @@ class Planner:
         """
         self.trials = ()
         if target.quantity != DROP:
-            require_reachable(self.space, self.cost_table, target.limit)
+            self._require_reachable(target.limit)
         self.frontier  # noqa: B018  (costs and sensitivities are measured first: phases of their own)
         begin("searching plans")
         if target.quantity == DROP:
             return self._cheapest(target.limit)
         return self._by_timing(target) if self.minimized == "latency" else self._searched(target.limit)
+
+    def _require_reachable(self, limit: float) -> None:
+        """Raises NotSupported for a cost below that of every plan, before sensitivities are measured."""
+        require_reachable(self.space, self.cost_table, limit)
+
+    def _explained(self, choices: Choices) -> tuple[str, ...]:
+        return explained(self.space, self.cost_table, self.sensitivities, choices)
 
     def _by_timing(self, target: Target) -> Trial | TargetMet:
         """Repeats planning with a target corrected by the measured latency, and returns the best plan that is fast
@@ -513,6 +524,47 @@ class Planner:
         cost = f"{100 * step.cost:.1f} % of the {self.minimized}"
         self.log(f"a plan of {cost}: {100 * change:+.1f} points of accuracy")
         return -100 * change <= drop
+
+
+class UniformPlanner(Planner):
+    """The plans for portable models: the search compares the numbers of heads, each with the largest width."""
+
+    space: UniformSpace
+
+    @cached_property
+    def cost_table(self) -> Any:
+        begin("measuring costs")
+        if self.minimized == "latency":
+            return UniformCosts.timed(self.space, self.timer, self.images)
+        return UniformCosts(self.space, self.minimized)
+
+    @cached_property
+    def frontier(self) -> Any:
+        return UniformFrontier(self.space, self.cost_table)
+
+    def realized(self, choices: Any) -> nn.Module:
+        if choices not in self._realized:
+            self._realized.clear()
+            self._realized[choices] = self.space.realized(choices, self.images)
+        return self._realized[choices]
+
+    def _require_reachable(self, limit: float) -> None:
+        self.frontier.at(limit)
+
+    def _explained(self, choices: Any) -> tuple[str, ...]:
+        now, full = choices, self.space.unchanged
+        words = (f"{now.hidden} of {full.hidden} hidden units", f"{now.heads} of {full.heads} heads")
+        return (f"every layer: {' and '.join(words)}, which {self.space.stock.family.library} creates by itself",)
+
+    def _adjusted(self, limit: float, last: Trial) -> Trial:
+        return self._searched(limit)
+
+    def _searched(self, limit: float) -> Trial:
+        trials: list[Trial] = []
+        for step in track(self.frontier.steps(limit), "searching plans"):
+            trials.append(self.tried(step, min(trials, key=BY_SOFTENED, default=None)))
+        self.trials = tuple(trials)
+        return self._best(trials)
 
 
 def expected_of(deviation: Deviation, outputs: OutputKind) -> dict[str, PredictedQuantity]:

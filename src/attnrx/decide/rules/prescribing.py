@@ -17,8 +17,10 @@ from attnrx.change.decompositions import (
     read_out,
 )
 from attnrx.decide.rules.metrics import OWN, RotaryDirections, directions_in, rewritten, whole_pairs
+from attnrx.decide.rules.portable import portable_rules, require_uniform
 from attnrx.decide.rules.rule import Rule, RulesLike, in_metric, inner_rules, keep_only, metric_of, parse_rules
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
+from attnrx.nouns.effort import MULTIPLE
 from attnrx.nouns.prescription import (
     Decision,
     HeadDecision,
@@ -28,7 +30,7 @@ from attnrx.nouns.prescription import (
     Prescription,
     ScoreDecision,
 )
-from attnrx.support.arguments import checked, instance
+from attnrx.support.arguments import COUNT, checked, instance, optional
 from attnrx.support.errors import InvalidInput, InvalidRule, MissingMoments, NoOpPrescription, NotSupported, UnknownName
 from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
@@ -62,9 +64,11 @@ NEEDS = {
 GIVEN_RULES = "rules: a text such as 'qk=total_rank:0.5', a Rule, or a mapping from maps to them"
 
 
-@checked(rules=instance(GIVEN_RULES, str, Rule, Mapping))
+@checked(rules=instance(GIVEN_RULES, str, Rule, Mapping), multiple=optional(COUNT))
 @verb
-def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescription:
+def prescribe(
+    diagnosis: Diagnosis | nn.Module, rules: RulesLike, *, portable: bool = False, multiple: int | None = None
+) -> Prescription:
     """Applies pruning rules to a diagnosis and returns the prescription.
 
     Args:
@@ -74,6 +78,9 @@ def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescriptio
             its metric, e.g. `uniform_rank:0.5,metric=weights` for the plain SVD (see `rules.METRICS` for qk,
             `rules.OUTPUT_METRICS` for vo, fc1 and fc2). The rule for tokens is a token policy, or an earlier token
             prescription with trained predictors (`prescribed_tokens`).
+        portable: Only what the library's own class holds: `hidden`, rounded to the multiple, and `heads`, as many in
+            every layer. `save` with portable=True then writes the checkpoint of the library.
+        multiple: Of a portable prescription the number that its width is a multiple of; 8 by default.
 
     Returns:
         The prescription: for every map the directions that are kept, with the reasons.
@@ -91,9 +98,17 @@ def prescribe(diagnosis: Diagnosis | nn.Module, rules: RulesLike) -> Prescriptio
         [96, 96]
     """
     read, tokens = parse_rules(rules)
+    if multiple is not None and not portable:
+        raise InvalidInput(f"multiple={multiple} is that of a portable prescription: give portable=True, too.")
+    if portable:
+        others = [*(name for name in read if name not in UNIT_MAPS), *([] if tokens is None else [TOKENS])]
+        read = portable_rules(read, others, multiple or MULTIPLE)
     if isinstance(diagnosis, nn.Module):
         diagnosis = _without_readings(diagnosis, read)
     prescription = prescribe_maps(diagnosis, {**read, TOKENS: tokens})
+    if portable:
+        require_uniform(prescription, multiple or MULTIPLE)
+        prescription = replace(prescription, about={**prescription.about, "portable": True})
     for name, rule in prescription.rules.items():
         decisions = [layer.decisions.get(name) for layer in prescription.layers]  # None: all of the map stays
         if not any(

@@ -230,7 +230,8 @@ class Promises(Check):
 
     def _speed(self, comparison: Comparison, promised: Mapping[str, Any]) -> tuple[Finding, ...]:
         graphs = promised.get("graphs", False) and torch.device(comparison.device).type == "cuda"
-        conditions = Conditions(str(comparison.device), promised["precision"], promised["threads"], graphs=graphs)
+        sides = str(comparison.device), promised["precision"], promised["threads"]
+        conditions = Conditions(*sides, graphs=graphs, plain=promised.get("plain", False))
         # As the plan was timed: by the same clock, and in processes of its own if it was.
         processes = min(PROCESSES, max(self.rounds // 2, 1)) if promised.get("in_subprocess", False) else 1
         # As long passes have few rounds, one is enough to warm up.

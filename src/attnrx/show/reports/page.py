@@ -49,6 +49,8 @@ import attnrx as rx
 model = rx.load("path/to/this/folder")
 {call}  # images normalized as in config.json{accelerated}
 ```"""
+# Of a portable model, before USE.
+PORTABLE = "Its own library loads it, without attnrx:\n\n```python\n{code}\n```\n\nSo does attnrx:"
 # Where the speed was measured in attnrx's kernels, which `load` does not use.
 ACCELERATED = "\nfast = rx.accelerate(model)  # the same model at the speed above: inference on a CPU"
 
@@ -195,7 +197,10 @@ def render(content: ReportContent) -> str:
 
 
 def model_card(
-    facts: Mapping[str, Any], evidence: Evidence | None = None, prescription: Prescription | None = None
+    facts: Mapping[str, Any],
+    evidence: Evidence | None = None,
+    prescription: Prescription | None = None,
+    library_code: str = "",
 ) -> str:
     """Returns the model card as Markdown, with a YAML header for the hub: README.md of a saved model.
 
@@ -207,6 +212,7 @@ def model_card(
             embeddings is no classifier on the hub.
         evidence: What `verify` measured.
         prescription: The prescription that the model was made by.
+        library_code: The code with which the library of a portable model loads it.
 
     Returns:
         The card, whose last line seals it (`is_unedited`).
@@ -229,6 +235,7 @@ def model_card(
         markdown(sentence(evidence)),
         markdown_table(("", ""), rows) if rows else "",
         "## How to use it",
+        *([PORTABLE.format(code=library_code)] if library_code else []),
         USE.format(call=call, accelerated=ACCELERATED if in_kernels else ""),
         *([] if prescription is None else _prescribed(prescription)),
         *([] if evidence is None else _evidence(evidence)),

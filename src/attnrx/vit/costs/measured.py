@@ -98,7 +98,8 @@ class Conditions:
 
     Weights and images are cast to `precision`. `threads` is the number of CPU threads; None keeps the current number.
     `compiled` runs both models through torch.compile, after clearing its caches, so that an earlier model cannot use up
-    the recompilation limit. `graphs` replays the kernels as one CUDA graph (`RecordedCalls`).
+    the recompilation limit. `graphs` replays the kernels as one CUDA graph (`RecordedCalls`). With `plain` models are
+    timed in the code of their library, and never in attnrx's kernels.
     """
 
     device: str = "cpu"
@@ -106,6 +107,7 @@ class Conditions:
     threads: int | None = None
     compiled: bool = False
     graphs: bool = False
+    plain: bool = False
 
     def __post_init__(self):
         require_fields(self, precision=one_of(*PRECISIONS))
@@ -148,7 +150,7 @@ class Conditions:
     @property
     def in_kernels(self) -> bool:
         """Whether models are timed in attnrx's kernels (`attnrx.accelerate`): in eager PyTorch on a CPU."""
-        return not (self.on_cuda or self.compiled)
+        return not (self.on_cuda or self.compiled or self.plain)
 
     @property
     def hardware(self) -> str:

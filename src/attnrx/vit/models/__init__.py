@@ -2,6 +2,7 @@
 
 from attnrx.vit.attention import use_backend
 from attnrx.vit.models.boundary.loading import load_model, save_model
+from attnrx.vit.models.boundary.stock import loading_code, stock_form
 from attnrx.vit.models.boundary.working_copy import (
     Answering,
     accepting,
@@ -81,6 +82,7 @@ __all__ = [
     "known_family",
     "library_form",
     "load_model",
+    "loading_code",
     "model_fingerprint",
     "model_names",
     "num_outputs",
@@ -101,6 +103,7 @@ __all__ = [
     "save_model",
     "state_outputs_",
     "stated_outputs",
+    "stock_form",
     "timed_form",
     "token_run",
     "use_backend",

@@ -1,6 +1,7 @@
 """Saves a model as a folder: config.json describes it, model.safetensors holds its weights, other files belong to it.
 
 The files of a saved model, PARTS, are replaced together, so that no file of an earlier model remains next to a new one.
+A portable model (`boundary/stock.py`) is the checkpoint of its library, with attnrx.json beside it.
 All other files in the folder (notes, training checkpoints) are kept.
 """
 
@@ -41,12 +42,14 @@ from attnrx.vit.tokens import policy_from_dict
 KIND, SCHEMA = "attnrx model", 1
 MOST_BYTES = 2**24  # of config.json: 4,096 layers take 3 MB
 DEPTHS = ("depth", "num_hidden_layers")  # the number of layers, as timm and transformers name it
+STOCK_DEPTHS = (*DEPTHS, "num_layers", "layers")  # those of torchvision and open_clip too
 STATE_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")  # the averaged weights first, as timm does
 MOST_NUMBER = 2**20  # of layers, features, classes ...: checked before anything is built
 # transformers would ignore all other fields of config.json, and initialize a default model with random weights. It
 # refuses attention of this name with a message that contains it, and its Trainer reads the file all the same.
 FOR_TRANSFORMERS = {"attn_implementation": "none: it is a model of attnrx, opened by attnrx.load(folder)"}
 COUNTED = ("macs", "outer_macs", "unit_macs", "sizes")  # results of counting, of which nothing is built
+OUTPUTS = ("logits", "multilabel", "regression", "embedding", "map")
 TOKENS = kinds.record(
     {"policy": kinds.bounded(MOST_NUMBER), "by": kinds.one_of(*REALIZATIONS), "heads": kinds.whole(1, MAX_HEADS)}
 )
@@ -61,16 +64,30 @@ RECORD = kinds.record(
         "notes": kinds.JSON_OBJECT,
         SEAL: kinds.ANY_TEXT,
     },
-    more={
-        **dict.fromkeys(FOR_TRANSFORMERS, kinds.ANY_TEXT),
-        "outputs": kinds.optional(kinds.one_of("logits", "multilabel", "regression", "embedding", "map")),
-    },
+    more={**dict.fromkeys(FOR_TRANSFORMERS, kinds.ANY_TEXT), "outputs": kinds.optional(kinds.one_of(*OUTPUTS))},
 )
 
+# What attnrx reads of a portable model: its config.json is the library's.
+STOCK = "attnrx.json"
+# The files of portable models that libraries read, without a marker: attnrx.json has their hashes.
+LIBRARY_FILES = ("config.json", "open_clip_config.json", "modeling.py")
+STOCK_RECORD = kinds.record(
+    {
+        "kind": kinds.one_of(KIND),
+        "schema": kinds.one_of(SCHEMA),
+        "family": kinds.ANY_TEXT,
+        "model": kinds.bounded(MOST_NUMBER),
+        "outputs": kinds.optional(kinds.one_of(*OUTPUTS)),
+        "weights_sha256": kinds.ANY_TEXT,
+        "files": kinds.JSON_OBJECT,
+        SEAL: kinds.ANY_TEXT,
+    }
+)
 
 # file name -> the kind written inside the file
 PARTS = {
     "config.json": KIND,
+    STOCK: KIND,
     "model.safetensors": f"{KIND} weights",
     "prescription.json": "attnrx prescription",
     "evidence.json": "attnrx evidence",
@@ -128,12 +145,17 @@ def is_model_file(path: Path) -> bool:
     """Returns whether attnrx wrote this file for a saved model, by its name and the marker inside."""
     # A file of the user's may have one of these names: only a file with the marker is replaced.
     kind = f"{PARTS['prescription.json']} tensors" if _TENSORS.fullmatch(path.name) else PARTS.get(path.name)
-    return kind is not None and file_kind(path) == kind
+    if kind is not None and file_kind(path) == kind:
+        return True
+    if path.name not in LIBRARY_FILES or not path.is_file() or file_kind(path.with_name(STOCK)) != KIND:
+        return False
+    files = read_json(path.with_name(STOCK), MOST_BYTES).get("files")
+    return isinstance(files, Mapping) and files.get(path.name) == file_sha256(path)
 
 
 def is_model_folder(folder: Path | str) -> bool:
     """Returns whether the folder holds a model saved by attnrx."""
-    return file_kind(Path(folder) / "config.json") == KIND
+    return any(file_kind(Path(folder) / name) == KIND for name in (STOCK, "config.json"))
 
 
 def require_model_folder(folder: Path | str, names: Iterable[str] = PARTS) -> None:
@@ -165,6 +187,8 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
         restore(folder)  # if its replacement was interrupted
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder with a saved model (config.json and model.safetensors).")
+    if (folder / STOCK).exists():
+        return _load_stock(folder, families)
     path = folder / "config.json"
     if not path.exists() and (folder / "model.safetensors").exists():
         raise CheckpointError(
@@ -204,6 +228,36 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
     if record.get("outputs") is not None:
         state_outputs_(model, record["outputs"])
     return model.eval()
+
+
+def _load_stock(folder: Path, families: tuple[Family, ...]) -> nn.Module:
+    """Returns the portable model of a folder: its library creates it, and the names of the weights are the library's.
+
+    Raises:
+        CheckpointError: A file was damaged or edited, or the weights do not fit.
+        UnknownName: The folder names another family.
+    """
+    path, source = folder / STOCK, folder / "model.safetensors"
+    record = read_json(path, MOST_BYTES)
+    check_schema(record, KIND, SCHEMA, path)
+    check_seal(record, path)
+    validated(record, STOCK_RECORD, path)
+    by_name: dict[str, Any] = {family.name: family for family in families}
+    if record["family"] not in by_name:
+        raise UnknownName("model family", record["family"], by_name)
+    tensors, family = read_tensors(source, record["weights_sha256"]), by_name[record["family"]]
+    require_finite_tensors(tensors, str(source))
+    # Before anything is built: every layer has several tensors.
+    arguments = record["model"].get("arguments")
+    inside = arguments.get("vision_config") if isinstance(arguments, Mapping) else None
+    stated = [each for each in (arguments, inside) if isinstance(each, Mapping)]
+    depths = [each[name] for each in stated for name in STOCK_DEPTHS if name in each]
+    if any(not isinstance(depth, int) or depth > len(tensors) for depth in depths):
+        raise CheckpointError(f"{path} describes {depths[0]} layers, and model.safetensors holds fewer.")
+    try:
+        return family.recreated(record["model"], tensors, record.get("outputs")).eval()
+    except Exception as error:  # timm, transformers and torch raise errors of many types
+        raise CheckpointError(f"{folder}: the model of {STOCK} cannot be built: {error}") from error
 
 
 def read_weight_file(path: Path) -> dict[str, Tensor]:

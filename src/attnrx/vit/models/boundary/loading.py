@@ -88,7 +88,7 @@ def load_model(
     # A colon may also be part of a path, e.g. C:\models: a folder that exists has precedence over a name.
     if isinstance(source, str) and ":" in source and not Path(source).exists():
         return build_model(source, seed).eval()
-    if is_transformers_folder(source):
+    if not is_saved and is_transformers_folder(source):
         return HuggingFaceFamily().load(source, trust)
     if isinstance(source, str) and not Path(source).exists():
         raise CheckpointError(f"{source!r:.200} is not a folder{_meant(source)}")

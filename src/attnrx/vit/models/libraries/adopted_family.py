@@ -31,6 +31,7 @@ from attnrx.vit.models.parts.mlp import (
     keep_units_of_,
     map_at,
     rank_of,
+    resize_linears_,
     set_parameter_,
     write_linear_,
 )
@@ -632,6 +633,46 @@ class AdoptedFamily(Family):
         """
         return self.shaped(self._created(self.described_origin(description)), description)
 
+    def recreated(self, description: Mapping[str, Any], state: Mapping[str, Tensor], outputs: str | None) -> Adopted:
+        """Returns a working copy of the model of an origin with the weights of the library's files."""
+        origin, linears = self.described_origin(description), description.get("linears", {})
+        created = self.created_with(origin, linears, state, outputs)
+        return self.working(created, vars(created)[RECORD])
+
+    def created_with(
+        self,
+        origin: Origin,
+        linears: Mapping[str, Sequence[int]],
+        state: Mapping[str, Tensor],
+        outputs: str | None = None,
+    ) -> nn.Module:
+        """Creates a model with its own library, which gets these weights and shares their memory.
+
+        `linears` are the inputs and outputs of linear maps that are replaced before, by their paths.
+
+        Raises:
+            RuntimeError: The weights do not fit; nothing of their size was allocated.
+        """
+        with torch.device("meta"):
+            created = self.create(origin.architecture, origin.arguments)
+        resize_linears_(created, linears)
+        names = self.saved_names(created) if state.keys() != created.state_dict().keys() else {}
+        created.load_state_dict({names.get(name, name): tensor for name, tensor in state.items()}, assign=True)
+        self._recompute_buffers_(created)
+        self.state_format_(created, origin)
+        vars(created)[RECORD] = Record(self.name, origin, outputs=outputs)
+        weight = next(created.parameters())
+        return created.to(weight.device, weight.dtype)  # buffers that no file has
+
+    def _recompute_buffers_(self, created: nn.Module) -> None:
+        """Computes the buffers that are not saved of a model that was created on the meta device."""
+        for path, name, buffer in unsaved_buffers(created):
+            module = created.get_submodule(path)
+            with torch.device("cpu"):
+                computed = self.recomputed(module) if buffer.is_meta else None
+            if computed is not None:
+                module._buffers[name] = computed._buffers[name]
+
     def described_origin(self, description: Mapping[str, Any]) -> Origin:
         """Returns the origin of a described model."""
         stated = {field.name: description[field.name] for field in fields(Origin) if field.name in description}
@@ -644,12 +685,7 @@ class AdoptedFamily(Family):
             InvalidInput: It has another depth.
         """
         origin = self.described_origin(description)
-        for path, name, buffer in unsaved_buffers(created):
-            module = created.get_submodule(path)
-            with torch.device("cpu"):
-                computed = self.recomputed(module) if buffer.is_meta else None
-            if computed is not None:
-                module._buffers[name] = computed._buffers[name]
+        self._recompute_buffers_(created)
         self.state_format_(created, origin)
         adopted = self.model_type(created, origin)
         vars(adopted)["plain"] = PlainShape(created)

@@ -386,9 +386,14 @@ def _described_layer(value: Any) -> Any:
     return value
 
 
+def is_layer(value: Any) -> bool:
+    """Whether a value is what `_described_layer` returns for a class."""
+    return isinstance(value, Mapping) and value.keys() == {LAYER, "keywords"}
+
+
 def _layer(value: Any) -> Any:
     """Returns the class or the partial function that `_described_layer` described; other values unchanged."""
-    if not isinstance(value, Mapping) or value.keys() != {LAYER, "keywords"}:
+    if not is_layer(value):
         return value
     module, _, name = str(value[LAYER]).partition(":")
     # Only classes of these modules: a config.json may come from anywhere.

@@ -1,6 +1,6 @@
 """The MLP of a block: its linear maps, whole, factored or in halves, and its call of the C++ kernel."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,15 @@ def write_linear_(linear: Any, weight: Float[Tensor, "outputs inputs"], bias: Fl
     else:
         set_parameter_(linear, "bias", bias, is_trained if linear.bias is None else linear.bias.requires_grad)
     linear.out_features, linear.in_features = weight.shape
+
+
+def resize_linears_(model: nn.Module, linears: Mapping[str, Sequence[int]]) -> None:
+    """Replaces the linear maps at these paths by maps of so many inputs and outputs, without weights, in place."""
+    for path, (inputs, outputs) in linears.items():
+        before: Any = model.get_submodule(path)
+        with torch.device("meta"):
+            linear = nn.Linear(inputs, outputs, before.bias is not None)
+        model.set_submodule(path, linear.train(before.training))
 
 
 def halve_(model: nn.Module, path: str) -> nn.Module:

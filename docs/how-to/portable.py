@@ -1,0 +1,77 @@
+"""A checkpoint that loads without attnrx: a smaller model of the library's own class, in the library's own files."""
+
+# %% [markdown]
+# # A checkpoint that loads without attnrx
+#
+# You want a smaller model that a server, a colleague or another tool loads with timm, transformers or torchvision, as
+# it loads any other checkpoint. Pass `portable=True`: the result is a model of the library's class with other sizes.
+# On the command line: `attnrx shrink timm:NAME --data DATA --params 0.7 --portable --out runs/portable`.
+
+# %%
+import os
+
+import torch
+
+import attnrx as rx
+
+MODEL = os.environ.get("MODEL", "")  # yours: timm:vit_tiny_patch16_224, hf:ID, a folder of transformers
+DATA = os.environ.get("DATA", "")  # yours: a folder of images, parquet, or a known name
+
+# %%
+if MODEL:
+    model = rx.load(MODEL)
+    _, size, _ = rx.models.family_of(model).input_shape(model)
+    splits = rx.adapt_preprocessing(rx.load_data(DATA, image_size=size), model)
+else:
+    from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
+
+# %% [markdown]
+# ## Shrink
+#
+# All MLPs get one width, a multiple of 8 (`multiple=`). Heads are pruned too where the class states their number, as
+# most classes of transformers do. Which units stay is decided per layer on your images, and the result is repaired and
+# verified as always. With `faster=1.3` the speed is the speed in the library's own code.
+
+# %%
+shrunk = rx.shrink(model, splits, params=0.8, portable=True)
+print(*shrunk.plan.explained)
+print(f"{type(shrunk.model).__module__}: {sum(weight.numel() for weight in shrunk.model.parameters()):,} parameters")
+
+# %% [markdown]
+# ## Save
+#
+# The folder is the library's checkpoint: `config.json` and `model.safetensors` as timm or transformers read them.
+# `attnrx.json` beside them is for `rx.load`. Evidence, report and card are there as in every folder, and the card has
+# the code that loads the model.
+
+# %%
+folder = shrunk.save("runs/portable", onnx=False)
+print(sorted(path.name for path in folder.iterdir() if "tensors-" not in path.name))
+code = rx.models.loading_code(shrunk.model, "runs/portable")
+print(code)
+
+# %% [markdown]
+# ## Load it without attnrx
+#
+# This code needs the library only. The outputs are the same to the last bit.
+
+# %%
+loaded = {}
+exec(code, loaded)
+images = next(iter(splits.test.batches(8))).images
+with torch.no_grad():
+    difference = (loaded["model"](images) - shrunk.model.eval()(images)).abs().max()
+print(f"largest difference: {float(difference)}")
+
+# %% [markdown]
+# ## What can go wrong
+#
+# - One width for all layers costs more divergence than a width per layer. For a width per layer prescribe
+#   `hidden=...` without `portable`, and save with `rx.save(small, "FOLDER", portable=True)`: the folder then has
+#   `modeling.py`, a short file that creates the model. For transformers that is remote code
+#   (`trust_remote_code=True`): whoever loads it runs that file, so let them read it.
+# - Ranks of scores and values, and pruned or merged tokens, need attnrx: `rx.save(..., portable=True)` refuses them.
+# - A head that you replaced is not the one that the library creates. Create the model with the right arguments
+#   (`num_classes=10`), load the weights into that, and shrink that one.
+# - DINOv2 of transformers states its width as a whole multiple of the embedding: its plans have few sizes.
+# - A file of the folder that you edit, e.g. `config.json`, is not overwritten when you save again.

@@ -1,0 +1,41 @@
+"""MLPs outside the blocks that have the width of those in the blocks, as in the pooling head of SigLIP.
+
+A portable model of another width needs them narrower, too: the units that add least to the output on some images are
+removed, and the second map is fitted to those that stay, as in the blocks (`decide_hidden`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.change.decompositions import compensated, gram, unit_losses
+from attnrx.data import ImageSet
+from attnrx.vit.models import evaluating, observing_calls
+from attnrx.vit.models.parts.mlp import write_linear_
+
+IMAGES = 128
+"""The most images that the moments are measured on."""
+
+
+def narrow_(model: nn.Module, pairs: Sequence[tuple[str, str]], hidden: int, images: ImageSet) -> None:
+    """Removes units from the MLPs whose two maps are at these paths in the model of the library, in place."""
+    adopted: Any = model
+    weight = next(model.parameters())
+    with evaluating((model,)):
+        for first, second in ((adopted.source.get_submodule(path) for path in pair) for pair in pairs):
+            rows: list[torch.Tensor] = []
+            with observing_calls((second,), lambda call, rows=rows: rows.append(call.tokens.flatten(0, -2).double())):
+                for batch in images.take(min(IMAGES, len(images))).batches(32, device=weight.device):
+                    model(batch.images.to(weight.dtype))
+            inputs, old = torch.cat(rows).cpu(), second.weight.detach().double().cpu()
+            mean = inputs.mean(0)
+            covariance = gram(inputs - mean) / len(inputs)
+            keep = torch.zeros(len(mean), dtype=torch.bool)
+            keep[unit_losses(covariance, old).topk(hidden).indices] = True
+            new = compensated(covariance, old, keep)
+            bias = old @ mean - new @ mean[keep] + (0.0 if second.bias is None else second.bias.detach().double().cpu())
+            kept = keep.to(weight.device)
+            write_linear_(first, first.weight.detach()[kept], None if first.bias is None else first.bias.detach()[kept])
+            write_linear_(second, new.to(weight), bias.to(weight))

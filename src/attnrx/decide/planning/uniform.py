@@ -1,0 +1,262 @@
+"""Plans for portable models: one width for all MLPs and one number of heads, as a library's class states them.
+
+Costs are known in closed form (for latency two timed models fix a straight line of the MACs), and for every number of
+heads the largest width within the budget is the best one, so that a search compares as many plans as there are numbers
+of heads. Which units and heads stay is decided layer by layer, as in every plan.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+from torch import nn
+
+from attnrx.change.realization import compressed_spec, realize
+from attnrx.change.realization.following import narrow_
+from attnrx.data import ImageSet
+from attnrx.decide.planning.allocation import Step
+from attnrx.decide.planning.measured_costs import PlanTimer
+from attnrx.decide.planning.space import Space
+from attnrx.decide.rules import TotalRank, prescribe_maps
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.effort import MULTIPLE, PlanSettings
+from attnrx.nouns.prescription import Prescription
+from attnrx.support.errors import InvalidRule, MissingMoments, NotSupported
+from attnrx.vit.maps import HEADS, HIDDEN
+from attnrx.vit.models import family_of, hidden_units, stock_form, working_copy
+from attnrx.vit.models.boundary.stock import Stock
+from attnrx.vit.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One plan: the hidden units of every MLP, and the heads of every layer."""
+
+    hidden: int
+    heads: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class UniformSpace(Space):
+    """All sizes that the class of a model's library can be created with; widths are multiples of `multiple`."""
+
+    form: str = "uniform"
+
+    @classmethod
+    def of_class(cls, model: nn.Module, diagnosis: Diagnosis, settings: PlanSettings) -> "UniformSpace":
+        """Returns the space of a model.
+
+        Raises:
+            NotSupported: The library's class states no width of its MLPs, or no smaller one is a multiple.
+        """
+        space = cls(model, diagnosis, None, (HIDDEN,), multiple=settings.multiple)
+        require_portable(model, settings.multiple, space.stock)
+        if space.stock.heads > 1 and space.stock.arguments(space.stock.hidden, space.stock.heads - 1) is not None:
+            try:
+                space.head_specs(space.stock.heads - 1)
+                return replace(space, axes=(HEADS, HIDDEN))
+            except MissingMoments:
+                raise
+            except (NotSupported, InvalidRule) as error:
+                settings.log(f"the plan is without heads: {error}")
+        return space
+
+    @cached_property
+    def stock(self) -> Stock:
+        return Stock(self.model)
+
+    @property
+    def unchanged(self) -> Sizes:
+        return Sizes(self.stock.hidden, self.stock.heads)
+
+    @property
+    def numbers_of_heads(self) -> tuple[int, ...]:
+        """The numbers of heads, all of them first."""
+        heads = range(self.stock.heads, 0, -1)
+        return tuple(heads) if HEADS in self.axes else tuple(heads)[:1]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of hidden units, largest first; that of the model among them."""
+        return self.stock.hidden, *smaller_widths(self.stock, self.multiple)
+
+    def rules(self, sizes: Sizes) -> dict[str, TotalRank]:
+        """Returns the rules of a plan: per layer the strongest units and heads, as many in each."""
+        pairs = ((HEADS, sizes.heads, self.stock.heads), (HIDDEN, sizes.hidden, self.stock.hidden))
+        return {name: TotalRank(count) for name, count, full in pairs if count < full}
+
+    def prescription(self, choices: Any) -> Prescription:
+        found = prescribe_maps(self.diagnosis, cast(Mapping[str, Any], self.rules(choices)))
+        return replace(found, about={**found.about, "portable": True})
+
+    def head_specs(self, heads: int) -> tuple[AttentionSpec, ...]:
+        """Returns the shape of every layer's attention with fewer heads."""
+        specs = family_of(self.model).specs(self.model)
+        if heads == self.stock.heads:
+            return specs
+        found = prescribe_maps(self.diagnosis, {HEADS: TotalRank(heads)}, refit=False)
+        return tuple(compressed_spec(spec, layer) for spec, layer in zip(specs, found.layers, strict=True))
+
+    def realized(self, sizes: Sizes, images: ImageSet) -> nn.Module:
+        """Returns the model of a plan; MLPs outside the blocks that follow their width are fitted to the images."""
+        model = realize(self.model, self.prescription(sizes))
+        follow_(model, self.stock, images)
+        return model
+
+
+def smaller_widths(stock: Stock, multiple: int) -> tuple[int, ...]:
+    """Returns the widths below that of the model, largest first."""
+    return tuple(range((stock.hidden - 1) // multiple * multiple, 0, -multiple))
+
+
+def require_portable(model: nn.Module, multiple: int | None = None, stock: Stock | None = None) -> None:
+    """Raises NotSupported where the model's library can hold no model of a smaller width, with what to do."""
+    stock, multiple = stock or Stock(model), multiple or MULTIPLE
+    widths = smaller_widths(stock, multiple)
+    if not widths:
+        raise NotSupported(
+            f"{stock.name} has {stock.hidden} hidden units, and no smaller multiple of {multiple}: give a smaller "
+            "multiple, e.g. multiple=1."
+        )
+    if any(second.bias is None for _, second in stock.family.mlp(stock.model)):
+        raise NotSupported(
+            f"{stock.name} cannot be portable: its MLPs have no bias at their end, which keeps the mean of removed "
+            "units. Leave portable out."
+        )
+    # One in the middle; whole ratios, because some classes take no others.
+    tried = [widths[len(widths) // 2], *(width for width in widths if width % stock.width == 0)]
+    held = next((width for width in tried if stock.arguments(width, stock.heads) is not None), 0)
+    if held:
+        stock.require_parts(held, stock.heads)
+    else:
+        raise NotSupported(
+            f"{stock.name} cannot be portable: no argument of its class in {stock.family.library} gives its MLPs "
+            f"{' or '.join(map(str, tried))} in place of {stock.hidden} units. Leave portable out: the result then "
+            "needs attnrx to be loaded."
+        )
+
+
+def follow_(model: nn.Module, stock: Stock, images: ImageSet) -> None:
+    """Narrows the MLPs outside the blocks that have the width of those in the blocks, in place."""
+    family = family_of(model)
+    hidden, heads = hidden_units(family.mlp(model))[0], len(family.specs(model)[0].heads)
+    if pairs := stock.followers(hidden, heads):
+        narrow_(model, pairs, hidden, images)
+
+
+def portable_form(model: nn.Module, original: nn.Module, images: ImageSet) -> nn.Module:
+    """Returns a working copy of a realized plan as its library creates it; MLPs outside the blocks are narrowed, too.
+
+    Raises:
+        NotSupported: The class of the library cannot hold it.
+    """
+    follow_(model, Stock(original), images)
+    return working_copy(stock_form(model))
+
+
+@dataclass(frozen=True, eq=False)
+class UniformCosts:
+    """The cost of every plan as a share of the original's: `base` plus `slope` times the share of its MACs (for
+    latency), or the share of the `quantity`.
+    """
+
+    space: UniformSpace
+    quantity: str
+    base: float = 0.0
+    slope: float = 1.0
+
+    @classmethod
+    def timed(cls, space: UniformSpace, timer: PlanTimer, images: ImageSet) -> "UniformCosts":
+        """Times the unchanged model and one of a middle width."""
+        exact, heads = cls(space, "latency"), space.stock.heads
+        plans = (Sizes(width, heads) for width in middle_first(space.widths[1:]))
+        middle = next(filter(exact.holds, plans))
+        models = {"unchanged": space.model, "middle": space.realized(middle, images)}
+        shares = timer.latency_shares(models, rounds=timer.settings.whole_rounds)
+        slope = max(shares["unchanged"] - shares["middle"], 0.0) / (1 - exact.total(middle))
+        return replace(exact, base=shares["unchanged"] - slope, slope=slope)
+
+    @cached_property
+    def _lines(self) -> dict[int, tuple[float, float]]:
+        return {}
+
+    def holds(self, sizes: Sizes) -> bool:
+        """Whether the library creates such a model."""
+        return self.space.stock.arguments(sizes.hidden, sizes.heads) is not None
+
+    def total(self, sizes: Any) -> float:
+        """Returns the cost of a plan."""
+        full = self.space.stock.hidden
+        if sizes.heads not in self._lines:
+            # A straight line in the width, for every number of heads.
+            specs = self.space.head_specs(sizes.heads)
+            wide, narrow = (self._share(specs, units) for units in (full, full - 1))
+            self._lines[sizes.heads] = wide, wide - narrow
+        wide, slope = self._lines[sizes.heads]
+        return self.base + self.slope * (wide - slope * (full - sizes.hidden))
+
+    def _share(self, specs: tuple[AttentionSpec, ...], units: int) -> float:
+        family, model = family_of(self.space.model), self.space.model
+        name = "macs" if self.quantity == "latency" else self.quantity
+        costs = family.costs(model, specs, hidden=(units,) * self.space.depth)
+        return getattr(costs, name) / getattr(family.costs(model), name)
+
+
+def middle_first(values: tuple[int, ...]) -> list[int]:
+    """Returns values in the order of their distance from the middle one."""
+    middle = len(values) // 2
+    return [values[index] for index in sorted(range(len(values)), key=lambda index: abs(index - middle))]
+
+
+@dataclass(frozen=True, eq=False)
+class UniformFrontier:
+    """For every budget and number of heads the plan of the largest width."""
+
+    space: UniformSpace
+    costs: UniformCosts
+
+    def at(self, limit: float, heads: int | None = None) -> Step:
+        """Returns the plan of the largest width with these heads, by default with all of them, or as many as fit.
+
+        Raises:
+            NotSupported: No plan is cheap enough.
+        """
+        numbers = [heads] if heads else self.space.numbers_of_heads
+        for number in numbers:
+            for width in self.space.widths:
+                sizes = Sizes(width, number)
+                if sizes != self.space.unchanged and self.costs.total(sizes) <= limit and self.costs.holds(sizes):
+                    return Step(cast(Any, sizes), self.costs.total(sizes), 0.0)
+        least, quantity = self.cheapest, self.costs.quantity
+        much = f"faster={1 / limit:.3g}" if quantity == "latency" else f"{quantity}={limit:g}"
+        raise NotSupported(
+            f"{much} is out of reach: portable models keep at least {least:.3f} of the {quantity}. Request less, or "
+            "leave portable out."
+        )
+
+    def steps(self, limit: float) -> list[Step]:
+        """Returns the plans of all numbers of heads."""
+        found = []
+        for heads in self.space.numbers_of_heads:
+            try:
+                found.append(self.at(limit, heads))
+            except NotSupported:
+                continue
+        return found
+
+    @cached_property
+    def cheapest(self) -> float:
+        """The smallest cost of any plan."""
+        numbers, widths = self.space.numbers_of_heads[::-1], self.space.widths[::-1]
+        plans = (Sizes(width, heads) for heads in numbers for width in widths)
+        return self.costs.total(next(filter(self.costs.holds, plans)))
+
+    @property
+    def reachable(self) -> float:
+        return self.cheapest
+
+    @cached_property
+    def nothing(self) -> float:
+        """The cost of the unchanged model."""
+        return self.costs.total(self.space.unchanged)

@@ -1,0 +1,43 @@
+"""Prescriptions for portable models: hidden units and heads alone, as many in every layer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from attnrx.decide.rules.rule import Rule
+from attnrx.nouns.prescription import Prescription
+from attnrx.support.errors import InvalidRule, NotSupported
+from attnrx.vit.maps import HEADS, HIDDEN
+
+
+def portable_rules(rules: Mapping[str, Rule], others: Sequence[str], multiple: int) -> dict[str, Rule]:
+    """Returns the rules with that of the hidden units rounded to the multiple, if it states none.
+
+    Raises:
+        NotSupported: There are rules for `others`, the maps that no class of a library holds pruned.
+    """
+    if others:
+        raise NotSupported(
+            f"portable=True with {', '.join(others)}: the classes of libraries hold other numbers of hidden units, and "
+            "some of heads, and nothing else that is pruned. Prescribe hidden=..., e.g. hidden=total_rank:0.5."
+        )
+    return {name: _rounded(rule, multiple) if name == HIDDEN else rule for name, rule in rules.items()}
+
+
+def _rounded(rule: Any, multiple: int) -> Rule:
+    is_open = any(field.name == "multiple" for field in fields(rule)) and rule.multiple == 1
+    return replace(rule, multiple=multiple) if is_open else rule
+
+
+def require_uniform(prescription: Prescription, multiple: int) -> None:
+    """Raises InvalidRule if layers keep different numbers of hidden units or heads, or no multiple of units."""
+    for name, unit in ((HIDDEN, multiple), (HEADS, 1)):
+        decisions = [layer.decisions.get(name) for layer in prescription.layers]
+        # None: all of them stay. In the order of the layers, without repetitions.
+        counts = dict.fromkeys(None if each is None else int(each.keep.sum()) for each in decisions)  # type: ignore[union-attr]
+        if len(counts) > 1 or any(count is not None and count % unit for count in counts):
+            kept = " and ".join("all" if count is None else str(count) for count in counts)
+            raise InvalidRule(
+                f"{name}={prescription.rules[name]} keeps {kept} of {name} in the layers, and a portable model has the "
+                f"same number in all layers{f', a multiple of {unit}' if unit > 1 else ''}: use {name}=total_rank:0.5."
+            )
