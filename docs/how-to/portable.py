@@ -66,10 +66,11 @@ print(f"largest difference: {float(difference)}")
 # %% [markdown]
 # ## What can go wrong
 #
-# - One width for all layers costs more divergence than a width per layer. For a width per layer prescribe
-#   `hidden=...` without `portable`, and save with `rx.save(small, "FOLDER", portable=True)`: the folder then has
-#   `modeling.py`, a short file that creates the model. For transformers that is remote code
-#   (`trust_remote_code=True`): whoever loads it runs that file, so let them read it.
+# - All layers have one width. After the repair a width per layer is hardly better
+#   ([measured](../results/plan.md#what-does-one-width-for-all-layers-cost)). If you want it, prescribe `hidden=...`
+#   without `portable`, and save with `rx.save(small, "FOLDER", portable=True)`: the folder then has `modeling.py`, a
+#   short file that creates the model. For transformers that is remote code (`trust_remote_code=True`): whoever loads
+#   it runs that file, so let them read it.
 # - Ranks of scores and values, and pruned or merged tokens, need attnrx: `rx.save(..., portable=True)` refuses them.
 # - A head that you replaced is not the one that the library creates. Create the model with the right arguments
 #   (`num_classes=10`), load the weights into that, and shrink that one.
