@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "how-to"
 # A process of its own for each, forked from one that has imported what takes long.
 FORKS = "forkserver" in multiprocessing.get_all_start_methods()
 PROCESSES = multiprocessing.get_context("forkserver") if FORKS else multiprocessing.get_context("spawn")
-PROCESSES.set_forkserver_preload(["attnrx.verbs.shrink", "attnrx_lab.comparison", "timm"])
+PROCESSES.set_forkserver_preload(["attnrx.workflows.shrink", "attnrx_lab.comparison", "timm"])
 
 
 def _literate() -> ModuleType:

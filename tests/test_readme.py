@@ -25,7 +25,7 @@ STAND_IN = """
 import importlib.util, functools, torch, timm, warnings
 from torch.utils.data import TensorDataset
 import attnrx as rx
-import attnrx.vit.models, attnrx.verbs.shrink, attnrx.data, attnrx.training.losses
+import attnrx.vit.models, attnrx.workflows.shrink, attnrx.data, attnrx.training.losses
 
 warnings.simplefilter("ignore")
 torch.manual_seed(0)

@@ -8,6 +8,7 @@ own modules, and a result of `shrink`.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ OUTPUTS = load_file(COMMIT / "logits.safetensors")
 
 @pytest.mark.parametrize("name", sorted({key.partition("|")[0] for key in OUTPUTS}))
 def test_models_of_a_wrapped_library_answer_as_they_did(name: str) -> None:
-    given = {"factory": CASES[MADE_BY[name]].make} if name in MADE_BY else {}
+    given: dict[str, Any] = {"factory": CASES[MADE_BY[name]].make} if name in MADE_BY else {}
     model = rx.load(COMMIT / name, **given)
     with torch.no_grad():
         answers = tensors_of(answer(model, images()))

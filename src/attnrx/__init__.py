@@ -32,22 +32,22 @@ HOMES = {
     "TrainingConfig": "attnrx.training",
     "diagnose": "attnrx.decide.diagnosing",
     "distill": "attnrx.change.realization.distillation",
-    "elastic": "attnrx.verbs.elastic",
-    "export": "attnrx.change.exporting",
-    "load": "attnrx.verbs.load",
+    "elastic": "attnrx.workflows.elastic",
+    "export": "attnrx.exporting",
+    "load": "attnrx.workflows.load",
     "load_data": "attnrx.data",
     "adapt_preprocessing": "attnrx.data.model_data",
     "plan": "attnrx.decide.planning",
     "prescribe": "attnrx.decide.rules.prescribing",
-    "push_to_hub": "attnrx.verbs.save",
+    "push_to_hub": "attnrx.workflows.save",
     "realize": "attnrx.change.realization",
     "repair": "attnrx.change.realization.repair",
-    "save": "attnrx.verbs.save",
-    "shrink": "attnrx.verbs.shrink",
-    "Shrunk": "attnrx.verbs.shrunk",
+    "save": "attnrx.workflows.save",
+    "shrink": "attnrx.workflows.shrink",
+    "Shrunk": "attnrx.workflows.shrunk",
     "train": "attnrx.training",
     "use_backend": "attnrx.vit.models",
-    "verify": "attnrx.verbs.verify",
+    "verify": "attnrx.workflows.verify",
     "write_report": "attnrx.show.reports",
 }
 
@@ -57,7 +57,7 @@ _PACKAGES = {
     "costs": "attnrx.vit.costs",
     "data": "attnrx.data",
     "diagnostics": "attnrx.decide.diagnostics",
-    "exporting": "attnrx.change.exporting",
+    "exporting": "attnrx.exporting",
     "losses": "attnrx.training.losses",
     "models": "attnrx.vit.models",
     "planning": "attnrx.decide.planning",
@@ -72,8 +72,8 @@ _PACKAGES = {
 # The same names once more, as exports (`as`): type checkers and editors evaluate neither `__getattr__` nor `__all__`.
 if TYPE_CHECKING:  # isort: off
     from attnrx import data as data, training as training
-    from attnrx.change import exporting as exporting, realization as realization
-    from attnrx.change.exporting import export as export
+    from attnrx import exporting as exporting, realization as realization
+    from attnrx.exporting import export as export
     from attnrx.change.realization import realize as realize
     from attnrx.change.realization.distillation import distill as distill
     from attnrx.change.realization.repair import repair as repair
@@ -90,13 +90,13 @@ if TYPE_CHECKING:  # isort: off
     from attnrx.support import storage as serialization  # noqa: F401
     from attnrx.support.errors import AttnrxError as AttnrxError
     from attnrx.training import TrainingConfig as TrainingConfig, losses as losses, train as train
-    from attnrx.verbs.elastic import elastic as elastic
-    from attnrx.verbs.load import load as load
+    from attnrx.workflows.elastic import elastic as elastic
+    from attnrx.workflows.load import load as load
     from attnrx.decide.rules.prescribing import prescribe as prescribe
-    from attnrx.verbs.save import push_to_hub as push_to_hub, save as save
-    from attnrx.verbs.shrink import shrink as shrink
-    from attnrx.verbs.shrunk import Shrunk as Shrunk
-    from attnrx.verbs.verify import verify as verify
+    from attnrx.workflows.save import push_to_hub as push_to_hub, save as save
+    from attnrx.workflows.shrink import shrink as shrink
+    from attnrx.workflows.shrunk import Shrunk as Shrunk
+    from attnrx.workflows.verify import verify as verify
     from attnrx.vit import costs as costs, models as models, tokens as tokens
     from attnrx.vit.models import Reader as Reader, use_backend as use_backend
     from attnrx.vit.models.boundary.acceleration import accelerate as accelerate, plain as plain

@@ -18,11 +18,11 @@ from attnrx.support.optional import required_module
 from attnrx.support.progress import Log, no_log
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Task
-from attnrx.verbs.load import load
-from attnrx.verbs.shrink import shrink
-from attnrx.verbs.verify import verify
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.models import load_model, reduction_of
+from attnrx.workflows.load import load
+from attnrx.workflows.shrink import shrink
+from attnrx.workflows.verify import verify
 from attnrx_lab.clutter import object_finding
 from attnrx_lab.cluttered_digits import CLUTTERED, object_patches
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.change.exporting import Program
-from attnrx.change.exporting.exported import SCHEMA
 from attnrx.cli import main
 from attnrx.cli.commands import COMMANDS
 from attnrx.decide.planning import PlanSettings
+from attnrx.exporting import Program
+from attnrx.exporting.exported import SCHEMA
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.support.errors import AttnrxError
 from attnrx.support.records import to_dict

@@ -48,13 +48,15 @@ def dropout(model: nn.Module) -> None:
 
 
 def no_bias(model: nn.Module) -> None:
-    next(part for part in model.modules() if isinstance(part, nn.Linear) and part.out_features > 24).bias = None
+    part: Any = next(part for part in model.modules() if isinstance(part, nn.Linear) and part.out_features > WIDTH)
+    part.bias = None
 
 
 def hook(model: nn.Module) -> None:
-    next(part for part in model.modules() if isinstance(part, nn.LayerNorm)).register_forward_hook(
-        lambda module, inputs, output: 2 * output
-    )
+    def doubled(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return 2 * output
+
+    next(part for part in model.modules() if isinstance(part, nn.LayerNorm)).register_forward_hook(doubled)
 
 
 CHANGES = [another_activation, another_epsilon, dropout, no_bias, hook]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.change.exporting import PatchFeatures, export
+from attnrx.exporting import PatchFeatures, export
 from attnrx.support.errors import NotSupported
 from attnrx.vit.models import answer, family_of, library_form, recording_tokens, reduction_of
 from attnrx.vit.tokens import TokenPolicy, ToMe

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.change.exporting import FORMATS, Format, parse_format
+from attnrx.exporting import FORMATS, Format, parse_format
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.vit.models import family_of
 from support.pretrained import deep, images_for, inputs

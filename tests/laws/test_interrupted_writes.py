@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.change.exporting import present_exports
 from attnrx.data import three_parts
 from attnrx.data.model_data import splits_for
 from attnrx.decide.planning import Target
+from attnrx.exporting import present_exports
 from attnrx.nouns.prescription import TokenPrescription
 from attnrx.support import atomic_writes
-from attnrx.verbs.shrunk import Shrunk
+from attnrx.workflows.shrunk import Shrunk
 from attnrx_lab.vision_transformer import ViTConfig
 from support.cases import model
 from support.command_line import call

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from attnrx.change.exporting import export
 from attnrx.change.realization import realize
+from attnrx.exporting import export
 from attnrx.vit.models import attach_tokens_, family_of
 from attnrx.vit.tokens import TokenPolicy
 from support import cases

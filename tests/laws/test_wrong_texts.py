@@ -10,12 +10,12 @@ from typing import Any
 import jaxtyping
 import pytest
 
-from attnrx.change.exporting import parse_format
 from attnrx.cli.options import parse_losses
 from attnrx.data import Columns
 from attnrx.data.loading import locate
 from attnrx.decide.planning import Target
 from attnrx.decide.rules import parse_rule, parse_rules
+from attnrx.exporting import parse_format
 from attnrx.show.checks import parse_checks
 from attnrx.support.errors import AttnrxError
 from attnrx.vit.tokens import parse_policy, parse_reducer

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from attnrx.change.exporting import FORMATS
+from attnrx.exporting import FORMATS
 from attnrx.support.records import to_dict
 from attnrx.support.storage import file_sha256, write_json
 

@@ -5,13 +5,13 @@ from functools import cache
 import torch
 from torch import nn
 
-from attnrx.change.exporting import Format
 from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import PlanSettings
 from attnrx.decide.planning.cost_table import CostTable
 from attnrx.decide.planning.measured_costs import measured_cost_table
 from attnrx.decide.planning.space import Choices, Space
+from attnrx.exporting import Format
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.vit.costs import Conditions
 from attnrx.vit.tokens import Ward

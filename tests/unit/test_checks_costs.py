@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.change.exporting import parse_format
+from attnrx.exporting import parse_format
 from attnrx.show.checks import Check, Costs, Latency, Promises
 from attnrx.show.reports import summary_of
 from attnrx.support.errors import InvalidInput

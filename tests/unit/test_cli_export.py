@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.change.exporting import Onnx
+from attnrx.exporting import Onnx
 from attnrx.support.errors import InvalidInput
 from attnrx.support.records import to_dict
 from attnrx.vit.models import build_model, save_model

@@ -147,7 +147,7 @@ def test_a_table_of_other_code_is_measured_again(
     change: str, space: Space, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The version of attnrx is the same, and what was timed is not, e.g. the graph of an exported block."""
-    package, file = tmp_path / "attnrx", "change/exporting/runtime_formats.py"
+    package, file = tmp_path / "attnrx", "exporting/runtime_formats.py"
     shutil.copytree(measured_costs.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(measured_costs, "PACKAGE", package)
 

@@ -16,10 +16,10 @@ from attnrx.data.model_data import images_for
 from attnrx.decide.planning import Plan, PlanSettings, Target, plan_sharing
 from attnrx.decide.planning.sensitivity import Answers
 from attnrx.nouns.effort import DecoderFit
-from attnrx.verbs.shrink import ShrinkRun
-from attnrx.verbs.shrunk import Shrunk
 from attnrx.vit.models import family_of, library_form, working_copy
 from attnrx.vit.models.boundary.verbs import inside_verb, returned
+from attnrx.workflows.shrink import ShrinkRun
+from attnrx.workflows.shrunk import Shrunk
 
 SIZE, WIDTH, CHANNELS = 32, 32, 16
 FIRST, LAST = DecoderFit(64, 60), DecoderFit(128, 200)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.change.exporting import load_exported
+from attnrx.exporting import load_exported
 from attnrx.nouns.elastic import Elastic, Size
 from attnrx.nouns.plan import Plan, PredictedQuantity
 from attnrx.support.errors import AttnrxError, CheckpointError

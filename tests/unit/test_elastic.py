@@ -14,8 +14,8 @@ import attnrx as rx
 from attnrx.nouns.elastic import Elastic, Size
 from attnrx.nouns.plan import Plan, TargetMet
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NoOpPrescription, NotSupported
-from attnrx.verbs import shrink as shrink_module
 from attnrx.vit.models import family_of, model_fingerprint, reduction_of
+from attnrx.workflows import shrink as shrink_module
 from support.comparisons import pixels
 from support.planned import CONFIG, original
 

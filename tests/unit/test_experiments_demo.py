@@ -8,8 +8,8 @@ import torch
 
 import attnrx_lab.demo
 from attnrx.nouns.evidence import Evidence, Finding
-from attnrx.verbs.load import load
 from attnrx.vit.models import model_fingerprint
+from attnrx.workflows.load import load
 from attnrx_lab.cluttered_digits import CLUTTER, GRID, PATCH, SPAN, canvases, object_patches
 from attnrx_lab.commands import demo as command
 from attnrx_lab.demo import DemoResult, demo, with_claims

@@ -9,8 +9,8 @@ import torch
 from attnrx.decide.diagnosing import diagnose
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.progress import no_log
-from attnrx.verbs.save import save
 from attnrx.vit.models import build_model
+from attnrx.workflows.save import save
 from attnrx_lab.papers.fusion import FusionExperiment, blocks
 from attnrx_lab.papers.irratt import IrrattExperiment, IrrattMethod, paper_price, realized_price
 

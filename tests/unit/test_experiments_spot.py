@@ -8,8 +8,8 @@ import torch
 
 from attnrx.data import Normalization, load_data
 from attnrx.support.errors import CheckpointError
-from attnrx.verbs.load import load
 from attnrx.vit.models import reduction_of
+from attnrx.workflows.load import load
 from attnrx_lab.clutter import object_finding
 from attnrx_lab.cluttered_digits import CLUTTERED, object_patches
 from attnrx_lab.papers.spot import ORIGINALS, FineTuning, SpotExperiment, TokenMethod

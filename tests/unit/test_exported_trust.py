@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.change.exporting import FORMATS, load_exported
+from attnrx.exporting import FORMATS, load_exported
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput
 from attnrx.support.storage import file_sha256, read_json, write_json
 from support.command_line import call

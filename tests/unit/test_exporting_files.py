@@ -15,9 +15,9 @@ from PIL import Image, ImageOps
 from torch import nn
 
 import attnrx as rx
-from attnrx.change.exporting import Onnx, parse_format, present_exports, present_script, remove_export
-from attnrx.change.exporting.exported import sealed_script
 from attnrx.data.model_data import preprocessing_of
+from attnrx.exporting import Onnx, parse_format, present_exports, present_script, remove_export
+from attnrx.exporting.exported import sealed_script
 from attnrx.support.errors import InvalidInput
 from support import odd_pictures, pretrained
 

@@ -39,7 +39,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(*_: Any, **__: Any) -> Any:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("attnrx.verbs.load.load_model", work)
+    monkeypatch.setattr("attnrx.workflows.load.load_model", work)
     monkeypatch.setattr("attnrx.vit.models.build_model", work)
 
 

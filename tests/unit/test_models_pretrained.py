@@ -17,8 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnrx.data.model_data import preprocessing_of
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.modules import fixed_weights
-from attnrx.verbs.load import load
-from attnrx.verbs.save import push_to_hub
 from attnrx.vit.attention import Attention
 from attnrx.vit.models import working_copy
 from attnrx.vit.models.checkpoint import save_weights
@@ -28,6 +26,8 @@ from attnrx.vit.models.parts.mlp import LowRankLinear
 from attnrx.vit.models.users.reader import ModuleFamily
 from attnrx.vit.models.working.token_hooks import attach_tokens_
 from attnrx.vit.tokens import parse_policy
+from attnrx.workflows.load import load
+from attnrx.workflows.save import push_to_hub
 from attnrx_lab.costs import layer_norm_features, outer_norm_features
 from support.command_line import record
 from support.pretrained import CASES, HF, SMALL, TIMM, VIT, adopted_once, of_hf, of_timm

@@ -12,7 +12,6 @@ from torch import nn
 from torch.testing import assert_close
 
 import attnrx as rx
-from attnrx.change.exporting import parse_format
 from attnrx.decide.planning.cost_table import (
     JOINT,
     STAGES,
@@ -26,6 +25,7 @@ from attnrx.decide.planning.cost_table import (
 )
 from attnrx.decide.planning.measured_costs import _Timer
 from attnrx.decide.planning.space import RANKS, Choices, Space
+from attnrx.exporting import parse_format
 from attnrx.nouns.target import Target
 from attnrx.vit.costs import Conditions
 from attnrx.vit.models import family_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.change.exporting import FORMATS
+from attnrx.exporting import FORMATS
 from attnrx.support.optional import is_installed
 from support import tiny_runs
 from support.command_line import call
@@ -75,7 +75,7 @@ def test_exported_files_name_no_folder(form: str, place: Path, tmp_path: Path) -
     if not all(map(is_installed, kind.libraries)):
         pytest.skip(f"{form} is not installed")
     place.mkdir()
-    given = {"calibration": images()} if form in CALIBRATED else {}
+    given: dict[str, Any] = {"calibration": images()} if form in CALIBRATED else {}
     rx.export(model(), place / f"model{kind.suffix}", form, **given)
     require_private(place, tmp_path)
 

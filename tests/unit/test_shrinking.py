@@ -13,20 +13,20 @@ import pytest
 import torch
 
 import attnrx as rx
-from attnrx.change.exporting import load_exported, parse_format
 from attnrx.data import three_parts
 from attnrx.data.model_data import splits_for
 from attnrx.decide.planning import Plan, Target
 from attnrx.decide.planning.measured_costs import timing_conditions
+from attnrx.exporting import load_exported, parse_format
 from attnrx.nouns import effort as efforts
 from attnrx.nouns.effort import EFFORTS
 from attnrx.nouns.target import target_of
 from attnrx.show.checks import Costs
 from attnrx.show.reports import summary_of
 from attnrx.support.errors import DataError, InvalidInput
-from attnrx.verbs.shrunk import Shrunk
 from attnrx.vit.models import model_fingerprint
 from attnrx.vit.outputs import output_kind_of
+from attnrx.workflows.shrunk import Shrunk
 from attnrx_lab.vision_transformer import ViTConfig
 from support import cases
 from support.comparisons import pixels
@@ -185,7 +185,7 @@ def test_the_unchanged_model_is_the_result_where_the_smaller_file_is_slower(
         assert list(models) == ["unchanged", "smaller"] and costs[1] < costs[0]
         return {"unchanged": 1.0, "smaller": speed}
 
-    monkeypatch.setattr("attnrx.verbs.shrink.file_speeds", speeds)
+    monkeypatch.setattr("attnrx.workflows.shrink.file_speeds", speeds)
     lines: list[str] = []
     request: dict[str, Any] = {target: 0.8}
     found = rx.shrink(original(), images(48), **request, to="onnx", log=lines.append)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import attnrx as rx
-from attnrx.change.exporting.formats import raising
 from attnrx.data.formats import Columns
+from attnrx.exporting.formats import raising
 from attnrx.support.errors import AttnrxError, CheckpointError, DataError, InvalidInput, NotSupported, UserCodeError
 from support.command_line import call
 from support.diagnoses import diagnosis

@@ -213,7 +213,7 @@ def test_the_plan_is_the_largest_width_within_the_budget(adopted: nn.Module, dia
 
 
 def test_a_latency_follows_the_macs_between_two_timed_models(adopted: nn.Module, diagnosis: rx.Diagnosis) -> None:
-    space = UniformSpace.of(adopted, diagnosis, PlanSettings(portable=True))
+    space = UniformSpace.of_class(adopted, diagnosis, PlanSettings(portable=True))
     shares = {"unchanged": 1.0, "middle": 0.9}
     timer: Any = SimpleNamespace(latency_shares=lambda models, rounds: shares, settings=SimpleNamespace(whole_rounds=2))
     costs = UniformCosts.timed(space, timer, images())  # type: ignore[arg-type]
@@ -235,7 +235,7 @@ def test_heads_are_pruned_where_the_class_states_their_number() -> None:
     )
     model = rx.load(transformers.ViTModel(config).float().eval())
     found = rx.diagnose(model, images(), moments=True)
-    space = UniformSpace.of(model, found, PlanSettings(portable=True))
+    space = UniformSpace.of_class(model, found, PlanSettings(portable=True))
     assert space.axes == ("heads", "hidden") and space.numbers_of_heads == (3, 2, 1)
     frontier = UniformFrontier(space, UniformCosts(space, "params"))
     assert [step.choices.heads for step in frontier.steps(0.75)] == [3, 2, 1]  # type: ignore[attr-defined]

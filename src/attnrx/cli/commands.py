@@ -551,7 +551,7 @@ def _report_options(parser: Parser) -> None:
     _report_options,
 )
 def report(arguments: Namespace, log: Log) -> Outcome:
-    from attnrx.verbs.verify import stored_folder  # imports torch
+    from attnrx.workflows.verify import stored_folder  # imports torch
 
     name = arguments.candidate
     candidate = None if name is None else rx.load(name, trust=arguments.trust)

@@ -407,7 +407,7 @@ def require_inputs(arguments: Namespace) -> None:
     data, to = (getattr(arguments, name, None) for name in ("data", "to"))
     if data is None and to is None:
         return
-    from attnrx.verbs.load import preflight  # imports torch
+    from attnrx.workflows.load import preflight  # imports torch
 
     # Shrink and elastic, which have an effort, write a folder with a report.
     opset = getattr(arguments, "opset", None)

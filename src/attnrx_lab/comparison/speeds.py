@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.exporting import ExportSubject, Format, bare_subject, write_exported
 from attnrx.data import from_tensors
 from attnrx.data.model_data import normalization_of
 from attnrx.decide.diagnosing import diagnose
+from attnrx.exporting import ExportSubject, Format, bare_subject, write_exported
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log, no_log
 from attnrx.support.records import to_dict

@@ -13,9 +13,9 @@ from attnrx.nouns.diagnosis import LayerDiagnosis
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.shapes import Float, Tensor
-from attnrx.verbs.load import load
 from attnrx.vit.attention import Attention
 from attnrx.vit.models import family_of, model_fingerprint
+from attnrx.workflows.load import load
 from attnrx_lab.decompositions import Canonical, Fusion, cpd_epc, fusion_ranks, water_filled
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import MODEL_KNOBS, Experiment, plain_measures

@@ -21,9 +21,9 @@ from attnrx.support.progress import Log
 from attnrx.support.records import to_dict
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Task
-from attnrx.verbs.load import load
 from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec
+from attnrx.workflows.load import load
 from attnrx_lab.costs import Compression, outer_norm_features, priced
 from attnrx_lab.papers import sources
 from attnrx_lab.papers.experiment import (

@@ -9,8 +9,8 @@ from torch import nn
 
 from attnrx.data import Augmentation, Columns, Normalization, Splits, from_tensors, load_data
 from attnrx.support.shapes import Bool, Tensor
-from attnrx.verbs.load import load
 from attnrx.vit.models import build_model, family_of
+from attnrx.workflows.load import load
 from attnrx_lab.papers.experiment import Experiment
 
 TINY_DIRECTIONS, TINY_SIDE, TINY_CLASSES = 8, 8, 4

@@ -20,9 +20,9 @@ from attnrx.support.progress import Log
 from attnrx.support.shapes import Bool, Int, Tensor
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Distillation, Loss, Task
-from attnrx.verbs.load import load
 from attnrx.vit.models import attach_tokens_, build_model, family_of, model_fingerprint
 from attnrx.vit.tokens import TokenPolicy, parse_policy
+from attnrx.workflows.load import load
 from attnrx_lab.clutter import STAGES, object_finding
 from attnrx_lab.cluttered_digits import CLUTTERED, canvases, object_patches
 from attnrx_lab.costs import NORM_MACS, predictor_norm_features

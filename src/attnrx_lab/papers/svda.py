@@ -21,8 +21,8 @@ from attnrx.show.checks import Accuracy, Comparison, Costs, Fidelity
 from attnrx.support.errors import NoOpPrescription, UnknownName
 from attnrx.support.progress import Log
 from attnrx.training import TrainingConfig, train
-from attnrx.verbs.load import load
 from attnrx.vit.models import build_model
+from attnrx.workflows.load import load
 from attnrx_lab.checks import Bounds, Controls
 from attnrx_lab.papers.experiment import (
     Experiment,

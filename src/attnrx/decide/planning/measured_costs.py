@@ -17,19 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from attnrx.change.exporting import (
-    ExportSubject,
-    Format,
-    Runtime,
-    dtype_name,
-    parse_format,
-    precision_for,
-    write_exported,
-)
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.planning.cost_table import CostTable, corrected, never_slower
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space, format_of
+from attnrx.exporting import ExportSubject, Format, Runtime, dtype_name, parse_format, precision_for, write_exported
 from attnrx.nouns.effort import LONG_PASS, MIN_TIMED_IMAGES, ROUND_FACTOR, PlanSettings, final_rounds
 from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.hardware import Load, cache_folder, device_name, governor, may_measure
@@ -72,7 +64,7 @@ ATTEMPTS, STEADY, SLOWEST = 3, 0.3, 1.3
 OLDEST = 30  # days after which a table is measured again
 REFERENCE, ALL = "original", "all"
 # The folders of attnrx whose code decides what is timed and how: models, compressed layers and files, measurements.
-PACKAGE, MEASURED_CODE = Path(__file__).parents[2], ("vit", "change", "decide/planning")
+PACKAGE, MEASURED_CODE = Path(__file__).parents[2], (("vit", "change", "exporting", "decide/planning"))
 
 
 @cache

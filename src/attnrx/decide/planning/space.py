@@ -9,8 +9,8 @@ from typing import TypeVar
 import numpy as np
 from torch import nn
 
-from attnrx.change.exporting import Format, parse_format
 from attnrx.decide.rules import Rule, by_layer, in_metric, parse_rule, prescribe_maps, rewritten
+from attnrx.exporting import Format, parse_format
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.effort import AXES, LEVELS, RANKS, PlanSettings
 from attnrx.nouns.prescription import Prescription, TokenPrescription

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from attnrx.change.exporting import Exported
 from attnrx.data import FixedImages
+from attnrx.exporting import Exported
 from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.statistics import (

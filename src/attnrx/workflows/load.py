@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attnrx.change.exporting import Format, is_exported, load_exported
 from attnrx.data import Columns
 from attnrx.data.loading import SIDES, locate
 from attnrx.data.model_data import ModelBatches
+from attnrx.exporting import Format, is_exported, load_exported
 from attnrx.nouns.elastic import Elastic, Size, is_elastic
 from attnrx.nouns.target import DROP, Target, target_of
 from attnrx.support.arguments import (

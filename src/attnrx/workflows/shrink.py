@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from attnrx.change.exporting import Onnx, parse_format
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.change.realization.realizing import fits_record, realize_with_effort
 from attnrx.data import Columns, FixedImages, ImageData, ImageSet, Parts, Splits, load_data, require_labels, three_parts
@@ -23,6 +22,7 @@ from attnrx.decide.planning import plan_sharing
 from attnrx.decide.planning.measured_costs import file_speeds, final_protocol, timing_conditions
 from attnrx.decide.planning.planner import Planner
 from attnrx.decide.planning.uniform import portable_form, require_portable
+from attnrx.exporting import Onnx, parse_format
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.effort import EFFORTS, Effort, PlanSettings, final_rounds
 from attnrx.nouns.plan import Plan, TargetMet
@@ -34,12 +34,12 @@ from attnrx.support.atomic_writes import file_lock
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.progress import Log, begin, no_log, phases
 from attnrx.support.subprocess_runner import shared_subprocess
-from attnrx.verbs.load import load_original, preflight
-from attnrx.verbs.shrunk import Shrunk, require_result_folder, result_files, samples_of, with_accuracy
-from attnrx.verbs.verify import verify
 from attnrx.vit.models import accepting, family_of, model_fingerprint
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import Divergence, Metric, judged, most_images, output_kind_of
+from attnrx.workflows.load import load_original, preflight
+from attnrx.workflows.shrunk import Shrunk, require_result_folder, result_files, samples_of, with_accuracy
+from attnrx.workflows.verify import verify
 
 # A target of latency that saves less is planned with the whole decoder, which could otherwise meet it alone.
 LARGEST_DECODER = 0.2

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.change.exporting import DYNAMIC, Exported, export
 from attnrx.change.realization import realize
 from attnrx.data import ImageData, ImageSet, Splits, require_labels
 from attnrx.data.model_data import images_for
+from attnrx.exporting import DYNAMIC, Exported, export
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.nouns.evidence import judged as judged_finding
@@ -24,12 +24,12 @@ from attnrx.support.arguments import checked, instance, optional
 from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported
 from attnrx.support.estimate import Estimate
 from attnrx.support.optional import installed_versions
-from attnrx.verbs.load import SOURCE, load, size_of
 from attnrx.vit.costs.measured import busy_text, is_busy
 from attnrx.vit.maps import FITS
 from attnrx.vit.models import at_size_of, described_tokens, model_fingerprint, require_ordinary_weights
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import Divergence, Logits, Metric, current_judgement, judged, most_images
+from attnrx.workflows.load import SOURCE, load, size_of
 
 
 def realization_of(prescription: Prescription | None) -> str | None:

@@ -4,7 +4,7 @@ rx.export(slim, "slim.onnx")                       # or "onnx(opset=18)", "progr
 rx.exporting.load_exported("slim.onnx")(images)              # logits, from ONNX Runtime
 """
 
-from attnrx.change.exporting.exported import (
+from attnrx.exporting.exported import (
     Exported,
     Images,
     is_exported,
@@ -15,9 +15,9 @@ from attnrx.change.exporting.exported import (
     require_export_path,
     require_replaceable_files,
 )
-from attnrx.change.exporting.formats import AOTInductor, Format, Program, dtype_name
-from attnrx.change.exporting.runtime_formats import FORMATS, Int8, Onnx, OpenVINO, parse_format
-from attnrx.change.exporting.writing import (
+from attnrx.exporting.formats import AOTInductor, Format, Program, dtype_name
+from attnrx.exporting.runtime_formats import FORMATS, Int8, Onnx, OpenVINO, parse_format
+from attnrx.exporting.writing import (
     DYNAMIC,
     ExportSubject,
     PatchFeatures,

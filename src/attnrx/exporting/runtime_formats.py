@@ -14,17 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from attnrx.change.exporting.formats import (
-    INPUT,
-    ROUNDING,
-    AOTInductor,
-    Format,
-    Program,
-    Run,
-    library,
-    run_script,
-    to_numpy,
-)
+from attnrx.exporting.formats import INPUT, ROUNDING, AOTInductor, Format, Program, Run, library, run_script, to_numpy
 from attnrx.support.arguments import COUNT, number, one_of, require_fields, whole
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import rows_of

@@ -24,13 +24,13 @@ from attnrx.support.errors import InvalidInput, NoOpPrescription
 from attnrx.support.progress import Log, no_log, phases
 from attnrx.support.storage import file_kind
 from attnrx.support.subprocess_runner import shared_subprocess
-from attnrx.verbs.load import load, load_original, preflight
-from attnrx.verbs.save import save
-from attnrx.verbs.shrink import BELOW_ONE, MODEL_OR_NAME, ShrinkRun, phase_shares, portable_settings
-from attnrx.verbs.shrunk import require_result_folder
 from attnrx.vit.costs import compare_latencies
 from attnrx.vit.models import family_of, model_fingerprint, timed_form
 from attnrx.vit.models.boundary.verbs import verb
+from attnrx.workflows.load import load, load_original, preflight
+from attnrx.workflows.save import save
+from attnrx.workflows.shrink import BELOW_ONE, MODEL_OR_NAME, ShrinkRun, phase_shares, portable_settings
+from attnrx.workflows.shrunk import require_result_folder
 
 SIZE_NAME = re.compile(r"(faster|macs|params)-[\w.+-]+")  # of the folder of a size
 SHARES = each(BELOW_ONE, "budgets: shares above 0 and below 1, e.g. (0.8, 0.6)")

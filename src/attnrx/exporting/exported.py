@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attnrx.change.exporting.formats import PRECISIONS, Format, Run, dtype_name, raising, script_path
-from attnrx.change.exporting.runtime_formats import FORMATS
+from attnrx.exporting.formats import PRECISIONS, Format, Run, dtype_name, raising, script_path
+from attnrx.exporting.runtime_formats import FORMATS
 from attnrx.support import arguments as kinds
 from attnrx.support.arguments import DEVICE, Invalid, below
 from attnrx.support.atomic_writes import require_absent, require_replaceable

@@ -16,7 +16,9 @@ from torch import nn
 from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
-from attnrx.change.exporting.exported import (
+from attnrx.data import ImageData, ImageSet
+from attnrx.data.model_data import dataset_classes, images_for, num_classes, preprocessing_of
+from attnrx.exporting.exported import (
     KIND,
     SCHEMA,
     Exported,
@@ -29,10 +31,8 @@ from attnrx.change.exporting.exported import (
     require_replaceable_files,
     sealed_script,
 )
-from attnrx.change.exporting.formats import PRECISIONS, ROUNDING, Format, dtype_name, raising, script_path
-from attnrx.change.exporting.runtime_formats import parse_format
-from attnrx.data import ImageData, ImageSet
-from attnrx.data.model_data import dataset_classes, images_for, num_classes, preprocessing_of
+from attnrx.exporting.formats import PRECISIONS, ROUNDING, Format, dtype_name, raising, script_path
+from attnrx.exporting.runtime_formats import parse_format
 from attnrx.nouns.evidence import FAILS, Finding, judged
 from attnrx.support.arguments import BATCH, IMAGES, TEXT, checked, each, either, instance, one_of, optional
 from attnrx.support.atomic_writes import flush, temporary_folder

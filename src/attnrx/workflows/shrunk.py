@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import nn
 
-from attnrx.change import exporting
-from attnrx.change.exporting import Format, Onnx, parse_format
-from attnrx.change.exporting.exported import KIND as EXPORTED
-from attnrx.change.exporting.exported import files_of_export, present_exports, present_script
+from attnrx import exporting
 from attnrx.data import ImageSet, Parts
 from attnrx.data.fixed_images import ONE_DRAW
 from attnrx.data.model_data import num_classes
 from attnrx.decide.planning.measured_costs import final_protocol
+from attnrx.exporting import Format, Onnx, parse_format
+from attnrx.exporting.exported import KIND as EXPORTED
+from attnrx.exporting.exported import files_of_export, present_exports, present_script
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.effort import final_rounds
 from attnrx.nouns.evidence import KIND as EVIDENCE
@@ -44,9 +44,6 @@ from attnrx.support.display import Sentence
 from attnrx.support.errors import AttnrxError, InvalidInput
 from attnrx.support.shapes import ImageBatch
 from attnrx.support.storage import REPORT, file_kind
-from attnrx.verbs.load import preflight
-from attnrx.verbs.save import require_no_sizes, save_with
-from attnrx.verbs.verify import verify
 from attnrx.vit.costs import Conditions
 from attnrx.vit.models import (
     at_size_of,
@@ -61,6 +58,9 @@ from attnrx.vit.models.boundary.acceleration import accelerate
 from attnrx.vit.models.boundary.working_copy import is_working
 from attnrx.vit.models.parts.record import record_of
 from attnrx.vit.outputs import Map, output_kind_of
+from attnrx.workflows.load import preflight
+from attnrx.workflows.save import require_no_sizes, save_with
+from attnrx.workflows.verify import verify
 
 REPORT_IMAGES, REPORT_MAPS = 8, 4  # test images in the report, and those whose maps it shows
 
