@@ -71,7 +71,7 @@ def test_a_model_realized_twice_is_verified_against_the_first_original(made: Sim
 def test_an_unrelated_prescription_is_refused(made: SimpleNamespace) -> None:
     assert record(*verify(made, made.slim, "--prescription", made.rx))["about"]["rules"]
     for words, message in (
-        (("--prescription", made.foreign_rx), "this model is"),
+        (("--prescription", made.foreign_rx), "and the reference is"),
         (("--prescription", made.other), "is not the one that"),
     ):
         done = call(*verify(made, made.slim, *words))

@@ -165,7 +165,7 @@ def test_a_table_of_other_code_is_measured_again(
             (package / file).rename(package / file.replace(".py", "_renamed.py"))
         table_of_now()
         assert len(list(cache.glob("costs/*"))) == 2
-        (package / "verbs" / "shrink.py").write_text("# times nothing\n")
+        (package / "workflows" / "shrink.py").write_text("# times nothing\n")
         measured_costs.measured_code.cache_clear()
         run(space, iter(()))  # nothing is measured
     finally:

@@ -24,7 +24,7 @@ from support.planned import CONFIG, original
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SETTINGS = (Repair(2, 0.01, 3, 64, 0.1, 8, 1e12), Distill(1, (1e-3,), 16, 9))
-HOW = {"by": "compress", "norms": "renormalized", "calibration_images": 24}  # of an earlier version
+HOW = {"by": "renormalized", "calibration_images": 24}
 
 
 def prescribed() -> rx.Prescription:

@@ -1,14 +1,11 @@
 """Training knobs: they survive a dictionary, and impossible ones are refused by name."""
 
-from pathlib import Path
-
 import pytest
 
 from attnrx.data import Augmentation
-from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.errors import InvalidInput
 from attnrx.support.records import from_dict, to_dict
 from attnrx.training import TrainingConfig
-from attnrx.training.checkpoints import require_same_run
 from attnrx.training.losses import LOSSES, Distillation, Task
 from attnrx_lab.perturbation import TargetRank
 
@@ -45,12 +42,3 @@ def test_the_warmup_is_five_epochs_but_at_most_a_tenth() -> None:
     assert TrainingConfig(epochs=80).warmup == 5
     assert TrainingConfig(epochs=20).warmup == 2
     assert TrainingConfig(epochs=20, warmup_epochs=0.0).warmup == 0
-
-
-def test_runs_of_earlier_versions_may_state_settings_that_were_removed() -> None:
-    now = {"config": to_dict(TrainingConfig()), "weights": "before the first step"}
-    removed = {"cuda_graph": False, "temperatures": {"tuple": [1.0, 1.0]}}
-    require_same_run({**now, "config": now["config"] | removed}, now, Path("run"), "reached")
-    removed["temperatures"] = {"tuple": [2.0, 0.5]}
-    with pytest.raises(CheckpointError, match=r"temperatures\.tuple\.0 was 2\.0 and is now 1\.0"):
-        require_same_run({**now, "config": now["config"] | removed}, now, Path("run"), "reached")

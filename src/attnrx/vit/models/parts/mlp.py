@@ -33,7 +33,7 @@ class Pair:
 class LowRankLinear(nn.Module):
     """y = second(first(x)): smaller and faster than one matrix below the break-even rank, in out / (in + out).
 
-    `rank` is the number of features between the two factors.
+    `rank` is the number of features between the two factors. Features are [*batch, inputs], outputs [*batch, outputs].
     """
 
     def __init__(self, inputs: int, outputs: int, rank: int, bias: bool = True):
@@ -45,7 +45,7 @@ class LowRankLinear(nn.Module):
         self.second = NativeLinear(rank, outputs, bias=bias)
         self.in_features, self.rank, self.out_features = inputs, rank, outputs
 
-    def forward(self, features: Tensor) -> Tensor:  # [*batch, inputs] to [*batch, outputs]: TorchScript reads the types
+    def forward(self, features: Tensor) -> Tensor:  # TorchScript reads the types, and has none with shapes
         return self.second(self.first(features))
 
 
@@ -101,7 +101,10 @@ HALVES = ("first", "second")
 
 
 class Halves(nn.Module):
-    """A linear map in two halves of its outputs, `first` and `second`, each a map of its own: that of a gated MLP."""
+    """A linear map in two halves of its outputs, `first` and `second`, each a map of its own: that of a gated MLP.
+
+    Features are [*batch, inputs], outputs [*batch, outputs].
+    """
 
     def __init__(self, whole: nn.Linear):
         super().__init__()

@@ -391,9 +391,9 @@ class TokenReduction(nn.Module):
         # By the C++ kernel or by the reducer; a learned one samples in training. All of them update the statistics of
         # the run to the tokens that are left.
         prefix, run = self.shape.layout.prefix, self._run
-        # A constant in a file, in which a conversion to half precision leaves no other type.
-        ones = tokens.new_ones(tokens.shape[1]).expand(tokens.shape[0], -1)
-        sizes = ones if run.sizes is None else run.sizes
+        sizes = run.sizes
+        if sizes is None:  # a constant in a file, in which a conversion to half precision leaves no other type
+            sizes = tokens.new_ones(tokens.shape[1]).expand(tokens.shape[0], -1)
         if run.patch_indices is None:
             run.patches = tokens.shape[1] - prefix
             run.patch_indices = counted(0, run.patches, tokens.device).expand(tokens.shape[0], -1)
