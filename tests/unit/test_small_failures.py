@@ -20,6 +20,7 @@ from support.diagnoses import diagnosis
 from support.pictures import rows, write_parquet
 from support.pretrained import of_timm
 
+timm = pytest.importorskip("timm")
 DIGITS = "svda:digits"
 LONG = "/".join(["a" * 200] * 25)
 
@@ -233,3 +234,62 @@ def test_an_unknown_argument_names_the_function_and_the_nearest() -> None:
     with pytest.raises(TypeError, match=r"verify\(\) missing a required argument: 'reference'"):
         call_(None)
     assert Columns("image").image_column == "image" and issubclass(UserCodeError, AttnrxError)
+
+
+# modules of users whose code does more than call a Vision Transformer
+
+
+class Around(nn.Module):
+    """A Vision Transformer that is called by a function of its user."""
+
+    def __init__(self, run: Callable[[Any, torch.Tensor], torch.Tensor], **options: Any):
+        super().__init__()
+        self.run, self.net, self.head = run, tiny(**options), nn.Linear(24, 5)
+        self.bands = nn.Conv2d(6, 3, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.run(self, images)
+
+
+def tiny(**options: Any) -> Any:
+    sizes: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2}
+    return timm.create_model("vit_tiny_patch16_224", **{"num_classes": 0, **sizes, **options})
+
+
+def without_gradients(module: Any, pictures: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        features = module.net(pictures)
+    return module.head(features)
+
+
+def of_an_early_block(module: Any, pictures: torch.Tensor) -> torch.Tensor:
+    return module.net.get_intermediate_layers(pictures, n=[1])[0]
+
+
+def positions_in_every_block(module: Any, pictures: torch.Tensor) -> torch.Tensor:
+    net = module.net
+    tokens = torch.cat([net.cls_token.expand(len(pictures), -1, -1), net.patch_embed(pictures)], 1)
+    for block in net.blocks:
+        tokens = block(tokens + net.pos_embed)
+    return module.head(net.norm(tokens)[:, 0])
+
+
+def of_six_bands(module: Any, pictures: torch.Tensor) -> torch.Tensor:
+    return module.head(module.net(module.bands(pictures)))
+
+
+@pytest.mark.parametrize(
+    "run", [without_gradients, of_an_early_block, positions_in_every_block, of_six_bands], ids=lambda run: run.__name__
+)
+@pytest.mark.usefixtures("single_precision")
+def test_a_plan_and_its_fits_follow_what_the_module_does(
+    run: Callable[[Any, torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    pictures = torch.randn(48, 6 if run is of_six_bands else 3, 32, 32)
+    given: dict[str, Any] = {"inputs": lambda batch: batch} if run is of_six_bands else {}
+    lines: list[str] = []
+    result = rx.shrink(Around(run).eval(), list(pictures.split(16)), macs=0.7, log=lines.append, **given)
+    assert any("needs all tokens between its blocks" in line for line in lines) == (run is positions_in_every_block)
+    assert result.evidence.findings
+    result.save(tmp_path / "small", onnx=False)

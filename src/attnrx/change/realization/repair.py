@@ -358,7 +358,7 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
 
     The gradient is that of the log-probability of an answer drawn from the outputs (`OutputKind.drawn`), e.g. of a
     class drawn from the predicted probabilities, so that its second moment is the Fisher information; of embeddings,
-    that of a random projection of the normalized embedding.
+    that of a random projection of the normalized embedding. Tokens after a block that has no gradient weigh the same.
     """
     # One sampled class per image estimates the diagonal of the Fisher matrix without a pass per class, and without
     # labels. Its root fits better than the square (docs/results/hidden.md).
@@ -371,8 +371,15 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
         with torch.enable_grad(), recording_blocks(model, family) as outputs:
             answers = rows_of(model(batch.images.to(weight.dtype).requires_grad_()))  # a graph also for frozen weights
             drawn = kind.drawn(answers, generator)
-            slopes = torch.autograd.grad(drawn, outputs)  # by block [batch, tokens, width]
-        every = [slope.square().sum((0, -1)) for slope in slopes]
+            # By block [batch, tokens, width]; there is none where the module computes its blocks without gradients, or
+            # reads an earlier block alone.
+            known = [output for output in outputs if output.requires_grad] if drawn.requires_grad else []
+            found = torch.autograd.grad(drawn, known, allow_unused=True) if known else ()
+        slopes = {id(output): slope for output, slope in zip(known, found, strict=True) if slope is not None}
+        every = [
+            slopes[id(output)].square().sum((0, -1)) if id(output) in slopes else output.new_zeros(output.shape[1])
+            for output in outputs
+        ]
         depth = len(blocks_of(model, family))  # a module may call the model several times
         squares = [sum(every[block::depth][1:], every[block]) for block in range(depth)]
         sums = squares if not sums else [total + square for total, square in zip(sums, squares, strict=True)]

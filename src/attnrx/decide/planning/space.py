@@ -15,10 +15,13 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.effort import AXES, LEVELS, RANKS, PlanSettings
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.nouns.target import Target
+from attnrx.support.arguments import described_error
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidRule, MissingMoments, NoOpPrescription, NotSupported
+from attnrx.support.modules import copy_module, random_images
 from attnrx.vit.maps import HIDDEN, LINEAR_MAPS, TOKENS
-from attnrx.vit.models import family_of
+from attnrx.vit.models import attach_tokens_, evaluating, family_of
+from attnrx.vit.models.users.whole import Whole
 from attnrx.vit.spec import Spectrum
 from attnrx.vit.tokens import Reducer, Shape, TokenLayout, TokenPolicy, Ward, parse_reducer
 
@@ -135,6 +138,8 @@ class Space(Displayed):
                     offset = layout.tokens % step if is_latency else 0
                     space = replace(space, axes=AXES, reducer=reducer, step=step, offset=offset)
                 space.require_choices(axis)
+                if axis == TOKENS and space.reducer is not None:
+                    require_fewer_tokens(model, space.reducer)
                 present.append(axis)
             except (NotSupported, InvalidRule) as error:
                 # An axis that the model has, but the diagnosis did not measure, is not left out.
@@ -324,3 +329,22 @@ class Space(Displayed):
     def at_once(self, present: Count) -> Count:
         """Returns the largest number of patches that one stage may prune: half of its input, a multiple of `step`."""
         return present // 2 // self.step * self.step
+
+
+def require_fewer_tokens(model: nn.Module, reducer: Reducer) -> None:
+    """Raises NotSupported for a module of a user's whose own code needs all tokens between its blocks.
+
+    It is run with a policy, which blocks alone, as those of libraries are, always take.
+    """
+    if not isinstance(model, Whole):
+        return
+    pruned = copy_module(model)
+    attach_tokens_(pruned, family_of(pruned), TokenPolicy(reducer, (2,), (0.5,)))
+    try:
+        with evaluating((pruned,)):
+            pruned(random_images(pruned, pruned.input_shape))
+    except Exception as error:  # the code of a module raises errors of any type
+        raise NotSupported(
+            f"the code of {model.around.name} needs all tokens between its blocks: with fewer it raised "
+            f"{type(error).__name__}: {described_error(error)}. Omit tokens."
+        ) from error

@@ -221,10 +221,10 @@ def tokens(samples: TokenSamples) -> dict[str, Any]:
 
 
 def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
-    label, shown, image = _label(samples, index), f"tokens-{index}", samples.images[index].double().cpu()
+    label, name, image = _label(samples, index), f"tokens-{index}", shown(samples.images[index].double().cpu())
     all_patches = torch.ones(samples.grid, dtype=torch.bool)
     # The picture is stored once, with the image itself; every stage refers to it.
-    unreduced = patch_picture(label, shown, all_patches, as_uri(image))
+    unreduced = patch_picture(label, name, all_patches, as_uri(image))
     stages = [{"title": "image", "picture": unreduced, "note": f"{number(all_patches.numel())} patches"}]
     for stage, layer in enumerate(samples.policy.layers):
         left, groups, fills = samples.left[index, stage].view(samples.grid), None, {}
@@ -232,7 +232,7 @@ def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
             groups = samples.groups[index, stage].view(samples.grid)
             fills = _group_fills(groups, image)
         count = f"{number(int(left.sum()))} of {number(left.numel())} patches left"
-        picture = patch_picture(f"{label} before layer {layer}: {count}", shown, left, groups=groups, fills=fills)
+        picture = patch_picture(f"{label} before layer {layer}: {count}", name, left, groups=groups, fills=fills)
         stages.append({"title": f"before layer {layer}", "picture": picture, "note": count})
     return {"label": label, "stages": stages}
 
@@ -260,10 +260,16 @@ def colour(values: Float[Tensor, "height width"], low: float, high: float) -> Fl
     return mixed.movedim(-1, 0).to(values.dtype)
 
 
+def shown(image: Float[Tensor, "channels height width"]) -> Float[Tensor, "shown height width"]:
+    """Returns an image as one that can be drawn: of more channels than a picture has, e.g. bands, their mean."""
+    return image if image.shape[0] in (1, 3, 4) else image.mean(0, keepdim=True)
+
+
 def as_uri(image: Float[Tensor, "channels height width"]) -> str:
-    """Returns an image in the unit range (grey, RGB or RGBA) as a PNG data URI."""
+    """Returns an image in the unit range as a PNG data URI, of more channels than a picture has their mean."""
     from PIL import Image
 
+    image = shown(image)
     pixels: UInt8[Tensor, "channels height width"] = (image.clamp(0, 1) * 255).round().to(torch.uint8).cpu()
     # Pillow takes one channel only as an image without a channel axis.
     pixels = pixels.expand(3, -1, -1) if pixels.shape[0] == 1 else pixels
