@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from attnrx.data import Splits, load_data
-from attnrx.nouns.evidence import Evidence, Finding, judged
+from attnrx.nouns.evidence import Evidence, Finding, against_limit
 from attnrx.show.checks import Latency
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.optional import required_module
@@ -152,6 +152,6 @@ def with_claims(evidence: Evidence) -> Evidence:
 
 
 def _claim(finding: Finding, claim: str, limit: float, at_least: bool) -> Finding:
-    outcome = judged(finding.value, limit, (finding.low, finding.high), finding.n, at_least=at_least)
+    outcome = against_limit(finding.value, limit, (finding.low, finding.high), finding.n, at_least=at_least)
     details: Mapping[str, Any] = {"quantity": "demonstration"}
     return replace(finding, check="demo", claim=claim, **outcome, details=details)

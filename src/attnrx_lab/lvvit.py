@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.support.preprocessing import IMAGENET
 from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, linear_costs
@@ -59,8 +60,8 @@ class LVViTConfig(TransformerConfig):
     patch_size: int = 16
     classes: int = 1000
     mlp_ratio: float = 3.0
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # of ImageNet, as is the std
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    mean: tuple[float, ...] = IMAGENET[0]
+    std: tuple[float, ...] = IMAGENET[1]
     stem_channels: int = 64
     divisor: int | float = 1.0
     classifies_patches: bool = True

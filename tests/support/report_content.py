@@ -12,7 +12,7 @@ from attnrx.change.realization import realize
 from attnrx.decide import diagnostics
 from attnrx.decide.rules import EnergyRetention, prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.nouns.evidence import Evidence, Finding, judged
+from attnrx.nouns.evidence import Evidence, Finding, against_limit
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports import ReportContent, TokenSamples, sample_tokens
 from attnrx.support.estimate import Estimate
@@ -197,7 +197,7 @@ def _controls() -> tuple[Finding, ...]:
         draws = [0.0123 + value + 0.0004 * (step - 4.5) for step in range(10)] if kind == "random" else [0.0123 + value]
         details = {"quantity": "discrepancy", "kind": kind, "candidate": 0.0123, "draws": draws}
         claim = f"the candidate is nearer to the reference than the {kind}-matched control"
-        verdict = judged(value, limit, (low, high), 360, at_least=True, strict=True)
+        verdict = against_limit(value, limit, (low, high), 360, at_least=True, strict=True)
         found.append(Finding("controls", claim, value, "", seed=0, details=details, **verdict))
     better = "the candidate is more accurate than the random-matched control"
     return (*found, Finding("controls", better, 0.31, "points", low=-0.4, high=1.1, n=360, seed=0))

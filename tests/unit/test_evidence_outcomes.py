@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnrx.nouns.evidence import Evidence, Finding, judged
+from attnrx.nouns.evidence import Evidence, Finding, against_limit
 from attnrx.show.checks import Accuracy
 from attnrx.show.checks.statistics import paired_change
 from attnrx.show.reports import ReportContent
@@ -41,7 +41,7 @@ def change(lost: int, gained: int, images: int, most_drop: float = 1.0) -> Findi
 def test_the_whole_interval_decides(
     value: float, interval: tuple[float | None, float | None], at_least: bool, strict: bool, outcome: str
 ) -> None:
-    assert judged(value, 0.0, interval, 50, at_least=at_least, strict=strict)["outcome"] == outcome
+    assert against_limit(value, 0.0, interval, 50, at_least=at_least, strict=strict)["outcome"] == outcome
 
 
 def test_a_gain_never_fails_a_limit_on_losses() -> None:

@@ -20,7 +20,7 @@ from attnrx.data.images import (
     require_labels,
 )
 from attnrx.data.loading import DATASETS, DatasetCard, load_data
-from attnrx.data.splits import Parts, Splits, distinct_splits, fit_labels, three_parts, without_images_of
+from attnrx.data.splits import ImageParts, Splits, distinct_splits, fit_labels, three_parts, without_images_of
 from attnrx.data.user_data import ImageData, image_set
 from attnrx.support.preprocessing import Normalization
 
@@ -33,10 +33,10 @@ __all__ = [
     "DatasetCard",
     "FixedImages",
     "ImageData",
+    "ImageParts",
     "ImageSet",
     "LoadedImages",
     "Normalization",
-    "Parts",
     "Splits",
     "distinct_splits",
     "fit_labels",

@@ -15,7 +15,7 @@ from attnrx.data.splits import SPLITS, VALIDATION_IS_TEST, Splits, padding_for, 
 from attnrx.support.arguments import PATH, RATE, SIDE, Kind, checked, each, either, optional
 from attnrx.support.errors import DataError, nearest
 from attnrx.support.optional import required_module
-from attnrx.support.preprocessing import SMALL, ImageGeometry, Normalization
+from attnrx.support.preprocessing import IMAGENET, SMALL, ImageGeometry, Normalization
 from attnrx.support.registry import Registry
 from attnrx.support.shapes import Int, Tensor, UInt8
 
@@ -23,7 +23,6 @@ SIDES = each(SIDE, "(height, width)", least=1, most=2)
 GUESSED_FROM = 16  # pictures of a dataset without a known geometry
 DIGIT_SIDE, GREYS = 8, 16  # scikit-learn stores the pixels of the digits as counts, 0 to 16
 TEST_SHARE = 0.2  # of a dataset that has neither test nor validation images
-IMAGENET = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ _CARDS: dict[str, DatasetCard] = {
         hub_id="uoft-cs/cifar100",
     ),
     "food101": DatasetCard(
-        geometry=ImageGeometry.of_size(224, 3, "photo"), normalization=IMAGENET, hub_id="ethz/food101"
+        geometry=ImageGeometry.of_size(224, 3, "photo"), normalization=Normalization(*IMAGENET), hub_id="ethz/food101"
     ),
     "tiny_imagenet": DatasetCard(
         geometry=ImageGeometry.of_size(64, 3, "fill"),
@@ -108,7 +107,7 @@ _CARDS: dict[str, DatasetCard] = {
     ),
     "imagenette": DatasetCard(
         geometry=ImageGeometry.of_size(224, 3, "photo"),
-        normalization=IMAGENET,
+        normalization=Normalization(*IMAGENET),
         hub_id="frgfm/imagenette",
         folder="320px",
         revision="refs/convert/parquet",  # the main branch is a loading script, which datasets 4 no longer runs
@@ -116,7 +115,7 @@ _CARDS: dict[str, DatasetCard] = {
     ),
     "imagenet-1k": DatasetCard(
         geometry=ImageGeometry.of_size(224, 3, "photo"),
-        normalization=IMAGENET,
+        normalization=Normalization(*IMAGENET),
         hub_id="ILSVRC/imagenet-1k",
         ignored=("test",),  # its labels are hidden: all are -1
         other_names=("imagenet1k", "imagenet_1k", "imagenet"),

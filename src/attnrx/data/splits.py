@@ -193,7 +193,7 @@ def _relabelled(splits: Splits, numbers: tuple[int, ...], how: str) -> Splits:
     return splits.changed(lambda images: images.relabelled(torch.tensor(numbers)), class_names=names, notes=notes)
 
 
-class Parts(NamedTuple):
+class ImageParts(NamedTuple):
     """Images by their use; no two parts have images of the same pixels."""
 
     planned: FixedImages
@@ -214,7 +214,7 @@ class Parts(NamedTuple):
 
 def three_parts(
     splits: Splits, planned: int = MAX_IMAGES, predicted: int = MAX_IMAGES, verified: int = MAX_IMAGES
-) -> Parts:
+) -> ImageParts:
     """Reads the images once and divides them: to plan on, to measure predictions on, and to verify on.
 
     Of three splits each is a part, of two the first is divided, and of one all images are: a third at most to plan on
@@ -250,12 +250,12 @@ def three_parts(
     else:
         parts = [first, *others]
     if not all(map(len, parts)) or (not others and len(first) < 6):
-        counts = ", ".join(f"{len(part)} {name}" for name, part in zip(Parts._fields, parts, strict=True))
+        counts = ", ".join(f"{len(part)} {name}" for name, part in zip(ImageParts._fields, parts, strict=True))
         raise DataError(
             f"{splits.name} has too few different images: {counts} on; give at least 6 images, or of every split some "
             "that are in no other."
         )
-    return Parts(*(replace(part, notes=tuple(notes)) for part in parts))
+    return ImageParts(*(replace(part, notes=tuple(notes)) for part in parts))
 
 
 def distinct_splits(splits: Splits) -> Splits:

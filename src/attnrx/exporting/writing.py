@@ -33,7 +33,7 @@ from attnrx.exporting.exported import (
 )
 from attnrx.exporting.formats import PRECISIONS, ROUNDING, Format, dtype_name, raising, script_path
 from attnrx.exporting.runtime_formats import parse_format
-from attnrx.nouns.evidence import FAILS, Finding, judged
+from attnrx.nouns.evidence import FAILS, Finding, against_limit
 from attnrx.support.arguments import BATCH, IMAGES, TEXT, checked, each, either, instance, one_of, optional
 from attnrx.support.atomic_writes import flush, temporary_folder
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
@@ -546,7 +546,7 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
     noun, kind = subject.noun, subject.outputs
     claim = f"largest difference of a {noun}, exported against eager, as a share of the largest {noun}"
     details = {"quantity": "parity", "largest_difference": largest, "images_left_out": differing}
-    verdict = judged(share, limit, n=images, at_least=False)
+    verdict = against_limit(share, limit, n=images, at_least=False)
     parity = Finding("parity", claim, share, **verdict, details=details)
     agreement = None
     if isinstance(kind, Logits | Multilabel):

@@ -84,7 +84,7 @@ class Finding(Displayed):
         return f"{self.outcome} (about {self.deciding_n:,} would decide, not {self.n:,})"
 
 
-def judged(
+def against_limit(
     value: float,
     limit: float | None,
     interval: tuple[float | None, float | None] = (None, None),
@@ -132,7 +132,7 @@ def judged(
     return {**judgement, "outcome": UNDECIDED, "deciding_n": unit * math.ceil(count / unit)}
 
 
-def judged_estimate(
+def estimate_against_limit(
     estimate: Estimate, n: int, limit: float | None = None, *, at_least: bool = True, strict: bool = False
 ) -> dict[str, Any]:
     """Returns value, interval, n and the outcome against the limit, if any, as arguments of `Finding`."""
@@ -141,7 +141,7 @@ def judged_estimate(
     if n == 1 and math.isclose(*ends, rel_tol=1e-9):
         undecided: dict[str, Any] = {} if limit is None else {"outcome": UNDECIDED}
         return {"value": value, "limit": limit, "n": n, **undecided}
-    return {"value": value, **judged(value, limit, ends, n, at_least=at_least, strict=strict)}
+    return {"value": value, **against_limit(value, limit, ends, n, at_least=at_least, strict=strict)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -338,7 +338,7 @@ def _of_outcome(finding: Finding) -> Iterator[str]:
     if finding.check not in ("accuracy", "fidelity", "features", "calibration", "costs", "latency"):
         return
     ends = finding.low, finding.high
-    expected = judged(finding.value, limit, ends, finding.n, at_least=quantity in AT_LEAST)["outcome"]
+    expected = against_limit(finding.value, limit, ends, finding.n, at_least=quantity in AT_LEAST)["outcome"]
     if expected != finding.outcome:
         interval = "" if None in ends else f" and the interval [{finding.low:.6g}, {finding.high:.6g}]"
         yield f"outcome is {finding.outcome!r}, and the limit {limit:g}{interval} give {expected!r}"

@@ -101,17 +101,17 @@ def temporary_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-Parts = Callable[[Path, Collection[str]], Collection[str]]
+ReplacedFiles = Callable[[Path, Collection[str]], Collection[str]]
 """A folder and the names of the files that were written for it -> the names in it that those replace."""
 
 
-def parts_by(is_part: Callable[[Path], bool]) -> Parts:
+def parts_by(is_part: Callable[[Path], bool]) -> ReplacedFiles:
     """Returns the parts of a folder by a property of each file."""
     return lambda folder, written: {each.name for each in folder.iterdir() if is_part(each)}
 
 
 @contextmanager
-def replacing_folder(folder: Path | str, parts: Parts, last: str) -> Iterator[Path]:
+def replacing_folder(folder: Path | str, parts: ReplacedFiles, last: str) -> Iterator[Path]:
     """Yields an empty temporary folder, whose files are moved to `folder` when the block ends without an error.
 
     The old and the new folder are exchanged in one step, one process at a time. A mount point and the current folder

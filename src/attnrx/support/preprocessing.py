@@ -23,6 +23,10 @@ RESIZES = ("shortest_edge", "cover", "contain", "exact", "none")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 
 
+# The mean and the standard deviation of ImageNet, by which most models normalize pixels.
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
 @dataclass(frozen=True)
 class ImageGeometry:
     """How pictures of any size, mode and orientation become `channels` (1 or 3) x height x width pixels of 8 bits.

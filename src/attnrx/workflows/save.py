@@ -12,7 +12,7 @@ from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports import is_unedited, model_card
 from attnrx.support.arguments import Kind, checked, optional
-from attnrx.support.atomic_writes import Parts, real_path
+from attnrx.support.atomic_writes import ReplacedFiles, real_path
 from attnrx.support.errors import CardWarning, FactoryWarning, InvalidInput
 from attnrx.support.hub import card_with, upload
 from attnrx.support.storage import CARD_KIND, file_kind, write_text
@@ -76,7 +76,7 @@ def save_with(
     prescription: Prescription | None,
     evidence: Evidence | None,
     write_beside: Callable[[Path], object] = lambda new: None,
-    parts: Parts | None = None,
+    parts: ReplacedFiles | None = None,
     portable: bool = False,
 ) -> Path:
     """Saves a model as `save` does, with the files that `write_beside` writes to the new folder.

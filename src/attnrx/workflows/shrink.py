@@ -15,7 +15,17 @@ from torch import nn
 
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.change.realization.realizing import fits_record, realize_with_effort
-from attnrx.data import Columns, FixedImages, ImageData, ImageSet, Parts, Splits, load_data, require_labels, three_parts
+from attnrx.data import (
+    Columns,
+    FixedImages,
+    ImageData,
+    ImageParts,
+    ImageSet,
+    Splits,
+    load_data,
+    require_labels,
+    three_parts,
+)
 from attnrx.data.model_data import ModelBatches, adapt_preprocessing, splits_for
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import plan_sharing
@@ -224,7 +234,7 @@ class ShrinkRun:
     original: nn.Module
     diagnosis: Diagnosis
     planned: FixedImages  # the images that the plan is chosen on, which are among those that weights are fitted to
-    images: Parts
+    images: ImageParts
     class_names: tuple[str, ...]
     effort: Effort
     about: Mapping[str, Any]
@@ -359,7 +369,7 @@ class ShrinkRun:
         return Shrunk(model, prescription, evidence, plan, target, *parts)
 
 
-def _verified_on(images: Parts, most: int, reason: str, log: Log) -> Parts:
+def _verified_on(images: ImageParts, most: int, reason: str, log: Log) -> ImageParts:
     """Returns the images with at most so many to verify on."""
     if len(images.verified) <= most:
         return images

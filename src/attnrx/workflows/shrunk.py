@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from attnrx import exporting
-from attnrx.data import ImageSet, Parts
+from attnrx.data import ImageParts, ImageSet
 from attnrx.data.fixed_images import ONE_DRAW
 from attnrx.data.model_data import num_classes
 from attnrx.decide.planning.measured_costs import final_protocol
@@ -38,8 +38,7 @@ from attnrx.show.reports import (
     write_report,
 )
 from attnrx.support.arguments import checked
-from attnrx.support.atomic_writes import Parts as ReplacedFiles
-from attnrx.support.atomic_writes import require_absent
+from attnrx.support.atomic_writes import ReplacedFiles, require_absent
 from attnrx.support.display import Sentence
 from attnrx.support.errors import AttnrxError, InvalidInput
 from attnrx.support.shapes import ImageBatch
@@ -94,7 +93,7 @@ class Shrunk:
     diagnosis: Diagnosis | None = None
     samples: tuple[ImageBatch, tuple[str, ...]] | None = None
     class_names: tuple[str, ...] = ()
-    images: Parts | None = None
+    images: ImageParts | None = None
     maps: MapSamples | None = None
     timed_in_kernels: bool = False
 

@@ -14,8 +14,7 @@ from attnrx.data import ImageData, ImageSet, Splits, require_labels
 from attnrx.data.model_data import images_for
 from attnrx.exporting import DYNAMIC, Exported, export
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.evidence import Evidence, Finding
-from attnrx.nouns.evidence import judged as judged_finding
+from attnrx.nouns.evidence import Evidence, Finding, against_limit
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Check, Comparison, parse_checks, possible_checks, require_possible, standard_checks
 from attnrx.show.checks.check import chance_notes
@@ -264,7 +263,7 @@ def _findings(checks: Sequence[Check], comparison: Comparison, notes: list[str])
         return tuple(findings)
     notes.append(f"not checked: {', '.join(failed)}: {problem}")
     claim = "the candidate returns NaN or infinity for no image"
-    fields = judged_finding(float(problem.count), 0.0, n=problem.images, at_least=False)
+    fields = against_limit(float(problem.count), 0.0, n=problem.images, at_least=False)
     details = {"quantity": "non-finite outputs"}
     return (Finding("outputs", claim, float(problem.count), "images", **fields, details=details), *findings)
 

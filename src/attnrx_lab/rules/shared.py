@@ -18,7 +18,7 @@ from attnrx_lab.decompositions import Canonical, FactoredTensor, als, block_term
 
 AUGMENTED = "augmented"
 JOINT_METRICS = ("weights", AUGMENTED, "centered")
-FORMS = ("cp", "epc", "literal")
+SHARED_FORMS = ("cp", "epc", "literal")
 # Singular values below this share of the largest one are rounding errors.
 NOISE = 1e-12
 
@@ -117,7 +117,7 @@ class SharedRank(Rule):
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)
-    kinds: ClassVar[Mapping[str, Kind]] = {"form": one_of(*FORMS), "joint": one_of(*JOINT_METRICS)}
+    kinds: ClassVar[Mapping[str, Kind]] = {"form": one_of(*SHARED_FORMS), "joint": one_of(*JOINT_METRICS)}
 
     rank: int | float
     form: str = "epc"

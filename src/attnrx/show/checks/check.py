@@ -11,7 +11,7 @@ from torch import nn
 from attnrx.change.predictions import Predictions, predict
 from attnrx.data import ImageSet, Splits
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.evidence import Finding, judged, judged_estimate
+from attnrx.nouns.evidence import Finding, against_limit, estimate_against_limit
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.arguments import COUNT, NOT_NEGATIVE, Kind, optional, require_fields
 from attnrx.support.errors import DataError, InvalidInput, NonFiniteOutputs
@@ -215,14 +215,14 @@ class Check(ABC):
             details: Further measurements.
 
         Returns:
-            The finding, judged by the limit (`nouns.evidence.judged`).
+            The finding, judged by the limit (`nouns.evidence.against_limit`).
         """
         at_least, strict = side != "<=", side == ">"
         if isinstance(measured, Estimate):
             assert n is not None  # an interval is over samples
-            judgement = judged_estimate(measured, n, limit, at_least=at_least, strict=strict)
+            judgement = estimate_against_limit(measured, n, limit, at_least=at_least, strict=strict)
         else:
-            judgement = {"value": measured, **judged(measured, limit, n=n, at_least=at_least, strict=strict)}
+            judgement = {"value": measured, **against_limit(measured, limit, n=n, at_least=at_least, strict=strict)}
         facts = {"quantity": quantity, **(details or {})}
         return Finding(self.name, claim, unit=unit, **judgement, seed=seed, details=facts)
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from attnrx.nouns.evidence import HOLDS, UNDECIDED, Finding, judged
+from attnrx.nouns.evidence import HOLDS, UNDECIDED, Finding, against_limit
 from attnrx.nouns.plan import PredictedQuantity, limits_of
 from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.statistics import mean_change, mean_estimate, mean_share
@@ -287,7 +287,7 @@ def judged_promise(
     limit = worst if worst not in promised.limits else None
     # The limit is the end of a prediction interval, which already covers the noise of n images: a mean beyond it fails,
     # whatever its own interval is.
-    verdict = judged(value, limit, n=n, at_least=not more_is_worse)
+    verdict = against_limit(value, limit, n=n, at_least=not more_is_worse)
     if verdict.get("outcome") == HOLDS:
         # On few images the limit is far from the promise: a model that is twice as bad would often meet it. Excluded
         # by the interval of these images and, unless they are many times more, by the spread of the plan's: few images
@@ -296,7 +296,7 @@ def judged_promise(
         ends = measured.low, measured.high
         if n < MANY_TIMES * promised.images:
             ends = min(measured.low, value - spread / n**0.5), max(measured.high, value + spread / n**0.5)
-        excluded = judged(value, double, ends, n, at_least=not more_is_worse)
+        excluded = against_limit(value, double, ends, n, at_least=not more_is_worse)
         if excluded["outcome"] != HOLDS:
             # Stated with the limit that these images do not exclude.
             verdict |= {"outcome": UNDECIDED, "limit": double, "deciding_n": excluded.get("deciding_n")}

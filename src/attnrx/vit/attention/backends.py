@@ -574,7 +574,7 @@ class NativeCapture(Native):
         features, rows, num_rows = joint.features, tuple(joint.rows), sum(joint.rows)
         query, key = features[:, :1, :num_rows], features[..., num_rows : 2 * num_rows]
         # One product for all heads: their queries are the rows of a block diagonal matrix.
-        logits = (query * blocks_of(rows, joint.scale)) @ key.transpose(1, 2)
+        logits = (query * rows_by_head(rows, joint.scale)) @ key.transpose(1, 2)
         self._pass_on(logits)
         return super().attend_fused_qkv(joint)
 
@@ -599,7 +599,7 @@ class NativeCapture(Native):
 
 
 @kept
-def blocks_of(rows: tuple[int, ...], scale: float) -> Float[Tensor, "heads directions"]:
+def rows_by_head(rows: tuple[int, ...], scale: float) -> Float[Tensor, "heads directions"]:
     """Returns the matrix, in float32 on a CPU, that has `scale` where a direction belongs to a head, else 0."""
     return torch.block_diag(*(torch.full((1, count), scale, dtype=torch.float32) for count in rows))
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from attnrx.support import arguments as kinds
 from attnrx.support.arguments import described
-from attnrx.support.atomic_writes import Parts, parts_by, replacing_folder, require_absent, restore
+from attnrx.support.atomic_writes import ReplacedFiles, parts_by, replacing_folder, require_absent, restore
 from attnrx.support.earlier_versions import converted
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
 from attnrx.support.foreign_files import open_pickle
@@ -104,7 +104,7 @@ def save_weights(
     family: Family,
     notes: dict[str, Any] | None = None,
     write_beside: Callable[[Path], object] | None = None,
-    parts: Parts | None = None,
+    parts: ReplacedFiles | None = None,
 ) -> Path:
     """Replaces the model in a folder atomically: weights, config.json, and the files that `write_beside` writes.
 

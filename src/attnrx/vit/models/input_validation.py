@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import DataError, ScaleWarning
+from attnrx.support.preprocessing import IMAGENET
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.vit.models.family import Family
 
@@ -19,7 +20,6 @@ from attnrx.vit.models.family import Family
 OUTSIDE, FILLED = 0.1, 0.8
 FEW = 4  # images; fewer may be dark or pale without being on another scale
 
-IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Other scales in common use: the mean and the standard deviation that pixels in [0, 1] were normalized with.
 COMMON = {
     "pixels in [0, 1] that were not normalized": (0.0, 1.0),

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attnrx.support.atomic_writes import Parts
+from attnrx.support.atomic_writes import ReplacedFiles
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, nearest
 from attnrx.support.hub import NAME, download
 from attnrx.support.storage import read_tensors, require_finite_tensors
@@ -100,7 +100,7 @@ def save_model(
     model: nn.Module,
     notes: dict[str, Any] | None = None,
     write_beside: Callable[[Path], object] | None = None,
-    parts: Parts | None = None,
+    parts: ReplacedFiles | None = None,
 ) -> Path:
     """Saves a model of a supported family as a folder that `load_model` reads.
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.support.atomic_writes import Parts, parts_by, replacing_folder
+from attnrx.support.atomic_writes import ReplacedFiles, parts_by, replacing_folder
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.support.modules import random_images, tensors_of
 from attnrx.support.records import to_dict
@@ -280,7 +280,7 @@ def save_stock(
     folder: Path | str,
     model: nn.Module,
     write_beside: Callable[[Path], object] = lambda new: None,
-    parts: Parts | None = None,
+    parts: ReplacedFiles | None = None,
 ) -> Path:
     """Saves what `stock_form` returned as a folder that its own library and `load` read, replacing an earlier model.
 

@@ -10,8 +10,7 @@ from torch import nn
 
 from attnrx.support.errors import NotSupported, UnknownName
 from attnrx.support.optional import required_module
-from attnrx.support.preprocessing import ImageGeometry
-from attnrx.vit.models.input_validation import IMAGENET
+from attnrx.support.preprocessing import IMAGENET, ImageGeometry
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, last_linear
 from attnrx.vit.models.working.adopted import Adopted, Origin, image_shape

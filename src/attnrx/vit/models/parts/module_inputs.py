@@ -23,7 +23,7 @@ ATTRIBUTE = "attnrx_inputs"
 
 
 @dataclass(frozen=True)
-class Field:
+class InputField:
     """One tensor among the arguments of a forward: its position or name and the keys inside that, its shape without the
     batch, and its type, "" for floating-point numbers of the model's type. `low` and `high` are the least and the
     largest integer of an example, between which random ones are drawn.
@@ -44,7 +44,7 @@ class Field:
 class ModuleInputs:
     """What a module's forward takes, one field for every tensor."""
 
-    fields: tuple[Field, ...]
+    fields: tuple[InputField, ...]
 
     @classmethod
     def of(cls, given: Any) -> "ModuleInputs":
@@ -62,7 +62,7 @@ class ModuleInputs:
             is_float = tensor.is_floating_point()
             low, high = (0, 0) if is_float or not tensor.numel() else (int(tensor.min()), int(tensor.max()))
             dtype = "" if is_float else str(tensor.dtype).removeprefix("torch.")
-            found.append(Field(path, tuple(tensor.shape[1:]), dtype, low, high))
+            found.append(InputField(path, tuple(tensor.shape[1:]), dtype, low, high))
         if len(sizes) != 1:
             raise InvalidInput(
                 f"inputs: {'no tensor' if not sizes else f'tensors of {sorted(sizes)} items'}; return what the forward "
@@ -264,13 +264,13 @@ def inputs_of_config(config: Any) -> ModuleInputs:
     videos [batch, frames, channels, height, width], or patches (SigLIP 2).
     """
     if hasattr(config, "num_mel_bins"):
-        return ModuleInputs((Field(("input_values",), (config.max_length, config.num_mel_bins)),))
+        return ModuleInputs((InputField(("input_values",), (config.max_length, config.num_mel_bins)),))
     if config.model_type.startswith("siglip2"):
         # SigLIP 2 takes any aspect ratio up to num_patches; attnrx models have one input shape, so the square of them.
         side = math.isqrt(config.num_patches) * config.patch_size
-        return PatchInputs((Field(("pixel_values",), (config.num_channels, side, side)),), config.patch_size)
+        return PatchInputs((InputField(("pixel_values",), (config.num_channels, side, side)),), config.patch_size)
     frames = (config.num_frames,) if hasattr(config, "num_frames") else ()
-    fields = (Field(("pixel_values",), (*frames, config.num_channels, *_pair(config.image_size))),)
+    fields = (InputField(("pixel_values",), (*frames, config.num_channels, *_pair(config.image_size))),)
     return OrderedImages(fields, _pair(config.patch_size)) if config.model_type == "vit_mae" else ModuleInputs(fields)
 
 
@@ -287,7 +287,7 @@ def inputs_of(module: nn.Module) -> ModuleInputs | None:
     name = getattr(module, "main_input_name", "")
     if not all(isinstance(size, int) for size in shape) or not str(name).startswith("pixel_values"):
         return None
-    return ModuleInputs((Field((str(name),), (*shape, shape[-1])),))  # type: ignore[arg-type]
+    return ModuleInputs((InputField((str(name),), (*shape, shape[-1])),))  # type: ignore[arg-type]
 
 
 def called(module: nn.Module, images: Tensor) -> Any:

@@ -22,7 +22,7 @@ from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, num_params
 from attnrx.vit.models.libraries.huggingface_family import saved_names
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
 from attnrx.vit.models.parts.mlp import Pair
-from attnrx.vit.models.parts.module_inputs import ATTRIBUTE, Field, ModuleInputs, called, inputs_of
+from attnrx.vit.models.parts.module_inputs import ATTRIBUTE, InputField, ModuleInputs, called, inputs_of
 from attnrx.vit.models.parts.record import RECORD, TOKENS, Record, record_of
 from attnrx.vit.models.parts.token_reduction import reduction_of
 from attnrx.vit.models.parts.vit_parts import model_name, reading_parts, require_parts
@@ -422,11 +422,11 @@ class WholeFamily(Family):
         with torch.device("cpu"):
             module = created_by(create, around.name, around.needed)
         if around.inputs:
-            vars(module)[ATTRIBUTE] = ModuleInputs(tuple(Field(*each) for each in around.inputs))
+            vars(module)[ATTRIBUTE] = ModuleInputs(tuple(InputField(*each) for each in around.inputs))
         plain = PlainShape(module)
         module = family.recognize_(module, around.path, description)
         if around.inputs:
-            vars(module)[ATTRIBUTE] = ModuleInputs(tuple(Field(*each) for each in around.inputs))
+            vars(module)[ATTRIBUTE] = ModuleInputs(tuple(InputField(*each) for each in around.inputs))
         require_parts(module, (around.path,), around.name)
         source = module.get_submodule(around.path)
         if not _is_of(source, family):
