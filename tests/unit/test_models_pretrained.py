@@ -371,10 +371,15 @@ def test_timm_weights_are_read_strictly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("vit_tiny_patch16_224", {}), ("deit_tiny_distilled_patch16_224", {})],
-    ids=["one classifier", "two classifiers"],
+    [
+        ("vit_tiny_patch16_224", {}),
+        ("deit_tiny_distilled_patch16_224", {}),
+        ("vit_tiny_patch16_224", {"img_size": 96}),
+        ("vit_small_patch14_reg4_dinov2", {"img_size": 98}),
+    ],
+    ids=["one classifier", "two classifiers", "other images", "other images, and a classifier that is not published"],
 )
-def test_weights_of_a_model_fine_tuned_to_other_classes_are_read(
+def test_weights_of_a_model_fine_tuned_to_other_classes_or_images_are_read(
     name: str, arguments: dict[str, Any], tmp_path: Path
 ) -> None:
     torch.manual_seed(3)
@@ -382,9 +387,17 @@ def test_weights_of_a_model_fine_tuned_to_other_classes_are_read(
     torch.save(fine_tuned.state_dict(), tmp_path / "fine_tuned.pt")
     adopted = TIMM.adopt(TIMM.instance(name, weights=tmp_path / "fine_tuned.pt")).eval()
     assert [head.out_features for head in TIMM.heads(adopted)] == [7] * len(TIMM.heads(adopted))
-    batch = torch.randn(2, 3, 224, 224)
+    side = arguments.get("img_size", 224)
+    assert adopted.origin.input_shape == (3, side, side)
+    batch = torch.randn(2, 3, side, side)
     with torch.no_grad():
         torch.testing.assert_close(adopted(batch), fine_tuned.eval()(batch), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_for_images_that_are_no_square_are_refused(tmp_path: Path) -> None:
+    torch.save(timm.create_model(VIT, img_size=(96, 128)).state_dict(), tmp_path / "wide.pt")
+    with pytest.raises(CheckpointError, match="49 tokens, of which no square grid is left"):
+        TIMM.instance(VIT, weights=tmp_path / "wide.pt")
 
 
 def test_folders_of_transformers_are_read(tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ class AdoptedFamily(Family):
     adapter_type: type[Adapter] = PlainAttention
     takes_weights = False
     """Whether `load` takes the weights of a file, or downloads them."""
+    size_argument = ""
+    """The argument of the library for the side of images, of families that take weights."""
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
@@ -412,7 +414,7 @@ class AdoptedFamily(Family):
         Args:
             name: The name in the library.
             weights: A file with the weights under the library's names (`read_weight_file`), also of a model that was
-                fine-tuned to another number of classes; by default the library downloads them.
+                fine-tuned to another number of classes or size of images; by default the library downloads them.
             pretrained: False initializes the weights from seed 0 instead.
             **arguments: Arguments of the library for this model, e.g. `num_classes=10` of timm.
 
@@ -425,7 +427,7 @@ class AdoptedFamily(Family):
             raise InvalidInput(f"weights={str(weights)!r} and pretrained=True: choose one of them.")
         state = None if weights is None else read_weight_file(Path(weights))
         if state is not None:
-            arguments = self._num_classes_in(state, name, arguments) | arguments
+            arguments = self._changes_in(state, name, arguments) | arguments
         model = self.initialized(name, pretrained=weights is None and pretrained is not False, **arguments)
         if state is not None:
             try:
@@ -434,14 +436,41 @@ class AdoptedFamily(Family):
                 raise CheckpointError(f"the weights in {weights} do not fit {self.name}:{name} ({error}).") from error
         return model
 
-    def _num_classes_in(self, state: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the argument `num_classes` for the weights of a model that was fine-tuned to other classes."""
+    def _changes_in(self, state: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
+        """Returns the arguments for the weights of a model that was fine-tuned to other classes, or to another size.
+
+        Raises:
+            CheckpointError: The positions are those of patches that form no square.
+        """
         with torch.device("meta"):
-            published = self.initialized(name, **arguments).state_dict()
+            model = self.initialized(name, **arguments)
+        published, changes = model.state_dict(), dict[str, int]()
+        both = [(path, published[path].shape, tensor.shape) for path, tensor in state.items() if path in published]
         # The linear maps with other rows and the same columns: the classifiers, of which distilled models have two.
-        both = [(state[path].shape, tensor.shape) for path, tensor in published.items() if path in state]
-        rows = {own[0] for own, other in both if len(own) == 2 and own[0] != other[0] and own[1:] == other[1:]}
-        return {"num_classes": rows.pop()} if len(rows) == 1 else {}
+        rows = {own[0] for _, other, own in both if len(own) == 2 and own[0] != other[0] and own[1:] == other[1:]}
+        # Or one that the published model lacks.
+        rows = rows or {len(own) for path, own in state.items() if path not in published and own.ndim == 2}
+        if len(rows) == 1:
+            changes["num_classes"] = rows.pop()
+        # Tables [1, tokens, width] of other tokens: the positions.
+        tables = [
+            (path, other[1], own[1])
+            for path, other, own in both
+            if len(own) == len(other) == 3 and own[0] == other[0] == 1 and own[1] != other[1] and own[2] == other[2]
+        ]
+        if tables and self.size_argument:
+            path, tokens, own = tables[0]
+            patches: Any = model.get_submodule(self.parts(model).patches)
+            # Without the tokens before the patches, if these have positions.
+            count = own - (tokens - self.num_patches(model, self.origin_inside(model).input_shape))
+            side = math.isqrt(max(count, 0))
+            if not count or side * side != count:
+                raise CheckpointError(
+                    f"{path} of the weights has {own} tokens, of which no square grid is left: create the model of "
+                    f"{self.library} for the size of its images, load the weights into it, and then attnrx.load it."
+                )
+            changes[self.size_argument] = side * patches.stride[0]
+        return changes
 
     def fitted(self, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         """Returns the tensors of a weight file as the library converts them for this model."""

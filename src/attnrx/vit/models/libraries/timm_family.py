@@ -135,6 +135,7 @@ class TimmFamily(AdoptedFamily):
     name = library = "timm"
     model_type = TimmModel
     takes_weights = True
+    size_argument = "img_size"
     adapter_type = TimmAttention
 
     def fitted(self, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

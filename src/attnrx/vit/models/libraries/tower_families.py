@@ -29,6 +29,7 @@ class TorchvisionFamily(AdoptedFamily):
     name = library = "torchvision"
     model_type = TorchvisionModel
     takes_weights = True
+    size_argument = "image_size"
 
     def parts(self, source: nn.Module) -> ViTParts:
         return ViTParts(
