@@ -52,8 +52,9 @@ A model of your own class has all axes without a `Reader` where its blocks have 
 projections or of `nn.MultiheadAttention`, and its parts are called once per image: DINO, DINOv2's and MAE's own
 repositories and what was made from them (also blocks in chunks), vit-pytorch, `nn.TransformerEncoder` with tokens or
 batches first, with a norm before or after. Parts are found by one pass of random images, and the outputs are proved.
-Dropout of attention weights is no part of the copy, which matters to its training alone. Other models of your own are
-read by a `Reader` ([Use a model of your own](how-to/own_model.md)); without one they have the axis `hidden`.
+Dropout stays in the attention of the library; attention that ranks replace has none, which matters to training alone.
+Other models of your own are read by a `Reader` ([Use a model of your own](how-to/own_model.md)); without one they have
+the axis `hidden`.
 
 A head that was replaced (`model.head = nn.Linear(192, 10)`, an `nn.Sequential` of layers, `nn.Identity()`) is read,
 saved and loaded with the model. So is a module of your own that contains one of these models (a backbone with a

@@ -231,6 +231,29 @@ def test_torchao_quantizes_the_maps_that_it_quantizes_in_the_original(library: s
     assert torch.allclose(answer(small, pixels), expected, atol=0.05)
 
 
+WITH_DROPOUT: dict[str, Callable[[], Any]] = {
+    "timm": lambda: of_timm(VIT, attn_drop_rate=0.1, proj_drop_rate=0.2),
+    "transformers": lambda: of_hf(
+        "ViTForImageClassification", attention_probs_dropout_prob=0.1, hidden_dropout_prob=0.2
+    ),
+}
+
+
+@pytest.mark.parametrize("library", WITH_DROPOUT)
+def test_dropout_stays_where_the_attention_of_the_library_is(library: str, tmp_path: Path) -> None:
+    def rates(model: nn.Module) -> list[float]:
+        return sorted(part.p for part in model.modules() if isinstance(part, nn.Dropout))
+
+    original = WITH_DROPOUT[library]()
+    for model in (rx.load(original), smaller(original)):
+        assert rates(model) == rates(original)
+        assert rates(rx.load(rx.save(model, tmp_path / "m"))) == rates(original)
+        pixels = images(model)
+        torch.manual_seed(0)
+        first, second = (answer(model.train(), pixels) for _ in range(2))
+        assert not torch.equal(first, second)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("rules", [HIDDEN, RANKS])
 def test_frozen_weights_stay_frozen_and_names_freeze(library: str, rules: str) -> None:

@@ -171,11 +171,8 @@ REFUSED: dict[str, tuple[AdoptedFamily, Callable[[], nn.Module], str]] = {
     "differential": (TIMM, partial(of_timm, VIT, attn_layer="diff", num_heads=2), r"parts that are not read \(lambda_"),
     "parallel": (TIMM, partial(of_timm, "vit_base_patch16_xp_224"), "block ParallelScalingBlock has no"),
     "side by side": (TIMM, partial(of_timm, "vit_small_patch16_18x2_224"), "block ParallelThingsBlock has no"),
-    "dropout": (TIMM, partial(of_timm, VIT, attn_drop_rate=0.1), "dropout inside attention .*attn_drop_rate=0"),
     "hf masked patches": (HF, partial(of_hf, "ViTMAEModel", mask_ratio=0.5), "load it with mask_ratio=0.0"),
     "hf backbone": (HF, partial(of_hf, "DPTForDepthEstimation", backbone_config={"model_type": "dinov2"}), "DPT whose"),
-    "hf dropout, nested": (HF, partial(of_hf, "YolosForObjectDetection", hidden_dropout_prob=0.1), "dropout inside"),
-    "hf dropout": (HF, partial(of_hf, "ViTForImageClassification", attention_probs_dropout_prob=0.1), "dropout inside"),
 }
 # On the meta device: these architectures are large, and refusing looks at no weights.
 OTHERS = {

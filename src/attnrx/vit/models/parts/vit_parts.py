@@ -41,7 +41,7 @@ def changed_linears(module: nn.Module, names: tuple[str, ...]) -> Iterator[Refus
 
 def unread_attention(attention: nn.Module, projections: tuple[str, ...], remedy: str = "") -> Iterator[Refusal]:
     """Yields why an attention module is not read: one of its projections, by their paths, lacks or is not a plain
-    nn.Linear, or there is dropout, whose rate is an attribute or that of a module.
+    nn.Linear.
     """
     named = dict(attention.named_modules())
     missing = [path for path in projections if path not in named]
@@ -49,15 +49,6 @@ def unread_attention(attention: nn.Module, projections: tuple[str, ...], remedy:
         yield Refusal(f"the attention {type(attention).__name__} has no module {', '.join(missing)}", remedy)
         return
     yield from changed_linears(attention, projections)
-    # Not in timm's bias of positions, which stays.
-    parts = [part for path, part in named.items() if not path.startswith("rel_pos")]
-    rates = [getattr(part, name, 0.0) for part in parts for name in ("attention_dropout", "dropout", "dropout_prob")]
-    rates += [part.p for part in parts if isinstance(part, nn.Dropout)]
-    if any(isinstance(rate, float) and rate for rate in rates):
-        yield Refusal(
-            "dropout inside attention (create it without: attn_drop_rate=0 and proj_drop_rate=0 of timm, "
-            "attention_dropout=0.0, hidden_dropout_prob=0.0 or attention_probs_dropout_prob=0.0 of others)"
-        )
 
 
 def model_name(model: nn.Module) -> str:
