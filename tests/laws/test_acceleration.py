@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,3 +105,10 @@ def test_shrink_accelerates_a_result_of_latency_alone() -> None:
     fast = rx.shrink(model, data, faster=1.1, threads=1).model
     assert type(fast) is not type(model) and isinstance(fast, type(model))
     assert type(rx.plain(fast)) is type(model)
+
+
+def test_an_accelerated_model_is_saved_as_the_plain_one(tmp_path: Path) -> None:
+    fast = rx.accelerate(rx.load(of_timm(VIT)))
+    again = rx.load(rx.save(fast, tmp_path / "m"))
+    pixels = torch.rand(2, *family_of(again).input_shape(again)).to(next(again.parameters()))
+    torch.testing.assert_close(again(pixels), fast(pixels), rtol=1e-4, atol=1e-5)

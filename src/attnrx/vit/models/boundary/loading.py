@@ -13,7 +13,14 @@ from attnrx.support.atomic_writes import ReplacedFiles
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, nearest
 from attnrx.support.hub import NAME, download
 from attnrx.support.storage import read_tensors, require_finite_tensors
-from attnrx.vit.models.boundary.working_copy import is_working, library_form, require_alike, working_copy
+from attnrx.vit.models.boundary.working_copy import (
+    WORKING,
+    is_working,
+    library_form,
+    plain_form,
+    require_alike,
+    working_copy,
+)
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
 from attnrx.vit.models.families import (
     FAMILIES,
@@ -132,7 +139,7 @@ def _require_same(folder: Path, model: nn.Module, factory: Factory | None) -> No
         "was not saved: it was changed after it was made or loaded in a way that a folder cannot hold. Make the change "
         "in the arguments of the model, or state a function that creates it: attnrx.load(module, factory=...)."
     )
-    model = library_form(model)
+    model = plain_form(model) if WORKING in vars(model) else library_form(model)
     try:
         saved = _load_folder(folder, factory)
     except AttnrxError as error:

@@ -195,6 +195,10 @@ class ModuleFamily(AdoptedFamily):
             model.get_submodule(path)._buffers[name] = created.get_submodule(path)._buffers[name]
         return _with_reader(model, reader, factory)
 
+    def refresh_(self, adopted: Adopted) -> None:
+        # By what created the model, which this family need not know.
+        super(ModuleFamily, ModuleFamily(vars(adopted.source)["attnrx_factory"])).refresh_(adopted)
+
     def library_model(self, model: nn.Module) -> nn.Module:
         adopted = self._adopted(model)
         return ModuleFamily(vars(adopted.source)["attnrx_factory"])._created(adopted.origin)
