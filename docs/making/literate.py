@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = re.compile(r"^# %%(?P<kind>.*)$")
-NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+NUMBER = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
 @dataclass(frozen=True)
