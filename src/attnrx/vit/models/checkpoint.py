@@ -133,12 +133,17 @@ def save_weights(
             **FOR_TRANSFORMERS,
         }
         write_json(new / "config.json", sealed(record))
-        if processor := family.processor_config(model):
-            name = "preprocessor_config.json"
-            write_json(new / name, {"kind": PARTS[name], **processor})
+        write_processor(new, family, model)
         if write_beside is not None:
             write_beside(new)
     return folder
+
+
+def write_processor(folder: Path, family: Family, model: nn.Module) -> None:
+    """Writes the image processor of transformers for a saved model, if its family states one."""
+    if processor := family.processor_config(model):
+        name = "preprocessor_config.json"
+        write_json(folder / name, {"kind": PARTS[name], **processor})
 
 
 def is_model_file(path: Path) -> bool:
@@ -196,19 +201,9 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
             f"of attnrx like that: load them as attnrx.load(FOLDER_OF_THE_MODEL, weights={str(folder)!r}), or save "
             "the model with attnrx.save(trainer.model, folder)."
         )
-    record = read_json(path, MOST_BYTES)
-    check_schema(record, KIND, SCHEMA, path)
-    check_seal(record, path)
-    record = converted(record)
-    validated(record, RECORD, path)
-    by_name = {family.name: family for family in families}
-    if record["family"] not in by_name:
-        raise UnknownName("model family", record["family"], by_name)
-    source = folder / "model.safetensors"
-    tensors = read_tensors(source, record["weights_sha256"])
-    require_finite_tensors(tensors, str(source))
+    record, family, tensors = _opened(path, RECORD, families)
     _require_depth(record["model"], tensors, path)
-    family, tokens = by_name[record["family"]], record["tokens"]
+    source, tokens = folder / "model.safetensors", record["tokens"]
     try:
         with torch.device("meta"):
             model = family.build(record["model"])
@@ -230,6 +225,29 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
     return model.eval()
 
 
+def _opened(
+    path: Path, kind: kinds.Kind, families: tuple[Family, ...]
+) -> tuple[dict[str, Any], Any, dict[str, Tensor]]:
+    """Reads the record of a model, of this kind, and the weights beside it; returns them and the family of the record.
+
+    Raises:
+        CheckpointError: A file was damaged or edited.
+        UnknownName: The record names another family.
+    """
+    record = read_json(path, MOST_BYTES)
+    check_schema(record, KIND, SCHEMA, path)
+    check_seal(record, path)
+    record = converted(record)
+    validated(record, kind, path)
+    by_name = {family.name: family for family in families}
+    if record["family"] not in by_name:
+        raise UnknownName("model family", record["family"], by_name)
+    source = path.with_name("model.safetensors")
+    tensors = read_tensors(source, record["weights_sha256"])
+    require_finite_tensors(tensors, str(source))
+    return record, by_name[record["family"]], tensors
+
+
 def _load_stock(folder: Path, families: tuple[Family, ...]) -> nn.Module:
     """Returns the portable model of a folder: its library creates it, and the names of the weights are the library's.
 
@@ -237,16 +255,8 @@ def _load_stock(folder: Path, families: tuple[Family, ...]) -> nn.Module:
         CheckpointError: A file was damaged or edited, or the weights do not fit.
         UnknownName: The folder names another family.
     """
-    path, source = folder / STOCK, folder / "model.safetensors"
-    record = read_json(path, MOST_BYTES)
-    check_schema(record, KIND, SCHEMA, path)
-    check_seal(record, path)
-    validated(record, STOCK_RECORD, path)
-    by_name: dict[str, Any] = {family.name: family for family in families}
-    if record["family"] not in by_name:
-        raise UnknownName("model family", record["family"], by_name)
-    tensors, family = read_tensors(source, record["weights_sha256"]), by_name[record["family"]]
-    require_finite_tensors(tensors, str(source))
+    path = folder / STOCK
+    record, family, tensors = _opened(path, STOCK_RECORD, families)
     # Before anything is built: every layer has several tensors.
     arguments = record["model"].get("arguments")
     inside = arguments.get("vision_config") if isinstance(arguments, Mapping) else None

@@ -128,12 +128,12 @@ def save_model(
         if write_beside is not None:
             write_beside(new)
         if "factory" not in needed_to_load(model):  # a function of the user's, known where it is loaded alone
-            _require_same(new, given, vars(getattr(model, "source", model)).get("attnrx_factory"))
+            require_same(new, given, vars(getattr(model, "source", model)).get("attnrx_factory"))
 
     return save_weights(folder, model, family, notes, write, parts)
 
 
-def _require_same(folder: Path, model: nn.Module, factory: Factory | None) -> None:
+def require_same(folder: Path, model: nn.Module, factory: Factory | None = None) -> None:
     """Raises NotSupported unless a folder holds this model, as its answer for a random image and its parts show."""
     remedy = (
         "was not saved: it was changed after it was made or loaded in a way that a folder cannot hold. Make the change "

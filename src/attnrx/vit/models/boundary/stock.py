@@ -23,8 +23,9 @@ from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.support.modules import random_images, tensors_of
 from attnrx.support.records import to_dict
 from attnrx.support.storage import file_sha256, require_finite_tensors, sealed, write_json, write_tensors, write_text
+from attnrx.vit.models.boundary.loading import require_same
 from attnrx.vit.models.boundary.working_copy import answer, library_form, working_copy
-from attnrx.vit.models.checkpoint import KIND, LIBRARY_FILES, PARTS, SCHEMA, STOCK, is_model_file
+from attnrx.vit.models.checkpoint import KIND, LIBRARY_FILES, PARTS, SCHEMA, STOCK, is_model_file, write_processor
 from attnrx.vit.models.families import LIBRARIES, family_of
 from attnrx.vit.models.family import require_ordinary_weights, stated_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
@@ -284,7 +285,7 @@ def save_stock(
 ) -> Path:
     """Saves what `stock_form` returned as a folder that its own library and `load` read, replacing an earlier model.
 
-    The weights have the library's names, in one file for both.
+    The weights have the library's names, in one file for both. The folder is read back, as `save_model` does.
 
     Raises:
         NotSupported: The library joins or divides weights in its files, or was given arguments that no file has.
@@ -314,10 +315,9 @@ def save_stock(
             "files": {path.name: file_sha256(path) for name in LIBRARY_FILES if (path := new / name).exists()},
         }
         write_json(new / STOCK, sealed(record))
-        if processor := stock.family.processor_config(model):
-            name = "preprocessor_config.json"
-            write_json(new / name, {"kind": PARTS[name], **processor})
+        write_processor(new, stock.family, model)
         write_beside(new)
+        require_same(new, model)
     return folder
 
 

@@ -42,9 +42,10 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
         is_inside = _IS_INSIDE.get()
         with ordinary_modes(), default_cpu(), restored_state(models), inside_verb():
-            copies = {id(model): working_copy(model) for model in models}
-            for model in models if not is_inside else ():
-                if record_of(model) is not None:
+            copies: dict[int, nn.Module] = {}
+            for model in {id(each): each for each in models}.values():  # one that was given twice is one
+                copies[id(model)] = working_copy(model)
+                if not is_inside and record_of(model) is not None:
                     require_alike(model, copies[id(model)], CHANGED)
             for model in copies.values():
                 if isinstance(model, Adopted) or isinstance(known_family(model), NamedFamily):
