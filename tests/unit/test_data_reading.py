@@ -1,17 +1,28 @@
 """From a name or a path to three splits: every storage format, and what is decided on the way."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from attnrx.data import DATASETS, Columns, load_data, require_labels
-from attnrx.data.formats import Opened
+from attnrx.data import DATASETS, Columns, image_set, load_data, require_labels
+from attnrx.data.formats import LISTED_SPLITS, Opened, open_folder
 from attnrx.data.images import evenly_spaced
 from attnrx.data.loading import locate
 from attnrx.support.errors import DataError
-from support.pictures import CLASSES, assert_labels_belong, everything, grey, rows, sizes, write_folder, write_parquet
+from support.pictures import (
+    CLASSES,
+    assert_labels_belong,
+    encoded,
+    everything,
+    grey,
+    rows,
+    sizes,
+    write_folder,
+    write_parquet,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +67,7 @@ def test_one_parquet_file_per_split_as_on_the_hub(tmp_path: Path) -> None:
     splits = load_data(tmp_path)
     assert sizes(splits) == (42, 9, 6)
     assert_labels_belong(splits)
-    assert splits.notes == ()
+    assert [note for note in splits.notes if "the labels are the column 'label'" not in note] == []
     with pytest.raises(DataError, match="not a pattern"):
         load_data(str(tmp_path / "data" / "*.parquet"))
 
@@ -212,3 +223,112 @@ def test_a_table_without_labels_has_images_alone(tmp_path: Path) -> None:
         load_data(path, columns=Columns(label_column="kind"))
     labelled = write_parquet(tmp_path / "labelled.parquet", [*rows(20), *rows(6, "test")])
     assert load_data(labelled).test.has_labels
+
+
+def columns_of(count: int, **names: str) -> list[dict]:
+    """Rows with images, and columns of numbers, words or lists by name."""
+    makes: dict[str, Callable[[int], Any]] = {"number": lambda i: i % 3, "word": lambda i: CLASSES[i % 3]}
+    makes |= {"numbers": lambda i: [i], "float": lambda i: i / 7}
+    pictures = rows(count)
+    return [
+        {"image": row["image"], **{name: makes[kind](i) for name, kind in names.items()}}
+        for i, row in enumerate(pictures)
+    ]
+
+
+@pytest.mark.parametrize("name", ["gt_label", "class", "category", "label_id", "classId", "coarse_label", "Target"])
+@pytest.mark.parametrize("kind", ["number", "word"])
+def test_the_one_column_that_is_named_like_a_label_is_taken_and_named(tmp_path: Path, name: str, kind: str) -> None:
+    splits = load_data(write_parquet(tmp_path / "a.parquet", columns_of(30, **{name: kind, "weight": "number"}), None))
+    assert_labels_belong(splits)
+    assert any(note.startswith(f"the labels are the column {name!r};") for note in splits.notes)
+
+
+def test_a_column_of_classes_by_the_schema_is_taken(tmp_path: Path) -> None:
+    import datasets
+
+    features = datasets.Features(
+        {"image": datasets.Image(), "breed": datasets.ClassLabel(names=list(CLASSES)), "age": datasets.Value("int64")}
+    )
+    content = [{"image": row["image"], "breed": row["label"], "age": 3} for row in rows(30)]
+    datasets.Dataset.from_list(content, features=features).to_parquet(str(tmp_path / "a.parquet"))
+    splits = load_data(tmp_path / "a.parquet")
+    assert splits.class_names == CLASSES
+    assert_labels_belong(splits)
+
+
+def test_several_columns_that_may_be_labels_are_named(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", columns_of(30, class_id="number", class_name="word"), None)
+    with pytest.raises(DataError, match=r"may be the label: class_id, class_name .*Give --label-column class_id"):
+        load_data(path)
+    assert load_data(path, columns=Columns(label_column="class_name")).class_names == CLASSES
+    usual = columns_of(30, label="number", imagenet_label="number")
+    notes = load_data(write_parquet(tmp_path / "b.parquet", usual, None)).notes
+    assert any("are the column 'label' (imagenet_label may be labels too)" in note for note in notes)
+    for kind in ("numbers", "float"):  # of no class
+        splits = load_data(write_parquet(tmp_path / f"{kind}.parquet", columns_of(30, gt_label=kind), None))
+        assert any("it has image, gt_label" in note for note in splits.notes)
+
+
+def test_keys_of_items_that_may_be_labels_are_named() -> None:
+    items = [{"image": torch.randn(3, 8, 8), "gt_label": 1} for _ in range(4)]
+    assert any("gt_label" in note and "labels" in note for note in image_set(items).notes)
+    assert not image_set([{"image": item["image"], "id": 3} for item in items]).notes
+
+
+# folders that may be read in two ways
+
+
+def write_tree(root: Path, folders: str, count: int = 3) -> Path:
+    """Writes images into every folder of a text such as `train/cat test/cat`."""
+    for number, name in enumerate(folders.split()):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for index in range(count):
+            (root / name / f"{number}-{index}.png").write_bytes(encoded(number % 3, index))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        ("cat dog test", "has test, named like a split, beside cat, which has other images"),
+        ("car plane train", "has train, named like a split, beside car"),
+        ("cat dog test/cat", "has test, named like a split, beside cat"),
+        ("val/cat valid/cat", "has two validation splits, val and valid"),
+        ("blur/1/cat blur/2/cat fog/1/cat fog/2/cat", "Give the folder whose folders are the classes, e.g. .*/blur/1;"),
+        ("1/cat 1/dog 2/cat 2/dog", "Give the folder whose folders are the classes, e.g. .*/1;"),
+        ("images/cat images/dog", "Give the folder whose folders are the classes, e.g. .*/images;"),
+        ("cat/images cat/masks dog/images dog/masks", "which of them are classes"),
+    ],
+)
+def test_folders_that_may_be_classes_or_not_are_refused(tmp_path: Path, folders: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_data(write_tree(tmp_path, folders))
+
+
+def test_folders_with_the_classes_of_a_split_are_not_classes(tmp_path: Path) -> None:
+    splits = load_data(write_tree(tmp_path, "train/cat train/dog more/dog", 9))
+    assert splits.class_names == ("cat", "dog") and any("'more' is neither" in note for note in splits.notes)
+
+
+@pytest.mark.parametrize("folders", ["cat/a cat/b dog", "cat/images dog/images", "train/cat train/dog val/cat", "1 2"])
+def test_other_folders_are_read(tmp_path: Path, folders: str) -> None:
+    assert len(load_data(write_tree(tmp_path, folders, 6)).class_names) == 2
+
+
+@pytest.mark.parametrize("layout", LISTED_SPLITS, ids=["food-101", "dtd"])
+def test_splits_that_files_list_are_read(tmp_path: Path, layout: dict[str, str]) -> None:
+    write_tree(tmp_path / "images", "cat dog", 6)
+    for number, name in enumerate(layout.values()):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        suffix = "" if name.startswith("meta") else ".png"
+        (tmp_path / name).write_text("".join(f"{c}/{i}-{number}{suffix}\n" for i, c in enumerate(("cat", "dog"))))
+    if (tmp_path / "meta").exists():
+        for file in tmp_path.glob("images/*/*.png"):
+            file.rename(file.with_suffix(".jpg"))
+    opened = open_folder(tmp_path)
+    assert {split: len(stored) for split, stored in opened.splits.items()} == dict.fromkeys(layout, 2)
+    assert opened.class_names == ("cat", "dog")
+    next(tmp_path.glob("images/cat/0-0.*")).unlink()
+    with pytest.raises(DataError, match=r"train1?\.txt lists .*0-0.*not there"):
+        open_folder(tmp_path)

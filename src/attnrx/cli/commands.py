@@ -194,7 +194,7 @@ def _model_and_data(arguments: Namespace, seed: int, log: Log) -> "tuple[nn.Modu
     model = rx.load(arguments.model, seed, weights=arguments.weights, trust=arguments.trust)
     family = rx.models.own_family(arguments.model)
     if family is None or not family.fits_data or Path(arguments.model).exists():
-        return model, options.splits_argument(model, arguments)
+        return model, options.splits_argument(model, arguments, log)
     channels, size, _ = family.input_shape(model)
     splits = options.load_splits(arguments, image_size=size)
     for note in splits.notes:
@@ -228,7 +228,7 @@ def _diagnose_options(parser: Parser) -> None:
 )
 def diagnose(arguments: Namespace, log: Log) -> Outcome:
     model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    images = options.chosen_images(options.splits_argument(model, arguments), arguments)
+    images = options.chosen_images(options.splits_argument(model, arguments, log), arguments)
     log(f"diagnosing {arguments.model} on {len(images):,} images")
     settings = options.given_arguments(arguments, "diagnose")
     diagnosis = rx.diagnose(model, images, batch_size=arguments.batch_size, seed=arguments.seed, **settings)
@@ -381,7 +381,7 @@ def realize(arguments: Namespace, log: Log) -> Outcome:
         if arguments.data is None:
             requested = " and ".join(fitted)
             raise InvalidInput(f"{requested}: fitted on images, and --data names none; add --data NAME.")
-        train = options.splits_argument(model, arguments, distinct=True).train
+        train = options.splits_argument(model, arguments, log, distinct=True).train
         images = train.take(min(arguments.calibration_images, len(train)))
     slim = realize_and_fit(model, prescription, images, fits, arguments.by)
     prescription = replace(prescription, about={**prescription.about, "realized": how})
@@ -434,9 +434,7 @@ def verify(arguments: Namespace, log: Log) -> Outcome:
     prescription = None if arguments.prescription is None else rx.Prescription.load(arguments.prescription)
     candidate = options.model_argument(arguments.candidate, arguments.device, trust=arguments.trust)
     reference = options.model_argument(arguments.reference, arguments.device, arguments.weights, arguments.trust)
-    splits = options.splits_argument(reference, arguments, distinct=True)
-    for note in splits.notes:
-        log(f"{splits.name}: {note}")
+    splits = options.splits_argument(reference, arguments, log, distinct=True)
     images = options.chosen_images(splits, arguments)
     log(f"verifying {arguments.candidate} on {len(images):,} images")
     evidence = rx.verify(
@@ -490,7 +488,7 @@ def export(arguments: Namespace, log: Log) -> Outcome:
     # A runtime for the CPU is compared with the model on the CPU.
     device = arguments.device if form.on_cuda else "cpu"
     model = options.model_argument(arguments.model, device, arguments.weights, arguments.trust)
-    splits = None if arguments.data is None else options.splits_argument(model, arguments)
+    splits = None if arguments.data is None else options.splits_argument(model, arguments, log)
     calibration = None if splits is None else splits.train
     # The file has class names, so that it can be used without the data.
     names = () if splits is None else rx.exporting.fitting_names(model, splits.class_names)

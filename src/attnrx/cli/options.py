@@ -363,15 +363,22 @@ def load_splits(arguments: Namespace, **shape: Any) -> "rx.data.Splits":
     return rx.load_data(arguments.data, columns=_columns(arguments), **shape)
 
 
-def splits_argument(model: "nn.Module", arguments: Namespace, distinct: bool = False) -> "rx.data.Splits":
-    """Loads the dataset with the preprocessing of the model; `distinct` uses an image of several splits once.
+def splits_argument(
+    model: "nn.Module", arguments: Namespace, log: Log | None = None, distinct: bool = False
+) -> "rx.data.Splits":
+    """Loads the dataset with the preprocessing of the model, and logs how it was read; `distinct` uses an image of
+    several splits once.
 
     Raises:
         InvalidInput: The class map is no JSON object.
     """
     path = arguments.label_map
     splits = rx.adapt_preprocessing(load_splits(arguments), model, None if path is None else _label_map(path))
-    return rx.data.distinct_splits(splits) if distinct else splits
+    splits = rx.data.distinct_splits(splits) if distinct else splits
+    if log is not None:
+        for note in splits.notes:
+            log(f"{splits.name}: {note}")
+    return splits
 
 
 def _columns(arguments: Namespace) -> "rx.data.Columns":

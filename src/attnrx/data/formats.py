@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attnrx.data.images import IMAGE_KEYS, LABEL_KEYS, StoredImages, round_robin
+from attnrx.data.images import IMAGE_KEYS, LABEL_KEYS, StoredImages, likely_labels, round_robin
 from attnrx.data.splits import SPLITS
 from attnrx.support.arguments import described_error, require_fields
 from attnrx.support.errors import DataError, nearest
@@ -52,14 +52,15 @@ def open_folder(root: Path) -> Opened:
     """Lists the files of `root/train/<class>/*.jpg` and other splits beside it, or of `root/<class>/*.jpg`.
 
     Classes are the folders that hold images, in alphabetical order. Without folders of classes, `root/*.jpg` or
-    `root/train/*.jpg`, the images have no labels.
+    `root/train/*.jpg`, the images have no labels. Splits that the authors list in files (`LISTED_SPLITS`) are theirs.
 
     Raises:
-        DataError: There are no images, or only some splits have folders of classes.
+        DataError: There are no images, only some splits have folders of classes, or the folders may be read in two
+            ways.
     """
+    notes: list[str] = []
     try:
-        folders = {SPLITS[each.name.lower()]: each for each in _subfolders(root) if each.name.lower() in SPLITS}
-        listings = {name: _listed(folder) for name, folder in (folders or {"train": root}).items()}
+        listings = _listed_splits(root, notes) or _listings_by_split(root, notes)
     except OSError as error:
         raise DataError(f"{root} cannot be listed: {error.strerror or error} ({error.filename}).") from error
     class_names = sorted({word for listing in listings.values() for _, word in listing})
@@ -85,25 +86,106 @@ def open_folder(root: Path) -> Opened:
             # Relative and with forward slashes, so that the same images are held out on every machine.
             keys = [file.relative_to(root).as_posix() for file in files]
     if "" not in class_names:
-        return Opened(splits, tuple(class_names), keys=keys)
-    notes = ("no folders of classes: the images are used without labels",)
-    return Opened(splits, (), notes, keys, remedy="put the images of every class into a folder of their own")
+        return Opened(splits, tuple(class_names), tuple(notes), keys=keys)
+    notes.append("no folders of classes: the images are used without labels")
+    return Opened(splits, (), tuple(notes), keys, remedy="put the images of every class into a folder of their own")
+
+
+# Files that list the images of every split, below the folder "images": of Food-101 and of the first division of DTD.
+LISTED_SPLITS = (
+    {"train": "meta/train.txt", "test": "meta/test.txt"},
+    {"train": "labels/train1.txt", "validation": "labels/val1.txt", "test": "labels/test1.txt"},
+)
+Listing = list[tuple[Path, str]]
+"""Image files, each with the name of its class; "" without classes."""
+
+
+def _listed_splits(root: Path, notes: list[str]) -> dict[str, Listing]:
+    """Returns the images of every split by the lines `<class>/<file>` of the authors' files; {} where there are none.
+
+    Raises:
+        DataError: A listed image is not there.
+    """
+    for layout in LISTED_SPLITS:
+        if not all((root / file).is_file() for file in layout.values()):
+            continue
+        notes.append(f"the splits are those of {', '.join(layout.values())}")
+        listings: dict[str, Listing] = {}
+        for split, name in layout.items():
+            lines = require_regular(root / name, DataError).read_text("utf-8", errors="replace").split()
+            files = [root / "images" / (line if Path(line).suffix else f"{line}.jpg") for line in lines]
+            if missing := [file for file in files if not file.is_file()]:
+                raise DataError(f"{root / name} lists {missing[0]}, which is not there; complete the images.")
+            listings[split] = [(file, file.parent.name) for file in files]
+        return listings
+    return {}
+
+
+def _listings_by_split(root: Path, notes: list[str]) -> dict[str, Listing]:
+    """Returns the images of every split, by the folders of `root` that are named like splits; without any, of train.
+
+    Raises:
+        DataError: Two folders name one split, or folders with images are beside those of splits and may be classes.
+    """
+    folders: dict[str, Path] = {}
+    for entry in _subfolders(root):
+        split = SPLITS.get(entry.name.lower())
+        if split in folders:
+            raise DataError(f"{root} has two {split} splits, {folders[split].name} and {entry.name}; rename one.")
+        if split is not None:
+            folders[split] = entry
+    listings = {name: _listed(folder) for name, folder in (folders or {"train": root}).items()}
+    class_names = {word for listing in listings.values() for _, word in listing} - {""}
+    for entry in _subfolders(root) if folders else ():
+        if entry in folders.values() or not any(map(_is_image, entry.rglob("*"))):
+            continue
+        # Another split has the same classes; anything else may be a class.
+        if not class_names & {word for _, word in _listed(entry)}:
+            names = " and ".join(folder.name for folder in folders.values())
+            raise DataError(
+                f"{root} has {names}, named like a split, beside {entry.name}, which has other images. If all of them "
+                f"are classes, move them into {root / 'train'}, or rename {names}; if {names} holds a split, move "
+                f"{entry.name} elsewhere, or into it."
+            )
+        notes.append(f"the folder {entry.name!r} is neither train, validation nor test and is not used")
+    return listings
 
 
 def _subfolders(folder: Path) -> list[Path]:
     return [entry for entry in sorted(folder.iterdir()) if entry.is_dir() and entry.name[0] != "."]
 
 
-def _listed(folder: Path) -> list[tuple[Path, str]]:
+def _listed(folder: Path) -> Listing:
     """Returns the images in the folders of the classes, each with the name of its class, or where there are none those
     in the folder itself, each with "".
     """
-    listing = []
+    listing: Listing = []
     for entry in _subfolders(folder):
         # In the order of torchvision's ImageFolder.
         found = sorted(filter(_is_image, entry.rglob("*")), key=lambda path: (str(path.parent), path.name))
         listing += [(path, entry.name) for path in found]
+    _require_folders_of_classes(folder, listing)
     return listing or [(path, "") for path in sorted(folder.iterdir()) if _is_image(path)]
+
+
+def _require_folders_of_classes(folder: Path, listing: Listing) -> None:
+    """Raises DataError if the classes seem to be folders further inside.
+
+    They are where all folders have the same folders inside, e.g. <corruption>/<severity>/<class>, where there is one
+    folder of folders, and where images are three folders deep.
+    """
+    inside: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+    for parent, word in dict.fromkeys((path.parent, word) for path, word in listing):
+        inside[word].add(parent.relative_to(folder / word).parts)
+    names = {frozenset(parts[:1] for parts in each) for each in inside.values()}
+    same = next(iter(names)) if len(names) == 1 else frozenset[tuple[str, ...]]()
+    if (len(same) > 1 and () not in same) or any(len(parts) > 1 for each in inside.values() for parts in each):
+        path, word = max(listing, key=lambda each: len(each[0].parts))
+        raise DataError(
+            f"the folders in {folder} hold folders with images, e.g. {path.relative_to(folder).parent}, so it is not "
+            f"clear which of them are classes. Give the folder whose folders are the classes, e.g. {path.parent.parent}"
+            f"; if {word} is a class, put its images into one folder, or pass torchvision's ImageFolder in Python."
+        )
 
 
 def _is_image(path: Path) -> bool:
@@ -127,9 +209,10 @@ def _stored_files(files: list[Path], labels: Int[Tensor, "_"]) -> StoredImages:
 class Columns:
     """The names of the columns that hold the image and its label.
 
-    By default image and label are in the first column of IMAGE_KEYS and of LABEL_KEYS (`data.images`) that a table has;
-    without such a label column the images have no labels. `test_column` may name a boolean column: of the test images
-    only the rows with true are used.
+    By default image and label are in the first column of IMAGE_KEYS and of LABEL_KEYS (`data.images`) that a table has.
+    Of a table without a usual label column, the one column is used that its schema declares as classes, or whose name
+    says label, class, category or target. Without such a column the images have no labels. `test_column` may name a
+    boolean column: of the test images only the rows with true are used.
     """
 
     example = "attnrx.data.Columns(image_column='image')"
@@ -141,14 +224,23 @@ class Columns:
     def __post_init__(self):
         require_fields(self)
 
-    def in_table(self, names: Sequence[str], source: str) -> "Columns":
-        """Returns the columns that a table of these names has.
+    def in_table(self, features: Mapping[str, Any], source: str) -> "Columns":
+        """Returns the columns that a table of these features (types by name, as `datasets` has them) has.
 
         Raises:
-            DataError: It lacks the image, or a column that was named.
+            DataError: It lacks the image, or a column that was named, or several columns may be the label.
         """
+        names = [*features]
         image = self.image_column or next((key for key in IMAGE_KEYS if key in names), "image")
         label = self.label_column or next((key for key in LABEL_KEYS if key in names), None)
+        likely = _label_columns(features)
+        if label is None and len(likely) > 1:
+            raise DataError(
+                f"{source} has several columns that may be the label: {', '.join(likely)} (it has {', '.join(names)}). "
+                f"Give --label-column {likely[0]}, or another of them, in Python "
+                f'columns=Columns(label_column="{likely[0]}").'
+            )
+        label = label or next(iter(likely), None)
         for kind, wanted in (("image", image), ("label", label)):
             if wanted is not None and wanted not in names:
                 raise DataError(
@@ -156,6 +248,16 @@ class Columns:
                     f'Give --{kind}-column NAME, in Python columns=Columns({kind}_column="NAME").'
                 )
         return replace(self, image_column=image, label_column=label)
+
+
+def _label_columns(features: Mapping[str, Any]) -> list[str]:
+    """Returns the columns that the schema declares as classes, and those of numbers or words whose name says label."""
+    named = {name for name in likely_labels(features) if _is_class_type(str(getattr(features[name], "dtype", "")))}
+    return [name for name, feature in features.items() if name in named or getattr(feature, "names", None)]
+
+
+def _is_class_type(dtype: str) -> bool:
+    return dtype in ("string", "large_string") or re.fullmatch(r"u?int\d+", dtype) is not None
 
 
 def open_hub(
@@ -182,8 +284,8 @@ def open_hub(
     return _opened(splits, columns, f"the hub dataset {hub_id}")
 
 
-def parquet_columns(files: Sequence[Path], columns: Columns) -> Columns:
-    """Returns the columns of the files; checks that every file is whole, has them and numbers the same classes.
+def require_columns(files: Sequence[Path], columns: Columns) -> None:
+    """Checks that every file is whole, has the columns and numbers the same classes.
 
     The class names of a table are those of its first file, so another order would mislabel images.
 
@@ -203,7 +305,7 @@ def parquet_columns(files: Sequence[Path], columns: Columns) -> Columns:
             raise DataError(
                 f"{file} is not a whole parquet file ({described_error(error)}); make or copy it again."
             ) from error
-        columns = columns.in_table([*features], str(file))
+        columns = columns.in_table(features, str(file))
         names = _class_names(features, columns.label_column)
         first_names = names if first_names is None else first_names
         if names != first_names:
@@ -211,7 +313,6 @@ def parquet_columns(files: Sequence[Path], columns: Columns) -> Columns:
                 f"label mismatch between {files[0]} and {file}: their schemas name different classes for "
                 f"{columns.label_column!r}; write both with the same list of classes."
             )
-    return columns
 
 
 def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
@@ -301,17 +402,21 @@ def _class_names(features: "datasets.Features", column: str | None) -> tuple[str
 def _opened(splits: Mapping[str, "datasets.Dataset"], columns: Columns, source: str) -> Opened:
     """Returns the images of tables by split."""
     tables: dict[str, pa.Table] = {name: split.with_format("arrow")[:] for name, split in splits.items()}
-    found = [*dict.fromkeys(name for table in tables.values() for name in table.column_names)]
-    columns = columns.in_table(found, source)
-    for table in tables.values():
-        columns.in_table(table.column_names, source)
+    features = {name: feature for split in splits.values() for name, feature in split.features.items()}
+    stated, columns = columns, columns.in_table(features, source)
+    for split in splits.values():
+        columns.in_table(split.features, source)
     if columns.label_column is not None:
-        stated = _class_names(next(iter(splits.values())).features, columns.label_column)
-        labels, class_names = _labels(tables, columns.label_column, stated, source)
+        names = _class_names(next(iter(splits.values())).features, columns.label_column)
+        labels, class_names = _labels(tables, columns.label_column, names, source)
+        others = [name for name in _label_columns(features) if name != columns.label_column]
         notes, remedy = (), ""
+        if stated.label_column is None and (others or columns.label_column not in LABEL_KEYS):
+            unread = f" ({', '.join(others)} may be labels too)" if others else ""
+            notes = (f"the labels are the column {columns.label_column!r}{unread}; --label-column NAME takes another",)
     else:
         labels, class_names = {name: torch.zeros(len(table), dtype=torch.int64) for name, table in tables.items()}, ()
-        notes = (f"no label column (it has {', '.join(found)}): the images are used without labels",)
+        notes = (f"no label column (it has {', '.join(features)}): the images are used without labels",)
         remedy = 'name their column (--label-column NAME, in Python columns=Columns(label_column="NAME"))'
     stored = {}
     for name, table in tables.items():

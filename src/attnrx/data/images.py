@@ -9,6 +9,7 @@ Two laws, which the trainer's exact resume and its several processes stand on:
 import hashlib
 import math
 import os
+import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -44,9 +45,19 @@ IN_MEMORY = 2 * 2**30  # bytes of decoded pixels of a store that are held in mem
 # and collators return "pixel_values" and "labels"; "img" and "fine_label" are the columns of CIFAR on the hub.
 IMAGE_KEYS = ("pixel_values", "image", "images", "img", "inputs", "x")
 LABEL_KEYS = ("labels", "label", "targets", "target", "fine_label", "y")
+LABEL_WORDS = frozenset({"label", "labels", "class", "classes", "category", "categories", "target", "targets", "y"})
 NO_LABELS = (
     "the data has no labels, and this needs them: give pairs (images, labels), or mappings with a key such as 'label'."
 )
+
+
+def likely_labels(names: Iterable[Any]) -> tuple[str, ...]:
+    """Returns the keys or columns that a label may be under, by the words of their names, e.g. gt_label, classId."""
+    return tuple(name for name in names if isinstance(name, str) and LABEL_WORDS & {*_words(name)})
+
+
+def _words(name: str) -> list[str]:
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)]
 
 
 @dataclass(frozen=True)

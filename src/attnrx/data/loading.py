@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from attnrx.data.formats import Columns, Opened, open_folder, open_hub, open_parquet, parquet_columns
+from attnrx.data.formats import Columns, Opened, open_folder, open_hub, open_parquet, require_columns
 from attnrx.data.images import UNLABELLED, Augmentation, ImageSet, LoadedImages, StoredImages, evenly_spaced, hold_out
 from attnrx.data.splits import SPLITS, VALIDATION_IS_TEST, Splits, padding_for, with_missing
 from attnrx.support.arguments import PATH, RATE, SIDE, Kind, checked, each, either, optional
@@ -199,7 +199,8 @@ def _opener(path: Path, columns: Columns) -> Callable[[], Opened]:
     if any(file.suffix.lower() != ".parquet" for file in files or [path]):
         raise DataError(f"{path} is neither parquet (.parquet) nor a folder of images; give a dataset that reads it.")
     files = files or [path]
-    return partial(open_parquet, path, files, parquet_columns(files, columns))
+    require_columns(files, columns)
+    return partial(open_parquet, path, files, columns)
 
 
 @checked(

@@ -229,7 +229,7 @@ def three_parts(
     wanted = [planned, predicted, verified]
     wanted = dict(zip(sets, [sum(wanted[: 4 - len(sets)]), *wanted[4 - len(sets) :]], strict=True))
     fixed = {name: read_images(images, splits.normalization, wanted[name]) for name, images in sets.items()}
-    notes = [*dict.fromkeys(note for images in fixed.values() for note in images.notes)]
+    notes = [*dict.fromkeys((*splits.notes, *(note for images in fixed.values() for note in images.notes)))]
     new = _new_positions({name: images.hashes.tolist() for name, images in fixed.items()}, notes)
     distinct = [fixed[name].at(torch.tensor(positions, dtype=torch.long)) for name, positions in new.items()]
     first, *others = (

@@ -12,7 +12,7 @@ PIL pictures is preprocessed as the model's library does it (`Family.preprocessi
 
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from typing import Any
 
@@ -39,6 +39,7 @@ from attnrx.data.images import (
     Pass,
     digest,
     evenly_spaced,
+    likely_labels,
     require_labelled,
 )
 from attnrx.support.arguments import user_code
@@ -112,7 +113,12 @@ def image_set(
         return data
     reading = _ItemReader(argument, preprocess, outputs=outputs, inputs=inputs)
     with seeded_draws(seed, _generators_of(data)):
-        return _source_of(data, reading).read(limit, normalization)
+        images = _source_of(data, reading).read(limit, normalization)
+    if not reading.unread:
+        return images
+    names = ", ".join(reading.unread)
+    note = f"{argument}: no labels are read. If {names} holds them, rename it to one of {', '.join(LABEL_KEYS)}"
+    return replace(images, notes=(note, *images.notes))
 
 
 def training_set(
@@ -225,6 +231,7 @@ class _ItemReader:
     preprocess: Preprocess | None = None
     outputs: str = "logits"
     inputs: Any = None
+    unread: dict[str, None] = field(default_factory=dict)  # keys of items that may be labels, as `fields` meets them
 
     def fields(self, given: Any) -> tuple[Any, Any]:
         """Returns the image and the label, if it has one, of an item; of a batch the images and the labels."""
@@ -244,7 +251,10 @@ class _ItemReader:
                 f"image; rename one to one of {', '.join(names)}."
             )
         keys = (*LABEL_KEYS, *MASK_KEYS) if self.outputs == TARGETS else LABEL_KEYS
-        return image, next((given[key] for key in keys if key in given), None)
+        label = next((given[key] for key in keys if key in given), None)
+        if label is None and self.outputs not in UNREAD:
+            self.unread.update(dict.fromkeys(likely_labels(given)))
+        return image, label
 
     def batch(self, given: Any) -> Batch:
         """Returns a batch of any of the accepted forms; its `index` counts from 0, labels that are missing are -1."""

@@ -49,7 +49,7 @@ def compare(arguments: Namespace, log: Log) -> Outcome:
     shares = () if macs else arguments.shares or SHARES
     methods = comparison.parse_methods(arguments.methods)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    splits = splits_argument(model, arguments)
+    splits = splits_argument(model, arguments, log)
     calibration = splits.train.take(min(arguments.calibration_images, len(splits.train)))
     log(f"diagnosing {arguments.model} on {len(calibration):,} training images")
     # With moments for a model of any form: rules of values, heads and MLP need them.
