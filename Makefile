@@ -48,8 +48,8 @@ $(STAMP): requirements/constraints.txt pyproject.toml
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@touch $@
 
-bench: $(STAMP)  ## The table of speeds in docs/results/speed.md, measured on this machine; a bench that was stopped goes on
-	$(BIN)/python benchmarks/speed_table.py --out runs/bench --readme docs/results/speed.md
+bench: $(STAMP)  ## A table of seven methods' speeds, measured on this machine; a bench that was stopped goes on
+	$(BIN)/python benchmarks/speed_table.py --out runs/bench
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
-"""The table of speeds in docs/results/speed.md: latencies of compressed models relative to timm's own model.
+"""A table of speeds: latencies of compressed models relative to timm's own model.
 
-    python benchmarks/speed_table.py --readme docs/results/speed.md    # make bench
+    python benchmarks/speed_table.py    # make bench
     python benchmarks/speed_table.py --only vit_tiny --rounds 20
 
 Every method keeps so much that its MACs come to the same share of the original's; all take turns with timm's model in
@@ -35,7 +35,6 @@ OTHERS = {
     "Torch-Pruning": "baseline:torch_pruning",
     "plain SVD": "baseline:svd",
 }
-START, END = "<!-- speeds: made by `make bench` -->", "<!-- end of speeds -->"
 
 
 @dataclass(frozen=True)
@@ -130,20 +129,10 @@ def caption(measured: dict[Part, dict[str, Any]], macs: float) -> str:
     )
 
 
-def insert_table(readme: Path, text: str) -> None:
-    """Writes the table between its marks."""
-    before, start, rest = readme.read_text(encoding="utf-8").partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise SystemExit(f"{readme} has no place for the table: write {START} and {END}, each on a line of its own.")
-    write_text(readme, f"{before}{START}\n{text}\n{END}{after}")
-
-
 def main(words: Sequence[str] | None = None) -> None:
-    """Measures what is missing and writes the table."""
+    """Measures what is missing and writes the table, speeds.md in the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="FOLDER")
-    parser.add_argument("--readme", type=Path, metavar="FILE", help="where the table is written, too")
     parser.add_argument("--only", default="", metavar="TEXT", help="parts whose names have this in them")
     parser.add_argument("--macs", type=float, default=0.6, help="the share of the MACs (0.6)")
     parser.add_argument("--rounds", type=int, metavar="N", help="of every part (8 or 4)")
@@ -155,8 +144,7 @@ def main(words: Sequence[str] | None = None) -> None:
     measured = {part: measure(part, arguments.macs, arguments.rounds, arguments.out) for part in parts}
     text = f"{table(measured)}\n\n{caption(measured, arguments.macs)}"
     print(text)
-    if arguments.readme is not None:
-        insert_table(arguments.readme, text)
+    write_text(arguments.out / "speeds.md", text)
 
 
 if __name__ == "__main__":
