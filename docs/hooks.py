@@ -19,6 +19,7 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "exports": parts.exports,
     "families": parts.families,
     "datasets": parts.datasets,
+    "runtimes": parts.runtimes,
     "public_names": parts.public_names,
     "picture": pictures.picture,
 }

@@ -10,6 +10,7 @@
 # %%
 import os
 
+import onnx
 import torch
 
 import attnrx as rx
@@ -62,6 +63,52 @@ images = next(iter(splits.test.batches(8))).images
 with torch.no_grad():
     difference = (loaded["model"](images) - shrunk.model.eval()(images)).abs().max()
 print(f"largest difference: {float(difference)}")
+
+# %% [markdown]
+# ## A file for other runtimes
+#
+# TensorRT, Core ML and NPUs run what a portable model needs: products, softmax, GELU and norms. Write an ONNX file with
+# operator set 17, which older versions of them read too, and with a fixed number of images. Pass the `multiple` of
+# [the table](runtimes.md) to `shrink`, so that the widths fill the tiles of the device.
+
+# %%
+file = rx.export(shrunk.model, "runs/portable.onnx", to="onnx(opset=17)", batch=1)
+print("operator set", onnx.load(file.path).opset_import[0].version)
+
+# %% [markdown]
+# The commands of the next three sections were **not run here**: no machine of this project has these devices.
+#
+# ### TensorRT
+#
+# Shrink with `portable=True, multiple=64`; the widths were measured [on a GPU](../results/gpu.md#what-to-do-on-a-gpu),
+# in PyTorch.
+#
+# ```
+# trtexec --onnx=runs/portable.onnx --fp16 --saveEngine=portable.plan
+# ```
+#
+# ### Core ML
+#
+# Shrink with `multiple=32`: the Neural Engine aligns the last axis of a buffer to 64 bytes, which are 32 numbers of
+# half precision ([Apple](https://machinelearning.apple.com/research/neural-engine-transformers)). ONNX Runtime gives
+# the file to Core ML:
+#
+# ```python
+# providers = ["CoreMLExecutionProvider", "CPUExecutionProvider"]
+# session = onnxruntime.InferenceSession("runs/portable.onnx", providers=providers)
+# ```
+#
+# For an `.mlpackage`, convert the program in place of the ONNX file: see [Deploy](deploy.md#phones-and-browsers).
+#
+# ### An NPU
+#
+# An NPU takes fixed shapes only
+# ([OpenVINO](https://docs.openvino.ai/2025/documentation/compatibility-and-support/supported-devices.html)), as in this
+# file. Shrink with `multiple=64`.
+#
+# ```python
+# compiled = openvino.Core().compile_model("runs/portable.onnx", "NPU")
+# ```
 
 # %% [markdown]
 # ## What can go wrong

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import attnrx as rx
+from attnrx.nouns.runtime import RUNTIMES
+from attnrx.vit.maps import TOKENS
 
 Registry = Mapping[str, type]
 
@@ -69,6 +71,27 @@ def datasets() -> str:
         for name, card in rx.data.DATASETS.items()
     ]
     return "\n".join(("| name | images |", "|---|---|", *rows))
+
+
+def runtimes() -> str:
+    """Returns the table of runtimes: what plans may choose for each."""
+    head = "| where | named by | axes | heads | ranks | widths | stages | source |"
+    rows = []
+    for runtime in RUNTIMES.values():
+        plans_tokens = TOKENS in runtime.axes
+        page = runtime.page.replace("results/", "../results/").replace("how-to/", "")
+        cells = (
+            runtime.title,
+            f"`{runtime.named_by}`" if "=" in runtime.named_by else runtime.named_by,
+            ", ".join(f"`{axis}`" for axis in runtime.axes),
+            ("equal ranks" if runtime.equal_heads else "any ranks") if "qk" in runtime.axes else "whole heads",
+            str(runtime.rank_multiple) if "qk" in runtime.axes else "-",
+            str(runtime.width_multiple),
+            (str(runtime.most_stages) if runtime.most_stages else "any number") if plans_tokens else "-",
+            f"[{runtime.source}]({page})",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join((head, "|---|---|---|---|--:|--:|--:|---|", *rows))
 
 
 def public_names() -> str:

@@ -155,10 +155,12 @@ def every_plan(space: Space) -> Iterator[Choices]:
         yield Choices(scores, values, (0, 0, 0), gone)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "most_stages"), [(0, None), (1, None), (0, 1), (1, 2)])
 @pytest.mark.slow
-def test_no_plan_diverges_less_at_its_cost(space: Space, sensitivities: Sensitivities, seed: int) -> None:
-    narrow = replace(space, axes=("qk", "vo", "tokens"), levels=(1.0, 0.5, 0.25), _pieces={})
+def test_no_plan_diverges_less_at_its_cost(
+    space: Space, sensitivities: Sensitivities, seed: int, most_stages: int | None
+) -> None:
+    narrow = replace(space, axes=("qk", "vo", "tokens"), levels=(1.0, 0.5, 0.25), most_stages=most_stages, _pieces={})
     random = np.random.default_rng(seed)
     ranks = {axis: np.pad(random.exponential(size=(3, 2)).cumsum(1), ((0, 0), (1, 0))) for axis in RANKS}
     num_pruned = np.log(random.exponential(0.5, size=sensitivities.tokens.shape).cumsum(1))
@@ -169,8 +171,10 @@ def test_no_plan_diverges_less_at_its_cost(space: Space, sensitivities: Sensitiv
     tokens = np.arange(cost_table.attention.shape[-1])
     cost_table = replace(cost_table, stages=cost_table.stages + 0.01 * cost_table.whole * tokens / tokens.max())
     frontier = Frontier(narrow, cost_table, harm)
-    every = np.array([(cost_table.total(own), harm.total(own)) for own in every_plan(narrow)])
-    assert any(all(frontier.at(most).choices.num_pruned[1:]) for most in (0.4, 0.5, 0.6))  # two stages
+    allowed = [own for own in every_plan(narrow) if sum(map(bool, own.num_pruned)) <= (most_stages or 2)]
+    every = np.array([(cost_table.total(own), harm.total(own)) for own in allowed])
+    two = any(all(frontier.at(most).choices.num_pruned[1:]) for most in (0.4, 0.5, 0.6))
+    assert two == (most_stages != 1)
     for most in np.linspace(0.4, 1.0, 31):
         found = frontier.at(most)
         assert found.cost == cost_table.total(found.choices) <= most

@@ -118,9 +118,9 @@ class Format(ABC):
         return (path,)
 
     @property
-    def equal_heads(self) -> bool:
-        """Whether heads of unequal ranks are slower than dense ones in the runtime of the format."""
-        return False
+    def place(self) -> str:
+        """The name in RUNTIMES of the place where files of this format run."""
+        return self.name
 
     @property
     def calibrated(self) -> bool:
@@ -212,6 +212,10 @@ class Program(Format):
     on_cuda: ClassVar[bool] = True
     runs_code: ClassVar[bool] = True
 
+    @property
+    def place(self) -> str:
+        return "eager"
+
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         torch.export.save(program, path)
 
@@ -249,6 +253,10 @@ class AOTInductor(Program):
 
     name: ClassVar[str] = "aotinductor"
     runtime: ClassVar[str] = "AOTInductor"
+
+    @property
+    def place(self) -> str:
+        return "compiled"
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         """Compiles the program with its weights; torch's own error names the compilers that it tried."""

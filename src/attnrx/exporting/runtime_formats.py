@@ -499,8 +499,8 @@ class OpenVINO(Format):
         return Int8(images=self.images, tolerance=self.tolerance)
 
     @property
-    def equal_heads(self) -> bool:
-        return self.precision == "bf16"  # products in tiles (docs/results/speed.md)
+    def place(self) -> str:
+        return f"{self.name}-{self.precision}"
 
     @property
     def calibrated(self) -> bool:

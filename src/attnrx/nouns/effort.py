@@ -52,8 +52,6 @@ RANKS = ("qk", "vo", "mlp")
 AXES = (*RANKS, TOKENS)
 # Eighths of the full rank: multiples of 8 for 64 directions, which are efficient in GEMM kernels.
 LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
-# The number that the width of a portable plan is a multiple of, for efficient kernels.
-MULTIPLE = 8
 LEVEL_INDICES = each(whole(0, len(LEVELS) - 1), f"indices of levels from 0 to {len(LEVELS) - 1}", least=1)
 
 # A quick call for a model of more than LARGE multiply-accumulates per image diagnoses on half of the images, and
@@ -94,8 +92,8 @@ class PlanSettings:
     `reducer` is by default `ward`, with a relevance where the outputs are those of a class token. With `to`, the text
     of a format of `attnrx.export`, a target of latency is that of the file in this format: blocks and whole plans are
     timed in its runtime. A `portable` plan has what the library's own class holds: one width for all MLPs, a multiple
-    of `multiple`, and as many heads in every layer, where the class states them; its latency is that in the library's
-    own code.
+    of `multiple` (by default that of the place where it runs, see `nouns.runtime`), and as many heads in every layer,
+    where the class states them; its latency is that in the library's own code.
 
     How latency is measured (`protocol`): by forward passes of `batch` images under the `conditions`, by `clock` (see
     `LatencyProtocol`). Blocks are timed at `timed_levels` (indices into `LEVELS`; between them the times are
@@ -123,7 +121,7 @@ class PlanSettings:
     reducer: str | None = None
     to: str | None = None
     portable: bool = False
-    multiple: int = MULTIPLE
+    multiple: int | None = None
     batch: int = 32
     conditions: Conditions = field(default_factory=Conditions)
     clock: str | None = None
@@ -163,7 +161,8 @@ class PlanSettings:
             trials=NATURAL,
             min_ratio=NOT_NEGATIVE,
             max_ratio=NOT_NEGATIVE,
-            **dict.fromkeys((*counts, "attempts", "multiple"), COUNT),
+            multiple=optional(COUNT),
+            **dict.fromkeys((*counts, "attempts"), COUNT),
         )
         # These raise before the work.
         reducer = None if self.reducer is None else parse_reducer(self.reducer)

@@ -78,7 +78,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         effort: How much is measured: quick, or normal and thorough, which also distill every size (see `shrink`).
         portable: Every size is a model of the library's own class, and its folder the checkpoint of the library, which
             loads it without attnrx (see `shrink`).
-        multiple: Of portable sizes the number that their widths are multiples of; 8 by default.
+        multiple: Of portable sizes the number that their widths are multiples of; by default 8, and 64 on a GPU.
         inputs: What the forward of a module of your own takes, of every batch: `inputs(batch)` returns a tensor, a
             tuple of arguments or a mapping of named ones. By default the batch is one of images.
         weights: The weights of a model that is given by its name, in a local file.
@@ -125,11 +125,11 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
                 raise InvalidInput(
                     f"{folder} has a model, which `load` would not find beside sizes; choose another folder."
                 )
-            if portable:
-                require_portable(original, multiple)
             conditions = replace(timing_conditions(original, threads, batch, log=log), plain=portable)
             sizes_of = {"portable": portable, **portability}
             settings = PlanSettings.preset(effort, batch=batch, conditions=conditions, seed=seed, log=log, **sizes_of)
+            if portable:
+                require_portable(original, settings)
             run = ShrinkRun.start(original, data, columns, effort, settings)
             stored = _stored_sizes(folder, run, targets)
             missing = {name: target for name, target in targets.items() if name not in stored}

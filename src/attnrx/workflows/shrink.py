@@ -135,7 +135,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         portable: The result is a model of the library's own class, with other sizes, and `Shrunk.save` writes the
             checkpoint of the library, which loads it without attnrx (see `save`). One width for all MLPs is pruned, and
             heads where the class states their number; `faster` is then the speed in the library's own code.
-        multiple: Of a portable model the number that its width is a multiple of; 8 by default.
+        multiple: Of a portable model the number that its width is a multiple of; by default 8, and 64 on a GPU.
         inputs: What the forward of a module of your own takes, of every batch: `inputs(batch)` returns a tensor, a
             tuple of arguments or a mapping of named ones. By default the batch is one of images.
         weights: The weights of a model that is given by its name, in a local file.
@@ -181,13 +181,13 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         original = load_original(model, weights, data)
         if folder is not None:  # before the work
             require_result_folder(Path(folder), original, result_files(Path(folder), Onnx(), to))
-        if portable:  # before the work
-            require_portable(original, multiple)
         conditions = replace(timing_conditions(original, threads, batch, form, log), plain=portable)
         if conditions.on_cuda and target.minimized != "latency":
             log("on a CUDA device fewer MACs are not less time: faster=N plans for its time (docs/results/gpu.md)")
         about = {"batch": batch, "conditions": conditions, "to": to, "seed": seed, "log": log, **portability}
         settings = PlanSettings.preset(effort, portable=portable, **about)
+        if portable:  # before the work
+            require_portable(original, settings)
         # For a latency in PyTorch that the decoder alone is not expected to reach.
         decoder = target.quantity == target.minimized == "latency" and to is None and target.limit < 1 - LARGEST_DECODER
         decoder = decoder and not portable

@@ -36,7 +36,8 @@ class Frontier:
     """The plans of minimal predicted divergence for every cost.
 
     A multiple-choice knapsack, solved by dynamic programming over the layers. The state after a layer is the number of
-    pruned patches and the savings so far: the costs and sensitivities of later layers depend on nothing else. Per state
+    pruned patches and the savings so far: the costs and sensitivities of later layers depend on nothing else. Where a
+    plan may have few stages only (`Space.most_stages`), their number belongs to the state, too. Per state
     the plan with the lowest sensitivity is kept. Savings are rounded to 1 / `GRID` of the unchanged model's cost, the
     only approximation.
     """
@@ -101,7 +102,7 @@ class Frontier:
         changes = np.array([[pruned(layer, int(count)) for count in gone] for layer in range(space.depth)])
         unit = TILE * -(-table.patches // (TILE * NUMBERS)) if table.patches >= 8 * TILE else space.step
         numbers = range((tokens[-1] - 1) // unit * unit, table.prefix, -unit)
-        for stages in range(1, min(FEW, space.depth - 1) + 1):
+        for stages in range(1, min(FEW, space.most_stages or FEW, space.depth - 1) + 1):
             layers = np.array([*itertools.combinations(range(1, space.depth), stages)])[:, None]  # [sets, 1, stages]
             after = np.array([*itertools.combinations(numbers, stages)]).reshape(-1, stages)  # [numbers, stages]
             before = np.column_stack([np.full(len(after), tokens[-1]), after[:, :-1]])
@@ -156,12 +157,26 @@ class Frontier:
         return self.cost_table.total(Choices.nothing(self.space.depth))
 
     @cached_property
-    def _gone(self) -> np.ndarray:
+    def _numbers(self) -> np.ndarray:
         """The possible numbers of pruned patches."""
         # Multiples of the step only, beside the offset, to keep the number of states small.
         space = self.space
         most = space.patches if TOKENS in space.axes else 1
         return np.array([0, *range(space.offset or space.step, most, space.step)])
+
+    @cached_property
+    def _gone(self) -> np.ndarray:
+        """The pruned patches of every state: of the first one, and then of all those after every number of stages."""
+        return np.concatenate([self._numbers[:1], *([self._numbers[1:]] * (self.space.most_stages or 1))])
+
+    def _after_stage(self, before: int, largest: int) -> slice:
+        """Returns the states after one more stage, up to a number of pruned patches."""
+        pruned, each = self._gone[before], len(self._numbers) - 1
+        stages = 0 if not before or self.space.most_stages is None else (before - 1) // each + 1
+        if stages == self.space.most_stages:
+            return slice(0)
+        first, last = (int(np.searchsorted(self._numbers, number, side="right")) for number in (pruned, largest))
+        return slice(stages * each + first, stages * each + last)
 
     @cached_property
     def _solved(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]]:
@@ -194,7 +209,7 @@ class Frontier:
         for before, gone in enumerate(self._gone):
             largest = gone + self.space.at_once(int(patches - gone))
             # Vectorized over the totals that one stage can reach; only the loop over those before it is in Python.
-            after = slice(before + 1, int(np.searchsorted(self._gone, largest, side="right")))
+            after = self._after_stage(before, largest)
             # [saved]; a stage has a cost, which shifts the savings down.
             shifted = _shifted(least[before], self._saved_by_stage(layer, before))
             candidate = shifted + (at_totals[after] - at_totals[before])[:, None]
@@ -208,8 +223,9 @@ class Frontier:
         """Chooses the ranks of a layer: returns the minimal sensitivity [gone, saved], the chosen option, and the
         options."""
         updated, chosen, options = np.empty_like(least), np.empty(least.shape, dtype=np.int32), []
+        by_number = {int(gone): self._options(layer, int(gone)) for gone in self._numbers}
         for index, gone in enumerate(self._gone):
-            saved, sensitivity, levels = self._options(layer, int(gone))
+            saved, sensitivity, levels = by_number[int(gone)]
             # [options, saved]: the sensitivity before the layer, moved by the savings of every option.
             candidates = np.stack([_shifted(least[index], int(parts)) for parts in saved]) + sensitivity[:, None]
             chosen[index] = candidates.argmin(0)

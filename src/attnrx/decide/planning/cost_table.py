@@ -256,9 +256,7 @@ def _saving(cost_table: CostTable, factors: Mapping[str, float]) -> CostTable:
 
 def _some_at(space: Space, stages: int | None) -> Choices:
     """Returns the plan that prunes half of the patches in equal numbers at stages spread over the layers."""
-    # At the boundaries of equal parts of the depth; a set, because in a shallow model two may coincide.
-    parts = min(stages or space.depth, space.depth - 1) + 1
-    layers = {max(space.depth * part // parts, 1) for part in range(1, parts)}
+    layers = space.spread(stages)
     count = max(space.patches // (2 * len(layers)), 1)
     return replace(
         Choices.nothing(space.depth), num_pruned=tuple(count * (layer in layers) for layer in range(space.depth))

@@ -104,7 +104,7 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
         {} if form is None else installed_versions(*form.libraries),
     )
     # The layout: models with other patch sizes have the same layers and input shape, and another number of tokens.
-    choices = space.axes, str(space.reducer), space.form, space.multiple
+    choices = space.axes, str(space.reducer), space.form, space.multiple, space.width_multiple
     timing = [settings.protocol, settings.batch, settings.whole_rounds, settings.timed_levels, settings.in_subprocess]
     timing.append(form)
     request = (facts, shape, space.shape.layout, linear, outside, timing, choices)

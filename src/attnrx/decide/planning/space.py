@@ -1,6 +1,6 @@
 """The search space of a plan: per layer the ranks of qk, vo and MLP, and the number of patches pruned before it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -14,13 +14,14 @@ from attnrx.exporting import Format, parse_format
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.effort import AXES, LEVELS, RANKS, PlanSettings
 from attnrx.nouns.prescription import Prescription, TokenPrescription
+from attnrx.nouns.runtime import RUNTIMES, Runtime
 from attnrx.nouns.target import Target
 from attnrx.support.arguments import described_error
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidRule, MissingMoments, NoOpPrescription, NotSupported
 from attnrx.support.modules import copy_module, random_images
 from attnrx.vit.maps import HIDDEN, LINEAR_MAPS, TOKENS
-from attnrx.vit.models import attach_tokens_, evaluating, family_of
+from attnrx.vit.models import attach_tokens_, evaluating, family_of, hidden_units
 from attnrx.vit.models.users.whole import Whole
 from attnrx.vit.spec import Spectrum
 from attnrx.vit.tokens import Reducer, Shape, TokenLayout, TokenPolicy, Ward, parse_reducer
@@ -31,11 +32,6 @@ Count = TypeVar("Count", int, np.ndarray)  # one number of patches, or many
 JUMPS = (1, 2, 4, 8, 16)
 # The step is STEP patches, and less in images of few patches, so that a stage has at least two numbers to choose from.
 STEP = 4
-# Levels are eighths of a head's directions; for latency, ranks are multiples of an eighth, for efficient kernels.
-# On CUDA they are multiples of at most 8 for every target: products of half precision with other sizes are slow
-# (docs/results/gpu.md: a plan at batch 64 and 256 has 0.45x to 0.79x of timm's speed in place of 0.70x to 1.17x).
-CUDA_MULTIPLE = 8
-EIGHTHS = 8
 # The relevance of `ward` for outputs of a class token: of 0, 0.1, 0.2 and 0.3 the one of smallest divergence for the
 # ImageNet ViT-Tiny in two policies (docs/results/plan.md).
 RELEVANCE = 0.3
@@ -48,6 +44,18 @@ def format_of(settings: PlanSettings) -> Format | None:
         UnknownName: There is no such format.
     """
     return None if settings.to is None else parse_format(settings.to)
+
+
+def runtime_of(model: nn.Module, settings: PlanSettings) -> Runtime:
+    """Returns the place where the result of a plan runs: the runtime of the format, or the device of the model or of
+    the timing.
+    """
+    conditions, form = settings.conditions, format_of(settings)
+    on_cuda = conditions.on_cuda or next(model.parameters()).device.type == "cuda"
+    if on_cuda and (form is None or form.on_cuda):
+        return RUNTIMES["cuda"]
+    own = "compiled" if conditions.compiled else "eager"
+    return RUNTIMES[own if form is None else form.place]
 
 
 @dataclass(frozen=True)
@@ -87,8 +95,9 @@ class Space(Displayed):
 
     `form` is the rule for a level: "total_rank" allocates the layer's directions to its heads; "uniform_rank", the same
     rank for all heads, has the same MACs and a higher divergence, but is faster if heads are padded to the largest
-    rank. Ranks are multiples of `multiple`; the number of pruned patches is `offset` and a multiple of `step`, so that
-    for latency the number of tokens can be a multiple of the vectors and tiles of kernels.
+    rank. Ranks are multiples of `multiple`, hidden widths of `width_multiple`; the number of pruned patches is `offset`
+    and a multiple of `step`, so that for latency the number of tokens can be a multiple of the vectors and tiles of
+    kernels. A plan has `most_stages` stages at most; None: any number.
     """
 
     model: nn.Module
@@ -97,8 +106,10 @@ class Space(Displayed):
     axes: tuple[str, ...] = AXES
     form: str = "total_rank"
     multiple: int = 1
+    width_multiple: int = 1
     step: int = STEP
     offset: int = 0
+    most_stages: int | None = None
     levels: tuple[float, ...] = LEVELS
     _pieces: dict[tuple[str, int], Prescription | None] = field(default_factory=dict, repr=False)
 
@@ -106,28 +117,35 @@ class Space(Displayed):
     def of(cls, model: nn.Module, diagnosis: Diagnosis, target: Target, settings: PlanSettings) -> "Space":
         """Returns the search space of a plan.
 
-        Ranks vary between heads, except where that costs time (for latency on CUDA, and in a format of `equal_heads`)
-        or heads cannot be reordered by their ranks (under a norm over the outputs of all heads). On CUDA, of the model
-        or of the timing, ranks are multiples of 8, or of fewer in heads of fewer than 64 directions.
+        It keeps to the row of the table `nouns.runtime` for the place where the model will run. Heads have equal ranks,
+        too, where they cannot be reordered by their ranks (under a norm over the outputs of all heads).
 
         Raises:
             NotSupported: The model lacks an axis that was named, or all of them.
         """
-        # The multiple follows from the smallest head, so that every head has ranks at all levels. MACs and parameters
-        # have no such steps, and every rank is allowed.
-        is_latency = target.minimized == "latency"
-        on_cuda = settings.conditions.on_cuda or next(model.parameters()).device.type == "cuda"
-        specs = family_of(model).specs(model)
-        file_format = format_of(settings)
-        is_slower = settings.conditions.on_cuda or (file_format is not None and file_format.equal_heads)
-        uniform = (is_latency and is_slower) or any(spec.fixes_values for spec in specs)
-        form = "uniform_rank" if uniform else "total_rank"
-        least = min(spec.head_dim for spec in specs)
-        multiple = max(least // EIGHTHS, 1) if is_latency or on_cuda else 1
-        multiple = min(multiple, CUDA_MULTIPLE) if on_cuda else multiple
-        # All ranks: what is prescribed for one axis to find out whether the model has it is shared by the result.
-        space, present, reasons = cls(model, diagnosis, None, RANKS, form, multiple), [], {}
-        for axis in settings.axes or AXES:
+        is_latency, runtime = target.minimized == "latency", runtime_of(model, settings)
+        family = family_of(model)
+        specs, units = family.specs(model), hidden_units(family.mlp(model))
+        uniform = runtime.equal_heads or any(spec.fixes_values for spec in specs)
+        # MACs and parameters have no steps. They allow every rank and width, unless the place is known.
+        is_stepped = is_latency or runtime is not RUNTIMES["eager"]
+        # All ranks: what is prescribed for one axis to find out whether the model has it is shared by the result. The
+        # smallest head and MLP decide, so that all of them have every level.
+        space, present, reasons = (
+            cls(
+                model,
+                diagnosis,
+                None,
+                RANKS,
+                form="uniform_rank" if uniform else "total_rank",
+                multiple=runtime.rank_step(min(spec.head_dim for spec in specs)) if is_stepped else 1,
+                width_multiple=runtime.width_step(min(units, default=0)) if is_stepped else 1,
+                most_stages=runtime.most_stages,
+            ),
+            list[str](),
+            dict[str, str](),
+        )
+        for axis in settings.axes or runtime.axes:
             try:
                 if axis == TOKENS:
                     layout = family_of(model).token_layout(model)
@@ -228,7 +246,7 @@ class Space(Displayed):
         key = (axis, level)
         if key not in self._pieces:
             try:
-                self._pieces[key] = self._prescribed({axis: self.rule(level)}, refit=False)
+                self._pieces[key] = self._prescribed({axis: self.rule(axis, level)}, refit=False)
             except NoOpPrescription:
                 self._pieces[key] = None
         return self._pieces[key]
@@ -237,9 +255,10 @@ class Space(Displayed):
         """Returns the plan of one level of one axis in all layers."""
         return replace(Choices.nothing(self.depth), **{axis: (level,) * self.depth})
 
-    def rule(self, level: int) -> Rule:
-        """Returns the rule of a level."""
-        return parse_rule(f"{self.form}:{self.levels[level]!r},multiple={self.multiple}")
+    def rule(self, axis: str, level: int) -> Rule:
+        """Returns the rule of a level of an axis."""
+        multiple = self.width_multiple if axis == "mlp" and self.mlp_maps == (HIDDEN,) else self.multiple
+        return parse_rule(f"{self.form}:{self.levels[level]!r},multiple={multiple}")
 
     def policy(self, choices: Choices) -> TokenPolicy | None:
         """Returns the token policy of a plan; None if it prunes no patches."""
@@ -255,7 +274,7 @@ class Space(Displayed):
         """Returns the prescription of a plan."""
         rules = {
             # The level 0 is the rule of the full rank, a no-op in its layer.
-            axis: by_layer([self.rule(level) for level in choices.of(axis)])
+            axis: by_layer([self.rule(axis, level) for level in choices.of(axis)])
             for axis in RANKS
             if any(choices.of(axis))
         }
@@ -273,16 +292,20 @@ class Space(Displayed):
 
     def even_schedules(self) -> tuple[Choices, ...]:
         """Returns plans without ranks that prune equal numbers of patches before every layer but the first, most
-        first.
+        first; before as many as a plan may.
         """
         if TOKENS not in self.axes or self.depth < 2:
             return ()
         # No stage before the first layer, and together at most all patches; `_fitted` limits late stages, which have
         # few left.
-        largest = self.patches // (self.depth - 1) // self.step * self.step
-        nothing = Choices.nothing(self.depth)
-        counts = range(largest, 0, -self.step)
-        return tuple(self._fitted(replace(nothing, num_pruned=(0, *(count,) * (self.depth - 1)))) for count in counts)
+        layers = self.spread(self.most_stages)
+        largest = self.patches // len(layers) // self.step * self.step
+        return tuple(self.even_schedule(layers, count) for count in range(largest, 0, -self.step))
+
+    def even_schedule(self, layers: Collection[int], count: int) -> Choices:
+        """Returns the plan that prunes so many patches before each of these layers, or as many as a stage may."""
+        num_pruned = tuple(count * (layer in layers) for layer in range(self.depth))
+        return self._fitted(replace(Choices.nothing(self.depth), num_pruned=num_pruned))
 
     def relaxations(self, choices: Choices, step: int | None = None) -> Iterator[Choices]:
         """Yields every plan with one change that keeps more: a higher rank, or fewer pruned patches in one layer, by a
@@ -302,6 +325,8 @@ class Space(Displayed):
         if TOKENS not in self.axes:
             return
         for layer in range(1, self.depth):
+            if not choices.num_pruned[layer] and not self._has_room(choices):
+                continue
             # Jumps that `_fitted` would change are omitted: they would be other, smaller moves, possibly repeated.
             rest = (self.offset - choices.left[layer]) % self.step
             for more in (self.step * jump + rest for jump in ((0, *JUMPS) if rest else JUMPS)):
@@ -316,6 +341,16 @@ class Space(Displayed):
             for other in (layer - 1, layer + 1):
                 if count and 0 < other < self.depth and not choices.num_pruned[other]:
                     yield choices.with_choice(TOKENS, layer, 0).with_choice(TOKENS, other, count)
+
+    def _has_room(self, choices: Choices) -> bool:
+        """Whether one more stage is allowed."""
+        return self.most_stages is None or sum(map(bool, choices.num_pruned)) < self.most_stages
+
+    def spread(self, stages: int | None) -> tuple[int, ...]:
+        """Returns the layers of so many stages at the boundaries of equal parts of the depth; None: all layers."""
+        # A set, because in a shallow model two may coincide.
+        parts = min(stages or self.depth, self.depth - 1) + 1
+        return tuple(sorted({max(self.depth * part // parts, 1) for part in range(1, parts)}))
 
     def _fitted(self, choices: Choices) -> Choices:
         """Limits the number of patches pruned at every stage to half of its input patches."""

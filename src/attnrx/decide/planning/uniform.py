@@ -17,10 +17,10 @@ from attnrx.change.realization.following import narrow_
 from attnrx.data import ImageSet
 from attnrx.decide.planning.allocation import Step
 from attnrx.decide.planning.measured_costs import PlanTimer
-from attnrx.decide.planning.space import Space
+from attnrx.decide.planning.space import Space, runtime_of
 from attnrx.decide.rules import TotalRank, prescribe_maps
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.effort import MULTIPLE, PlanSettings
+from attnrx.nouns.effort import PlanSettings
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import InvalidRule, MissingMoments, NotSupported
 from attnrx.vit.maps import HEADS, HIDDEN
@@ -50,8 +50,8 @@ class UniformSpace(Space):
         Raises:
             NotSupported: The library's class states no width of its MLPs, or no smaller one is a multiple.
         """
-        space = cls(model, diagnosis, None, (HIDDEN,), multiple=settings.multiple)
-        require_portable(model, settings.multiple, space.stock)
+        space = cls(model, diagnosis, None, (HIDDEN,), multiple=width_multiple(model, settings))
+        require_portable(model, settings, space.stock)
         if space.stock.heads > 1 and space.stock.arguments(space.stock.hidden, space.stock.heads - 1) is not None:
             try:
                 space.head_specs(space.stock.heads - 1)
@@ -110,9 +110,14 @@ def smaller_widths(stock: Stock, multiple: int) -> tuple[int, ...]:
     return tuple(range((stock.hidden - 1) // multiple * multiple, 0, -multiple))
 
 
-def require_portable(model: nn.Module, multiple: int | None = None, stock: Stock | None = None) -> None:
+def width_multiple(model: nn.Module, settings: PlanSettings) -> int:
+    """Returns the number that the width of a portable plan is a multiple of."""
+    return settings.multiple or runtime_of(model, settings).width_multiple
+
+
+def require_portable(model: nn.Module, settings: PlanSettings, stock: Stock | None = None) -> None:
     """Raises NotSupported where the model's library can hold no model of a smaller width, with what to do."""
-    stock, multiple = stock or Stock(model), multiple or MULTIPLE
+    stock, multiple = stock or Stock(model), width_multiple(model, settings)
     widths = smaller_widths(stock, multiple)
     if not widths:
         raise NotSupported(

@@ -20,7 +20,6 @@ from attnrx.decide.rules.metrics import OWN, RotaryDirections, directions_in, re
 from attnrx.decide.rules.portable import portable_rules, require_uniform
 from attnrx.decide.rules.rule import Rule, RulesLike, in_metric, inner_rules, keep_only, metric_of, parse_rules
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
-from attnrx.nouns.effort import MULTIPLE
 from attnrx.nouns.prescription import (
     Decision,
     HeadDecision,
@@ -30,6 +29,7 @@ from attnrx.nouns.prescription import (
     Prescription,
     ScoreDecision,
 )
+from attnrx.nouns.runtime import PORTABLE_MULTIPLE
 from attnrx.support.arguments import COUNT, checked, instance, optional
 from attnrx.support.errors import InvalidInput, InvalidRule, MissingMoments, NoOpPrescription, NotSupported, UnknownName
 from attnrx.support.optional import installed_versions
@@ -102,12 +102,12 @@ def prescribe(
         raise InvalidInput(f"multiple={multiple} is that of a portable prescription: give portable=True, too.")
     if portable:
         others = [*(name for name in read if name not in UNIT_MAPS), *([] if tokens is None else [TOKENS])]
-        read = portable_rules(read, others, multiple or MULTIPLE)
+        read = portable_rules(read, others, multiple or PORTABLE_MULTIPLE)
     if isinstance(diagnosis, nn.Module):
         diagnosis = _without_readings(diagnosis, read)
     prescription = prescribe_maps(diagnosis, {**read, TOKENS: tokens})
     if portable:
-        require_uniform(prescription, multiple or MULTIPLE)
+        require_uniform(prescription, multiple or PORTABLE_MULTIPLE)
         prescription = replace(prescription, about={**prescription.about, "portable": True})
     for name, rule in prescription.rules.items():
         decisions = [layer.decisions.get(name) for layer in prescription.layers]  # None: all of the map stays

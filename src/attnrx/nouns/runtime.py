@@ -1,0 +1,95 @@
+"""Where a model runs, and what a plan for that place may choose: one table, which the planner reads.
+
+A row states what was measured there (docs/results/speed.md, docs/results/gpu.md). For runtimes that no machine of this
+project has it states what the vendor's guide says. Plans for latency measure the rest: this table keeps a plan away
+from what is slower at every size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from attnrx.nouns.effort import AXES
+from attnrx.vit.maps import HEADS, HIDDEN
+
+# The axes of portable plans, whose result is run by code that knows nothing of attnrx.
+STOCK = (HIDDEN, HEADS)
+# A step of ranks or widths is at most this part of all of them, so that small models have several sizes, too.
+PART = 8
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A place where models run.
+
+    Attributes:
+        title: Its name.
+        named_by: How a call names it.
+        axes: What pays there. Of STOCK a plan is made with `portable=True`.
+        equal_heads: Whether heads of unequal ranks are slower there than dense ones, so that all heads of a layer get
+            one rank.
+        rank_multiple: The number that ranks are multiples of.
+        width_multiple: The number that hidden widths are multiples of.
+        most_stages: The most stages of token merging that pay; None: any number. One stage more adds operations, which
+            take their time at every size of a product.
+        source: "measured" here; "assumed", as in the row of the same kernels; or "vendor", by the vendor's guide.
+        page: Where this is stated, as a link from docs/.
+    """
+
+    title: str
+    named_by: str
+    axes: tuple[str, ...] = AXES
+    equal_heads: bool = False
+    rank_multiple: int = 16
+    width_multiple: int = 8
+    most_stages: int | None = None
+    source: Literal["measured", "assumed", "vendor"] = "measured"
+    page: str = "results/speed.md"
+
+    def rank_step(self, head_dim: int) -> int:
+        """Returns the number that the ranks of heads with so many directions are multiples of."""
+        return min(self.rank_multiple, max(head_dim // PART, 1))
+
+    def width_step(self, hidden: int) -> int:
+        """Returns the number that the widths of MLPs with so many hidden units are multiples of."""
+        return min(self.width_multiple, max(hidden // PART, 1))
+
+
+HEADS_AT_ALL_RANKS = "results/speed.md#how-should-heads-of-different-ranks-run"
+SPEEDS = "results/speed.md#how-fast-are-exported-files-beside-the-vendors-own-conversions"
+# A format of `attnrx.exporting` names its row (`Format.place`).
+RUNTIMES: Mapping[str, Runtime] = {
+    "eager": Runtime("PyTorch on a CPU", "by default", page=HEADS_AT_ALL_RANKS),
+    "compiled": Runtime("AOTInductor on a CPU", "to='aotinductor'", source="assumed", page=HEADS_AT_ALL_RANKS),
+    # Ranks that differ between heads have 0.49x of timm's speed, 1.17x in multiples of 8; twelve stages are slower than
+    # timm at every size, one or two early ones pay at a large batch; widths were measured in multiples of 64.
+    "cuda": Runtime(
+        "a CUDA device", "a model on it", equal_heads=True, rank_multiple=8, width_multiple=64, most_stages=2,
+        page="results/gpu.md#what-to-do-on-a-gpu",
+    ),
+    # For one image three stages have 1.56x of timm's speed, twelve 1.36x.
+    "onnx": Runtime("ONNX Runtime on a CPU", "to='onnx'", most_stages=3, page=SPEEDS),
+    "int8": Runtime("ONNX Runtime on a CPU, int8", "to='int8'", most_stages=3, source="assumed", page=SPEEDS),
+    # In bfloat16 three stages have 1.31x, twelve 1.03x; products are in tiles, which unequal heads leave empty.
+    "openvino-f32": Runtime("OpenVINO on a CPU", "to='openvino'", most_stages=3, source="assumed", page=SPEEDS),
+    "openvino-bf16": Runtime(
+        "OpenVINO on a CPU, bfloat16", "to='openvino(precision=bf16)'", equal_heads=True, most_stages=3, page=SPEEDS
+    ),
+    "openvino-int8": Runtime(
+        "OpenVINO on a CPU, int8", "to='openvino(precision=int8)'", most_stages=3, source="assumed", page=SPEEDS
+    ),
+    # Kernels of the same device as `cuda`, where the widths were measured.
+    "tensorrt": Runtime(
+        "TensorRT", "portable=True, multiple=64", STOCK, True, 8, 64, None, "assumed", "how-to/portable.md#tensorrt"
+    ),
+    # The last axis of a buffer is aligned to 64 bytes, 32 numbers of half precision; its converter has no stable sort.
+    "coreml": Runtime(
+        "Core ML", "portable=True, multiple=32", STOCK, True, 32, 32, None, "vendor", "how-to/portable.md#core-ml"
+    ),
+    # Shapes are static, and multiples of 64 fill tiles of 16, 32 and 64.
+    "npu": Runtime(
+        "an NPU", "portable=True, multiple=64", STOCK, True, 64, 64, None, "vendor", "how-to/portable.md#an-npu"
+    ),
+}  # fmt: skip
+# What a portable model's width is a multiple of where nobody says where it will run.
+PORTABLE_MULTIPLE = RUNTIMES["eager"].width_multiple
