@@ -40,92 +40,87 @@ TASKS = ("IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "SEMANTIC_SEGMENTATION"
 OTHER_CLASSES = ("SamVisionModel", "Sam2VisionModel", "DonutSwinModel", "Swin2SRModel")
 INTRODUCTION = """# Supported models
 
-`python benchmarks/models.py` writes this page: it creates every architecture without weights and reads it.
-`attnrx.load` proves in addition that the copy returns the outputs of the model on random images. Models that have no
-reader, but MLPs whose hidden units are separate (those of gated MLPs too), have the axis `hidden` alone, and the
-library's own attention stays as it is; these MLPs were found in the smallest of every kind, and `attnrx.load` proves
-them too. A model that contains a Vision Transformer with a reader has its axes. The axes are those
-of a prescription: `qk` (score directions), `vo` (value dimensions), `hidden` (the maps and units of the MLP; also
-`fc1` and `fc2`) and `tokens`.
+`python benchmarks/models.py` writes the tables below: it creates every architecture without weights and reads it.
+`attnrx.load` then proves on random images that the copy returns your model's outputs. The columns are the axes of a
+prescription: `qk` (score directions), `vo` (value dimensions), `hidden` (the maps and units of the MLP; also `fc1` and
+`fc2`) and `tokens`. A model without a reader has the axis `hidden` only, and keeps the library's own attention. Its
+MLPs were found in the smallest model of every kind.
 
-A model of your own class has all axes without a `Reader` where its blocks have attention of a fused projection, of four
-projections or of `nn.MultiheadAttention`, and its parts are called once per image: DINO, DINOv2's and MAE's own
-repositories and what was made from them (also blocks in chunks), vit-pytorch, `nn.TransformerEncoder` with tokens or
-batches first, with a norm before or after. Parts are found by one pass of random images, and the outputs are proved.
-Dropout stays in the attention of the library; attention that ranks replace has none, which matters to training alone.
-Other models of your own are read by a `Reader` ([Use a model of your own](how-to/own_model.md)); without one they have
-the axis `hidden`.
+## The result is a model of your own class
 
-A head that was replaced (`model.head = nn.Linear(192, 10)`, an `nn.Sequential` of layers, `nn.Identity()`) is read,
-saved and loaded with the model. So is a module of your own that contains one of these models (a backbone with a
-decoder, several outputs, an averaged model), or is one with a head of your own, made by its constructor or of a
-subclass: `attnrx.load(module)` returns a copy of the whole. Tensors of any shape,
-tuples and dictionaries are compared by the squared error relative to their variance, or by a `divergence` and a
-`metric` of yours ([A segmentation model](how-to/segmentation.md)); files have every output by its name. A saved
-folder creates the module by its class where that takes no arguments, by its library where that creates it (also
-backbones and segmentation models of transformers), else by `attnrx.load(folder, factory="module:function")`; `save`
-says which.
-
-**The result is a model of your own class.** `load` returns a deep copy of your module, and a smaller model is your
-module too: `type(small) is type(model)`. Its keys, its call, its hooks and its methods stay. What you do with the
-original works on it: write attributes, replace the head, freeze weights by name, put it back into a larger model, train
-it with `Trainer`, add adapters of PEFT, compile it.
+A smaller model is your module: `type(small) is type(model)`. Its keys, its call, its hooks and its methods stay. What
+you do with the original works on it: write attributes, replace the head, freeze weights by name, put it back into a
+larger model, train it with `Trainer`, add adapters of PEFT, compile it.
 
 | what was removed | what changes in the module |
 |---|---|
 | hidden units, ranks of the MLP | the shapes of its linear maps; a map of low rank is two maps, `first` and `second` |
 | whole heads | the shapes of its projections (timm's Vision Transformers, most of transformers); else as below |
-| ranks of scores or values; a mask | attnrx attention takes the place of that attention: other keys, the same call |
+| ranks of scores or values; a mask | attnrx attention replaces that attention: other keys, the same call |
 | tokens | hooks on the blocks, and a submodule `attnrx_tokens`; attention that weights tokens is replaced |
 
-Attention that was replaced returns no attention weights, and refuses masks. It has no `nn.Linear`: PEFT and torchao
-find the other maps only. `torch.fx` traces it as one call, `torch.jit.script` refuses it. Neither of them traces a
-model that prunes tokens, and such a model takes no gradient checkpointing; `torch.jit.trace` and `torch.export` trace
-both. Where tokens are pruned, `output_hidden_states=True` returns the states of all patches. `torch.compile` of a
-module of transformers that captures hidden states takes no token policy. `save_pretrained` writes what your module has,
-so that `from_pretrained` needs the shapes of the original; `attnrx.save(small, folder)` and `attnrx.load(folder)`
-always work.
+What to know about a smaller model:
 
-`attnrx.accelerate(model)` returns a copy that computes the same in attnrx's kernels: float32 inference on a CPU. It has
-your class and call, and refuses training and new weights; `attnrx.plain(fast)` is the way back. `load` and `realize`
-never do this. `shrink(model, data, faster=1.6)` does it if the target is a latency in eager PyTorch on a CPU.
+- Replaced attention returns no attention weights and refuses masks. It has no `nn.Linear`: PEFT and torchao find the
+  other maps only. It has no dropout either, which matters for training only.
+- `torch.fx` traces replaced attention as one call; `torch.jit.script` refuses it. Neither works on a model that prunes
+  tokens, nor does gradient checkpointing. `torch.jit.trace` and `torch.export` work on both.
+- With pruned tokens, `output_hidden_states=True` returns the states of all patches. `torch.compile` of a transformers
+  module that captures hidden states takes no token policy.
+- `save_pretrained` writes what your module has, so `from_pretrained` needs the original's shapes. `attnrx.save(small,
+  folder)` and `attnrx.load(folder)` always work.
+- `attnrx.accelerate(model)` returns a copy in attnrx's kernels, for float32 inference on a CPU. It refuses training and
+  new weights; `attnrx.plain(fast)` is the way back. `shrink(model, data, faster=1.6)` accelerates its result if the
+  target is a latency in eager PyTorch on a CPU.
 
-A module whose forward needs more than images and that has `get_image_features` or `encode_image` (CLIP with texts, a
-vision-language model) is copied as a whole too: called with its own arguments it returns what it returned, and images
-alone give its image features, by which it is planned and verified; of other such modules state `inputs`, as below. Of
-several Vision Transformers in a module the largest one becomes smaller. It may be called several times in a forward
-pass (two crops, tiles, frames of a video): then every input costs as many images.
+## Models of your own
 
-Adapters, masks of `torch.nn.utils.prune`, weight norms and other parametrizations have to be in the weights before:
-`model.merge_and_unload()` of PEFT, `torch.nn.utils.prune.remove`, `torch.nn.utils.parametrize.remove_parametrizations`.
+A class of your own has all axes without a `Reader` if its blocks have a fused projection, four projections or
+`nn.MultiheadAttention`, and its parts are called once per image. This covers the repositories of DINO, DINOv2 and MAE,
+vit-pytorch, and `nn.TransformerEncoder`. For other classes write a `Reader` ([Use a model of your
+own](how-to/own_model.md)).
 
-`load(model, image_size=(280, 210))` makes a model for images of another size, or rectangles: position embeddings are
-interpolated by the code of the library (timm's `set_input_size` or `dynamic_img_size`, `interpolate_pos_encoding` of
-transformers, torchvision's `interpolate_embeddings` for squares), and costs, plans and files state that size. `shrink`
-and `elastic` take the size of the images that they are given. Saved folders and smaller models can be loaded at another
-size too; a token policy keeps the same shares of the patches. A model of transformers interpolates in every call that
-asks for it: call the result with `interpolate_pos_encoding=True`. Refused: timm's models with a bias for every pair of
-tokens (create them with `img_size=...`), DPT, YOLOS, `CLIPForImageClassification`, open_clip, and sizes that patches do
-not tile.
+A replaced head (`model.head = nn.Linear(192, 10)`) is read, saved and loaded with the model. So is a module that
+contains a supported model: a backbone with a decoder, several outputs, an averaged model. `attnrx.load(module)` returns
+a copy of the whole. Several towers: the largest Vision Transformer becomes smaller. It may be called several times in a
+forward pass (crops, tiles, frames); each call costs as many images.
 
-`inputs=fn` states what the forward of a module of your own takes: `shrink(module, loader, inputs=fn, macs=0.6)` calls
-it with `fn(batch)`, a tensor, a tuple of arguments or a mapping of named ones, of tensors of any type and shape: pairs
-of images, a batch in a dictionary, images with texts or masks, timm's NaFlex patches
-(`inputs=lambda batch: (batch[0],)`). The module is then planned, fitted and verified by what it returns for these;
-labels are optional, and go to a `metric` alone. `attnrx.load(module, inputs=fn(batch))` does the same for single steps.
-A module that takes one tensor has files too; export others with `torch.onnx.export`.
+Tensors, tuples and dictionaries of outputs are compared by the squared error relative to their variance, or by your own
+`divergence` and `metric` ([A segmentation model](how-to/segmentation.md)). A saved folder creates the module from its
+class or its library, else from `attnrx.load(folder, factory="module:function")`; `save` says which.
 
-`shrink`, `elastic` and every other verb take what the loader yields for the model: mappings with `pixel_values`
-[batch, frames, channels, height, width] (VideoMAE, ViViT), `input_values` [batch, time, mel] (AST), or SigLIP 2's
-padded patches with `pixel_attention_mask` and `spatial_shapes`, of images of any aspect ratio in one loader. `shrink`
-and `elastic` then make a model of padded patches, whose padding changes nothing; it has no file, because transformers
-reads the grid of every image as Python integers.
+Merge adapters, pruning masks and parametrizations into the weights first: `model.merge_and_unload()` of PEFT,
+`torch.nn.utils.prune.remove`, `torch.nn.utils.parametrize.remove_parametrizations`.
 
-A model of timm with `dynamic_img_size=True`, and DINOv2 and DINOv3 of transformers, take images of any size that their
-patches tile in every call, after shrinking too: ranks are those of the model, and a token policy keeps its shares of
-the patches of each image. So may one loader: the images of the most frequent size are those to plan and to compare on,
-and the evidence has the divergence and the agreement of the outputs at the other sizes too. Their costs and plans are
-those of one size, `image_size`, and so are their files. """
+## Images of other sizes
+
+`load(model, image_size=(280, 210))` makes a model for another size or for rectangles; the library's own code
+interpolates the position embeddings. `shrink` and `elastic` take the size of your images. Saved folders and smaller
+models load at another size too; a token policy keeps the same shares of the patches. A transformers model interpolates
+when you call it with `interpolate_pos_encoding=True`. Refused: timm's models with a bias for every pair of tokens
+(create them with `img_size=...`), DPT, YOLOS, `CLIPForImageClassification`, open_clip, and sizes that patches do not
+tile.
+
+timm's models with `dynamic_img_size=True`, and transformers' DINOv2 and DINOv3, take any size that patches tile in
+every call, also after shrinking. One loader may mix sizes: the most frequent one is planned and compared on, and the
+evidence has divergence and agreement at the others too.
+
+## Other inputs
+
+A module whose forward needs more than images, and that has `get_image_features` or `encode_image` (CLIP with texts, a
+vision-language model), is planned and verified by its image features. Called with its own arguments, it returns what it
+returned before.
+
+For other modules, state what the forward takes: `shrink(module, loader, inputs=fn, macs=0.6)` calls it with
+`fn(batch)`, a tensor, a tuple or a mapping. That covers pairs of images, images with texts or masks, and timm's NaFlex
+patches (`inputs=lambda batch: (batch[0],)`). Labels are optional and go to a `metric` only. `attnrx.load(module,
+inputs=fn(batch))` does the same for single steps. A module that takes one tensor can be exported; export others with
+`torch.onnx.export`.
+
+Every verb takes what the loader yields: `pixel_values` [batch, frames, channels, height, width] (VideoMAE, ViViT),
+`input_values` [batch, time, mel] (AST), or SigLIP 2's padded patches with `pixel_attention_mask` and `spatial_shapes`.
+A smaller SigLIP 2 has no exported file, because transformers reads the grid of every image as Python integers.
+"""
 
 
 @dataclass(frozen=True)
