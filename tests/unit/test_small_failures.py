@@ -19,6 +19,7 @@ from support.command_line import call
 from support.diagnoses import diagnosis
 from support.pictures import rows, write_parquet
 from support.pretrained import of_timm
+from support.users_models import Around
 
 timm = pytest.importorskip("timm")
 DIGITS = "svda:digits"
@@ -237,23 +238,6 @@ def test_an_unknown_argument_names_the_function_and_the_nearest() -> None:
 
 
 # modules of users whose code does more than call a Vision Transformer
-
-
-class Around(nn.Module):
-    """A Vision Transformer that is called by a function of its user."""
-
-    def __init__(self, run: Callable[[Any, torch.Tensor], torch.Tensor], **options: Any):
-        super().__init__()
-        self.run, self.net, self.head = run, tiny(**options), nn.Linear(24, 5)
-        self.bands = nn.Conv2d(6, 3, 1)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.run(self, images)
-
-
-def tiny(**options: Any) -> Any:
-    sizes: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 2}
-    return timm.create_model("vit_tiny_patch16_224", **{"num_classes": 0, **sizes, **options})
 
 
 def without_gradients(module: Any, pictures: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from attnrx.vit.models import (
     blocks_of,
     evaluating,
     family_of,
-    recording_blocks,
     recording_calls,
     replacing_forward,
     require_all_tokens,
@@ -141,11 +141,16 @@ def repair(
         # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks:
         # the targets of a block are those of the reference's own inputs.
         weights = token_importance(reference, importance)
-        base, notes = _first_tokens(reference, images)
+        first, own = (blocks_of(model, family_of(model))[0] for model in (reference, result.model))
+        base, notes = _tokens_before(reference, first, images)
         result.notes = [*result.notes, *images.notes, *notes]
-        tokens, _ = _first_tokens(result.model, images)
-        layers = zip(_blocks(reference, images), _blocks(result.model, images), weights, strict=True)
-        for original, block, weight in track(list(layers), "repairing blocks"):
+        tokens, _ = _tokens_before(result.model, own, images)
+        is_chain = _are_chained(reference, images)
+        layers = list(zip(_blocks(reference, images), _blocks(result.model, images), weights, strict=True))
+        for original, block, weight in track(layers, "repairing blocks"):
+            if not is_chain and original is not layers[0][0]:
+                base, _ = _tokens_before(reference, original.module, images)
+                tokens, _ = _tokens_before(result.model, block.module, images)
             without_mlp, base = original.run_both(base)
             fit = _BlockFit(block, tokens, base, weight, knobs)
             # What a whole block gets differs by the errors of earlier ones, and no fit of it brings that nearer
@@ -324,14 +329,28 @@ def _weight(model: nn.Module) -> nn.Parameter:
     return next(model.parameters())
 
 
-def _first_tokens(model: nn.Module, images: ImageSet) -> tuple[Tokens, list[str]]:
-    """Returns the tokens before the first block, and notes on the images."""
+def _are_chained(model: nn.Module, images: ImageSet) -> bool:
+    """Whether every block gets what the block before it returns: a module may add positions or prompts between them."""
+    blocks, weight = blocks_of(model, family_of(model)), _weight(model)
+
+    # Copies: a module may write to the outputs of its blocks.
+    def copies(call: ModuleCall) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+        return call.module, (call.tokens.clone(), call.output_tokens.clone())
+
+    with recording_calls(blocks, copies) as calls:
+        model(next(iter(images.take(1).batches(1, device=weight.device))).images.to(weight.dtype))
+    first = dict(reversed(calls))
+    return all(torch.equal(first[block][1], first[after][0]) for block, after in pairwise(blocks))
+
+
+def _tokens_before(model: nn.Module, block: nn.Module, images: ImageSet) -> tuple[Tokens, list[str]]:
+    """Returns the tokens that a block gets in its first call, and notes on the images."""
     family, weight = family_of(model), _weight(model)
-    validation, first = InputValidation(model, family, "repair"), blocks_of(model, family)[0]
+    validation = InputValidation(model, family, "repair")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScaleWarning)  # the notes have it
         batches = (validation.take(batch.images) for batch in images.batches(CHUNK, device=weight.device))
-        tokens = [_input_of(first, partial(model, pixels)).detach() for pixels in batches]
+        tokens = [_input_of(block, partial(model, pixels)).detach() for pixels in batches]
         return torch.cat(tokens), validation.notes()
 
 
@@ -363,32 +382,30 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
     # One sampled class per image estimates the diagonal of the Fisher matrix without a pass per class, and without
     # labels. Its root fits better than the square (docs/results/hidden.md).
     family, generator = family_of(model), torch.Generator().manual_seed(0)
-    sums: list[Tensor] = []
+    blocks = blocks_of(model, family)
+    sums: dict[nn.Module, Tensor] = {}
     kind = output_kind_of(model)
     weight, chosen = _weight(model), images.take(min(round(IMPORTANCE_IMAGES * kind.needed_images), len(images)))
     at_once = min(max(int(GRAPH_MACS / family.costs(model).macs), 1), CHUNK // 2)
     for batch in chosen.batches(at_once, device=weight.device):
-        with torch.enable_grad(), recording_blocks(model, family) as outputs:
+        with torch.enable_grad(), recording_calls(blocks, lambda call: call) as calls:
             answers = rows_of(model(batch.images.to(weight.dtype).requires_grad_()))  # a graph also for frozen weights
             drawn = kind.drawn(answers, generator)
-            # By block [batch, tokens, width]; there is none where the module computes its blocks without gradients, or
-            # reads an earlier block alone.
-            known = [output for output in outputs if output.requires_grad] if drawn.requires_grad else []
-            found = torch.autograd.grad(drawn, known, allow_unused=True) if known else ()
+        # By block [batch, tokens, width]; there is none where the module computes its blocks without gradients, or
+        # reads an earlier block alone.
+        outputs = [call.output_tokens for call in calls if call.output_tokens.requires_grad]
+        known = outputs if drawn.requires_grad else []
+        found = torch.autograd.grad(drawn, known, allow_unused=True) if known else ()
         slopes = {id(output): slope for output, slope in zip(known, found, strict=True) if slope is not None}
-        every = [
-            slopes[id(output)].square().sum((0, -1)) if id(output) in slopes else output.new_zeros(output.shape[1])
-            for output in outputs
-        ]
-        depth = len(blocks_of(model, family))  # a module may call the model several times
-        squares = [sum(every[block::depth][1:], every[block]) for block in range(depth)]
-        sums = squares if not sums else [total + square for total, square in zip(sums, squares, strict=True)]
-    weights = []
-    for total in sums:
-        roots = total.new_zeros(len(sums[0]))
-        roots[: len(total)] = total.sqrt()  # the last block of a class-token model may compute that token only
-        weights.append((1 - EVEN) * roots / roots.mean().clamp_min(1e-30) + EVEN)
-    return weights
+        for call in calls:
+            # A module may call a block several times; its fit is that of sequences as in the first call.
+            total = sums.setdefault(call.module, call.tokens.new_zeros(call.tokens.shape[1]))
+            slope = slopes.get(id(call.output_tokens))
+            if slope is not None and call.tokens.shape[1] == len(total):
+                # The last block of a class-token model may compute that token only.
+                total[: slope.shape[1]] += slope.square().sum((0, -1))
+    roots = [sums[block].sqrt() for block in blocks]
+    return [(1 - EVEN) * root / root.mean().clamp_min(1e-30) + EVEN for root in roots]
 
 
 class _UpTo(nn.Module):

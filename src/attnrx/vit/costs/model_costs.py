@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -73,15 +74,26 @@ class LayerCosts:
         """The whole layer."""
         return _sum(self.parts.values())
 
+    def over(self, lengths: Sequence[int]) -> "LayerCosts":
+        """Returns the costs of the block when it is called, for one image, with sequences of so many tokens."""
+        once, squares = sum(lengths), sum(length * length for length in lengths)
+
+        def repeated(name: str, part: PartCosts) -> PartCosts:
+            of_pairs = name in ("scores", "fusion", "read_out")
+            total = part.macs // self.tokens**2 * squares if of_pairs else part.macs // self.tokens * once
+            return PartCosts(part.params, total)
+
+        return replace(self, **{name: repeated(name, part) for name, part in self.parts.items()})
+
 
 @dataclass(frozen=True, repr=False)
 class ModelCosts(Displayed):
     """The costs of a whole model: patch embedding, layers, and the classifier with the norm before it.
 
-    `embeddings` are the learned tokens and positions, which have no MACs; `predictors` are the modules that select
+    `embeddings` are the learned tokens and positions, whose MACs are those of timm's `relpos`: an MLP that computes the
+    bias of pairs, once per call, here for a call with one image. `predictors` are the modules that select
     tokens between layers, so that the layers have different numbers of tokens. `classifier_macs` are known but not part
-    of `macs`, as in the paper. Not counted at all: modules that compute the bias of pairs from positions (timm's
-    `relpos`; once per model, whatever the batch), and the attention of the class token that is computed beside a fused
+    of `macs`, as in the paper. Not counted at all: the attention of the class token that is computed beside a fused
     kernel for reducers that use it.
     """
 
@@ -104,18 +116,19 @@ class ModelCosts(Displayed):
             "classifier": self.classifier,
         }
 
-    def repeated(self, count: int) -> "ModelCosts":
-        """Returns the costs of a model whose parts are called so often in a forward pass."""
-        if count == 1:
-            return self
+    def called(self, lengths: Sequence[Sequence[int]], patches: int, heads: int) -> "ModelCosts":
+        """Returns the costs inside a module that calls the parts in its own way for one image: every layer with
+        sequences of so many tokens (`LayerCosts.over`), the patch embedding and the classifier so often.
+        """
 
         def often(part: PartCosts) -> PartCosts:
-            return PartCosts(part.params, count * part.macs)
+            return PartCosts(part.params, patches * part.macs)
 
-        layers = (replace(layer, **{name: often(part) for name, part in layer.parts.items()}) for layer in self.layers)
+        layers = tuple(layer.over(each) for layer, each in zip(self.layers, lengths, strict=True))
+        classifier_macs = heads * self.classifier_macs
         return replace(
-            self, patches=often(self.patches), layers=tuple(layers), predictors=often(self.predictors),
-            classifier_macs=count * self.classifier_macs,
+            self, patches=often(self.patches), layers=layers, predictors=often(self.predictors),
+            classifier_macs=classifier_macs,
         )  # fmt: skip
 
     @property
@@ -248,7 +261,7 @@ def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
     """
     if not len(images):
         raise InvalidInput("counting MACs needs at least one image; the batch is empty.")
-    with frozen(model), FlopCounterMode(display=False) as counter, _Operations() as operations:
+    with counting(model) as counter, _Operations() as operations:
         model(images)
     counts = counter.get_flop_counts()["Global"]
     names = {operation: str(operation) for operation in operations.packets if not counts.get(operation)}
@@ -263,16 +276,17 @@ def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Disables gradients, those of the parameters included."""
+def counting(model: nn.Module) -> Iterator[FlopCounterMode]:
+    """Counts operations, without gradients, those of the parameters included."""
     # Under no_grad alone torch's counter raises an AssertionError for timm's attention pooling, whose query is a
     # parameter. No copy of the model: its token reduction holds the numbers of tokens of the counted pass.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
             parameter.requires_grad_(False)
-        with torch.no_grad():
-            yield
+        # Under a mode of this thread PyTorch's transformers do not take their fast path, which is not counted.
+        with torch.no_grad(), BaseTorchFunctionMode(), FlopCounterMode(display=False) as counter:
+            yield counter
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)

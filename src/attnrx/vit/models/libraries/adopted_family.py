@@ -933,6 +933,7 @@ class AdoptedFamily(Family):
                     blocks, mlps, self.attention(adopted), shapes.attention, changes, tokens.tokens, strict=True
                 )
             ),
+            embeddings=PartCosts(0, sum(map(bias_macs, blocks))),
             classifier=PartCosts(classifier),
             classifier_macs=self.head_macs(adopted, tokens.tokens[-1]),
             predictors=tokens.predictors,
@@ -1022,6 +1023,12 @@ def num_params(module: nn.Module) -> int:
 def matrix_entries(module: nn.Module) -> int:
     """Returns the entries of all linear maps in a module: its MACs for one token."""
     return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+
+
+def bias_macs(block: nn.Module) -> int:
+    """Returns the MACs of timm's MLPs that compute the bias of all pairs of tokens from their distances."""
+    mlps = (part for part in block.modules() if hasattr(part, "rel_coords_log"))
+    return sum(matrix_entries(part) * (part.rel_coords_log.numel() // 2) for part in mlps)  # type: ignore[operator, union-attr]
 
 
 def classifier_macs(head: nn.Module, tokens: int) -> int:

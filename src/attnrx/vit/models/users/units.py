@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.flop_counter import FlopCounterMode
 
 from attnrx.support.arguments import described_error, user_code
 from attnrx.support.errors import NotSupported
@@ -31,7 +30,7 @@ from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
-from attnrx.vit.costs.model_costs import frozen
+from attnrx.vit.costs.model_costs import counting
 from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.models.family import LayerShapes, num_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, matrix_entries, mlp_costs, num_params
@@ -253,7 +252,7 @@ class UnitsFamily(AdoptedFamily):
 
 def macs_by_part(model: nn.Module, images: ImageBatch) -> dict[str, int]:
     """Returns the multiply-accumulates of a forward pass by the paths of the parts, "" for the model itself."""
-    with evaluating((model,)), frozen(model), FlopCounterMode(display=False) as counter:
+    with evaluating((model,)), counting(model) as counter:
         called(model, images)
     # The names of the parts begin with that of the class. Two operations are one MAC.
     counts, root = counter.get_flop_counts(), f"{type(model).__name__}."

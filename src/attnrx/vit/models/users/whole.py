@@ -20,7 +20,7 @@ from attnrx.vit.costs import ModelCosts, PartCosts
 from attnrx.vit.models.family import Family, LayerShapes, called_with_images
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, num_params
 from attnrx.vit.models.libraries.huggingface_family import saved_names
-from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
+from attnrx.vit.models.observation_hooks import ModuleCall, counted_by_spec, evaluating, recording_calls
 from attnrx.vit.models.parts.mlp import Pair
 from attnrx.vit.models.parts.module_inputs import ATTRIBUTE, InputField, ModuleInputs, called, inputs_of
 from attnrx.vit.models.parts.record import RECORD, TOKENS, Record, record_of
@@ -56,7 +56,9 @@ class Surroundings:
     `by_class` is whether the class without arguments creates it. `call` is what images alone are given to: "forward",
     or one of IMAGE_METHODS where that needs other inputs too. `cuts` are the pairs of maps around the Vision
     Transformer of which units were removed, with the units that are left (`Cut`). `calls` is the number of images that
-    the Vision Transformer gets for one input. `inputs` are the fields of `ModuleInputs` where the module takes other
+    the Vision Transformer gets for one input. `lengths` are the numbers of tokens of every sequence that a block gets
+    for it, () for one sequence of all tokens per image. `head_calls` is how often its classifier runs for it, None for
+    once per image. `inputs` are the fields of `ModuleInputs` where the module takes other
     inputs than images.
     """
 
@@ -73,6 +75,8 @@ class Surroundings:
     call: str = "forward"
     cuts: tuple[Cut, ...] = ()
     calls: int = 1
+    lengths: tuple[tuple[int, ...], ...] = ()
+    head_calls: int | None = None
     inputs: tuple[tuple[Any, ...], ...] = ()
 
     @property
@@ -301,9 +305,9 @@ class WholeFamily(Family):
             creation=creation if creation and creates(partial(self._by_library, creation)) else None,
             sizes=_output_sizes(whole),
             outputs=_kind_of(family, whole, tensors),
-            macs=_outer_macs(whole, family),
             read_blocks=_read_blocks(whole, family, images[:1]) if every else (),
         )
+        self._count_(whole)
         if every:
             is_alike = False
             # Without hooks, where the last block may compute the class token alone.
@@ -390,15 +394,34 @@ class WholeFamily(Family):
         fresh = whole.shape.fresh()
         family.fit_created_(fresh.get_submodule(whole.around.path), trunk.origin, before)
         vars(whole)["shape"] = PlainShape(fresh)
-        whole.around = replace(whole.around, sizes=_output_sizes(whole), macs=_outer_macs(whole, family))
+        whole.around = replace(whole.around, sizes=_output_sizes(whole))
+        self._count_(whole)
 
     def keep_units_around_(self, model: nn.Module, pair: Pair, keep: Bool[Tensor, "units"]) -> None:
         """Removes the units that are not kept of one of `Whole.pairs_around`, in place, without a compensation."""
-        whole, _, family = self._of(model)
+        whole = self._of(model)[0]
         cut = Cut(pair.first, pair.second, pair.between, int(keep.sum()))
         cut.keep_(whole.module, keep)
         whole.trunk.own = None
-        whole.around = replace(whole.around, cuts=(*whole.around.cuts, cut), macs=_outer_macs(whole, family))
+        whole.around = replace(whole.around, cuts=(*whole.around.cuts, cut))
+        self._count_(whole)
+
+    def _count_(self, whole: Whole) -> None:
+        """States how the module calls the Vision Transformer for an image, and the MACs of all else, as counted."""
+        trunk, family = whole.trunk, self.families[whole.around.family]
+        source, attention = trunk.source, family.parts(trunk.source).attention
+        layers = [block.get_submodule(attention) for block in family.blocks(source)]
+        with counted_by_spec(trunk, family), recording_calls(layers, _sequences) as recorded:
+            macs = macs_by_part(whole, random_images(whole, whole.input_shape)[:1])
+        lengths = tuple(tuple(n for part, each in recorded if part is layer for n in each) for layer in layers)
+        usual = all(each == (family.num_tokens(trunk),) * whole.around.calls for each in lengths)
+        whole.around = replace(whole.around, lengths=() if usual else lengths, head_calls=0, macs=0)
+        # The classifier has a price where it runs once per image, on the tokens that it pools; else it is of the rest.
+        priced = family.costs(trunk).classifier_macs * whole.around.calls
+        inside = f"module.{whole.around.path}".rstrip(".")
+        if priced and priced == sum(macs.get(f"{inside}.{head}", 0) for head in family.parts(source).heads):
+            whole.around = replace(whole.around, head_calls=None)
+        whole.around = replace(whole.around, macs=macs[""] - self.costs(whole).product_macs)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         whole, trunk, family = self._of(model)
@@ -451,13 +474,28 @@ class WholeFamily(Family):
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
         whole, trunk, family = self._of(model)
-        costs = family.costs_with(trunk, shapes).repeated(whole.around.calls)
+        around, plain = whole.around, family.costs_with(trunk, shapes)
+        before = family.num_tokens(trunk)
+        full = around.lengths or ((before,) * around.calls,) * len(plain.layers)
+        # A policy removes the same number of tokens from every sequence.
+        lengths = [
+            [length - before + layer.tokens for length in each] for layer, each in zip(plain.layers, full, strict=True)
+        ]
+        heads = around.calls if around.head_calls is None else around.head_calls
+        costs = plain.called(lengths, around.calls, heads)
         outside = sum(weight.numel() for weight in whole.weights_around())
-        classifier = PartCosts(costs.classifier.params + outside, costs.classifier.macs + whole.around.macs)
+        classifier = PartCosts(costs.classifier.params + outside, costs.classifier.macs + around.macs)
         return replace(costs, classifier=classifier)
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        _, trunk, family = self._of(model)
+        whole, trunk, family = self._of(model)
+        usual = family.num_tokens(trunk)
+        others = sorted({length for each in whole.around.lengths for length in each} - {usual})
+        if others:
+            raise NotSupported(
+                f"{whole.around.name} gives its blocks sequences of {', '.join(map(str, others))} tokens, and an image "
+                f"has {usual} with those before its patches; tokens can be pruned only where all sequences are these."
+            )
         try:
             return family.token_layout(trunk)
         except NotSupported:
@@ -677,18 +715,10 @@ def _kind_of(family: AdoptedFamily, whole: Whole, tensors: Mapping[str, Tensor])
     return "logits" if heads or (not whole.around.path and family.heads(whole.trunk)) else "embedding"
 
 
-def _outer_macs(whole: Whole, family: AdoptedFamily) -> int:
-    """Returns the MACs per image outside of the Vision Transformer, or of the parts of it that are read, counted in a
-    forward pass.
-    """
-    source, path = whole.trunk.source, f"module.{whole.around.path}".rstrip(".")
-    macs = macs_by_part(_OfImages(whole.module, whole.around), random_images(whole, whole.input_shape)[:1])
-    if isinstance(family, StructureFamily):
-        inside = [f"{path}.{part}" for part in (*family.block_paths(source), family.parts(source).patches)]
-    else:  # its parts too: the module may call a method of it, and not the whole
-        inside = [name for name in macs if f"{name}.".startswith(f"{path}.")]
-    parts = [name for name in inside if not any(name.startswith(f"{other}.") for other in inside)]
-    return macs[""] - sum(macs.get(name, 0) for name in parts)
+def _sequences(call: ModuleCall) -> tuple[nn.Module, list[int]]:
+    """Returns a module and the number of tokens of every sequence in a call of it."""
+    count, width = call.tokens.shape[-2:]
+    return call.module, [count] * (call.tokens.numel() // (count * width))
 
 
 def _read_blocks(whole: Whole, family: AdoptedFamily, images: Tensor) -> tuple[int, ...]:
