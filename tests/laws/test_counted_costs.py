@@ -137,6 +137,7 @@ def test_tokens_are_pruned_only_where_sequences_are_those_of_an_image(name: str)
         family_of(model).token_layout(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["prompts", "windows", "crops", "blocks twice"])
 @pytest.mark.usefixtures("single_precision")
 def test_such_modules_are_planned_and_fitted(name: str) -> None:
