@@ -3,10 +3,10 @@
 # %% [markdown]
 # # Batch 1 on a CPU
 #
-# A camera or a request brings one image at a time. At batch 1 calls of functions and merging, which do not shrink,
-# weigh more than at batch 32: plan for batch 1, measure at batch 1, and prefer a file to eager PyTorch
-# ([measured](../results/speed.md#what-do-bfloat16-and-int8-add)). In eager PyTorch a block is one call of a C++ kernel
-# ([measured](../results/speed.md#what-does-one-image-cost-in-eager-pytorch)).
+# A camera or a request brings one image at a time. At batch 1, function calls and merging weigh more than at batch 32,
+# and they do not shrink. Plan for batch 1, measure at batch 1, and prefer a file to eager PyTorch
+# ([measured](../results/speed.md#how-fast-are-exported-files-beside-the-vendors-own-conversions)). In eager PyTorch a
+# block is one call of a C++ kernel ([measured](../results/speed.md#what-does-one-image-cost-in-eager-pytorch)).
 
 # %%
 import os

@@ -3,8 +3,8 @@
 # %% [markdown]
 # # Compare methods
 #
-# Which method loses the least at the same cost? A *method* is one way of compressing, as text; all
-# methods use the same diagnosis and are measured on the same images.
+# Which method loses the least at the same cost? A *method* is one way of compressing, as text. All methods use the same
+# diagnosis and are measured on the same images.
 
 # %%
 import os
@@ -27,10 +27,9 @@ else:
 # %% [markdown]
 # ## Methods
 #
-# `NAME=RULES [repair=STEPS]`, with the rules of `prescribe` (`qk=RULE vo=RULE fc1=RULE fc2=RULE tokens=POLICY`; a rule
-# alone is about qk), where `{share}` is replaced by the kept share.
-# `baseline:NAME` is a published method, implemented as in its paper. Include a control: a method must
-# beat it.
+# Write `NAME=RULES [repair=STEPS]`, with the rules of `prescribe` (`qk=RULE vo=RULE fc1=RULE fc2=RULE tokens=POLICY`; a
+# rule without a map is about qk). The kept share replaces `{share}`. `baseline:NAME` is a published method, implemented
+# as in its paper. Include a control: a method must beat it.
 
 # %%
 methods = [
@@ -57,14 +56,14 @@ trials = compare_methods(bench, methods, macs=[0.8], out="comparison.json")
 print(trials.to_markdown())
 
 # %% [markdown]
-# A method that cannot reach the target is listed with its smallest cost. `shares=[0.5]` compares at equal
-# shares instead. The file has every number.
+# A method that cannot reach the target is listed with its smallest cost. `shares=[0.5]` compares at equal shares
+# instead. The file has every number.
 #
 # ## Measured latency
 #
-# `compare_speeds` times all methods in turns, round by round, with the reference implementation of the model's
-# library, so that other load on the machine slows all of them. "ideal" is the speed-up that the share of the MACs
-# predicts. Timing needs no real images, so the bench may hold noise.
+# `compare_speeds` times all methods in turns, round by round, beside the model's own library, so that other load slows
+# all of them. "ideal" is the speed-up that the share of the MACs predicts. Timing needs no real images, so the bench
+# may hold noise.
 
 # %%
 protocol = rx.costs.LatencyProtocol(rounds=10, clock="cpu")  # computing time; leave clock out on an idle machine

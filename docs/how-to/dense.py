@@ -3,8 +3,8 @@
 # %% [markdown]
 # # Segmentation and detection: dense features
 #
-# Goal: one feature per patch of the image, although the layers process fewer tokens. Attach a token policy and call the
-# model as before: merged and pruned patches are restored.
+# You need one feature per patch, although the layers process fewer tokens. Attach a token policy and call the model as
+# before: merged and pruned patches are restored.
 
 # %%
 import os

@@ -3,8 +3,8 @@
 # %% [markdown]
 # # Deploy: folders, ONNX Runtime, int8
 #
-# A smaller model is saved as a folder that loads anywhere, or exported as a file for ONNX Runtime, OpenVINO or torch
-# itself, which needs neither attnrx nor the original.
+# Save a smaller model as a folder that loads anywhere, or export a file for ONNX Runtime, OpenVINO or PyTorch. The file
+# needs neither attnrx nor the original.
 
 # %%
 import os
@@ -48,8 +48,8 @@ print((folder / "README.md").read_text().splitlines()[0:6])
 # %% [markdown]
 # ## A file for ONNX Runtime
 #
-# The exported file is run and compared with the model before it is saved; a file with other outputs is refused. A JSON
-# file next to it has the shape and the scale of the images, class names, versions, and the parity.
+# attnrx runs the exported file and compares it with the model before it saves it; a file with other outputs is refused.
+# A JSON file next to it has the shape and scale of the images, class names, versions, and the parity.
 
 # %%
 exported = rx.export(slim, OUT / "slim.onnx")
@@ -65,12 +65,12 @@ agreement = fidelity.of("fidelity")[1]
 print(f"{agreement.claim}: {agreement.value:.1f} {agreement.unit}")
 
 # %% [markdown]
-# `to="program"` (torch.export), `"aotinductor"` (compiled ahead of time, for C++ too) and `"openvino"` are exported in
-# the same way. A `.pt2` file (the first two) can run any code of its author once it is opened: `rx.load` opens one only
+# Export `to="program"` (torch.export), `"aotinductor"` (compiled ahead of time, for C++ too) and `"openvino"` in the
+# same way. A `.pt2` file (the first two) can run any code of its author when it is opened. `rx.load` opens one only
 # with `trust=True`, a command with `--trust`. On a CPU that computes in bfloat16, `"openvino(precision=bf16)"` is the
-# fastest at almost no cost ([OpenVINO](openvino_file.md)).
-# `int8` is ONNX Runtime's static quantization, calibrated on your images (`"openvino(precision=int8)"` runs it in
-# OpenVINO); linear maps that it would harm stay in float, and its cost is measured in the same way:
+# fastest at almost no cost ([OpenVINO](openvino_file.md)). `int8` is ONNX Runtime's static quantization, calibrated on
+# your images (`"openvino(precision=int8)"` runs it in OpenVINO); linear maps that it would harm stay in float, and its
+# cost is measured in the same way:
 
 # %%
 int8 = rx.export(slim, OUT / "slim-int8.onnx", to="int8(images=64)", calibration=splits.train)

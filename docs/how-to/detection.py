@@ -3,10 +3,10 @@
 # %% [markdown]
 # # A detector
 #
-# Goal: a smaller detector with the head, the outputs and the boxes of yours, verified by the objects that it finds.
-# The module here is a Vision Transformer of timm with a head that gives every patch the class of the object whose
-# centre it has, and the place and size of its box. It is trained in half a minute on digits of different sizes in
-# noise; yours may return any tensors, in tuples or dictionaries, before or after your own selection of boxes.
+# You want a smaller detector with your head, your outputs and your boxes, verified by the objects that it finds. The
+# module here is a timm Vision Transformer with a head. Each patch predicts the class and the box of the object whose
+# centre it contains. It is trained in half a minute on digits of different sizes in noise. Yours may return any
+# tensors, in tuples or dictionaries, before or after your own selection of boxes.
 
 # %%
 import timm
@@ -86,10 +86,10 @@ model.eval()
 # %% [markdown]
 # ## A divergence and a metric
 #
-# `divergence(original, smaller)` chooses the plan and fits the weights, without labels. A detector has two answers of
-# different units, so say how they are weighed: here by the divergence of the classes in all patches, and by the error
+# `divergence(original, smaller)` chooses the plan and fits the weights, without labels. A detector has two answers in
+# different units, so say how they are weighed. Here it is the divergence of the classes in all patches, plus the error
 # of the boxes where the original sees an object. `metric(outputs, (images, labels))` is what you report: the share of
-# the objects that are found, with the right class and an overlap (IoU) of one half.
+# objects found, with the right class and an overlap (IoU) of one half.
 
 
 # %%
@@ -123,14 +123,14 @@ for finding in small.evidence.findings:
         print(f"{finding.claim}: {finding.value:.3f} [{finding.low:.3f}, {finding.high:.3f}]")
 
 # %% [markdown]
-# The result is your module: `small.model(images)["boxes"]` are its boxes, and whatever selects among them stays as it
-# is. A backbone inside a detector of a library (ViTDet, YOLOS, RT-DETR) is found in the same way: give the whole
-# detector. Where the head reads the patches at their places, tokens are merged and restored before it, never dropped.
+# The result is your module: `small.model(images)["boxes"]` are its boxes, and your selection among them stays as it is.
+# A backbone inside a library's detector (ViTDet, YOLOS, RT-DETR) is found in the same way: pass the whole detector. If
+# the head reads patches at their places, tokens are merged and restored before it, never dropped.
 #
 # ## What can go wrong
 #
 # - A selection of boxes inside `forward` (a threshold, non-maximum suppression) returns tensors whose sizes depend on
-#   the image: give the module without it, and select afterwards.
-# - mAP is a number of the whole data set and has no interval: choose by a number per image, then measure mAP once on
-#   the result, `small.model`, with your own evaluation.
+#   the image. Pass the module without it, and select afterwards.
+# - mAP belongs to the whole data set and has no interval. Choose by a number per image, then measure mAP once on
+#   `small.model` with your own evaluation.
 # - Boxes of all images must have one shape: pad the lists of objects in the dataset.

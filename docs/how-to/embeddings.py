@@ -4,7 +4,7 @@
 # # An embedding tower
 #
 # A tower has no classes: its answer is a vector for retrieval, deduplication or zero-shot classification (CLIP, SigLIP,
-# DINOv2). Instead of accuracy, the cosine distance of the vectors and the neighbours that are kept are measured.
+# DINOv2). So attnrx measures the cosine distance of the vectors and the neighbours that stay, not accuracy.
 
 # %%
 import os

@@ -51,9 +51,9 @@ for finding in evidence.findings:
 # %% [markdown]
 # ## Intervals are paired
 #
-# Both models classify the same images, so only images where exactly one of them is right change the difference. The
-# interval of the *change* is therefore far narrower than those of the two accuracies. If it contains zero, neither a
-# loss nor a gain was shown; its lower end bounds the loss.
+# Both models classify the same images, so only images where exactly one of them is right change the difference. So the
+# *change* has a far narrower interval than either accuracy. If it contains zero, neither a loss nor a gain was shown;
+# its lower end bounds the loss.
 
 # %%
 before, after, change = evidence.of("accuracy")
@@ -67,8 +67,8 @@ for finding in (before, after, change):
 # ## Accuracy is not enough
 #
 # A model can keep its accuracy and classify other images correctly. Discrepancy, agreement and divergence compare the
-# outputs between all pairs of reference, mask and candidate: reference against mask is the cost of the *selection*,
-# mask against candidate that of the *realization*.
+# outputs of reference, mask and candidate in pairs. Reference against mask is the cost of the *selection*, mask against
+# candidate the cost of the *realization*.
 
 # %%
 for finding in evidence.of("fidelity"):
@@ -91,18 +91,17 @@ for finding in rx.verify(slim, model, splits.test, [controls], prescription=pres
 # ## What can go wrong
 #
 # - A change without an interval, or on images that were used for the selection. Diagnose and calibrate on training
-# images, verify on test images.
+#   images, verify on test images.
 # - One seed. Findings contain theirs: run the command for several seeds, and compare the findings.
 # - Latency without conditions. The check times both models in turns, so other load slows both, and records the
-# hardware, the batch size and the threads. The rounds are divided between four new processes, over whose medians the
-# interval is a t interval: rounds beside each other are alike, and processes differ by more than rounds do. A file, or
-# a model that cannot be pickled, is timed in one process; `interval` of the finding states which. Another day can
-# differ by more.
+#   hardware, the batch size and the threads. Rounds run in four new processes, and the interval is a t interval over
+#   their medians, because processes differ by more than rounds do. A file, or a model that cannot be pickled, is timed
+#   in one process; the finding's `interval` says which. Another day can differ by more.
 #
 # ## The report
 #
-# One HTML file with everything, which needs no network. The JSON file holds every finding with value, limit,
-# interval, n and seed.
+# One HTML file with everything, which needs no network. The JSON file holds every finding with value, limit, interval,
+# n and seed.
 
 # %%
 evidence.save("evidence.json")

@@ -3,8 +3,8 @@
 # %% [markdown]
 # # A fine-tuned model
 #
-# You have fine-tuned a model of timm or transformers on your classes: its head was replaced, and the images are a
-# folder of yours. One call makes it smaller. This page makes such a model and such a folder first; yours replace them.
+# You have fine-tuned a timm or transformers model on your classes: its head was replaced, and you have a folder of
+# images. One call makes it smaller. This page first makes such a model and folder; use yours instead.
 
 # %%
 from pathlib import Path
@@ -42,10 +42,10 @@ for images, labels in loader:
 # %% [markdown]
 # ## Smaller
 #
-# No configuration of the new head is needed: the model is adopted as it is, and the copy is proved to have its outputs.
-# `faster=1.5` in place of `macs=0.7` is a target of measured time. Labels are used only to state the accuracy, which is
-# too high for images that the model was trained on, as here: give images that it has not seen, or
-# `{"train": loader, "test": loader_of_unseen_images}`, of which the plan is made on the first and judged on the second.
+# The new head needs no configuration: attnrx adopts the model as it is and proves that the copy has its outputs. Use
+# `faster=1.5` in place of `macs=0.7` for a target of measured time. Labels are used only for the accuracy. That is too
+# high on images that the model was trained on, as here. Pass images that it has not seen, or `{"train": loader, "test":
+# loader_of_unseen_images}`: attnrx plans on the first and reports accuracy on the second.
 
 # %%
 shrunk = rx.shrink(model.eval(), loader, macs=0.7, threads=1)
@@ -68,16 +68,18 @@ with torch.no_grad():
 print(rx.exporting.load_exported(folder / "model.onnx").facts["class_names"])
 
 # %% [markdown]
-# `python runs/faster/run_model.py IMAGE` classifies a picture with NumPy and ONNX Runtime alone.
+# `python runs/faster/run_model.py IMAGE` classifies a picture with NumPy and ONNX Runtime only.
 #
-# On the command line: `torch.save(model.state_dict(), "fine_tuned.pt")` writes a file for `attnrx shrink
-# timm:vit_tiny_patch16_224 --weights fine_tuned.pt --data photos --macs 0.7 --out faster`, if the head is one linear
-# map, of any number of classes; `model.save_pretrained` of transformers a folder for `attnrx shrink hf:FOLDER ...`;
-# any model becomes a folder by `rx.save(rx.load(model), "mine")`, for `attnrx shrink mine ...`.
+# On the command line:
+#
+# - timm, if the head is one linear map: `torch.save(model.state_dict(), "fine_tuned.pt")`, then `attnrx shrink
+#   timm:vit_tiny_patch16_224 --weights fine_tuned.pt --data photos --macs 0.7 --out faster`.
+# - transformers: `model.save_pretrained("FOLDER")`, then `attnrx shrink hf:FOLDER ...`.
+# - any model: `rx.save(rx.load(model), "mine")`, then `attnrx shrink mine ...`.
 #
 # ## What can go wrong
 #
-# - Few images: the plan is made on a share of them, and verified on others. With fewer than 1,000 its intervals are
+# - Few images: attnrx plans on a share of them and verifies on the others. With fewer than 1,000 the intervals are
 #   wide, and claims are undecided.
 # - A head of several inputs or outputs (detection, two tasks) is [a model of your own](own_model.md).
 # - Fine-tune first, then compress. A compressed model can be trained further with `rx.train` or your own loop.

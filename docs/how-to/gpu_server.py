@@ -3,9 +3,9 @@
 # %% [markdown]
 # # A GPU server
 #
-# On an H100 fewer MACs are not less time: small models and small batches are bound by launching kernels, and ranks that
-# differ between heads take back what they save. What pays at a large batch is to halve hidden units, in multiples of
-# 64, and to merge tokens in one or two early layers, recorded as a CUDA graph ([measured](../results/gpu.md)).
+# On an H100 fewer MACs are not less time. Small models and small batches are bound by launching kernels, and ranks that
+# differ between heads take back what they save. At a large batch, halve the hidden units in multiples of 64, merge
+# tokens in one or two early layers, and record a CUDA graph ([measured](../results/gpu.md)).
 
 # %%
 import os
@@ -32,8 +32,8 @@ model = model.to(device)
 # %% [markdown]
 # ## Halve the hidden units
 #
-# The units of an MLP are selected by what the block loses without them, and its second map is refitted by least
-# squares, without labels.
+# attnrx selects the units by what the block loses without them and refits the second map by least squares. You need no
+# labels.
 
 # %%
 diagnosis = rx.diagnose(model, splits.train.take(256), moments=True)
@@ -44,13 +44,13 @@ before, after = (rx.models.family_of(each).costs(each).macs for each in (model, 
 print(f"{100 * after / before:.0f} % of the MACs")
 
 # %% [markdown]
-# Then `rx.repair` without merging, or `rx.distill(small, model, images)`, on images without labels, gives back most of
-# what this costs.
+# Then call `rx.distill(small, model, images)`, or `rx.repair` if nothing is merged. Both need no labels and give back
+# most of what this costs.
 #
 # ## Record it
 #
-# A CUDA graph replays all kernels of a pass with one call. The first call with a shape of the batch records it; an
-# answer is valid until the next call.
+# A CUDA graph replays all kernels of a pass with one call. The first call with a batch shape records it. An answer is
+# valid until the next call.
 
 # %%
 images = torch.randn(BATCH, *rx.models.family_of(model).input_shape(model), device=device)
@@ -62,9 +62,9 @@ print(f"answers: {list(answers.shape)}")
 # %% [markdown]
 # ## What can go wrong
 #
-# - A target of MACs on a GPU can make a model slower. State a target of time, `rx.shrink(model, images, faster=1.2,
-#   batch=256)`, with the model on the device and in the precision that it is used in (`model.bfloat16()`): it times
-#   every plan as a CUDA graph.
+# - A target of MACs can make a model slower on a GPU. State a target of time, `rx.shrink(model, images, faster=1.2,
+#   batch=256)`, which times every plan as a CUDA graph. Put the model on the device first, in the precision you will
+#   use (`model.bfloat16()`).
 # - At batch 1 half of the hidden units gain a tenth as a graph, and nothing else does; the graph alone makes timm's
 #   ViT-S 7.7 times as fast.
 # - `torch.compile` makes the unchanged model slower than timm's compiled one; a recorded graph does not.

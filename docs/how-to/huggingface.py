@@ -3,8 +3,8 @@
 # %% [markdown]
 # # Models and pipelines of transformers
 #
-# You have an image model of transformers, and want a smaller one that `pipeline` and `Trainer` take in its place. Needs
-# `pip install 'attnrx[huggingface,train]'`.
+# You have an image model of transformers and want a smaller one for `pipeline` and `Trainer`. Needs `pip install
+# 'attnrx[huggingface,train]'`.
 
 # %%
 import numpy
@@ -20,8 +20,8 @@ transformers.logging.set_verbosity_error()
 # ## Load
 #
 # `rx.load("hf:google/vit-base-patch16-224")` reads a model of the hub, `rx.load("hf:FOLDER")` one that
-# `save_pretrained` wrote, and `rx.load(model)` adopts an instance: here a small one with fresh weights, so that the
-# page runs without a download. The copy has the same outputs, which is proved on random images.
+# `save_pretrained` wrote. `rx.load(model)` adopts an instance: here a small one with fresh weights, so that the page
+# runs without a download. attnrx proves on random images that the copy has the same outputs.
 
 # %%
 config = transformers.ViTConfig(
@@ -57,8 +57,8 @@ print(f"{100 * after / before:.0f} % of the MACs")
 # %% [markdown]
 # ## pipeline
 #
-# A saved folder is loaded by `rx.load`; pipelines take the loaded model with the processor of the original. The labels
-# are those of its configuration.
+# Load a saved folder with `rx.load` and pass the model to a pipeline, with the original's processor. The labels come
+# from its configuration.
 
 # %%
 rx.save(small, "runs/small-hf")
@@ -97,6 +97,6 @@ rx.save(trainer.model.eval(), "runs/fine-tuned")
 #   transformers refuses the folder. Attention that lost ranks computes no weights (`output_attentions=True`).
 # - `trainer.save_model(folder)` and the checkpoints of `Trainer` are folders that `rx.load` opens.
 # - A processor is not saved with the model: keep the original's, or its folder.
-# - `rx.load` refuses what it cannot copy exactly, and names the block or the feature
-#   ([which classes are read](../models.md)).
-# - Dense tasks need all patches: prune or merge tokens only where the answer is that of the class token.
+# - `rx.load` refuses what it cannot copy exactly, and names the block or the feature ([which classes are
+#   read](../models.md)).
+# - Dense tasks need all patches: prune or merge tokens only if the class token gives the answer.

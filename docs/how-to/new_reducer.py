@@ -3,8 +3,8 @@
 # %% [markdown]
 # # Add a reducer
 #
-# A token reducer states a score per patch, or how tokens are combined. A class that scores is a few lines; it then
-# works in texts, saved models, checks, plans and exported files.
+# A token reducer scores patches or combines tokens. A class that scores is a few lines. It then works in texts, saved
+# models, checks, plans and exported files.
 
 # %%
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ with torch.no_grad():
 #
 # A reducer of the package is such a class in `src/attnrx/vit/tokens/`, one line in `REDUCERS`, one export, and one line
 # in `tests/support/cases.py`. The laws of `tests/laws/` then hold it to what every reducer keeps: masks equal removal,
-# costs are those that are counted, batches do not mix, exported files agree ([Architecture](../architecture.md)).
+# costs are as counted, batches do not mix, exported files agree ([Architecture](../architecture.md)).
 #
 # Where tokens are merged, implement `Reducer.reduce` (see `Ward`); where scores are learned,
 # `attnrx_lab.tokens.Predicting` (see `Spot` there).

@@ -33,7 +33,7 @@ for finding in evidence.findings:
     print(f"{finding.claim}: {finding.value:.1f} {finding.unit}")
 
 # %% [markdown]
-# ## Images alone
+# ## Images without labels
 #
 # Without labels, the standard checks that need them are skipped, and the evidence lists them.
 
@@ -44,22 +44,21 @@ print(evidence.about["notes"][0])
 # %% [markdown]
 # ## Pictures
 #
-# Items may be PIL pictures, as those of `torchvision.datasets.ImageFolder("photos")` or of
-# `datasets.load_dataset("imagefolder", data_dir="photos")["train"]`. They are resized, cropped and normalized by timm
-# for a model of timm, by the image processor for a model of transformers, and as in `rx.load_data` for other models.
+# Items may be PIL pictures, as `torchvision.datasets.ImageFolder("photos")` or `datasets.load_dataset("imagefolder",
+# data_dir="photos")["train"]` yield them. The model's own library resizes, crops and normalizes them: timm's transform,
+# or the image processor of transformers. Other models follow `rx.load_data`.
 #
 # ## Training loaders
 #
 # A call reads the data once, and all of its passes see the same images: random crops, shuffling and samplers are one
-# draw of its `seed`. Where another reading would give other images, a note in the evidence says so. `rx.shrink` divides
-# the images by content into those to plan on and those to verify on, so that no image is in both. Images of 8-bit
-# pixels take a byte per value; more than 2 GiB are held in a temporary file. At most 50,000 images are read, 10,000 of
-# an iterable without a length.
+# draw of its `seed`. If another reading would give other images, a note in the evidence says so. `rx.shrink` divides
+# the images by content, so no image is both planned and verified on. Images of 8-bit pixels take a byte per value; more
+# than 2 GiB are held in a temporary file. At most 50,000 images are read, 10,000 of an iterable without a length.
 #
 # ## Training
 #
-# `rx.train` takes a mapping from the names of splits to their data. It draws a new order for every epoch, so that an
-# interrupted run can be resumed exactly: the training data must have a length and an index.
+# `rx.train` takes a mapping from split names to data. It draws a new order for every epoch and resumes an interrupted
+# run exactly, so the training data must have a length and an index.
 
 # %%
 config = rx.TrainingConfig(epochs=1, batch_size=32, learning_rate=1e-4, precision="fp32")
@@ -74,8 +73,8 @@ print(f"{len(run.history)} epoch")
 # - A generator is refused, because it can be read only once: give a list or a `DataLoader`.
 # - A `DataLoader` with its own sampler, or over an `IterableDataset`, is iterated in its own order; every verb except
 #   `rx.train` takes it.
-# - What is fitted to images of few classes loses more on images of others. Images of other classes beside them lower
-#   that loss ([measured](../results/hidden.md#does-it-hold-for-other-classes)): give
-#   `{"train": ConcatDataset([yours, others]), "test": ...}` with the label -1 for images of other classes.
+# - A fit to images of few classes loses more on other classes. Add images of other classes to lower that loss
+#   ([measured](../results/hidden.md#does-it-hold-for-other-classes)). Pass `{"train": ConcatDataset([yours, others]),
+#   "test": ...}` with the label -1 for them.
 # - `images=N` and `take(N)` select images of all classes if the dataset lists its labels (`targets`), otherwise evenly
 #   spaced rows: datasets are often sorted by class.

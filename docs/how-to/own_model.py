@@ -4,8 +4,8 @@
 # # Use a model of your own
 #
 # attnrx knows the Vision Transformers of timm, transformers, torchvision and open_clip, and finds the parts of many
-# others by itself ([which ones](../models.md)): try `rx.load(model)` first. A `Reader` states where they are. The model
-# may be any `torch.nn.Module`:
+# others by itself ([which ones](../models.md)). Try `rx.load(model)` first. If that fails, a `Reader` says where the
+# parts are. The model may be any `torch.nn.Module`:
 
 # %%
 from dataclasses import replace
@@ -80,9 +80,9 @@ with torch.no_grad():
     print(f"the copy differs by less than 1e-5: {bool((model(images) - mine(images)).abs().max() < 1e-5)}")
 
 # %% [markdown]
-# `rx.load` changes a copy. It has compared the logits of both on random images before it returns. Where the outputs are
-# no logits of classes, state what they are: `rx.load(..., outputs="multilabel")`, `"regression"` or `"embedding"`. All
-# verbs take the model:
+# `rx.load` changes a copy, and compares both models' logits on random images before it returns. If the outputs are no
+# class logits, say what they are: `rx.load(..., outputs="multilabel")`, `"regression"` or `"embedding"`. All verbs take
+# the model:
 
 # %%
 diagnosis = rx.diagnose(model, images)

@@ -3,8 +3,8 @@
 # %% [markdown]
 # # Plan for a target
 #
-# The target is a latency, a number of MACs or an accuracy, not a rank or a keep ratio. `plan` divides one budget over
-# the ranks of scores, values and MLP, and over the tokens, layer by layer.
+# State a latency, a number of MACs or an accuracy, not a rank or a keep ratio. `plan` divides one budget over the ranks
+# of scores, values and MLP, and over the tokens, layer by layer.
 
 # %%
 import os
@@ -24,12 +24,11 @@ else:
     from stand_in import model, splits  # a small ViT for handwritten digits, trained in seconds
 
 # %% [markdown]
-# The cost of each choice comes from tables: closed form for MACs and parameters, measurements on this machine for
-# latency. Its sensitivity, the effect on the outputs, is measured one layer at a time, on images without labels.
-# Dynamic programming over the layers gives the best plan if sensitivities add up; because they do not exactly, a
-# search reweights the kinds of sensitivity by whole plans, and then varies the best plan a few layers at a
-# time. It uses softened outputs, which need few images; the best few plans are compared on all images. More trials
-# give better plans.
+# The cost of each choice comes from tables: closed form for MACs and parameters, measurements on your machine for
+# latency. Its sensitivity is its effect on the outputs, measured one layer at a time, without labels. Dynamic
+# programming over the layers gives the best plan if sensitivities add up. They do not exactly, so a search tries whole
+# plans, then varies the best one a few layers at a time. It compares softened outputs, which need few images, and the
+# best few plans on all images. More trials give better plans.
 
 # %%
 images, others = splits.train.take(96), splits.validation.take(128)
@@ -45,9 +44,8 @@ for number, (own, before) in enumerate(zip(family.costs(slim).layers, family.cos
 # `plan.explained` has one line for every choice: its saving and its own effect on the outputs.
 #
 # A plan predicts latency and quality from images that were not used for the selection. The check `promises` verifies
-# them: on other images the means must be within the interval that the plan predicts for their number, and for a target
-# of latency the measured latency must agree. A claim holds only if these images exclude twice the promised loss; with
-# fewer it is undecided.
+# them: on other images the means must lie within the predicted interval, and a target of latency must be measured
+# again. A claim holds only if these images exclude twice the promised loss; with fewer it is undecided.
 
 # %%
 checks = [rx.checks.Promises(), rx.checks.Accuracy()]

@@ -71,9 +71,9 @@ if importlib.util.find_spec("nncf"):
 # %% [markdown]
 # ## ONNX Runtime
 #
-# Name the operations, as ONNX Runtime's quantizers take many more than linear maps. Dynamic quantization needs no
-# images. By default it takes ONNX's own attention for another one, and writes a file that no session opens: name the
-# operations, or write the file with `to="onnx(opset=22)"`, which has no attention in one operation.
+# Name the operations, because ONNX Runtime's quantizers take many more than linear maps. Dynamic quantization needs no
+# images. By default it mistakes ONNX's own attention for another one and writes a file that no session opens. Name the
+# operations, or write the file with `to="onnx(opset=22)"`, which has no such attention.
 
 # %%
 maps = ["MatMul", "Gemm"]

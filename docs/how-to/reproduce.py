@@ -44,9 +44,9 @@ print("row:", row.split("|")[1].strip())
 # %% [markdown]
 # ## In full
 #
-# On the real data, a table takes from minutes to hours; a training states how long it will take, and a stopped command
-# (`timeout -s INT 3600 attnrx ...` stops it after an hour) continues where it was. On a GPU, steps are recorded as CUDA
-# graphs. Commands share a folder and its runs, so that several make them side by side:
+# On the real data, a table takes from minutes to hours. A training says how long it will take. A stopped command
+# (`timeout -s INT 3600 attnrx ...` stops it after an hour) continues where it was. Commands share a folder and its
+# runs, so you can run several side by side:
 #
 # ```bash
 # for seed in 42 43 44; do attnrx reproduce svda/table1 --seeds $seed & done; wait    # trains three runs at a time

@@ -3,9 +3,9 @@
 # %% [markdown]
 # # A segmentation model, and a measure of your own
 #
-# Goal: a smaller module with the decoder and the outputs of yours, planned and verified by what counts in your task.
-# The module here is a Vision Transformer of timm with a decoder, trained in seconds on mosaics of four digits; yours
-# may return any tensors, in tuples or dictionaries.
+# You want a smaller module with your decoder and your outputs, planned and verified by what counts in your task. The
+# module here is a timm Vision Transformer with a decoder, trained in seconds on mosaics of four digits. Yours may
+# return any tensors, in tuples or dictionaries.
 
 # %%
 import timm
@@ -97,7 +97,7 @@ for finding in small.evidence.findings:
 #
 # ## What can go wrong
 #
-# - A metric that is a number of the whole data set, e.g. an IoU over all images, has no interval: return one number per
-#   image. `rx.verify(small.model, model, test_data, metric=...)` measures it on other images.
+# - A metric over the whole data set, e.g. an IoU over all images, has no interval: return one number per image.
+#   `rx.verify(small.model, model, test_data, metric=...)` measures it on other images.
 # - A function without gradients (an argmax) chooses plans; the fits of weights then use the squared error.
 # - The masks must have one shape: resize them in the dataset.

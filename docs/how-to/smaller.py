@@ -3,7 +3,7 @@
 # %% [markdown]
 # # Make a classifier smaller
 #
-# You have a trained model and images of its kind, and want a smaller model with evidence of its cost. Labels are needed
+# You have a trained model and images of its kind, and want a smaller model with evidence of its cost. You need labels
 # for the last step only, and nothing is trained.
 
 # %%

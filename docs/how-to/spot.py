@@ -3,9 +3,9 @@
 # %% [markdown]
 # # SPOT with a model of your own
 #
-# SPOT predicts from a token and from the attention of the previous layers whether to keep it. Its predictors are
-# initialized at random, so they must be trained: for some epochs, with the task and with `keep_ratio`, which pulls
-# their sampled masks to the policy's shares. The whole model is trained, the predictors at ten times the rate.
+# SPOT predicts from a token and from the attention of earlier layers whether to keep it. Its predictors start at
+# random, so train them for some epochs, with the task and with `keep_ratio`. That term pulls their sampled masks to the
+# policy's shares. The whole model is trained, the predictors at ten times the rate.
 
 # %%
 import os

@@ -3,9 +3,9 @@
 # %% [markdown]
 # # Train an SVDA ViT
 #
-# In SVDA attention every direction of every head has a learned strength, and the rows of query and key have norm one,
-# so a strength measures the importance of a direction. Energy retention keeps the strongest directions of each head
-# until they hold a given share of its energy.
+# In SVDA attention every direction of every head has a learned strength. The rows of query and key have norm one, so a
+# strength measures how important its direction is. Energy retention keeps the strongest directions of each head until
+# they hold a given share of its energy.
 
 # %%
 import os
@@ -22,9 +22,8 @@ EPOCHS = int(os.environ.get("EPOCHS", "6"))  # the paper trains 80
 # %% [markdown]
 # ## Train
 #
-# Strengths that begin at one, as they do here by default, spread slowly. In a short training they spread
-# when they begin higher and learn faster than the other weights; over 80 epochs neither is needed. The paper does not
-# state the initial strengths.
+# Strengths start at one by default and spread slowly. In a short training, let them start higher and learn faster than
+# the other weights; over 80 epochs you need neither. The paper does not state the initial strengths.
 
 # %%
 splits = rx.load_data(DATA)
@@ -50,9 +49,8 @@ run = rx.train(model, splits, config, "runs/svda")
 print(f"test accuracy: {100 * run.record['accuracy']['test']:.1f} %")
 
 # %% [markdown]
-# What the settings of the strengths do, on the digits (two layers of four heads with 16 directions, 600 steps of 64,
-# learning rate 2e-3, one seed), mean over the heads; the retained rank is the number of directions with 90 % of the
-# energy:
+# What the settings do on the digits: two layers of four heads with 16 directions, 600 steps of 64, learning rate 2e-3,
+# one seed, mean over the heads. The retained rank is the number of directions with 90 % of the energy.
 #
 # | setting | mean strength | effective rank | retained rank | selectivity | test accuracy |
 # |---|---|---|---|---|---|

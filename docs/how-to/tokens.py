@@ -26,8 +26,8 @@ else:
 # %% [markdown]
 # ## Without training
 #
-# ToMe merges the patches with the most similar keys; EViT keeps the patches with the highest class attention and fuses
-# the rest into one token; `random` is the control that both must beat. A keep ratio of 0.7 is the share of the
+# ToMe merges the patches with the most similar keys. EViT keeps the patches with the highest class attention and fuses
+# the rest into one token. `random` is the control that both must beat. A keep ratio of 0.7 is the share of the
 # remaining patches at every stage. The costs are known before `realize`: every layer has its own number of tokens.
 
 # %%
