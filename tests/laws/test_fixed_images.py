@@ -253,7 +253,7 @@ def test_a_store_has_the_values_that_were_read(dtype: torch.dtype, kind: str, mo
         assert (data.store.values.dtype == torch.uint8) == (kind == "pictures")
         assert any("temporary file" in note for note in data.notes) == (memory < 2**30)
         assert sorted(next(data.take(7).batches(7)).index.tolist())[-1] < COUNT
-    assert not list(cache_folder().glob("images-*")), "the file goes with the images"
+    assert not list(cache_folder().glob(".images.*")), "the file goes with the images"
 
 
 @pytest.mark.slow

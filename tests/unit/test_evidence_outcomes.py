@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+import attnrx as rx
 from attnrx.nouns.evidence import Evidence, Finding, against_limit
 from attnrx.show.checks import Accuracy
 from attnrx.show.checks.statistics import paired_change
 from attnrx.show.reports import ReportContent
 from attnrx.show.reports.page import model_card, render
 from attnrx.support.errors import InvalidInput
+from attnrx.vit.models import model_fingerprint
+from support import planned
 
 
 def change(lost: int, gained: int, images: int, most_drop: float = 1.0) -> Finding:
@@ -80,3 +83,13 @@ def test_evidence_counts_the_three_outcomes_and_every_page_shows_them(tmp_path: 
     page = render(ReportContent("undecided", evidence=evidence))
     assert "Of 2 claims 1 holds, 1 is undecided" in page and "would decide" in page
     assert "would decide" in model_card({}, evidence)
+
+
+def test_evidence_that_could_not_be_read_again_is_not_saved_with_a_model(tmp_path: Path) -> None:
+    original = planned.original()
+    about = {"candidate": model_fingerprint(original)}
+    edited = Finding("fidelity", "a claim", 0.9, limit=0.4, outcome="fails", low=0.3, high=0.6)
+    evidence = Evidence((edited,), about)
+    with pytest.raises(InvalidInput, match=r"evidence\.json could not be read again and was not saved"):
+        rx.save(original, tmp_path / "model", evidence=evidence)
+    assert not list(tmp_path.iterdir())

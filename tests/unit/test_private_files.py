@@ -1,6 +1,8 @@
 """No file says who made it, or where: neither folders of the machine, nor names of the user and the host."""
 
 import getpass
+import os
+import signal
 import socket
 import zipfile
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import torch
 import attnrx as rx
 from attnrx.exporting import FORMATS
 from attnrx.support.optional import is_installed
-from support import tiny_runs
+from support import report_content, tiny_runs
 from support.command_line import call
 from support.pictures import CLASSES, rows, write_parquet
 from support.pretrained import of_timm
@@ -110,7 +112,46 @@ def test_files_of_commands_with_absolute_paths_name_no_folder(place: Path, tmp_p
         ("verify", place / "slim", "--reference", tmp_path / "original", "--data", data, "--out", place / "e.json"),
         ("report", "--candidate", place / "slim", "--evidence", place / "e.json", "--out", place / "report.html"),
         ("train", place / "slim", "--data", data, "--out", place / "run", "--epochs", 1),
+        ("elastic", tmp_path / "original", "--data", data, "--macs", 0.8, "--out", place / "sizes"),
+        ("export", tmp_path / "original", "--data", data, "--to", "program", "--out", place / "model.pt2"),
     ):
         done = call(*words)
         assert done.code in (0, 1), done.err
+    require_private(place, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_stopped_training_with_a_teacher_names_no_folder(place: Path, tmp_path: Path) -> None:
+    data = write_parquet(tmp_path / "pets.parquet", rows(60) + rows(30, "test"))
+    rx.save(model(), tmp_path / "original")
+    words = ("train", tmp_path / "original", "--data", data, "--out", place, "--epochs", 2, "--checkpoint-every", 1)
+    words += ("--losses", "distillation", "--teacher", tmp_path / "original", "--precision", "fp32", "--batch-size", 20)
+    with tiny_runs.at(2, lambda: os.kill(os.getpid(), signal.SIGINT)):
+        assert call(*words).code == 130
+    require_private(place, tmp_path)
+    assert call(*words).code == 0
+    require_private(place, tmp_path)
+    assert {path.suffix for path in place.rglob("*") if path.is_file()} == {".json", ".jsonl", ".safetensors"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_files_of_the_laboratory_name_no_folder(place: Path, tmp_path: Path) -> None:
+    data = write_parquet(tmp_path / "pets.parquet", rows(60) + rows(30, "test"))
+    rx.save(model(), tmp_path / "original")
+    methods = ("--methods", "a=total_rank:{share}", "--shares", 0.5)
+    about = ("--tiny", "--seeds", 7, "--out", place / "runs")
+    for words in (
+        ("compare", tmp_path / "original", "--data", data, *methods, "--out", place / "comparison.json"),
+        ("bench", tmp_path / "original", *methods, "--rounds", 2, "--batches", 1, "--out", place / "speeds.json"),
+        ("reproduce", "svda/table1", *about),
+        ("reproduce", "irratt/table1", "--only", "deit_small", "--model", tmp_path / "original", *about),
+    ):
+        done = call(*words)
+        assert done.code in (0, 1), done.err
+    require_private(place, tmp_path)
+
+
+def test_pages_with_figures_name_no_folder(place: Path, tmp_path: Path) -> None:
+    rx.write_report(place / "report.html", report_content.example())
     require_private(place, tmp_path)

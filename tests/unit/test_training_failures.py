@@ -162,6 +162,17 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path,
     assert run(tmp_path).record["steps"] == 6
 
 
+def test_a_checkpoint_that_the_disk_changed_is_never_there(tmp_path: Path, monkeypatch) -> None:
+    write = checkpoints.write_tensors
+
+    def changing(path: Path, tensors: dict) -> Path:
+        return write(path, {name: tensor + 1 if "classifier" in name else tensor for name, tensor in tensors.items()})
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="the disk is not reliable"):
+        run(tmp_path, at(3, lambda: patched.setattr(checkpoints, "write_tensors", changing)))
+    assert [path.name for path in checkpoints.Checkpoints(tmp_path).all()] == ["step-00000002"]
+
+
 def test_two_checkpoints_stay(tmp_path: Path) -> None:
     run(tmp_path, checkpoint_every=1)
     assert [path.name for path in checkpoints.Checkpoints(tmp_path).all()] == ["step-00000005", "step-00000006"]

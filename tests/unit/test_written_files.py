@@ -52,3 +52,13 @@ def test_files_of_the_unchanged_model_say_so(about: dict, tmp_path: Path) -> Non
 def test_a_speed_without_the_unchanged_model_beside_it_is_not_shown(tmp_path: Path) -> None:
     folder_with(tmp_path, {}, {"unchanged": None, "by_runtime": None, "by_compression": None})
     assert written_files(tmp_path)[0]["faster"] is None
+
+
+def test_damaged_evidence_is_named_and_other_files_keep_their_numbers(tmp_path: Path) -> None:
+    folder_with(tmp_path, {}, {})
+    (tmp_path / "evidence.json").write_text('{"kind": "attnrx evidence"')
+    damaged, other, _ = written_files(tmp_path)
+    assert "evidence.json is not readable" in damaged["problem"] and damaged["accuracy"] is None
+    assert other["problem"] is None and other["faster"] == 1.03
+    _, texts, _ = files_table(tmp_path)
+    assert texts[0][2:] == ("unknown: its evidence is damaged", "unknown") and texts[1][2] == "1.03x faster"

@@ -5,12 +5,11 @@ import os
 import re
 import signal
 import sys
-import threading
 import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -28,9 +27,10 @@ from attnrx.support.errors import (
     is_out_of_memory,
     nearest,
 )
+from attnrx.support.signals import STOPPING, handling
 
 # 70 is EX_SOFTWARE of sysexits.h; from 128 on, 128 + the number of the signal.
-BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED, TERMINATED = 2, 3, 70, 130, 141, 143
+BAD_INPUT, BAD_DATA, DEFECT, INTERRUPTED, PIPE_CLOSED = 2, 3, 70, 130, 141
 
 PROCESS_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # set by torchrun and accelerate
 # Files that a command may replace in its output folder.
@@ -51,12 +51,17 @@ exit codes:
   70   a bug of attnrx, with its traceback
   130  interrupted: every file is whole, and a training continues from its checkpoint when it is run again
   143  terminated (SIGTERM): every file is whole; a training saves a checkpoint first and exits with 130
+  129  the terminal was closed (SIGHUP): as 143
 """
 
 
 # A KeyboardInterrupt, so that no `except Exception` between here and the handler catches it.
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM outside of a training."""
+    """SIGTERM or SIGHUP outside of a training."""
+
+    def __init__(self, number: int):
+        super().__init__(f"terminated ({signal.Signals(number).name}); every file that was written is whole.")
+        self.code = 128 + number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if distributed.is_available() and distributed.is_initialized():
                 distributed.destroy_process_group()
         return code
+    # Also what comes before or after the command, e.g. while its results are printed.
+    except KeyboardInterrupt as stop:
+        message = str(stop) or "interrupted; every file that was written is whole."
+        return _report_error(words, stop, message, stop.code if isinstance(stop, _Terminated) else INTERRUPTED)
     except BrokenPipeError:
         # The reader closed the pipe, e.g. `| head`. Without this Python prints another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -103,21 +112,13 @@ def log(line: str) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Raises on SIGTERM, so that temporary files are deleted; no effect if a handler is already installed."""
+    """Raises on SIGTERM and SIGHUP, so that temporary files are deleted; handlers of the caller keep precedence."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise _Terminated("terminated; every file that was written is whole.")
+        raise _Terminated(number)
 
-    main_thread = threading.current_thread() is threading.main_thread()
-    # A handler of the caller keeps precedence. Only the main thread may install one.
-    if not main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    with handling((each for each in STOPPING if signal.getsignal(each) is signal.SIG_DFL), stop):
         yield
-        return
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _guarded(words: list[str]) -> int:
@@ -128,11 +129,6 @@ def _guarded(words: list[str]) -> int:
         raise
     except SystemExit as stop:  # argparse, after --help
         return stop.code if isinstance(stop.code, int) else BAD_INPUT
-    except _Terminated as stop:
-        return _report_error(words, stop, str(stop), TERMINATED)
-    except KeyboardInterrupt as stop:
-        message = str(stop) or "interrupted; every file that was written is whole."
-        return _report_error(words, stop, message, INTERRUPTED)
     # An OSError names the file that is missing or cannot be written, which is input too.
     except (AttnrxError, OSError) as error:
         return _report_error(words, error, str(error), BAD_DATA if isinstance(error, DataError) else BAD_INPUT)
@@ -255,7 +251,9 @@ def _report_error(words: list[str], error: BaseException, message: str, code: in
     if code == DEFECT or "--debug" in words:
         traceback.print_exception(error)
     # Every process of a launcher prints: the one that failed may not be rank 0.
-    print(message if code in (INTERRUPTED, TERMINATED) else f"attnrx: {message}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # the terminal was closed
+        line = message if isinstance(error, KeyboardInterrupt) else f"attnrx: {message}"
+        print(line, file=sys.stderr, flush=True)
     if "--json" in words and _is_first_process():
         print(json.dumps({"error": {"kind": type(error).__name__, "message": message, "exit_code": code}}, indent=2))
     return code

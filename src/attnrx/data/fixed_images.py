@@ -8,7 +8,6 @@ So every source is read in one pass into an `ImageStore`, and everything afterwa
 import hashlib
 import io
 import random
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from attnrx.data.images import Batch, Pass, RowImages, digest, require_labelled
+from attnrx.support.atomic_writes import scratch_file
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.hardware import cache_folder, restored_random_states
@@ -255,7 +255,7 @@ class _Writer:
         try:
             if not self.is_on_disk and self.file.tell() + content.nbytes > MEMORY:
                 cache_folder().mkdir(parents=True, exist_ok=True)
-                held, self.file = self.file, tempfile.NamedTemporaryFile(dir=cache_folder(), prefix="images-")
+                held, self.file = self.file, scratch_file(cache_folder() / "images")
                 self.file.write(held.getbuffer())
             self.file.write(content)
         except OSError as error:

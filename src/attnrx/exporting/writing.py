@@ -6,7 +6,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -35,7 +34,7 @@ from attnrx.exporting.formats import PRECISIONS, ROUNDING, Format, dtype_name, r
 from attnrx.exporting.runtime_formats import parse_format
 from attnrx.nouns.evidence import FAILS, Finding, against_limit
 from attnrx.support.arguments import BATCH, IMAGES, TEXT, checked, each, either, instance, one_of, optional
-from attnrx.support.atomic_writes import flush, temporary_folder
+from attnrx.support.atomic_writes import flush, scratch_folder, temporary_folder
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.modules import copy_module, fixed_weights, joined, tensors_of
 from attnrx.support.optional import installed_versions
@@ -275,8 +274,8 @@ def compare_with_original(
     # Few rounds are those of long passes, of which one is warm.
     protocol = LatencyProtocol(conditions, rounds, warmup=min(max(rounds // 6, 1), 5))
     noise = torch.Generator().manual_seed(0)
-    with TemporaryDirectory() as folder:
-        other = write_exported(library, Path(folder) / f"original{exported.form.suffix}", exported.form)
+    with scratch_folder() as folder:
+        other = write_exported(library, folder / f"original{exported.form.suffix}", exported.form)
         comparisons = tuple(
             compare_latency(exported, other, torch.randn(batch, *exported.images.shape, generator=noise), protocol)
             for batch in (batches if size is None else (size,))
@@ -383,9 +382,9 @@ class Runtime:
         ready = copy_module(module).eval().to(self.conditions.device, PRECISIONS[self.conditions.precision])
         threads = self.conditions.threads or torch.get_num_threads()
         # AUTO and not a named size: where a block needs all tokens, e.g. for biases of pairs, the size becomes fixed.
-        with TemporaryDirectory() as folder, raising(f"a part of this model cannot be timed as {form.name}"):
+        with scratch_folder() as folder, raising(f"a part of this model cannot be timed as {form.name}"):
             program = captured(ready, example, ({1: torch.export.Dim.AUTO},))
-            path = Path(folder) / f"part{form.suffix}"
+            path = folder / f"part{form.suffix}"
             form.write(program, path, [example])
             return form.open(path, self.conditions.device, threads)
 

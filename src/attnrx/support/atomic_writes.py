@@ -15,9 +15,11 @@ import secrets
 import shutil
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, cast
 
 from filelock import FileLock, Timeout  # a dependency of torch
 
@@ -99,6 +101,33 @@ def temporary_folder(target: Path) -> Iterator[Path]:
         yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def scratch_folder(folder: Path | None = None) -> Iterator[Path]:
+    """Yields an empty private folder, which is deleted at the end; if this process is killed, by the next call.
+
+    Args:
+        folder: Where it is created, by default the system's folder for temporary files.
+
+    Raises:
+        CheckpointError: It cannot be created.
+    """
+    with temporary_folder((folder or Path(tempfile.gettempdir())) / "attnrx") as scratch:
+        scratch.chmod(0o700)
+        yield scratch
+
+
+def scratch_file(target: Path) -> IO[bytes]:
+    """Opens a temporary sibling of `target`, which is deleted when it is closed; if this process is killed, by the next
+    call.
+
+    Raises:
+        CheckpointError: Its folder cannot be created.
+        OSError: It cannot be opened.
+    """
+    target = _prepare_target(target)
+    return cast(IO[bytes], tempfile.NamedTemporaryFile(dir=target.parent, prefix=_start(target), suffix=".partial"))
 
 
 ReplacedFiles = Callable[[Path, Collection[str]], Collection[str]]
@@ -287,12 +316,16 @@ def _create_parent(target: Path) -> None:
 def temporary_path(target: Path, folder: Path | None = None) -> Path:
     # In the folder of the target, because a rename is atomic only within one file system. By host and process id
     # leftovers are recognized; the random digits distinguish the writes of one process.
-    return (folder or target.parent) / f".{target.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.partial"
+    return (folder or target.parent) / f"{_start(target)}{secrets.token_hex(4)}.partial"
+
+
+def _start(target: Path) -> str:
+    return f".{target.name}.{_HOST}-{os.getpid()}-"
 
 
 def _names(target: Path, suffix: str = "partial") -> re.Pattern[str]:
     """Matches the names that processes of this host write for `target`; group 1 is the process id."""
-    return re.compile(rf"\.{re.escape(target.name)}\.{_HOST}-(\d+)-[0-9a-f]{{8}}\.{suffix}")
+    return re.compile(rf"\.{re.escape(target.name)}\.{_HOST}-(\d+)-[0-9a-z_]{{8}}\.{suffix}")
 
 
 def _leftovers(target: Path, folder: Path, suffix: str = "partial") -> list[Path]:

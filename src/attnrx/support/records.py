@@ -7,6 +7,7 @@ and field: `prescription.json: layers[3].heads[1].keep[0] is -1; it must be a wh
 import dataclasses
 import stat
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,20 @@ def to_dict(part: Any, *, typed: bool = True) -> dict[str, Any]:
         raise InvalidInput(f"to_dict({part!r}): only an instance of a dataclass has a configuration.")
     fields = {field.name: _plain(getattr(part, field.name), typed) for field in dataclasses.fields(part) if field.init}
     return {"type": type(part).__name__, **fields} if typed else fields
+
+
+def without_folders(value: Any) -> Any:
+    """Returns a JSON-ready value in which every absolute path is its last name with a few digits of its hash.
+
+    A file does not name its maker, and two paths still differ.
+    """
+    if isinstance(value, Mapping):
+        return {without_folders(key): without_folders(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(without_folders, value))
+    if not isinstance(value, str) or not Path(value).is_absolute():
+        return value
+    return f"{Path(value).name} ({sha256(value.encode(errors='surrogateescape')).hexdigest()[:8]})"
 
 
 def from_dict(record: Mapping[str, Any], kinds: type | Iterable[type], where: str = "") -> Any:

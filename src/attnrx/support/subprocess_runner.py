@@ -2,13 +2,13 @@
 measurements do not depend on the state of this one.
 """
 
+import ctypes
 import os
 import pickle
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from attnrx.support.atomic_writes import scratch_folder
 from attnrx.support.errors import AttnrxError, NotSupported
 
 Value = TypeVar("Value")
@@ -37,6 +38,7 @@ LIBRARIES = ("timm", "transformers", "attnrx", "attnrx_lab")
 # Every call has a process of its own, with a fresh heap: after a cost table was measured in it, a model was 15 % slower
 # than in a new process. It is forked from one that has imported everything, before any threads were started.
 FORKS = sys.platform == "linux"
+_PR_SET_PDEATHSIG = 1  # of prctl
 
 ADVICE = (
     "Define the classes and functions of the model in a module, not in a script or a notebook, or measure in this "
@@ -52,8 +54,8 @@ class Subprocess:
 
     It keeps freed memory, like a service with its own allocator. Function, arguments and result are pickled, because
     they may contain modules of any library, and are exchanged in a private temporary folder. The process ends with
-    this one, after the call that it runs. It searches modules where this one does: in the current folder last, and only
-    if this one does too.
+    this one, however it ends; on other systems than Linux after the call that it runs. It searches modules where this
+    one does: in the current folder last, and only if this one does too.
     """
 
     def __init__(self):
@@ -87,15 +89,15 @@ class Subprocess:
                 the process ended without a result.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
-        with tempfile.TemporaryDirectory(prefix="attnrx-") as folder:
+        with scratch_folder() as folder:
             try:
-                (Path(folder) / _CALLED).write_bytes(pickle.dumps((function, arguments, torch.get_num_threads())))
+                (folder / _CALLED).write_bytes(pickle.dumps((function, arguments, torch.get_num_threads())))
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise NotSupported(
                     f"{function.__name__} cannot be called in a new process, because its arguments cannot be pickled "
                     f"({error}). {ADVICE}"
                 ) from error
-            returned = Path(folder) / _RETURNED
+            returned = folder / _RETURNED
             for _ in range(times):
                 with suppress(BrokenPipeError):  # the process has ended: there is no answer below
                     self.process.stdin.write(f"{folder}\n")
@@ -165,6 +167,7 @@ def serve() -> None:
     """Runs in the new process: reads names of modules and the folders of calls from stdin, and writes each result
     there.
     """
+    _end_with_parent()
     for name in sys.stdin.readline().split():
         with suppress(ImportError):
             __import__(name)
@@ -173,6 +176,7 @@ def serve() -> None:
         if FORKS:
             child = os.fork()
             if not child:
+                _end_with_parent()
                 _run_and_exit(folder)
             _, status = os.waitpid(child, 0)
             # The caller reports this end: it reads no result, and waits for this process.
@@ -184,6 +188,14 @@ def serve() -> None:
             _run(folder)
         sys.stdout.write(f"{_DONE}\n")
         sys.stdout.flush()
+
+
+def _end_with_parent() -> None:
+    """Lets Linux end this process when its parent has ended. Its standard input ends then too, but a process that runs
+    a call does not read it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _run(folder: Path) -> None:

@@ -12,7 +12,7 @@ from attnrx.data import Splits
 from attnrx.support import arguments as kinds
 from attnrx.support.atomic_writes import temporary_folder
 from attnrx.support.errors import CheckpointError
-from attnrx.support.records import to_dict
+from attnrx.support.records import to_dict, without_folders
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import (
     file_sha256,
@@ -58,7 +58,12 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def write(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-        """Adds a checkpoint; raises an error for values that are not finite."""
+        """Adds a checkpoint, after reading it back.
+
+        Raises:
+            InvalidInput: A value is not finite.
+            CheckpointError: It cannot be written, or has other tensors when it is read.
+        """
         require_finite_tensors(tensors, f"the state of step {step}")
         path = self.path(step)
         if path.exists():
@@ -67,6 +72,7 @@ class Checkpoints:
             file = write_tensors(partial / "state.safetensors", tensors)
             content = {"kind": KIND, "schema": SCHEMA, "step": step, "sha256": file_sha256(file), **record}
             write_json(partial / "state.json", content)
+            _require_written(partial, tensors)
             partial.rename(path)  # both files are complete
         for old in self.all()[:-NUM_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
@@ -86,6 +92,17 @@ class Checkpoints:
         except CheckpointError as error:
             before = f"from {checkpoints[-2].name}" if len(checkpoints) > 1 else "from the beginning"
             raise CheckpointError(f"{error} Delete the folder {path} to resume {before}.") from error
+
+
+def _require_written(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError unless a checkpoint can be read, and has these tensors."""
+    read_record(folder / "state.json", KIND, SCHEMA, STATE)
+    stored = read_tensors(folder / "state.safetensors")
+    if stored.keys() != tensors.keys() or not all(torch.equal(stored[name], tensors[name].cpu()) for name in stored):
+        raise CheckpointError(
+            f"a checkpoint of {folder.parent.parent} has other tensors than were written: the disk is not reliable. "
+            "Train in a folder on another disk."
+        )
 
 
 def state_tensors(learner: Learner, sums: Float[Tensor, "names"]) -> dict[str, Tensor]:
@@ -169,7 +186,7 @@ def identity(
     run as JSON-ready values.
     """
     return {
-        "config": to_dict(config),
+        "config": without_folders(to_dict(config)),
         "data": {
             "name": splits.name,
             "train": splits.train.fingerprint,
@@ -181,7 +198,8 @@ def identity(
         "tokens": described_tokens(model),
         # The config states where they are read from; the model there may be another one now.
         "teachers": {
-            " ".join(filter(None, source)): model_fingerprint(teacher) for source, teacher in teachers.items()
+            " ".join(without_folders([part for part in source if part])): model_fingerprint(teacher)
+            for source, teacher in teachers.items()
         },
     }
 

@@ -5,7 +5,6 @@ resume.
 import copy
 import json
 import platform
-import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from attnrx.support.hardware import device_name
 from attnrx.support.optional import installed_versions, required_module
 from attnrx.support.progress import Log, no_log, track
 from attnrx.support.shapes import Tensor
+from attnrx.support.signals import STOPPING, handling
 from attnrx.support.storage import fingerprint, read_record, write_json, write_text
 from attnrx.training.checkpoints import (
     HISTORY,
@@ -99,7 +99,7 @@ def train(model: nn.Module, data: Any, config: TrainingConfig, folder: Path | st
         DataError: Images or labels are missing.
         CheckpointError: The folder holds a run of another model, config or data, or a damaged checkpoint.
         NotSupported: A setting needs what this model does not have, or the processes were launched in another mode.
-        TrainingInterrupted: After Ctrl-C or SIGTERM, when a checkpoint has been written.
+        TrainingInterrupted: After Ctrl-C, SIGTERM or SIGHUP, when a checkpoint has been written.
         TrainingDiverged: The loss or a gradient is not finite.
 
     Examples:
@@ -145,11 +145,10 @@ def _finished(folder: Path, model: nn.Module, requested: Mapping[str, Any]) -> T
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Handles Ctrl-C and termination at the end of a step instead of within one: the first SIGINT or SIGTERM sets the
-    event, and raises KeyboardInterrupt at the end of the context if it is still pending.
+    """Handles Ctrl-C, termination and a closed terminal at the end of a step instead of within one: the first of these
+    signals sets the event, and raises KeyboardInterrupt at the end of the context if it is still pending.
 
-    A second one raises it immediately, without a new checkpoint. Has no effect outside the main thread, where signals
-    cannot be handled.
+    A second one raises it immediately, without a new checkpoint. Has no effect outside the main thread.
     """
     interruption = threading.Event()
 
@@ -158,16 +157,8 @@ def interruptible() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         interruption.set()
 
-    # Python runs handlers in the main thread, and refuses to install them in another one.
-    if threading.current_thread() is not threading.main_thread():
+    with handling(STOPPING, handle):
         yield interruption
-        return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield interruption
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if interruption.is_set():
         raise KeyboardInterrupt
 

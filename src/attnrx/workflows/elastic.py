@@ -160,9 +160,8 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
             "seed": seed,
             "timing": {"batch": batch, "threads": threads, "hardware": conditions.hardware},
         }
-        sizes = Elastic(folder, _measured_sizes(run, folder, names), about)
-        sizes.write()
-        return sizes
+        Elastic(folder, _measured_sizes(run, folder, names), about).write()
+        return Elastic.read(folder)
 
 
 def _stored_sizes(folder: Path, run: ShrinkRun, targets: Mapping[str, Target]) -> list[str]:

@@ -13,7 +13,7 @@ from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports import is_unedited, model_card
 from attnrx.support.arguments import Kind, checked, optional
 from attnrx.support.atomic_writes import ReplacedFiles, real_path
-from attnrx.support.errors import CardWarning, FactoryWarning, InvalidInput
+from attnrx.support.errors import CardWarning, CheckpointError, FactoryWarning, InvalidInput
 from attnrx.support.hub import card_with, upload
 from attnrx.support.storage import CARD_KIND, file_kind, write_text
 from attnrx.vit.models import FAMILIES, family_of, model_fingerprint, save_model
@@ -93,10 +93,10 @@ def save_with(
         evidence.require(model_fingerprint(model), "the model to save")
 
     def write_documents(new: Path) -> None:
-        if prescription is not None:
-            prescription.save(new / "prescription.json")
-        if evidence is not None:
-            evidence.save(new / "evidence.json")
+        for document, name in ((prescription, "prescription.json"), (evidence, "evidence.json")):
+            if document is not None:
+                document.save(new / name)
+                require_readable(type(document), new / name)
         card = _kept_card(Path(folder)) or _card(Path(folder), model, evidence, prescription, portable)
         write_text(new / "README.md", card)
         write_beside(new)
@@ -105,6 +105,15 @@ def save_with(
     if portable:
         return save_stock(folder, model, write_documents, parts)
     return save_model(folder, model, write_beside=write_documents, parts=parts)
+
+
+def require_readable(document: type[Prescription] | type[Evidence], path: Path) -> None:
+    """Raises InvalidInput unless a file that was just written can be read, before it replaces anything."""
+    try:
+        document.load(path)
+    except CheckpointError as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        raise InvalidInput(f"{path.name} could not be read again and was not saved: {reason}") from error
 
 
 def require_no_sizes(folder: Path) -> None:

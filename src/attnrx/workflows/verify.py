@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from attnrx.show.checks import Check, Comparison, parse_checks, possible_checks,
 from attnrx.show.checks.check import chance_notes
 from attnrx.show.checks.outputs import Metric as MetricCheck
 from attnrx.support.arguments import checked, instance, optional
+from attnrx.support.atomic_writes import scratch_folder
 from attnrx.support.errors import InvalidInput, NonFiniteOutputs, NotSupported
 from attnrx.support.estimate import Estimate
 from attnrx.support.optional import installed_versions
@@ -188,9 +188,9 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
     require_possible(chosen, comparison)
     if any("labels" in check.needs for check in chosen):
         require_labels(images)
-    with TemporaryDirectory() as folder:  # for the file of the reference
+    with scratch_folder() as folder:  # for the file of the reference
         if isinstance(candidate, Exported) and any(check.measures_speed for check in chosen):
-            comparison = replace(comparison, **_in_runtime(candidate, reference, images, Path(folder), notes))
+            comparison = replace(comparison, **_in_runtime(candidate, reference, images, folder, notes))
         # One comparison for all checks: the outputs of the models are computed once.
         findings = _findings(chosen, comparison, notes)
     of_candidate = model_fingerprint(candidate)

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from attnrx.data import from_tensors
 from attnrx.data.model_data import normalization_of
 from attnrx.decide.diagnosing import diagnose
 from attnrx.exporting import ExportSubject, Format, bare_subject, write_exported
+from attnrx.support.atomic_writes import scratch_folder
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log, no_log
 from attnrx.support.records import to_dict
@@ -196,9 +196,9 @@ def _running_in(rates: Rates, models: Mapping[str, nn.Module], bench: MethodBenc
         return
     # Of the bench's model: `bare_subject` then takes its input for models of no known family, e.g. the library's own.
     subject = ExportSubject.of(bench.model, form, precision=precision, calibration=bench.calibration)
-    with TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         yield {
             # Numbered files: names of methods may contain any characters.
-            name: write_exported(bare_subject(model, subject), Path(folder) / f"{index}{form.suffix}", form)
+            name: write_exported(bare_subject(model, subject), folder / f"{index}{form.suffix}", form)
             for index, (name, model) in enumerate(models.items())
         }

@@ -16,6 +16,7 @@ from torch import nn
 
 from attnrx.vit.costs import LayerCosts, ModelCosts, PartCosts, linear_costs
 from attnrx.vit.models import family_of
+from attnrx.vit.models.boundary.working_copy import working_copy
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenPolicy
@@ -108,7 +109,7 @@ def outer_norm_features(model: nn.Module, costs: ModelCosts) -> int | None:
     family: Any = family_of(model)
     if not isinstance(family, AdoptedFamily):
         return None
-    adopted: Any = model
+    adopted: Any = working_copy(model)
     source: Any = adopted.source
     tokens, positions = costs.tokens, family.positions(adopted)
     last, parts, blocks = family.last_norm(source), family.parts(source), family.blocks(source)

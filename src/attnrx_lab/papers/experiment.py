@@ -16,7 +16,7 @@ from attnrx.show.checks import Check, Comparison
 from attnrx.support.atomic_writes import file_lock
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.progress import Log, no_log
-from attnrx.support.records import to_dict
+from attnrx.support.records import to_dict, without_folders
 from attnrx.support.storage import check_schema, read_json, write_json
 
 SCHEMA = 1  # of settings.json and result.json
@@ -159,7 +159,7 @@ class Experiment(ABC):
         stored = record["settings"]
         differing = [
             f"{name} was {stored.get(name)!r} and is now {value!r}"
-            for name, value in to_dict(self).items()
+            for name, value in self.settings().items()
             if stored.get(name) != value
         ]
         if differing:
@@ -172,9 +172,13 @@ class Experiment(ABC):
         """Stores the settings with the first stage; called after model and data were loaded with them."""
         write_json(folder / "settings.json", self._header())
 
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings for files, which name no folder of this machine."""
+        return without_folders(to_dict(self))
+
     def _header(self) -> dict[str, Any]:
         kind = self.kind.replace("-", " ")
-        return {"kind": f"attnrx {kind} run", "schema": SCHEMA, "settings": to_dict(self)}
+        return {"kind": f"attnrx {kind} run", "schema": SCHEMA, "settings": self.settings()}
 
 
 def evaluation_device() -> torch.device:
@@ -207,7 +211,7 @@ def evidence_at(path: Path, make: Callable[[], Evidence]) -> Evidence:
 def evidence_by(checks: Sequence[Check], comparison: Comparison, own: Experiment, **about: Any) -> Evidence:
     findings = tuple(finding for check in checks for finding in check(comparison))
     data = {"data": comparison.data.fingerprint, "images": len(comparison.data)}
-    return Evidence(findings, {"experiment": to_dict(own), **data, **about})
+    return Evidence(findings, {"experiment": own.settings(), **data, **about})
 
 
 def measures(evidence: Evidence) -> dict[str, Measure]:

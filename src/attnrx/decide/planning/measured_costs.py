@@ -10,7 +10,6 @@ from dataclasses import fields, replace
 from functools import cache, cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from attnrx.decide.planning.cost_table import CostTable, corrected, never_slower
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space, format_of
 from attnrx.exporting import ExportSubject, Format, Runtime, dtype_name, parse_format, precision_for, write_exported
 from attnrx.nouns.effort import LONG_PASS, MIN_TIMED_IMAGES, ROUND_FACTOR, PlanSettings, final_rounds
+from attnrx.support.atomic_writes import scratch_folder
 from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.hardware import Load, cache_folder, device_name, governor, may_measure
 from attnrx.support.modules import copy_module
@@ -546,11 +546,11 @@ def file_speeds(
     assert form is not None
     settings.log(f"timing files of {settings.to}: {', '.join(models)}")
     # In this process, because the runtime of a file allocates its memory itself, and reads the file while it is timed.
-    with TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         files = {
             name: write_exported(
                 ExportSubject.of(model, form, precision=precision_for(model, form), calibration=images),
-                Path(folder) / f"{index}{form.suffix}",
+                folder / f"{index}{form.suffix}",
                 form,
                 are_compared,
             )

@@ -1,7 +1,6 @@
 """The results in numbers: one sentence, quantities before and after, findings, costs, and the files of a folder."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -313,7 +312,8 @@ def written_files(folder: Path | str) -> list[dict[str, Any]]:
 
     `bytes` include the files that belong to it. `faster` is its speed relative to the file of the unchanged model in
     the same runtime and precision, `accuracy` that of its evidence in %; None where they were not measured, as the
-    accuracy of model.onnx, whose logits are those of the model. `unchanged` states that nothing was removed.
+    accuracy of model.onnx, whose logits are those of the model. `unchanged` states that nothing was removed. `problem`
+    is why the evidence of a file cannot be read; it then has no numbers.
     """
     folder = Path(folder)
     rows = [_record(folder, "model.safetensors", ("model.safetensors",), folder / "evidence.json", {})]
@@ -335,6 +335,8 @@ def files_table(folder: Path | str) -> tuple[tuple[str, ...], tuple[tuple[str, .
         measured = "not measured" if row["faster"] is None else speed_text(row["faster"])
         speed = "is the unchanged model's" if row["unchanged"] else measured
         accuracy = "as the model" if row["accuracy"] is None else f"{row['accuracy']:.1f} %"
+        if row["problem"] is not None:
+            speed, accuracy = "unknown: its evidence is damaged", "unknown"
         rows.append((row["file"], f"{row['bytes'] / 1e6:.1f} MB", speed, accuracy))
     return columns, tuple(rows), "files"
 
@@ -344,9 +346,12 @@ def _record(
 ) -> dict[str, Any]:
     size = sum((folder / each).stat().st_size for each in names if (folder / each).is_file())
     evidence = Evidence((), {})
+    problem = None
     if evidence_path.is_file():
-        with suppress(CheckpointError):  # a damaged file has no numbers
+        try:
             evidence = Evidence.load(evidence_path)
+        except CheckpointError as error:  # without its numbers, the other files are still shown
+            problem = str(error)
     faster = batch = None
     accuracy = finding_of(evidence, "accuracy", "candidate")
     for speed in speeds(evidence)[:1]:
@@ -363,4 +368,5 @@ def _record(
         "batch": batch,
         "accuracy": None if accuracy is None else accuracy.value,
         "unchanged": nothing_removed(evidence),
+        "problem": problem,
     }

@@ -16,12 +16,12 @@ from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from attnrx.support.atomic_writes import scratch_folder
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, KernelWarning, NotSupported
 from attnrx.support.hardware import cache_folder
 from attnrx.support.shapes import Float, Tensor
@@ -167,8 +167,8 @@ def _built_by(command: list[str]) -> ctypes.CDLL:
             return _loaded(path)
     # In a folder of the cache, so that a rename puts it there, whole, under a name with the hash of its content; a link
     # of that name is replaced, not followed.
-    with TemporaryDirectory(dir=folder) as temporary:
-        library = Path(temporary) / "library.so"
+    with scratch_folder(folder) as temporary:
+        library = temporary / "library.so"
         output_of([*command, *map(str, SOURCES), "-o", str(library)])
         library.chmod(0o600)
         path = library.replace(folder / f"native-{key}-{sha256(library.read_bytes()).hexdigest()}.so")

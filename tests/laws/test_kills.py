@@ -1,0 +1,89 @@
+"""Commands that are stopped anywhere leave the old or the new result, whole, and the next run ends as if nothing had
+happened (`support/kills.py`, which stops every command at as many points as you like).
+"""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support.kills import COMMANDS, Bench, Found, Inputs, Stop, import_ahead, may_mount
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc"),
+]
+SLOW = ("shrink, with ONNX", "shrink, timed", "export to ONNX")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    import_ahead()
+    return Inputs.write(tmp_path_factory.mktemp("inputs"))
+
+
+def require_lawful(found: list[Found]) -> None:
+    problems = [f"{each.signal}, {each.where}: {problem}" for each in found for problem in each.problems]
+    assert not problems, "\n".join(problems)
+
+
+def test_a_stopped_comparison_and_training_leave_whole_files_and_go_on(inputs: Inputs, tmp_path: Path) -> None:
+    found = []
+    for name in ("compare", "train"):
+        bench = Bench(name, inputs, tmp_path / name)
+        found += [bench.stopped(stop) for stop in bench.stops(4)]
+    require_lawful(found)
+    assert len({each.signal for each in found}) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_stopped_command_leaves_whole_files_and_the_next_run_ends(name: str, inputs: Inputs, tmp_path: Path) -> None:
+    bench = Bench(name, inputs, tmp_path)
+    found = [bench.stopped(stop) for stop in bench.stops(4 if name in SLOW else 8)]
+    require_lawful(found)
+    assert {each.state for each in found} & {"old", "absent", "part"}, "every stop came too late"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in SLOW])
+def test_a_disk_that_takes_no_more_leaves_whole_files(name: str, inputs: Inputs, tmp_path: Path) -> None:
+    if not may_mount():
+        pytest.skip("this system lets no process mount a disk of its own")
+    bench = Bench(name, inputs, tmp_path)
+    found = [bench.on_a_full_disk(0.0), bench.on_a_full_disk(0.5), bench.read_only()]
+    require_lawful(found)
+    assert {each.code for each in found} == {2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_new_interpreter_that_is_stopped_leaves_no_process(
+    number: signal.Signals, inputs: Inputs, tmp_path: Path
+) -> None:
+    bench = Bench("shrink", inputs, tmp_path)
+    require_lawful([bench.stopped(Stop(number, seconds=seconds), fresh=True) for seconds in (1.0, 6.0)])
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_ends_a_command_as_documented(inputs: Inputs, tmp_path: Path) -> None:
+    """Nothing can be printed any more, and temporary files are deleted all the same."""
+    terminal, end = pty.openpty()
+    words = ("train", inputs.small, "--data", inputs.data, "--epochs", 2000, "--out", tmp_path / "run")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "attnrx", *map(str, words)],
+        stdin=end, stdout=end, stderr=end, start_new_session=True, preexec_fn=lambda: os.tcsetpgrp(end, os.getpid()),
+    )  # fmt: skip
+    os.close(end)
+    began = time.monotonic()
+    while not (tmp_path / "run" / "history.jsonl").exists() and time.monotonic() - began < 120:
+        time.sleep(0.1)
+    os.close(terminal)
+    running.send_signal(signal.SIGHUP)  # the system sends it to a session that controls the terminal
+    assert running.wait(60) == 130 and not list(tmp_path.rglob("*.partial"))
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
