@@ -293,7 +293,7 @@ def unit_losses(
 ) -> Float[Tensor, "units"]:
     """Returns for every unit the increase of the error at its removal, in the order of greedy backward elimination.
 
-    `covariance` is that of the activations, `weight` the map that reads them. With P = (covariance + penalty)^-1 the
+    `covariance` belongs to the activations; `weight` is the map that reads them. With P = (covariance + penalty)^-1 the
     removal of unit u, compensated by the units that remain, adds |w_u|^2 / P_uu to the mean squared error of the output
     plus the penalty on the change of the weights (Optimal Brain Surgeon; Hassibi and Stork, 1993). Weights and P are
     updated after every removal by a matrix of rank one. The increases are strictly increasing in that order, so that

@@ -21,7 +21,7 @@ BATCH = 64  # images at once where the caller states nothing
 class Predictions:
     """The outputs of several models by role, on the same images in the same order.
 
-    `labels` are those of the images, negative for images without, and `kind` states how the outputs are compared.
+    `labels` belong to the images, negative for images without, and `kind` states how the outputs are compared.
     """
 
     outputs: Mapping[str, Float[Tensor, "images classes"]]
@@ -121,7 +121,7 @@ def predict(
         models: The models by role; the first states how outputs are compared.
         images: The images on the scale of the models.
         batch_size: Images at once.
-        device: The device of the models; None for that of the first.
+        device: The device of the models; None for the first one's.
         task: What the progress shows.
 
     Returns:

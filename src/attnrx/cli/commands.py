@@ -86,7 +86,7 @@ def shrink(arguments: Namespace, log: Log) -> Outcome:
 
 
 def is_target(finding: "rx.Finding", quantity: str) -> bool:
-    """Whether a claim is that of the target, and not one of the other predictions of the plan."""
+    """Whether a claim is about the target, and not about another prediction of the plan."""
     return finding.details.get("quantity") in MEASURED_TARGETS.get(quantity, ())
 
 

@@ -1,10 +1,10 @@
 """What a command is made of: its parser, its outcome, its options, and the models and data that their values name.
 
-`option` adds one option, `add_arguments` those of a public function, `add_*` what commands share. A type maps the text
-of an option to its value. It raises ArgumentTypeError with the text and the allowed values; the parser adds the name of
-the option. The parameters of functions are read from the source, because importing a function imports torch, which
-takes seconds and --help does not need. The range of a value is that of the function (`support.arguments.Kind`), which
-is imported when a value is given.
+`option` adds one option, `add_arguments` a public function's, `add_*` what commands share. A type maps the text of an
+option to its value. It raises ArgumentTypeError with the text and the allowed values; the parser adds the name of the
+option. The parameters of functions are read from the source, because importing a function imports torch, which takes
+seconds and --help does not need. The range of a value comes from the function (`support.arguments.Kind`), which is
+imported when a value is given.
 """
 
 import argparse
@@ -106,7 +106,7 @@ COMMANDS = Registry[Command]("command", group="attnrx.commands")
 def command(
     summary: str, example: str, options: Callable[[Parser], None]
 ) -> Callable[[Callable[[Namespace, Log], Outcome]], Callable[[Namespace, Log], Outcome]]:
-    """Returns a decorator that declares a command: its name is that of the function, which runs it."""
+    """Returns a decorator that declares a command: it has the name of the function, which runs it."""
 
     def declare(run: Callable[[Namespace, Log], Outcome]) -> Callable[[Namespace, Log], Outcome]:
         COMMANDS.register(Command(run.__name__, summary, example, options, run))

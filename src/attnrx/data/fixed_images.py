@@ -141,8 +141,8 @@ def read_once(
     """Reads batches once into a store: in memory up to MEMORY bytes, else in a file that is deleted with the store.
 
     At most `limit` images are read; `total` is the number of batches, if it is known. With `distinct` an image that was
-    read before is left out. Images that are made of 8-bit pixels by `normalization` need one byte per value. Of images
-    of several sizes those of the most frequent one are returned, and the others in `others`.
+    read before is left out. Images that are made of 8-bit pixels by `normalization` need one byte per value. If images
+    have several sizes, the most frequent size is returned, and the others in `others`.
 
     Raises:
         DataError: There is no image, or the file cannot be written.
@@ -206,7 +206,7 @@ class _Writer:
 
     Images that were 8-bit pixels are stored as codes without loss, with the value of every level by channel, as it
     occurs: resizing and cropping of pictures, and a normalization by channel, leave at most 256 values in a channel.
-    The levels are numbered by the normalization of the model, and their values are those of the images: a pipeline that
+    The levels are numbered by the normalization of the model, and their values come from the images: a pipeline that
     rounds in another way has others.
     """
 

@@ -125,7 +125,8 @@ def _listings_by_split(root: Path, notes: list[str]) -> dict[str, Listing]:
     """Returns the images of every split, by the folders of `root` that are named like splits; without any, of train.
 
     Raises:
-        DataError: Two folders name one split, or folders with images are beside those of splits and may be classes.
+        DataError: Two folders name one split, or folders with images, which may be classes, are beside folders of
+            splits.
     """
     folders: dict[str, Path] = {}
     for entry in _subfolders(root):
@@ -251,7 +252,7 @@ class Columns:
 
 
 def _label_columns(features: Mapping[str, Any]) -> list[str]:
-    """Returns the columns that the schema declares as classes, and those of numbers or words whose name says label."""
+    """Returns the columns that the schema declares as classes, and columns of numbers or words whose name says label."""
     named = {name for name in likely_labels(features) if _is_class_type(str(getattr(features[name], "dtype", "")))}
     return [name for name, feature in features.items() if name in named or getattr(feature, "names", None)]
 
@@ -287,7 +288,7 @@ def open_hub(
 def require_columns(files: Sequence[Path], columns: Columns) -> None:
     """Checks that every file is whole, has the columns and numbers the same classes.
 
-    The class names of a table are those of its first file, so another order would mislabel images.
+    The class names of a table come from its first file, so another order would mislabel images.
 
     Raises:
         DataError: A file is damaged, lacks a column, or names other classes than the others.
@@ -456,7 +457,7 @@ def _encoded_images(table: "pa.Table", columns: Columns, source: str) -> "pa.Chu
 
 
 def _rows_by_split(table: "pa.Table", name: str, columns: Columns, source: str) -> dict[str, Int[Tensor, "rows"]]:
-    """Returns the rows of every split of a table: the table's own split, or those of its column `split`."""
+    """Returns the rows of every split of a table: the table's own split, or by its column `split`."""
     has_column = not name and "split" in table.column_names
     split_of_row = table.column("split").to_pylist() if has_column else [name or "train"] * len(table)
     values = np.asarray(split_of_row, dtype=object)

@@ -272,8 +272,8 @@ class ImageSet(ABC):
         return torch.arange(count) * len(self) // count if labels is None else round_robin(labels)[:count]
 
     def limited_to(self, num_classes: int) -> "ImageSet":
-        """Returns the images with a check that labels are below `num_classes`, where the labels are a user's; those of
-        named datasets are checked on loading. On the CPU, because on a GPU a label out of range ends the process.
+        """Returns the images with a check that labels are below `num_classes`, where the labels are a user's; named
+        datasets are checked on loading. On the CPU, because on a GPU a label out of range ends the process.
         """
         return self
 
@@ -365,7 +365,7 @@ def require_labelled(labels: Int[Tensor, "images *labels"], num_classes: int | N
 
 
 def require_labels(images: ImageSet) -> None:
-    """Raises DataError for images without labels, or with those of other classes, with their `label_problem`."""
+    """Raises DataError for images without labels, or with labels of other classes, with their `label_problem`."""
     if images.label_problem is not None:
         raise DataError(images.label_problem)
 
@@ -412,7 +412,7 @@ class StoredImages(Displayed):
     """The encoded images of one split in storage order: what every storage format is read into.
 
     `sources` are their rows in the source. `content` reads the bytes of the image at a position, and `where` returns
-    its file and row, for messages. `pixels` are those of images that are given decoded.
+    its file and row, for messages. `pixels` are there for images that are given decoded.
     """
 
     labels: Int[Tensor, "stored"]
@@ -449,8 +449,8 @@ class LoadedImages(Displayed, RowImages):
     """Some rows of stored images, fitted to a geometry, and cropped and mirrored in batches on the device.
 
     `photos`: whether training crops parts of the pictures, which are then never held decoded. `numbers` are the head's
-    class of every class of the dataset, -1 for no label; without them the labels are those of the dataset. `problem` is
-    the reason why they fit no head.
+    class of every class of the dataset, -1 for no label; without them the dataset's labels are used. `problem` is the
+    reason why they fit no head.
     """
 
     store: StoredImages

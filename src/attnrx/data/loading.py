@@ -383,5 +383,5 @@ def guess_geometry(pictures: Sequence[UInt8[Tensor, "_ _ _"]], size: int | tuple
 
 
 def _are_photos(geometry: ImageGeometry) -> bool:
-    """Whether a geometry of the catalogue, or a guessed one, is that of photographs (`ImageGeometry.of_size`)."""
+    """Whether a geometry of the catalogue, or a guessed one, is meant for photographs (`ImageGeometry.of_size`)."""
     return geometry.resize_to != geometry.size

@@ -64,8 +64,8 @@ class Splits(Displayed):
         return replace(self, **{name: change(images) for name, images in decoded.items()}, **others)
 
     def renormalized(self, normalization: Normalization) -> "Splits":
-        """Returns the same images on another scale, for a model that was trained with other statistics; those of a
-        user's dataset stay, whose own transforms decide the scale.
+        """Returns the same images on another scale, for a model that was trained with other statistics; images of a
+        user's dataset stay, because its own transforms decide the scale.
         """
         return self.changed(lambda images: images.renormalized(normalization), normalization=normalization)
 
@@ -263,7 +263,7 @@ def distinct_splits(splits: Splits) -> Splits:
 
     As in `three_parts`, an image that occurs several times is used once, to verify on rather than to fit on. Images are
     compared by the bytes of their files, or of their pixels where they are held decoded; sets that cannot be read by
-    row are left as they are, and so are those of more than MOST_COMPARED images in all.
+    row, or with more than MOST_COMPARED images in all, are left as they are.
 
     Raises:
         DataError: No split has images.

@@ -125,7 +125,7 @@ def training_set(
     data: ImageData, preprocess: Preprocess | None = None, argument: str = "data", *, inputs: Any = None
 ) -> ImageSet | None:
     """Returns the data as an ImageSet whose rows are read anew in every pass, in any order, with fresh augmentation;
-    None for data that can only be iterated, or whose sampler states other rows than those of the dataset.
+    None for data that can only be iterated, or whose sampler states other rows than the dataset.
 
     Raises:
         InvalidInput: The data is of another type.
@@ -344,8 +344,8 @@ class IndexedImages(ImageSet):
     """Rows of a dataset with an index, read anew in every pass with the transforms of the dataset, and the DataLoader
     that it came with.
 
-    `is_whole` if the rows are those of the dataset, each once, and not what a sampler draws. Every image must have a
-    label below `num_classes`, if that is given.
+    `is_whole` if the rows are the dataset's, each once, and not what a sampler draws. Every image must have a label
+    below `num_classes`, if that is given.
     """
 
     name: str

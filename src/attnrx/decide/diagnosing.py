@@ -221,8 +221,8 @@ def _is_narrowing(weight: Float[Tensor, "outputs inputs"]) -> bool:
 
 
 def _hidden_diagnosis(first: nn.Linear, second: nn.Linear, moment: CentredMoment | None) -> HiddenDiagnosis:
-    """Returns the diagnosis of the hidden units between two linear maps; `moment` is that of the inputs of the second
-    one, if it was measured.
+    """Returns the diagnosis of the hidden units between two linear maps; `moment` is the moment of the second map's
+    inputs, if it was measured.
     """
     weight = second.weight.detach().cpu().clone()  # not the model's own memory
     wide = weight.double()

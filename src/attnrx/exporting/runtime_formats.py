@@ -476,8 +476,8 @@ class OpenVINO(Format):
     """An .xml file with the graph and a .bin file with the weights, translated from the program.
 
     It runs in float32, also on CPUs that support narrower types; or, with the `precision` bf16, in bfloat16 on CPUs
-    that compute in it and in float32 on others (the weights are stored in float32). With int8 the linear maps are those
-    of the format `int8` with `images` and `tolerance`.
+    that compute in it and in float32 on others (the weights are stored in float32). With int8 the linear maps are
+    chosen as by the format `int8` with `images` and `tolerance`.
     """
 
     name: ClassVar[str] = "openvino"
@@ -512,7 +512,9 @@ class OpenVINO(Format):
         return self.images if self.calibrated else super().wanted
 
     def runtime_at(self, precision: str) -> str:
-        """Returns the name of the runtime with the precision of this format, which is not that of the file's input."""
+        """Returns the name of the runtime with the precision of this format, which is not the precision of the file's
+        input.
+        """
         return super().runtime_at({"bf16": "bfloat16", "int8": "int8"}.get(self.precision, precision))
 
     def limit(self, dtype: torch.dtype) -> float:

@@ -203,8 +203,8 @@ def export(
         precision: Of weights and images (the model's own).
         calibration: Images, normalized for the model, that parity is measured on, by default on noise; required for
             int8.
-        class_names: The name of every class; by default the model's, else those of a calibration dataset with as many
-            classes, e.g. an ImageFolder.
+        class_names: The name of every class; by default the model's, else a calibration dataset's with as many classes,
+            e.g. an ImageFolder.
         features: Write the features of all patches instead of the answer of the model.
 
     Returns:
@@ -408,8 +408,8 @@ def _free_lengths(model: nn.Module) -> Iterator[None]:
 
     Python's own `len` returns a plain number, by which torch.export fixes the batch, and no mode of PyTorch can change
     that. So the parts of the model, which is attnrx's own copy, have their methods once more, as attributes that hide
-    those of the class: the same code, with the names of its module and another `len`. The user's classes and modules
-    stay as they are. Methods that are called by `super()` are the class's own: there `images.shape[0]` is free.
+    the class's: the same code, with the names of its module and another `len`. The user's classes and modules stay as
+    they are. Methods that are called by `super()` are the class's own: there `images.shape[0]` is free.
     """
     methods = {kind: _methods_with_free_lengths(kind) for kind in {type(part) for part in model.modules()}}
     hiding = [
@@ -510,7 +510,7 @@ def _takes_all(dim: int = 0, start: int | None = None, stop: int | None = None, 
 
 
 def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[Tensor]) -> tuple[Finding, ...]:
-    """Compares the outputs of the file with those of the model on the same images.
+    """Compares the outputs of the file with the model's on the same images.
 
     In models with token reduction up to the share MAY_DIFFER of the images is excluded from the differences, and
     MAY_DIFFER_AT_LOW_PRECISION in a format of low precision.
@@ -568,9 +568,9 @@ def _parity(subject: ExportSubject, form: Format, path: Path, batches: Sequence[
 def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
     """Moves the exported files to their path.
 
-    A file and its facts cannot be replaced in one step. Between the two steps the facts contain those of the earlier
-    export too, and the hash of the file decides which are valid. Of several files no hash decides: the earlier export
-    is removed first, and the facts make the new one valid at the end.
+    A file and its facts cannot be replaced in one step. Between the two steps the facts contain the earlier export's
+    too, and the hash of the file decides which are valid. Of several files no hash decides: the earlier export is
+    removed first, and the facts make the new one valid at the end.
     """
     files = facts["files"]
     if len(files) > 1:

@@ -86,14 +86,14 @@ WARMUP = 2
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What is planned, and how much is measured for it; the defaults are those of the effort "normal".
+    """What is planned, and how much is measured for it; the defaults are the effort "normal".
 
     What is planned. `axes` are by default all that the model has; those left out are logged with the reason. The token
-    `reducer` is by default `ward`, with a relevance where the outputs are those of a class token. With `to`, the text
-    of a format of `attnrx.export`, a target of latency is that of the file in this format: blocks and whole plans are
-    timed in its runtime. A `portable` plan has what the library's own class holds: one width for all MLPs, a multiple
-    of `multiple` (by default that of the place where it runs, see `nouns.runtime`), and as many heads in every layer,
-    where the class states them; its latency is that in the library's own code.
+    `reducer` is by default `ward`, with a relevance where a class token gives the outputs. With `to`, the text of a
+    format of `attnrx.export`, a target of latency applies to the file in this format: blocks and whole plans are timed
+    in its runtime. A `portable` plan has what the library's own class holds: one width for all MLPs, a multiple of
+    `multiple` (by default the runtime's, see `nouns.runtime`), and as many heads in every layer, where the class states
+    them; its latency is measured in the library's own code.
 
     How latency is measured (`protocol`): by forward passes of `batch` images under the `conditions`, by `clock` (see
     `LatencyProtocol`). Blocks are timed at `timed_levels` (indices into `LEVELS`; between them the times are
@@ -105,7 +105,7 @@ class PlanSettings:
     search: `trials` plans, each the best predicted of some `variations`, are measured on `trial_images` (those that are
     far worse on the first batch than the best plan, on that one), the best `finalists` of them on all; `num_images` are
     as many as `shrink` takes for it. With `bfloat16` these plans have products of bfloat16 where the device is faster
-    with them; sensitivities and predictions are those of the model's own precision.
+    with them; sensitivities and predictions use the model's own precision.
 
     A plan for latency is repeated up to `attempts` times, until its measured latency is between `min_ratio` and
     `max_ratio` times the target; the first attempt is not searched, and with `adjusts` those after the second correct
@@ -302,7 +302,7 @@ class Effort:
             kind: The kind of the model's outputs.
             macs: The model's MACs per image, at the size of the images; None before the images are read. The images to
                 read do not depend on it.
-            settings: The settings of the call's plans, with the images of the effort; by default those of the effort.
+            settings: The settings of the call's plans, with the images of the effort; by default the effort's.
 
         Raises:
             UnknownName: No such effort.

@@ -48,12 +48,11 @@ class Basis(Displayed):
     """New directions of a decision, as linear combinations of the model's rows.
 
     New row r of owner h is left[h, r] @ the stored query rows, and right[h, r] @ the stored key rows. If every head
-    owns its directions, the rows are those of head h; shared directions (one owner) combine the rows of all heads,
+    owns its directions, the rows belong to head h; shared directions (one owner) combine the rows of all heads,
     concatenated. With `blocks` the shared directions are in blocks of so many neighbouring ones, and a head has the
-    same strength for all directions of a block. Without pruning the scores equal those of the model, unless `about` of
-    the prescription records an approximation error. Of rotary attention `pairs` are the frequencies by which the
-    directions are rotated, -1 for those that are not: these come first, then the real and then the imaginary parts of
-    the pairs.
+    same strength for all directions of a block. Without pruning the scores equal the model's, unless `about` of the
+    prescription records an approximation error. Of rotary attention `pairs` are the frequencies by which the directions
+    are rotated, -1 for those that are not: these come first, then the real and then the imaginary parts of the pairs.
     """
 
     left: Float[Tensor, "owners directions rows"]
@@ -103,7 +102,7 @@ class ScoreDecision(Displayed):
     """The decision about "qk": the kept directions, their strengths, and a reason per head.
 
     `strength` is the new strength of the kept directions (unchanged for most rules). A head without directions has
-    uniform attention. The directions are the model's own, or those of `basis`.
+    uniform attention. The directions are the model's own, or the rows of `basis`.
     """
 
     keep: Bool[Tensor, "heads directions"]

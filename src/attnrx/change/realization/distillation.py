@@ -1,6 +1,6 @@
 """Distillation: fits all weights of a compressed model together to the outputs of the original, without labels.
 
-Adam with learning rates relative to the size of each tensor, and the result of a fit, are those of `repair` too.
+Adam with learning rates relative to the size of each tensor, and the result of a fit, are as in `repair`.
 """
 
 import copy
@@ -123,7 +123,7 @@ class Distill:
 def distill(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, settings: Distill | None = None
 ) -> Fitted:
-    """Returns a copy of the candidate whose outputs are fitted to those of the reference, without labels.
+    """Returns a copy of the candidate whose outputs are fitted to the reference's, without labels.
 
     All weights are fitted together by Adam, with tokens pruned and merged as in use, so that it corrects what `repair`,
     block by block and on all tokens, cannot. The loss is the Kullback-Leibler divergence of outputs softened by a high

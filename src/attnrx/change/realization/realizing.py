@@ -1,7 +1,7 @@
 """Realizes a prescription: ranks layer by layer, then the token policy with its predictors; and the fits of the result.
 
 A layer stores its kept heads by descending rank (`head_order`); decisions have them in the order of the original. Rows
-of query and key are the directions of a head, and are copied (the model's own) or combined from those of the layer (a
+of query and key are the directions of a head, and are copied (the model's own) or combined from the layer's rows (a
 basis). Values and output projection are copied, or reduced to the kept dimensions.
 
 The fits come in one order: repair, then the tokens, then distill. A prescription records the settings of every fit,
@@ -294,8 +294,8 @@ def realize_and_fit(
 ) -> nn.Module:
     """Realizes a prescription as `realize` does, and fits the weights of the result to the model, without labels.
 
-    Repair compares tokens one by one with those of the model, so it comes before tokens are pruned or merged;
-    distillation takes such a model, and comes last.
+    Repair compares tokens one by one with the model's, so it comes before tokens are pruned or merged; distillation
+    takes such a model, and comes last.
 
     Args:
         model: The original.

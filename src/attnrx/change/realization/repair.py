@@ -86,7 +86,7 @@ class Repair:
 def repair(
     candidate: nn.Module, reference: nn.Module, calibration: ImageData, settings: Repair | None = None
 ) -> Fitted:
-    """Returns a copy of the candidate whose blocks are fitted to those of the reference, without labels.
+    """Returns a copy of the candidate whose blocks are fitted to the reference's, without labels.
 
     Every block is fitted in turn, on what the repaired blocks before it give, to the output of the reference's block on
     what the reference's blocks before it give. So a block also corrects errors of earlier ones. First the maps of the
@@ -275,8 +275,8 @@ class _Block:
         return factors
 
     def features(self, tokens: Tokens) -> nn.Module:
-        """Returns a module from the input of the first map to that of the second: the modules in between, where they
-        are called one after the other, else the module around both maps.
+        """Returns a module from the first map's input to the second's: the modules in between, where they are called
+        one after the other, else the module around both maps.
         """
         # Leaf modules in the order of their calls between both maps: activation, dropout, norm. Functional calls have
         # no hook, so the sequence is compared with the block.
@@ -375,9 +375,10 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
     """Returns the weights of the tokens after every block: the root mean square of the gradient of the outputs with
     respect to them, mean 1, mixed with EVEN.
 
-    The gradient is that of the log-probability of an answer drawn from the outputs (`OutputKind.drawn`), e.g. of a
-    class drawn from the predicted probabilities, so that its second moment is the Fisher information; of embeddings,
-    that of a random projection of the normalized embedding. Tokens after a block that has no gradient weigh the same.
+    It is the gradient of the log-probability of an answer drawn from the outputs (`OutputKind.drawn`), e.g. of a class
+    drawn from the predicted probabilities, so that its second moment is the Fisher information; of embeddings, the
+    gradient of a random projection of the normalized embedding. Tokens after a block that has no gradient weigh the
+    same.
     """
     # One sampled class per image estimates the diagonal of the Fisher matrix without a pass per class, and without
     # labels. Its root fits better than the square (docs/results/hidden.md).

@@ -300,7 +300,7 @@ class Frontier:
 
 
 def require_reachable(space: Space, cost_table: CostTable, limit: float) -> None:
-    """Raises NotSupported for a cost below that of every plan; sensitivities need not be known.
+    """Raises NotSupported for a cost below every plan's; sensitivities need not be known.
 
     The bound has the cheapest ranks of every layer, and prunes as many patches before it as stages can, for nothing.
     """

@@ -52,7 +52,7 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "co
 
 @dataclass(frozen=True, eq=False)
 class CostTable:
-    """The cost of every layer by ranks and tokens; `whole` is that of the original.
+    """The cost of every layer by ranks and tokens; `whole` is the original's cost.
 
     The `quantity` is "latency" (of any unit of time), "macs" or "params".
 
@@ -73,7 +73,7 @@ class CostTable:
     spread: float = 0.0
 
     def problem(self) -> str | None:
-        """Returns why these costs cannot be those of a model; None if they can.
+        """Returns why no model can have these costs; None if one can.
 
         Timings under the load of other processes can give costs that are negative, or that rise where less is computed.
         """
@@ -240,7 +240,7 @@ def _factor(measured: float, predicted: float) -> float:
 
 
 def _saving(cost_table: CostTable, factors: Mapping[str, float]) -> CostTable:
-    """Scales the savings of every axis, and those of qk and vo together beyond the sum of both."""
+    """Scales the savings of every axis, and what qk and vo save together beyond the sum of both."""
     attention, mlp = cost_table.attention, cost_table.mlp
     # [layer, level of qk, level of vo, tokens] = full cost + effect of qk + effect of vo + interaction.
     none = attention[:, :1, :1]

@@ -160,8 +160,8 @@ def measured_cost_table(
     a `form` all in the runtime of this format, and several blocks in place of one.
 
     After a stage attention may use token sizes (proportional attention), and the timed block does. Each time is divided
-    by that of the original block in the same round. The costs are shares of the latency of attnrx's own model and do
-    not include the token reducers; `corrected` adds those. Times are fitted so that no lower level is slower.
+    by the original block's in the same round. The costs are shares of the latency of attnrx's own model and do not
+    include the token reducers; `corrected` adds those. Times are fitted so that no lower level is slower.
 
     Raises:
         NotSupported: The layers do not all have the same shape.
@@ -318,8 +318,9 @@ class _Timer:
         return self.runtime.prepare(called, rows)
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
-        """Returns the times of a block at several numbers of tokens after a stage; the last entry is that of all tokens
-        before any stage."""
+        """Returns the times of a block at several numbers of tokens after a stage; the last entry is for all tokens
+        before any stage.
+        """
         choices, model = Choices.nothing(self.space.depth), self.space.model
         for axis, level in levels.items():
             for layer in self.layers:
@@ -329,8 +330,8 @@ class _Timer:
         return self._times(model, self.layers, False) / len(self.layers)
 
     def last(self, full: np.ndarray) -> np.ndarray:
-        """Returns the times of the last block with the last-layer class-token shortcut, if the model has one; those of
-        other blocks are `full`.
+        """Returns the times of the last block with the last-layer class-token shortcut, if the model has one; the times
+        of other blocks are `full`.
         """
         count, depth = len(self.layers), self.space.depth
         times = self._times(self.space.model, range(depth - count, depth), True)
@@ -338,7 +339,7 @@ class _Timer:
 
     def steps(self, counts: np.ndarray) -> np.ndarray:
         """Returns the factors [counts] between the times of the unchanged block at these numbers of tokens and the
-        straight lines between those of the grid: 1 where they are not timed.
+        straight lines between the grid's times: 1 where they are not timed.
         """
         macs = len(self.images) * self.family.costs(self.space.model).macs
         every, most = (FINE, LONG_PASS) if self.is_in_library else (FINE_IN_FILES, LONG_PASS_IN_FILES)
@@ -415,8 +416,8 @@ def _interpolated(counts: np.ndarray, grid: list[int], times: np.ndarray) -> np.
 def timing_conditions(
     model: nn.Module, threads: int | None, batch: int, form: Format | None = None, log: Log = no_log
 ) -> Conditions:
-    """Returns the conditions of the timings: the model's own precision if it is timed, or that of files of a format; on
-    a CUDA device recorded graphs, if the model can be recorded.
+    """Returns the conditions of the timings: the model's own precision if it is timed, or the precision of a format's
+    files; on a CUDA device recorded graphs, if the model can be recorded.
     """
     # Of models in float64 neither is timed at its own.
     weight = next(model.parameters())
@@ -509,13 +510,13 @@ class PlanTimer:
         }
 
     def of_file(self, model: nn.Module) -> float:
-        """Returns how much faster the file of a model is than that of the unchanged one."""
+        """Returns how much faster the file of a model is than the unchanged model's."""
         # Not than the library's model, whose time in one process varies by a fifth with the memory that is retained.
         models, settings = {"unchanged": self.space.model, "file": model}, self.settings
         return file_speeds(models, settings, self.images, ROUND_FACTOR * settings.whole_rounds)["file"]
 
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
-        """Returns the latency of models, or of their files, as shares of that of the library's model, in turns."""
+        """Returns the latency of models, or of their files, as shares of the latency of the library's model, in turns."""
         settings = self.settings
         if settings.to is not None:
             speeds = file_speeds(models, settings, self.images, rounds, self.library_model)
@@ -534,10 +535,10 @@ def file_speeds(
     reference: nn.Module | None = None,
     are_compared: bool = False,
 ) -> dict[str, float]:
-    """Returns how much faster the files of models are, in the format of the settings and calibrated on `images`: than
-    a reference, without one those of all but the first than that of the first; all are timed in turns.
+    """Returns how much faster the files of models are, in the format of the settings and calibrated on `images`: than a
+    reference's, or without one than the first model's; all are timed in turns.
 
-    The outputs of the files are compared with those of the models, as of a result, if `are_compared`.
+    If `are_compared`, the outputs of the files are compared with the models', as for a result.
 
     Raises:
         NotSupported: A model cannot be written in the format, or the outputs of a file differ.

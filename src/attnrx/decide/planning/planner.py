@@ -317,7 +317,7 @@ class Planner:
         return self._by_timing(target) if self.minimized == "latency" else self._searched(target.limit)
 
     def _require_reachable(self, limit: float) -> None:
-        """Raises NotSupported for a cost below that of every plan, before sensitivities are measured."""
+        """Raises NotSupported for a cost below every plan's, before sensitivities are measured."""
         require_reachable(self.space, self.cost_table, limit)
 
     def _explained(self, choices: Choices) -> tuple[str, ...]:
@@ -400,7 +400,7 @@ class Planner:
         return ratio
 
     def _adjusted(self, limit: float, last: Trial) -> Trial:
-        """Returns the best plan at this cost among those reached from the best trials, and those of few stages."""
+        """Returns the best plan at this cost among plans reached from the best trials and plans of few stages."""
         # Greedy moves from plans that are measured already: no search, and few plans to measure at the new cost. Those
         # of few stages, because the trials may be for a cost that was wrong.
         order = sorted(self.trials, key=BY_SOFTENED)
@@ -437,8 +437,8 @@ class Planner:
         return self._best(trials)
 
     def _proposed(self, limit: float, trials: Sequence[Trial], starts: Sequence[Choices]) -> Step:
-        """Returns the plan to measure after these trials, the first of which is that of the closed form: from every one
-        of the `starts`, then variations of the best plan.
+        """Returns the plan to measure after these trials, the first of which is the closed form's: from every one of
+        the `starts`, then variations of the best plan.
         """
         number = len(trials) - 1
         if number < len(starts):

@@ -63,7 +63,9 @@ class Deviation:
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Batches of images in memory, and the original's outputs for them; `bfloat16` is that of all matrix products."""
+    """Batches of images in memory, and the original's outputs for them; `bfloat16`: all matrix products are computed in
+    it.
+    """
 
     batches: tuple[Tensor, ...]
     labels: Int[Tensor, "images *labels"] | None
@@ -134,7 +136,7 @@ class Answers:
             return [stored(outputs_of(candidate, batch)) for batch in self.batches[start:]]
 
     def deviation(self, answered: Sequence[Tensor]) -> Deviation:
-        """Returns the deviation of outputs, given per batch in the shape of those of the original."""
+        """Returns the deviation of outputs, given per batch in the shape of the original's."""
         base, other, kind = self.outputs, torch.cat(list(answered)), self.kind
         labels = torch.full((len(base),), UNLABELLED) if self.labels is None else self.labels
         both, agrees, change = Predictions({"original": base, "candidate": other}, labels, kind), None, None
@@ -196,8 +198,8 @@ class Sensitivities:
     """The mean softened divergence of the outputs (`Deviation`) for each choice alone.
 
     `ranks` is [layer, level] for every axis. For tokens, `log_counts` [point] holds the logarithms of some numbers of
-    pruned patches, and `tokens` [layer, point] those of the divergences measured there; in between and beyond, the
-    divergence is a power law of the number. If patches were pruned before, the cost is the difference of the
+    pruned patches, and `tokens` [layer, point] the logarithms of the divergences measured there; in between and beyond,
+    the divergence is a power law of the number. If patches were pruned before, the cost is the difference of the
     divergences at the totals, because the remaining patches are less redundant.
     """
 
@@ -290,7 +292,7 @@ class _BatchProbe:
         self.calls: BlockCalls = [[call for call in calls if call.module is block] for block in blocks]
 
     def with_block_of(self, other: nn.Module) -> np.ndarray:
-        """Returns the sums over images [layer] with one block at a time replaced by that of another model."""
+        """Returns the sums over images [layer] with one block at a time replaced by another model's."""
         sums = np.zeros(len(self.calls))
         blocks = blocks_of(other, self.family)
         for layer in self.layers:

@@ -235,7 +235,7 @@ class Space(Displayed):
         return tuple(level for level in range(1, len(self.levels)) if self.piece(axis, level) is not None)
 
     def measured(self, axis: str, levels: Iterable[int]) -> tuple[int, ...]:
-        """Returns those of `levels` that are available; the middle one where none is, or none without any."""
+        """Returns the available `levels`; the middle one where none is, or none without any."""
         available = self.available(axis)
         return tuple(level for level in levels if level in available) or available[len(available) // 2 :][:1]
 
@@ -309,7 +309,7 @@ class Space(Displayed):
 
     def relaxations(self, choices: Choices, step: int | None = None) -> Iterator[Choices]:
         """Yields every plan with one change that keeps more: a higher rank, or fewer pruned patches in one layer, by a
-        multiple of `step`, by default that of the space.
+        multiple of `step`, by default the space's.
         """
         for axis in AXES:
             for layer, now in enumerate(choices.of(axis)):
@@ -369,7 +369,7 @@ class Space(Displayed):
 def require_fewer_tokens(model: nn.Module, reducer: Reducer) -> None:
     """Raises NotSupported for a module of a user's whose own code needs all tokens between its blocks.
 
-    It is run with a policy, which blocks alone, as those of libraries are, always take.
+    It is run with a policy, which separate blocks, such as the libraries', always take.
     """
     if not isinstance(model, Whole):
         return

@@ -78,7 +78,7 @@ class UniformSpace(Space):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The numbers of hidden units, largest first; that of the model among them."""
+        """The numbers of hidden units, largest first, the model's among them."""
         return self.stock.hidden, *smaller_widths(self.stock, self.multiple)
 
     def rules(self, sizes: Sizes) -> dict[str, TotalRank]:
@@ -106,7 +106,7 @@ class UniformSpace(Space):
 
 
 def smaller_widths(stock: Stock, multiple: int) -> tuple[int, ...]:
-    """Returns the widths below that of the model, largest first."""
+    """Returns the widths below the model's, largest first."""
     return tuple(range((stock.hidden - 1) // multiple * multiple, 0, -multiple))
 
 

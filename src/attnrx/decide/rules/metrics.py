@@ -1,11 +1,10 @@
-"""Metrics in which the directions of a head are optimal, those of rotary attention among them, and spectra rewritten in
-them.
+"""Metrics in which the directions of a head are optimal, also for rotary attention, and spectra rewritten in them.
 
 In rotary attention a pair of rows is rotated by an angle that depends on the token's position, so only maps that
 commute with the rotation preserve its scores: a pair is kept or removed as one. Many frequencies hardly rotate over the
 positions of an image. Such pairs can be stored without rotation, times the mean cosine of the rotation between two
-positions, and the singular value decomposition then applies to their rows as to those of other attention. For every
-rank the number of slow pairs with the least error in the metric is chosen.
+positions, and the singular value decomposition then applies to their rows as in other attention. For every rank the
+number of slow pairs with the least error in the metric is chosen.
 """
 
 from collections.abc import Mapping
@@ -136,7 +135,7 @@ def _layer(layer: LayerDiagnosis, metric: str) -> tuple[LayerDiagnosis, Basis]:
 def _rotary_layer(layer: LayerDiagnosis, found: "RotaryDirections") -> tuple[LayerDiagnosis, Basis]:
     """Returns the layer with strengths that order its directions, and the basis in which all of them are kept.
 
-    The forms of two ranks have no directions in common, so those of a decision are computed for its ranks.
+    The forms of two ranks have no directions in common, so the forms of a decision are computed for its ranks.
     """
     roots = torch.where(layer.spectrum.used, found.strength, 1.0).rsqrt()
     # Both sides are divided by the roots of the strengths, so that all directions together give the original scores.
@@ -353,8 +352,8 @@ def coherence(
     """Returns the mean cosine of the rotation between a patch and the patches that it attends to, weighted by the
     attention, for heads that are these of the original model.
 
-    Positions are those of all images. Patches attend to near ones, so that more pairs count as slow than by the mean
-    over all patches of an image.
+    Positions are the same for all images. Patches attend to near ones, so that more pairs count as slow than by the
+    mean over all patches of an image.
     """
     assert positions.cos is not None and positions.sin is not None
     # Rotations as complex numbers e^(i phi), [heads, patches, frequencies]: cos(phi_j - phi_i) is the real part of

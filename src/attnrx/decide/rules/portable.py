@@ -11,7 +11,7 @@ from attnrx.vit.maps import HEADS, HIDDEN
 
 
 def portable_rules(rules: Mapping[str, Rule], others: Sequence[str], multiple: int) -> dict[str, Rule]:
-    """Returns the rules with that of the hidden units rounded to the multiple, if it states none.
+    """Returns the rules, with the hidden units' rule rounded to the multiple if it states none.
 
     Raises:
         NotSupported: There are rules for `others`, the maps that no class of a library holds pruned.

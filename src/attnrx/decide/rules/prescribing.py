@@ -144,10 +144,10 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
     The rule of "heads" decides first; the other rules see a layer without the removed heads. In the metric "centered"
     the output projection is refitted to the remaining heads, which is a decision about "vo". The rule of "qk" decides
     about the optimal directions in its metric (METRICS), by their strengths there, or about the model's own; without it
-    the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric (OUTPUT_METRICS), that
-    of "hidden" in one of HIDDEN_METRICS. "tokens" needs
-    no reading, because tokens are selected for every image at run time. The prescription records the rules with their
-    metrics, and all information of the diagnosis about its model and data.
+    the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric (OUTPUT_METRICS), the rule of
+    "hidden" in one of HIDDEN_METRICS. "tokens" needs no reading, because tokens are selected for every image at run
+    time. The prescription records the rules with their metrics, and all information of the diagnosis about its model
+    and data.
 
     A rule may remove all directions of a map, e.g. to compare with a model without it; `prescribe` refuses that.
     Without `refit` the decisions about values and hidden units are not ones to realize: they have no weights.
@@ -526,8 +526,8 @@ def _spectrum(
 def _decided(
     rule: Rule, diagnosis: Diagnosis, spectra: Sequence[Spectrum], readings: Sequence[Mapping[str, Tensor]] = ()
 ) -> list[ScoreDecision]:
-    """Returns the decisions of a rule about another map: it sees a diagnosis with the spectra of this map in place of
-    those of the scores.
+    """Returns the decisions of a rule about another map: it sees a diagnosis with this map's spectra in place of the
+    scores'.
     """
     readings = readings or [{}] * len(spectra)
     layers = tuple(LayerDiagnosis(*parts) for parts in zip(spectra, readings, strict=True))

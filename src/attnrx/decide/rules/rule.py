@@ -86,8 +86,8 @@ class Rule(ABC):
 def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
     """Returns one layer's spectrum; raises NotSupported for dense attention, whose strengths are 1 and rank nothing.
 
-    Other equal strengths are accepted: learned ones, and those of a dead layer, which are all zero or (in a metric) all
-    at the noise floor.
+    Other equal strengths are accepted: learned ones, and a dead layer's, which are all zero or (in a metric) all at the
+    noise floor.
     """
     spectrum = diagnosis.layers[layer].spectrum
     strength = spectrum.strength[spectrum.used]
@@ -227,7 +227,7 @@ class UniformRank(Rule):
 
     With the metric "weights" this is the truncated singular value decomposition of each head's W_Q W_K^T. The rank is
     rounded to a `multiple`: kernels load several values at once, and are slower at a rank in between than at the next
-    multiple. The default metric is that of TotalRank, except "weights" for scores without norms.
+    multiple. The default metric is TotalRank's, except "weights" for scores without norms.
     """
 
     default_metric: ClassVar[str | None] = "weights"
@@ -250,10 +250,10 @@ class TotalRank(Rule):
     """Keeps the strongest directions of all heads together: `rank` per layer, or that share of all directions.
 
     This is water-filling: of all selections of that size it removes the least energy, so heads get irregular ranks.
-    With `scope="model"` the total is distributed over all layers. Every rank is a multiple of `multiple` and
-    at least `minimum`, even for a smaller requested share. Strengths are those of the `metric` (see METRICS), or with
-    "own" the model's. The default metric is "mix" for scores without norms, "own" for scores with norms, and
-    "centered" for values and MLP (see OUTPUT_METRICS).
+    With `scope="model"` the total is distributed over all layers. Every rank is a multiple of `multiple` and at least
+    `minimum`, even for a smaller requested share. Strengths follow the `metric` (see METRICS), or with "own" the model.
+    The default metric is "mix" for scores without norms, "own" for scores with norms, and "centered" for values and MLP
+    (see OUTPUT_METRICS).
     """
 
     default_metric: ClassVar[str | None] = "mix"
