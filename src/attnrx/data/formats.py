@@ -252,7 +252,7 @@ class Columns:
 
 
 def _label_columns(features: Mapping[str, Any]) -> list[str]:
-    """Returns the columns that the schema declares as classes, and columns of numbers or words whose name says label."""
+    """Returns the columns that the schema declares as classes, and columns whose name says label."""
     named = {name for name in likely_labels(features) if _is_class_type(str(getattr(features[name], "dtype", "")))}
     return [name for name, feature in features.items() if name in named or getattr(feature, "names", None)]
 

@@ -516,7 +516,7 @@ class PlanTimer:
         return file_speeds(models, settings, self.images, ROUND_FACTOR * settings.whole_rounds)["file"]
 
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
-        """Returns the latency of models, or of their files, as shares of the latency of the library's model, in turns."""
+        """Returns the latency of models, or of their files, relative to the library's model, in turns."""
         settings = self.settings
         if settings.to is not None:
             speeds = file_speeds(models, settings, self.images, rounds, self.library_model)
