@@ -88,9 +88,9 @@ class Kind:
 
 
 def checked(**stated: Kind) -> Callable[[Function], Function]:
-    """Returns a decorator that validates the arguments of a function, also those of a **keyword parameter: by the kinds
-    that are stated, and elsewhere by their names (NAMED) or annotations. An argument that the function does not take
-    raises TypeError, as in Python, with the nearest one.
+    """Returns a decorator that validates the arguments of a function, also in a **keyword parameter: by the kinds that
+    are stated, and elsewhere by their names (NAMED) or annotations. An argument that the function does not take raises
+    TypeError, as in Python, with the nearest one.
     """
 
     def decorate(function: Function) -> Function:
@@ -135,8 +135,8 @@ def _misused(
 
 
 def require_fields(item: Any, by_type: Mapping[Any, Kind] | None = None, /, **kinds: Kind) -> None:
-    """Validates the fields of a dataclass, in its __post_init__: by these kinds, else by those of `by_type` and of
-    their annotations.
+    """Validates the fields of a dataclass, in its __post_init__: by these kinds, else by `by_type` and their
+    annotations.
 
     Raises:
         InvalidInput: A field has a value of another kind; the message names class and field.
@@ -329,8 +329,8 @@ def record(
 
 
 def bounded(most: int, counted: Collection[str] = ()) -> Kind:
-    """Objects whose integers, including nested ones, have an absolute value of at most `most`; those of the fields
-    `counted` may have any.
+    """Objects whose integers, including nested ones, have an absolute value of at most `most`; in the fields `counted`
+    any is allowed.
     """
     integer = Kind(f"an integer in -{most}..{most}", lambda value: abs(value) <= most)
 
@@ -455,7 +455,7 @@ def _annotated(cls: type) -> Mapping[str, Kind]:
 
 
 def named_kind(name: str, hint: Any) -> Kind:
-    """Returns the kind of an argument or a field: that of its name in NAMED, else that of its annotation."""
+    """Returns the kind of an argument or a field: by its name in NAMED, else by its annotation."""
     kind = NAMED.get(name)
     if kind is None:
         return kind_of(hint)

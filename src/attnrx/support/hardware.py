@@ -118,7 +118,7 @@ def may_measure() -> bool:
 
 @lru_cache
 def has_fast_bfloat16(device: str) -> bool:
-    """Whether products of bfloat16 are faster than those of float32 on a device, "cpu" or "cuda"."""
+    """Whether products of bfloat16 are faster than float32's on a device, "cpu" or "cuda"."""
     if device not in ("cpu", "cuda") or not may_measure():
         return False
     # Timed, because libraries also multiply bfloat16 without instructions for it, more slowly: CPUs differ from half to

@@ -41,7 +41,7 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
 
 
 def card_with(card: str, **metadata: str | None) -> str:
-    """Returns a model card with these fields in its YAML header; None keeps that of the card.
+    """Returns a model card with these fields in its YAML header; None keeps the card's.
 
     Raises:
         NotSupported: The package huggingface_hub is not installed.

@@ -39,7 +39,7 @@ class _DetachedCopies(TorchFunctionMode):
 def copy_module(model: Module, memo: dict[int, Any] | None = None) -> Module:
     """Returns a deep copy of a module; activations that its parts keep as attributes are detached in the copy.
 
-    `memo` has objects that take the place of others in the copy, by their `id`, as that of `copy.deepcopy`.
+    `memo` has objects that take the place of others in the copy, by their `id`, as in `copy.deepcopy`.
 
     Raises:
         NotSupported: An attribute cannot be copied, e.g. a lock or an open file; the message names it.
@@ -69,7 +69,7 @@ def _uncopied(model: nn.Module) -> str:
 
 
 def is_traced() -> bool:
-    """Whether operations that run now become a graph: that of a compiler, an exporter or a trace."""
+    """Whether operations that run now become a graph of a compiler, an exporter or a trace."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
@@ -107,7 +107,7 @@ def has_fixed_weights() -> bool:
 def of_weights(owner: object, key: Hashable, build: Callable[[], Value]) -> Value:
     """Returns what `build` computes of the weights of a module, which has one such value for each `key`.
 
-    It is computed in every call, so that it is that of the present weights, however they were changed: on a CPU a cache
+    It is computed in every call, so that it belongs to the present weights, however they were changed: on a CPU a cache
     whose entries were verified by a hash of the weights spared less than 3 % of a pass (ViT-Tiny, EVA-02 and BEiT-B,
     batch 1 and 8, one thread of a Xeon with AVX-512, 2026-11-28).
     """
@@ -180,7 +180,7 @@ def rounding_limits(expected: Float[Tensor, "batch *sizes"]) -> Float[Tensor, "b
     It is the square root of the machine epsilon relative to the output's column, so that a large constant beside small
     logits hides nothing. A column has all images and all other places of one index: of a class, a channel or a row. A
     column of small numbers may round as most columns do, so a quarter of all columns is below the least limit. The
-    epsilon is at least that of float32, because some attention computes its softmax in float32.
+    epsilon is at least float32's, because some attention computes its softmax in float32.
     """
     epsilon = max(torch.finfo(expected.dtype).eps, torch.finfo(torch.float32).eps)
     sizes = expected.detach().abs().double()
@@ -209,7 +209,7 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """Returns the tree with `function(tensor, ...)` in the place of every tensor; other values stay.
 
     Args:
-        function: Receives a tensor of the tree and those of the others in the same place.
+        function: Receives a tensor of the tree and the others' tensors in the same place.
         tree: Tensors in tuples, lists and mappings.
         *others: Trees of the same structure.
     """
@@ -236,7 +236,7 @@ def tensors_of(tree: Any, name: str = "") -> dict[str, Tensor]:
 
 
 def joined(trees: Sequence[Any]) -> Any:
-    """Returns the tree of all images from those of the parts of a batch."""
+    """Returns the tree of all images from the trees of the parts of a batch."""
     return mapped(lambda *parts: torch.cat(parts), trees[0], *trees[1:])
 
 

@@ -1,4 +1,4 @@
-"""Registries: things by the names that texts, files and users give them, those of other packages among them.
+"""Registries: things by the names that texts, files and users give them, also of other packages.
 
     RULES = Registry[type[Rule]]("rule", TotalRank, UniformRank)
     RULES["total_rank"]
@@ -21,7 +21,7 @@ Registered = TypeVar("Registered")
 
 
 def text_name(thing: Any) -> str:
-    """Returns the name of a thing: its own `name`, else that of the class, `total_rank` of `TotalRank`."""
+    """Returns the name of a thing: its own `name`, else its class's, `total_rank` of `TotalRank`."""
     if not isinstance(thing, type):
         return str(thing.name)
     own = vars(thing).get("name")  # a subclass has a name of its own

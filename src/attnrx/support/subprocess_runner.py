@@ -121,7 +121,7 @@ class Subprocess:
                 yield value
 
     def close(self) -> None:
-        """Ends the process, and that of a call which it runs."""
+        """Ends the process, and the process of a call that it runs."""
         if POSIX:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGTERM)

@@ -5,7 +5,7 @@
     knob  = [ name "=" ] value { ( "/" | ";" ) value }      several values where the knob is a tuple
     value = number | "true" | "false" | "none" | word | call
 
-Knobs are the fields of a dataclass; a value without a name is that of the first knob without one. A number may end with
+Knobs are the fields of a dataclass; a value without a name belongs to the first knob without one. A number may end with
 %. What a language has beyond calls (`a & b`, `0.7@4,7`) is read by its own subclass of `TextReader`.
 """
 

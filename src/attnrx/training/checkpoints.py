@@ -122,7 +122,7 @@ def state_tensors(learner: Learner, sums: Float[Tensor, "names"]) -> dict[str, T
 
 
 def load_state_(learner: Learner, state: Mapping[str, Tensor]) -> None:
-    """Restores the output of `state_tensors`; the sums, which are those of all processes, go to the first process."""
+    """Restores the output of `state_tensors`; the sums, which are over all processes, go to the first process."""
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state.items():
         part, _, name = key.partition("/")

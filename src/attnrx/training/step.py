@@ -70,7 +70,7 @@ class Schedule:
 
 def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
     """Returns AdamW with groups for matrices (with weight decay), biases and norms (without), and strengths; the
-    `factor` of a group is that of its learning rate.
+    `factor` of a group scales its learning rate.
     """
     strengths = {id(strength) for strength in strengths_of(model)}  # by identity: tensors compare elementwise
     groups: dict[str, list[Tensor]] = {}

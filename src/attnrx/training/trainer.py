@@ -77,8 +77,8 @@ def train(model: nn.Module, data: Any, config: TrainingConfig, folder: Path | st
     """Trains the model in place and writes the saved model, training.json, history.jsonl and checkpoints to `folder`.
 
     An interrupted or killed run resumes from its last checkpoint when it is called again; on a CPU the result is
-    bit-identical to that of an uninterrupted run. A finished run is read from the folder. With several processes
-    (`accelerate launch`) every process calls this.
+    bit-identical to an uninterrupted run's. A finished run is read from the folder. With several processes (`accelerate
+    launch`) every process calls this.
 
     The same call gives the same weights, bit for bit on a CPU. On CUDA the backward pass of fused attention adds in any
     order, so that runs differ by rounding; `torch.use_deterministic_algorithms(True)` before the call makes it
@@ -195,7 +195,7 @@ def adapt_data(model: nn.Module, splits: Splits, config: TrainingConfig) -> Spli
 
     Raises:
         InvalidInput: The batch size, the size of the images or the number of classes does not fit.
-        DataError: A loss reads labels, and there are none, or not those of the model.
+        DataError: A loss reads labels, and there are none, or not the model's.
     """
     if config.batch_size > len(splits.train):
         raise InvalidInput(

@@ -1,4 +1,6 @@
-"""The kinds of outputs (logits of classes or labels, numbers, embeddings), and how those of two models are compared."""
+"""The kinds of outputs (logits of classes or labels, numbers, embeddings), and how the outputs of two models are
+compared.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -29,9 +31,9 @@ Decisions = Int[Tensor, "images *labels"]
 class OutputKind(ABC):
     """How outputs are compared: a divergence per image, and a decision per image that both models make.
 
-    `noun`, `distance`, `decision` and `accuracy` are the words of findings, `columns` those of tables for accuracy and
-    divergence, `returns` those of errors; `unit` is that of the divergence, and `flip_divergence` a divergence at which
-    a decision may change. Without `has_decisions` there is no decision, and so neither agreement nor accuracy.
+    `noun`, `distance`, `decision` and `accuracy` are the words of findings, `columns` head tables for accuracy and
+    divergence, `returns` is for errors; `unit` is the divergence's, and `flip_divergence` a divergence at which a
+    decision may change. Without `has_decisions` there is no decision, and so neither agreement nor accuracy.
     """
 
     name: ClassVar[str]
@@ -119,9 +121,9 @@ class Logits(OutputKind):
 
 
 class BinaryLogit(Logits):
-    """One logit per image: that of class 1 against class 0, by the sigmoid; class 1 is predicted above zero.
+    """One logit per image: class 1 against class 0, by the sigmoid; class 1 is predicted above zero.
 
-    The divergence is that of the two Bernoulli distributions, and an eighth of the squared difference of the logits its
+    The divergence is between the two Bernoulli distributions, and an eighth of the squared difference of the logits its
     softened limit. Nothing in a model distinguishes a classifier with one logit from a regression model, unless it is
     stated (`load(..., outputs="regression")`).
     """
@@ -143,8 +145,8 @@ class BinaryLogit(Logits):
 class Multilabel(OutputKind):
     """One logit per label, each with a sigmoid of its own; a label is predicted above zero.
 
-    The divergence is that of the Bernoulli distributions, summed over the labels, and an eighth of the squared
-    differences its softened limit. Agreement is the share of equal label decisions; an answer is correct if all are.
+    The divergence is between Bernoulli distributions, summed over the labels, and an eighth of the squared differences
+    its softened limit. Agreement is the share of equal label decisions; an answer is correct if all are.
     """
 
     name, noun, unit, flip_divergence = "multilabel", "logit", "nats", 0.25
@@ -257,7 +259,7 @@ class Several(Map):
 class Embeddings(OutputKind):
     """Embeddings: the cosine distance, and the nearest neighbour among `GROUP` consecutive images.
 
-    The label that follows is that of the neighbour, so that accuracy is that of the 1-nearest-neighbour classifier.
+    The label that follows is the neighbour's, so accuracy is the 1-nearest-neighbour classifier's.
     """
 
     name, noun, unit, flip_divergence = "embedding", "embedding", "", 0.05
@@ -380,7 +382,7 @@ def judging(divergence: Divergence | None, metric: Metric | None = None) -> Iter
 
 
 def judged(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes the arguments `divergence` and `metric` of a verb those of its whole call (`judging`)."""
+    """Makes the arguments `divergence` and `metric` of a verb apply to its whole call (`judging`)."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -445,7 +447,7 @@ def output_sizes(model: nn.Module) -> Mapping[str, int]:
 
 
 def output_kind_of(model: nn.Module) -> OutputKind:
-    """Returns the kind of a model's outputs: the stated one, else that of its family, or logits where it has none; its
+    """Returns the kind of a model's outputs: the stated one, else its family's, or logits where it has none; its
     divergence is the one of the call, if any (`judging`).
     """
     family = known_family(model)  # not `family_of`, which raises: checks also take modules of no family

@@ -76,11 +76,11 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     `source` is one of:
 
     - a folder saved by attnrx, or `hub:OWNER/NAME` for such a folder on the Hugging Face hub;
-    - `timm:NAME`, with the weights of the file `weights` or those that timm downloads;
+    - `timm:NAME`, with the weights of the file `weights` or the weights that timm downloads;
     - `hf:ID` or a transformers folder;
     - `torchvision:NAME`, with weights as `timm:NAME`, or `open_clip:NAME` (an image tower, fresh weights);
     - a name that an installed package registers, one of `rx.models.model_names()` (fresh weights, or where they are
-      published those of the file `weights`);
+      published the file `weights`);
     - a module; a model of another library is converted, and so is a module of your own that contains one (a backbone
       with a decoder, several outputs), or whose parts a `reader` names;
     - the folder of an elastic model, with one of `macs`, `params` or `faster`; in one text, `FOLDER@macs=0.6`: the size
@@ -111,8 +111,8 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
             tensor, a tuple of arguments or a mapping of named ones, with two or more items, e.g. of the first batch of
             your data. The module is then planned and verified on such inputs (`shrink(..., inputs=...)`).
         image_size: The side of the images that the model is to take, or their (height, width): position embeddings are
-            interpolated as the library does it (timm, transformers, torchvision), and costs, plans and files are those
-            of this size. By default that of the model.
+            interpolated as the library does it (timm, transformers, torchvision), and costs, plans and files are for
+            this size. By default the model's.
 
     Returns:
         The model.
@@ -203,8 +203,8 @@ def preflight(
 ) -> None:
     """Checks what a long call will need, in the first second.
 
-    `data` is checked where it is a name or a path, `formats` are those of the files to write; with `report`
-    the call writes the HTML report.
+    `data` is checked where it is a name or a path, `formats` are the formats of files to write; with `report` the call
+    writes the HTML report.
 
     Raises:
         NotSupported: A library is missing; the message names the extra that installs it.

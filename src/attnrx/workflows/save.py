@@ -56,7 +56,7 @@ def save(
         The folder.
 
     Raises:
-        InvalidInput: A file would be overwritten that attnrx did not write, or the folder is that of an elastic model.
+        InvalidInput: A file would be overwritten that attnrx did not write, or the folder belongs to an elastic model.
         FingerprintMismatch: The evidence is of another model.
         NotSupported: A portable model of which the library has no parts: ranks, tokens.
 
@@ -81,7 +81,7 @@ def save_with(
 ) -> Path:
     """Saves a model as `save` does, with the files that `write_beside` writes to the new folder.
 
-    `parts` are the files of the folder that are replaced, by default those of a model.
+    `parts` are the files of the folder that are replaced, by default a model's.
     """
     model = stock_form(model) if portable else model
     require_no_sizes(Path(folder))

@@ -117,7 +117,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     the same pixels.
 
     The result is the unchanged model if that is as fast as requested, by its kernels or by the format, or if its file
-    in the format `to` is faster than that of the smaller model.
+    in the format `to` is faster than the smaller model's.
 
     Args:
         model: A model, or what `load` reads.
@@ -330,8 +330,8 @@ class ShrinkRun:
         return final_rounds(self.settings.batch, family_of(self.original).costs(self.original).macs)
 
     def _is_slower(self, model: nn.Module, target: Target) -> bool:
-        """Whether the file of a model is slower than that of the original, in place of which it is not written; a model
-        of fewer parameters is, because it need not be faster.
+        """Whether the file of a model is slower than the original's, in place of which it is not written; a model of
+        fewer parameters is, because it need not be faster.
         """
         settings = self.settings
         models = {"unchanged": self.original, "smaller": model}

@@ -1,6 +1,6 @@
 """`Shrunk`: the result of `shrink`, with the files of its folder.
 
-Saving replaces the files of an earlier result, and never those of others.
+Saving replaces the files of an earlier result, and never anybody else's.
 """
 
 import re
@@ -253,7 +253,7 @@ def samples_of(
 
 
 def with_accuracy(images: ImageSet, model: nn.Module, *checks: Check) -> tuple[Check, ...]:
-    """Returns the checks, preceded by that of the accuracy if the images have labels and the model makes decisions."""
+    """Returns the checks, preceded by the check of accuracy if the images have labels and the model makes decisions."""
     has_accuracy = images.has_labels and output_kind_of(model).has_decisions
     return (Accuracy(None), *checks) if has_accuracy else checks  # reported, without a limit
 

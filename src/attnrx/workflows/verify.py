@@ -77,7 +77,9 @@ def stored_prescription(
 
 
 def stored_folder(source: str | Path) -> Path:
-    """Returns the folder with the prescription and the evidence of a model: its source, or that of an elastic size."""
+    """Returns the folder with the prescription and the evidence of a model: its source, or the source of an elastic
+    size.
+    """
     found = size_of(source) if "@" in str(source) else None
     return Path(source) if found is None else found[0].folder / found[1].name
 
@@ -117,7 +119,7 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
         data: Images with labels, in any form that `data.image_set` reads. Checks that compare labels need them.
         checks: Checks, or their text such as "accuracy(most_drop=0.5),fidelity"; by default the standard ones.
         about: Added to the record of the evidence.
-        origin: The folder that the candidate was loaded from, by default that of a candidate given by name: its
+        origin: The folder that the candidate was loaded from, by default the folder of a candidate given by name: its
             prescription is used if it is one for the reference, and the masked model is made by it.
         prescription: The prescription that the candidate was made by.
         masked: The reference with the pruned directions set to zero, for checks that compare with it; by default
@@ -235,7 +237,7 @@ def _loaded(source: nn.Module | str | Path, device: torch.device | str | None) -
 
 
 def _instances(checks: Any) -> tuple[Check, ...]:
-    """Returns the checks of a text, or those of an iterable."""
+    """Returns the checks of a text or of an iterable."""
     if isinstance(checks, str):
         return parse_checks(checks)
     found = tuple(checks) if isinstance(checks, Iterable) else (checks,)

@@ -103,7 +103,7 @@ class Comparison:
         return kind
 
     def of(self, candidate: nn.Module) -> "Comparison":
-        """Returns the comparison of another candidate, whose outputs are not kept beside those of these models."""
+        """Returns the comparison of another candidate, whose outputs are not kept beside these models' outputs."""
         return replace(self, candidate=candidate, masked=None, _cache=dict(self._cache))
 
     def taking(self, images: int | None) -> "Comparison":
@@ -141,7 +141,7 @@ def _require_valid(predictions: Predictions, data: ImageSet) -> None:
 
 
 def chance_notes(accuracy: Estimate, labels: Int[Tensor, "images"]) -> list[str]:
-    """Returns a warning if the reference's accuracy, in %, is not above that of guessing the most frequent class."""
+    """Returns a warning if the reference's accuracy, in %, is not above guessing the most frequent class."""
     guessing = 100 * float(labels.bincount().max()) / len(labels)
     # By the interval, because the accuracy on a few images exceeds guessing by chance.
     if accuracy.low > guessing:

@@ -79,7 +79,7 @@ class Costs(Check):
 
 
 def baseline_of(comparison: Comparison, library: bool) -> tuple[nn.Module, str]:
-    """Returns what the speed is relative to, and its name in claims: the reference, with `library` that of its library.
+    """Returns what the speed is relative to, and its name in claims: the reference, with `library` its library's.
 
     A model of attnrx has no other implementation.
     """
@@ -153,10 +153,10 @@ class Latency(Check):
     runtime gave (`speed of unchanged`: attnrx's kernels, or the runtime of a file) and what the compression gave
     (`speed by compression`: relative to the unchanged model in the same runtime and precision).
 
-    `batch` is the batch size. The device is that of the comparison, the other conditions are those of the protocol, by
-    default with the rounds divided between PROCESSES processes.
-    `faster` is the least speed, e.g. 1.5; on a busy machine the interval is wide and the claim undecided. With
-    `library` the reference is the model as implemented by its own library.
+    `batch` is the batch size. The device comes from the comparison, the other conditions from the protocol, by default
+    with the rounds divided between PROCESSES processes. `faster` is the least speed, e.g. 1.5; on a busy machine the
+    interval is wide and the claim undecided. With `library` the reference is the model as implemented by its own
+    library.
     """
 
     measures_speed: ClassVar[bool] = True
@@ -193,10 +193,10 @@ class Promises(Check):
     end of the plan's prediction interval for this number of images. They hold if it is not, and if the interval of the
     mean excludes twice what was promised: twice the divergence, twice the share of changed decisions or of lost images,
     but at least `MIN_LOSS` more of these. Otherwise the images are too few, and the claim is undecided; its limit is
-    then twice what was promised. Where the end of the prediction interval is that of the quantity's range, which no
-    model can miss, the mean is reported without a limit. The claim about speed, relative to the library's reference
-    implementation, holds if a pass takes at most the share `within` longer than predicted. Precision, threads, clock
-    and batch size are those of the plan. `promised` replaces the record of the prescription (`Plan.predictions`).
+    then twice what was promised. Where the prediction interval ends with the quantity's range, no model can miss it,
+    and the mean is reported without a limit. The claim about speed, relative to the library's reference implementation,
+    holds if a pass takes at most the share `within` longer than predicted. Precision, threads, clock and batch size are
+    the plan's. `promised` replaces the record of the prescription (`Plan.predictions`).
     """
 
     measures_speed: ClassVar[bool] = True

@@ -150,10 +150,10 @@ class Metric(Check):
 class Fidelity(Check):
     """Relative discrepancy (SVDA, Eq. 46), agreement (Eq. 47) and divergence of the outputs of pairs of models.
 
-    Of logits, predictions agree and the divergence is that of Kullback and Leibler in nats (of one logit: that of the
-    sigmoid's probabilities; of the logits of labels: the sum of theirs, and label decisions agree); of embeddings,
-    nearest neighbours agree and the divergence is the cosine distance; of a regression, the divergence is the squared
-    error relative to the variance, and there is no agreement (`attnrx.vit.outputs`).
+    Of logits, predictions agree and the divergence is Kullback and Leibler's in nats (of one logit: over the sigmoid's
+    probabilities; of the logits of labels: the sum of theirs, and label decisions agree); of embeddings, nearest
+    neighbours agree and the divergence is the cosine distance; of a regression, the divergence is the squared error
+    relative to the variance, and there is no agreement (`attnrx.vit.outputs`).
 
     The paper compares the compressed model with the masked one only; here both are compared with the reference too.
     `most_discrepancy` (a share) and `least_agreement` (in %) are limits for the candidate against the reference.
@@ -208,7 +208,7 @@ class Fidelity(Check):
         most_discrepancy: float | None = None,
         least_agreement: float | None = None,
     ) -> tuple[Finding, ...]:
-        """Compares the model of the role `other` with that of the role `base`; what has no limit is reported."""
+        """Compares the model of the role `other` with the one of the role `base`; what has no limit is reported."""
         predictions, seed = comparison.predictions, comparison.seed
         n, pair, roles = len(predictions), f"{other} against {base}", {"base": base, "other": other}
         kind, squares = predictions.kind, squared_distances(predictions.outputs[base], predictions.outputs[other])

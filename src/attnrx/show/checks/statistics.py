@@ -89,8 +89,8 @@ def biased_change(value: float, samples: Float[Tensor, "draws"]) -> Estimate:
     """Returns a change whose estimate may be biased with an interval from its bootstrap samples.
 
     The samples are biased by as much as the estimate, so that their percentiles are twice as wrong as the value: the
-    interval covers that of the samples centred on the value, and the basic one, which is centred on the value less the
-    bias. It contains the value.
+    interval covers the samples' own interval, centred on the value, and the basic one, which is centred on the value
+    less the bias. It contains the value.
     """
     percentiles, bias = estimate(value, samples), float(samples.mean()) - value
     # The basic interval is that of the percentiles, reflected at the value.
@@ -215,13 +215,13 @@ def calibration_error(mean_gaps: Float[Tensor, "*draws bins"]) -> Float[Tensor, 
 
 
 def calibration_interval(mean_gaps: Float[Tensor, "bins"], resampled_gaps: Float[Tensor, "draws bins"]) -> Estimate:
-    """Returns the expected calibration error with an interval that covers that of the population, in bins as well.
+    """Returns the expected calibration error with an interval that covers the population's, in bins as well.
 
     The error is a sum of magnitudes, which noise increases: on few images a calibrated model has an error well above
-    zero, and that of resamples is higher still, so that percentiles of it may exclude the value itself. The error
-    differs from that of the population by at most the sum of the magnitudes of the changes by bin (the triangle
-    inequality), whose quantile is the distance to the lower end. The upper end is as far above the value as the low
-    resamples are below their mean; the bias is not subtracted from it. Contains the value; conservative.
+    zero, and resamples have a higher one still, so that percentiles of it may exclude the value itself. The error
+    differs from the population's by at most the sum of the magnitudes of the changes by bin (the triangle inequality),
+    whose quantile is the distance to the lower end. The upper end is as far above the value as the low resamples are
+    below their mean; the bias is not subtracted from it. Contains the value; conservative.
     """
     value, errors = float(calibration_error(mean_gaps)), calibration_error(resampled_gaps)
     distances = calibration_error(resampled_gaps - mean_gaps)

@@ -62,8 +62,8 @@ SEAL = "<!-- attnrx card {} -->\n"
 class ReportContent(Displayed):
     """The parts of one report about one candidate.
 
-    `about` is a free record: the model, the data, the versions, the seed, the command. Costs and latency are those of
-    the evidence.
+    `about` is a free record: the model, the data, the versions, the seed, the command. Costs and latency come from the
+    evidence.
     """
 
     title: str

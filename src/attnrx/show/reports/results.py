@@ -39,7 +39,7 @@ class SummaryPart(NamedTuple):
 class MeasuredSpeed:
     """The speed relative to a baseline (above 1: faster), with its interval and the conditions of its measurement.
 
-    `record` is that of a `LatencyComparison`. `by_runtime` and `by_compression` are the factors of the speed, if the
+    `record` is a `LatencyComparison`'s. `by_runtime` and `by_compression` are the factors of the speed, if the
     unchanged model was timed in the same `runtime`. `reference_seconds` is the median time of the baseline, if it is
     recorded; `where` are the threads of a CPU, or another device, for the sentence.
     """
@@ -311,9 +311,9 @@ def written_files(folder: Path | str) -> list[dict[str, Any]]:
     """Returns a record for every model file of a folder that `Shrunk.save` wrote.
 
     `bytes` include the files that belong to it. `faster` is its speed relative to the file of the unchanged model in
-    the same runtime and precision, `accuracy` that of its evidence in %; None where they were not measured, as the
-    accuracy of model.onnx, whose logits are those of the model. `unchanged` states that nothing was removed. `problem`
-    is why the evidence of a file cannot be read; it then has no numbers.
+    the same runtime and precision, `accuracy` is in its evidence, in %; None where they were not measured, as the
+    accuracy of model.onnx, which has the model's logits. `unchanged` states that nothing was removed. `problem` is why
+    the evidence of a file cannot be read; it then has no numbers.
     """
     folder = Path(folder)
     rows = [_record(folder, "model.safetensors", ("model.safetensors",), folder / "evidence.json", {})]

@@ -95,8 +95,8 @@ class Attention(nn.Module):
         """Returns the attention output of `tokens`.
 
         Keys and values are computed from `key_tokens` if given, whose first tokens are then `tokens`; otherwise from
-        `tokens`. `positions` are those of all tokens of an image, for rotary positions and biases of pairs; of these
-        the layer takes those of the patches that `kept_patches` returns.
+        `tokens`. `positions` are for all tokens of an image, for rotary positions and biases of pairs; the layer takes
+        them for the patches that `kept_patches` returns.
 
         Raises:
             InvalidInput: The layer has a bias per pair of tokens, which `positions` lack.
@@ -144,7 +144,7 @@ class Attention(nn.Module):
         """Returns what `forward` does, for heads of equal widths, in a graph.
 
         A compiler makes a guard of every number that decides something, and compares all of them in every call; in a
-        plan these are those of every head.
+        plan these are the numbers of every head.
         """
         assert self.equal_heads is not None
         (heads, width), backend = self.equal_heads, self.backend

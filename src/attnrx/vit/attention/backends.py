@@ -532,7 +532,7 @@ class AttentionCapture(Backend):
     def pass_on(
         self, attention: Float[Tensor, "batch heads queries tokens"] | None, factors: ScoreFactors, value: ValueBatch
     ) -> None:
-        """Passes the requested quantities to `receive`; the first row of the attention is that of the class token."""
+        """Passes the requested quantities to `receive`; the first row of the attention belongs to the class token."""
         quantities = {} if attention is None else {"attention": attention, "class_attention": attention[:, :, 0]}
         if "keys" in self.wanted:
             quantities["keys"] = factors.key.mean(2)  # over the heads, [batch, tokens, width]

@@ -60,7 +60,7 @@ Side = tuple[HeadLinear, tuple[int, ...]]
 
 
 class PackedWeights(NamedTuple):
-    """One weight and bias of which those of several projections are rows, in memory that they share.
+    """One weight and bias whose rows are the weights and biases of several projections, in memory that they share.
 
     `parameters` are their weights and biases, by projection, and `addresses` where their numbers are.
     """

@@ -212,8 +212,8 @@ def interleave(
 
     A model in use is called again and again, and finds its weights in the caches. So with `repeated` every call that
     takes less than REPEATED seconds is timed after others of the same run that are not. One is not enough: after calls
-    of another model those of a ViT-Tiny in bfloat16 (OpenVINO, one image, one thread) take 5.7, 5.5, 5.2, 5.0, 4.9, 4.9
-    ms, and of one with two stages of merging 6.1, 5.5, 4.6, 4.2, 4.0, 3.9 ms.
+    of another model the first calls of a ViT-Tiny in bfloat16 (OpenVINO, one image, one thread) take 5.7, 5.5, 5.2,
+    5.0, 4.9, 4.9 ms, and of one with two stages of merging 6.1, 5.5, 4.6, 4.2, 4.0, 3.9 ms.
 
     Args:
         runs: What is timed, by name.
@@ -288,10 +288,10 @@ CLOCKS: dict[str, Callable[[Callable[[], object]], float]] = {
 class LatencyComparison:
     """Forward passes of two models on the same batch, and their conditions.
 
-    `faster` is the time of the reference over that of the candidate. With the `unchanged` model in the runtime and
-    precision of the candidate it has two factors: `by_runtime` is the time of the reference over that of the unchanged
-    model, and `by_compression` that of the unchanged model over that of the candidate. Each is a median over rounds, so
-    that their product is `faster` up to the noise of the rounds.
+    `faster` is the reference's time over the candidate's. With the `unchanged` model in the runtime and precision of
+    the candidate it has two factors: `by_runtime` is the reference's time over the unchanged model's, and
+    `by_compression` the unchanged model's over the candidate's. Each is a median over rounds, so that their product is
+    `faster` up to the noise of the rounds.
     """
 
     candidate: Timing
@@ -394,7 +394,7 @@ def compare_latency(
         candidate: The model that is measured.
         reference: The model that it is compared with.
         images: A batch; every pass takes all of it.
-        protocol: The conditions, rounds and clock; by default those of `LatencyProtocol`.
+        protocol: The conditions, rounds and clock; by default `LatencyProtocol`'s.
         unchanged: The original model in the runtime of the candidate, e.g. the reference in attnrx's kernels, or its
             own file: the speed is then stated with its factors.
 

@@ -1,10 +1,10 @@
 """The costs of the parts of a model, as exact integers that add up to the whole, and those that are counted on a real
 model, with which they must agree.
 
-The convention is that of SVDA, A.6: parameters are all trainable tensors. A multiply-accumulate operation (MAC) is
-counted for every matrix product of the patches and the layers, and one per token for every strength. Biases,
-LayerNorm, row norms, softmax and GELU are not counted, nor is the classifier, whose MACs are listed separately. Every
-layer counts all its tokens, although a model may compute only the class token in the last block.
+The convention is SVDA's, A.6: parameters are all trainable tensors. A multiply-accumulate operation (MAC) is counted
+for every matrix product of the patches and the layers, and one per token for every strength. Biases, LayerNorm, row
+norms, softmax and GELU are not counted, nor is the classifier, whose MACs are listed separately. Every layer counts all
+its tokens, although a model may compute only the class token in the last block.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -90,11 +90,11 @@ class LayerCosts:
 class ModelCosts(Displayed):
     """The costs of a whole model: patch embedding, layers, and the classifier with the norm before it.
 
-    `embeddings` are the learned tokens and positions, whose MACs are those of timm's `relpos`: an MLP that computes the
-    bias of pairs, once per call, here for a call with one image. `predictors` are the modules that select
-    tokens between layers, so that the layers have different numbers of tokens. `classifier_macs` are known but not part
-    of `macs`, as in the paper. Not counted at all: the attention of the class token that is computed beside a fused
-    kernel for reducers that use it.
+    `embeddings` are the learned tokens and positions, whose MACs come from timm's `relpos`: an MLP that computes the
+    bias of pairs, once per call, here for a call with one image. `predictors` are the modules that select tokens
+    between layers, so that the layers have different numbers of tokens. `classifier_macs` are known but not part of
+    `macs`, as in the paper. Not counted at all: the attention of the class token that is computed beside a fused kernel
+    for reducers that use it.
     """
 
     patches: PartCosts
@@ -176,9 +176,9 @@ def _sum(parts: Iterable[PartCosts]) -> PartCosts:
 
 
 def layer_costs(spec: AttentionSpec, tokens: int, mlp: PartCosts, layer_norms: PartCosts) -> LayerCosts:
-    """Returns the costs of a block: those of attention of this spec, with those of its MLP and its norms.
+    """Returns the costs of a block: attention of this spec, its MLP and its norms.
 
-    The MACs are those of the spec; a backend that pads heads to a common rank computes more.
+    The MACs follow the spec; a backend that pads heads to a common rank computes more.
     """
     # Rows of the projections, and ranks of the heads: with original norms more rows are computed than used, and shared
     # directions have one row for all heads.
@@ -277,7 +277,7 @@ def count_product_macs(model: nn.Module, images: ImageBatch) -> int:
 
 @contextmanager
 def counting(model: nn.Module) -> Iterator[FlopCounterMode]:
-    """Counts operations, without gradients, those of the parameters included."""
+    """Counts operations, without gradients, operations on parameters included."""
     # Under no_grad alone torch's counter raises an AssertionError for timm's attention pooling, whose query is a
     # parameter. No copy of the model: its token reduction holds the numbers of tokens of the counted pass.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

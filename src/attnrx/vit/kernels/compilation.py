@@ -50,8 +50,7 @@ _OPERATORS = torch.library.Library("attnrx", "FRAGMENT")
 # Once per process, also where it fails: a compiler that fails is not started again at every layer.
 @lru_cache(maxsize=1)
 def native_library() -> ctypes.CDLL | None:
-    """Returns the library of the kernels: that of the wheel for this processor, else one built by this or an earlier
-    process.
+    """Returns the library of the kernels: the wheel's for this processor, else one built by this or an earlier process.
 
     None if ATTNRX_BUILD is 0, or if the wheel has none and there is no compiler ($CXX, or c++, g++ or clang++ on the
     path); None with a `KernelWarning` if the compiler fails or other users can write to the cache folder. PyTorch's

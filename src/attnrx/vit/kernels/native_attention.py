@@ -36,8 +36,8 @@ class RotationTable(NamedTuple):
 
 
 class JointFeatures(NamedTuple):
-    """The features of one product for queries, keys and values: those of all queries, of all keys, of all values, by
-    head, with the rows and the value dimension of every head, and what is added to them or to the scores.
+    """The features of one product for queries, keys and values: the features of all queries, of all keys, of all
+    values, by head, with the rows and the value dimension of every head, and what is added to them or to the scores.
     """
 
     features: Float[Tensor, "batch tokens _"]

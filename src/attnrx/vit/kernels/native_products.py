@@ -176,7 +176,7 @@ class BlockTensors(NamedTuple):
     """What a block computes with.
 
     `vectors` are weight and bias of its first norm and of its second, then the factors of its two branches; `weights`
-    and `biases` those of the maps of queries, keys, values and outputs, then those of the MLP, with a GELU after those
+    and `biases` belong to the maps of queries, keys, values and outputs, then to the MLP's, with a GELU after the maps
     in `gelus`; `scale` is the factor of the scores.
     """
 

@@ -108,7 +108,7 @@ def save_weights(
 ) -> Path:
     """Replaces the model in a folder atomically: weights, config.json, and the files that `write_beside` writes.
 
-    `parts` are the files that are replaced, by default those of a model (PARTS).
+    `parts` are the files that are replaced, by default a model's (PARTS).
 
     Raises:
         NotSupported: The model has quantized modules or shares tensors.

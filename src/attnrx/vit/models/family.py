@@ -61,7 +61,7 @@ class Family(ABC):
         return isinstance(model, self.model_type) or self.reads(record_of(model))
 
     def reads(self, record: Record | None) -> bool:
-        """Returns whether a record is that of a model of this family."""
+        """Returns whether a record belongs to a model of this family."""
         return record is not None and record.around is None and record.family == self.name
 
     def viewed(self, model: nn.Module, record: Record) -> Any:
@@ -203,7 +203,11 @@ class Family(ABC):
 
     @abstractmethod
     def token_layout(self, model: nn.Module) -> TokenLayout:
-        """Returns the tokens before the first layer, and the pooling after the last."""
+        """Returns the tokens before the first layer, and the pooling after the last.
+
+        Raises:
+            NotSupported: No tokens of this model can be pruned.
+        """
 
     @abstractmethod
     def pooled_norm(self, model: nn.Module) -> nn.Module:
@@ -310,7 +314,7 @@ def called_with_images(model: nn.Module, images: ImageBatch) -> Any:
 
 
 def num_outputs(head: nn.Module) -> int:
-    """Returns the outputs of a classifier: those of a linear map, or of the last one in an nn.Sequential; else 0."""
+    """Returns how many outputs a classifier has, if it is a linear map or an nn.Sequential with one; else 0."""
     parts = (head, *head.modules()) if type(head) is nn.Sequential else (head,)
     return next((part.out_features for part in reversed(parts) if isinstance(part, nn.Linear)), 0)
 

@@ -133,8 +133,8 @@ def recording_blocks(model: nn.Module, family: Family) -> AbstractContextManager
 def counted_by_spec(model: nn.Module, family: Family) -> Iterator[None]:
     """Runs every layer on the eager backend, without padding, so that an operation counter finds the MACs of the specs.
 
-    Token reducers receive uniform attention maps here: the logits are not those of the model, but the costs are,
-    because they do not depend on which tokens are pruned.
+    Token reducers receive uniform attention maps here: the logits are not the model's, but the costs are, because they
+    do not depend on which tokens are pruned.
     """
     layers = family.attention(model)
     with ExitStack() as hooks:

@@ -166,7 +166,7 @@ class Round:
         return self._numbers[:, self._prefix :] - (1 + self._prefix)
 
     def of(self, table: Float[Tensor, "batch rows features"]) -> Float[Tensor, "batch left features"]:
-        """Returns the merged rows of a table, whose rows are all, or those of the patches."""
+        """Returns the merged rows of a table, whose rows are all, or the patches'."""
         first = self._num_rows - table.shape[1]
         if self._shares is None:
             weighted = gathered_rows(table, self._rows[:, first:] - first) * self._weights[:, first:]
@@ -214,7 +214,7 @@ class ToMe(Merging):
 
 @dataclass(frozen=True)
 class Ward(Merging):
-    """Merges the patches with the smallest increase of squared error (ours; the criterion is that of Ward, 1963).
+    """Merges the patches with the smallest increase of squared error (ours; the criterion is Ward's, 1963).
 
     Replacing a patch x of size a and a patch y of size b by their mean adds a b / (a + b) |x - y|^2 to the squared
     error of all tokens. Large groups are therefore merged late. Patches are compared by the tokens themselves, so no

@@ -40,10 +40,10 @@ class TokenState:
     `sizes`: how many patches of the image every token represents: 0 for a masked token, 1 for an ordinary one, more for
     a merged one. `class_attention`: the attention from the class token to every token in the previous layer, by head.
     `attention`: the whole map of that layer; `keys`: the keys averaged over the heads; `value_norms`: the norms of the
-    values, by head. `statistic`: that of all layers so far (`Reducer.add_layer`). `patch_indices`: the index of every
-    patch token in the image, -1 for one added by an earlier stage. `image_keys`: those of `Reducer.image_keys`. What
-    the reducer does not need is None. `stage` counts from 0; it runs before the layer `layer` (counted from 1) of
-    `depth` layers.
+    values, by head. `statistic`: over all layers so far (`Reducer.add_layer`). `patch_indices`: the index of every
+    patch token in the image, -1 for one added by an earlier stage. `image_keys`: from `Reducer.image_keys`. What the
+    reducer does not need is None. `stage` counts from 0; it runs before the layer `layer` (counted from 1) of `depth`
+    layers.
     """
 
     tokens: Float[Tensor, "batch tokens width"]
@@ -112,11 +112,10 @@ class TokenLayout:
 class Reduction:
     """The result of a stage: the patches at `kept` (ascending), with these values, then `extra` tokens.
 
-    `sizes` are those of the kept and the extra tokens, where the reducer changes them; None keeps the sizes, and gives
-    extra tokens size 1. `destinations`: the index, among the kept and then the extra tokens, of the token that
-    represents each patch, where the state is `tracked`; None: a kept patch represents itself, and no other is
-    represented. `whole` has the tokens before the patches too, where the reducer has all in one tensor: the tokens and
-    their sizes.
+    `sizes` are for the kept and the extra tokens, where the reducer changes them; None keeps the sizes, and gives extra
+    tokens size 1. `destinations`: the index, among the kept and then the extra tokens, of the token that represents
+    each patch, where the state is `tracked`; None: a kept patch represents itself, and no other is represented. `whole`
+    has the tokens before the patches too, where the reducer has all in one tensor: the tokens and their sizes.
     """
 
     kept: Int[Tensor, "batch kept"]
@@ -197,8 +196,8 @@ class Reducer(ABC):
     def predictor_macs(self, shape: Shape, patches: int, count: int) -> int:
         """Returns the MACs of all matrix products of a stage that keeps `count` of `patches` patches.
 
-        Norms are not counted, as elsewhere in `costs`; those of the predictor are found in its modules, and are
-        assumed to run once per patch. Sums and page rank over maps are not counted either.
+        Norms are not counted, as elsewhere in `costs`; the predictor's MACs are found in its modules, and are assumed
+        to run once per patch. Sums and page rank over maps are not counted either.
         """
         return 0
 
@@ -292,7 +291,7 @@ def best(relevance: PerPatch, present_mask: PerPatch | None, count: int) -> Int[
 
 
 def destinations_of(kept: Int[Tensor, "batch kept"], others: Int[Tensor, "batch patches"]) -> Tensor:
-    """Returns the destinations of all patches: of a kept patch its index among the kept ones, else that of `others`."""
+    """Returns the destinations of all patches: a kept patch its index among the kept ones, else from `others`."""
     return others.scatter(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
 
 

@@ -54,7 +54,7 @@ def load_model(
 ) -> nn.Module:
     """Returns a model from a saved folder, a name or an instance; an instance of another library is adopted.
 
-    The arguments are those of `attnrx.load`, which also reads elastic models and files of runtimes.
+    The arguments are as in `attnrx.load`, which also reads elastic models and files of runtimes.
 
     Returns:
         The model; a new one, except an instance of an attnrx model, which is returned as it is.

@@ -48,7 +48,7 @@ def is_working(model: nn.Module) -> bool:
 def working_copy(model: nn.Module) -> nn.Module:
     """Returns a working copy of a model with a record, and any other model itself.
 
-    The copy has parameters of its own in the same memory, except those of the attention: it is for reading.
+    The copy has parameters of its own in the same memory, except in the attention: it is for reading.
     """
     if WORKING in vars(model):
         model = plain_form(model)
@@ -376,7 +376,7 @@ def _put_map_(part: nn.Module, result: nn.Module, target: str) -> None:
 
 
 def _plain_maps(module: nn.Module) -> nn.Module:
-    """Replaces the linear maps in a module, in place, by those of PyTorch."""
+    """Replaces the linear maps in a module, in place, by PyTorch's."""
     for path, part in list(module.named_modules()):
         if isinstance(part, nn.Linear) and type(part) is not nn.Linear:
             with torch.device("meta"):

@@ -59,7 +59,7 @@ LAYOUT = ViTParts(
 class ModelReader:
     """Where the parts of a class are, how it pools its tokens, and which of its outputs is its answer.
 
-    The parts are those of `layout` in the body, the module with the embeddings and the layers. `answer` is a field of
+    The parts are where `layout` says in the body, the module with the embeddings and the layers. `answer` is a field of
     the output, or one of ANSWERS.
     """
 

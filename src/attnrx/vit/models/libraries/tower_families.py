@@ -51,7 +51,7 @@ class TorchvisionFamily(AdoptedFamily):
         return {"mean": tuple(transform.mean), "std": tuple(transform.std), "preprocessing": settings}
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
-        """Returns what the transform of the weights does; of other weights that of most of torchvision's presets."""
+        """Returns what the transform of the weights does; of other weights what most of torchvision's presets do."""
         channels, size, _ = self.input_shape(model)
         # 224 of 256 pixels, the ratio of crop and resize in torchvision's presets.
         settings = {"resize_size": size * 256 // 224, "interpolation": "bilinear"} | dict(
@@ -69,7 +69,7 @@ class TorchvisionFamily(AdoptedFamily):
         yield from self.parts(model).refusals(model)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Reads the arguments of the class from the model; mean and std are those of ImageNet."""
+        """Reads the arguments of the class from the model; mean and std are ImageNet's."""
         stored: dict[str, Any] = {name: getattr(model, name) for name in ARGUMENTS}
         blocks: Any = self.blocks(model)
         arguments = {**stored, "num_layers": len(blocks), "num_heads": blocks[0].num_heads, "attention_dropout": 0.0}
@@ -174,7 +174,7 @@ class OpenClipFamily(AdoptedFamily):
         yield from self.parts(model).refusals(model)
 
     def origin(self, model: nn.Module) -> Origin:
-        """Reads the arguments of the class from the model; mean and std are those of CLIP, unless it states others."""
+        """Reads the arguments of the class from the model; mean and std are CLIP's, unless it states others."""
         tower: Any = model
         block = tower.transformer.resblocks[0]
         # LayerScale is an identity where it is absent; its initial value is not stored, and is replaced by the weights.

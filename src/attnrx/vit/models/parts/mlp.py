@@ -17,9 +17,9 @@ from attnrx.vit.kernels.native_products import NativeLinear, may_run_natively, n
 class Pair:
     """Two maps between which every unit is computed from itself alone.
 
-    `first` and `second` are their paths, `between` those of the depthwise convolutions, batch norms and gates between
-    them, and `block` that of the smallest part that is called around both. `positions` are the places per image that
-    the maps run at, `unit_macs` the MACs per image of one unit between them.
+    `first` and `second` are their paths, `between` the paths of the depthwise convolutions, batch norms and gates
+    between them, and `block` the path of the smallest part that is called around both. `positions` are the places per
+    image that the maps run at, `unit_macs` the MACs per image of one unit between them.
     """
 
     first: str
@@ -93,7 +93,7 @@ def linears_of(part: nn.Module) -> tuple[NativeLinear, ...]:
 
 
 def is_exact_gelu(part: nn.Module) -> bool:
-    """Whether a module computes the GELU by the error function: that of PyTorch, or the wrapper of transformers."""
+    """Whether a module computes the GELU by the error function: PyTorch's, or the wrapper of transformers."""
     return (type(part) is nn.GELU and part.approximate == "none") or getattr(part, "act", None) is F.gelu
 
 
@@ -101,7 +101,7 @@ HALVES = ("first", "second")
 
 
 class Halves(nn.Module):
-    """A linear map in two halves of its outputs, `first` and `second`, each a map of its own: that of a gated MLP.
+    """A linear map in two halves of its outputs, `first` and `second`, each a map of its own, as in a gated MLP.
 
     Features are [*batch, inputs], outputs [*batch, outputs].
     """

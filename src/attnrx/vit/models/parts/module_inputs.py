@@ -87,7 +87,7 @@ class ModuleInputs:
         """Returns the arguments of a batch as one tensor.
 
         Raises:
-            InvalidInput: Their shapes or types are others than those of the example.
+            InvalidInput: Their shapes or types are others than the example's.
         """
         tensors = {path: tensor.detach().cpu() for path, tensor in _tensors(given)}
         rows: list[Tensor] = []
@@ -175,7 +175,7 @@ class ModuleInputs:
 
     def random(self, like: Tensor, count: int) -> Tensor:
         """Returns random inputs of the shape [count, *shape], in the type of a tensor of any shape, the same in every
-        call: normal numbers, and integers between those of the example.
+        call: normal numbers, and integers in the example's range.
         """
         generator = torch.Generator().manual_seed(0)
         rows = []
@@ -318,7 +318,7 @@ def _tensors(given: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[tup
 
 
 def _listed(value: Any) -> Any:
-    """Returns a tree of dictionaries with those of positions as lists."""
+    """Returns a tree of dictionaries, with dictionaries of positions as lists."""
     if not isinstance(value, dict):
         return value
     items = {key: _listed(part) for key, part in value.items()}

@@ -91,9 +91,9 @@ class RestorableStage:
 class CallState(threading.local):
     """The base of the state that modules pass to each other during a forward pass.
 
-    The signatures of the modules are those of a library, so such state is stored beside them, and removed at the end of
-    the pass. A thread that calls the same model at the same time has other images, hence other state. A copy or a
-    pickle of a model, even one made during a pass, has no state.
+    The modules have the signatures of a library, so such state is stored beside them, and removed at the end of the
+    pass. A thread that calls the same model at the same time has other images, hence other state. A copy or a pickle of
+    a model, even one made during a pass, has no state.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -121,8 +121,8 @@ class TokenRun:
     on. `patch_indices` holds the index of every patch token in the image, -1 for tokens added by a stage; `trail` holds
     those indices after each stage. `stages` is None unless features of all patches are requested, which are those after
     `restored_blocks`, or patches are tracked; `present` are the tokens after a block whose output is restored.
-    `image_keys` are those of the reducer. In training, `sampled` holds the mask sampled at each stage: 1 for a kept
-    patch, 0 for a pruned one, with a gradient; a stage that keeps every patch samples none.
+    `image_keys` are the reducer's. In training, `sampled` holds the mask sampled at each stage: 1 for a kept patch, 0
+    for a pruned one, with a gradient; a stage that keeps every patch samples none.
     """
 
     def __init__(self, restored_blocks: Container[int] = (), is_tracked: bool = False):
@@ -170,9 +170,9 @@ class TokenRun:
 class _ReductionCall(CallState):
     """The run of the forward pass in progress, and the list of the innermost `recording_tokens`, if any.
 
-    `is_inside` states whether a `forward_pass` context ends the run; otherwise the last hook does. `predictors` are
-    those of the model that is called: hooks refer to the reduction of the model that a replica of `DataParallel` was
-    made of, whose weights are on another device. `tracked` states whether runs have the representatives of patches.
+    `is_inside` states whether a `forward_pass` context ends the run; otherwise the last hook does. `predictors` belong
+    to the model that is called: hooks refer to the reduction of the model that a replica of `DataParallel` was made of,
+    whose weights are on another device. `tracked` states whether runs have the representatives of patches.
     """
 
     def __init__(self) -> None:  # called in every thread
@@ -549,7 +549,7 @@ def compressed_state(state: TokenState, reduction: Reduction) -> TokenState:
 def masked_state(state: TokenState, reduction: Reduction) -> tuple[TokenState, Int[Tensor, "batch remaining"]]:
     """Returns the state after a stage, and the positions of the kept and the extra tokens among the patch tokens.
 
-    Kept tokens stay at their indices, extra tokens are at those of pruned patches; all other patches have size 0.
+    Kept tokens stay at their indices, extra tokens are at the indices of pruned patches; all other patches have size 0.
     """
     kept, extra, indices, statistic = reduction.kept, reduction.extra, state.patch_indices, state.statistic
     targets, values = kept, reduction.tokens

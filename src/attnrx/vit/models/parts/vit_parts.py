@@ -60,9 +60,9 @@ def model_name(model: nn.Module) -> str:
 class ViTParts:
     """Where the parts of a model are, how many tokens it has besides the patches, and how it pools them.
 
-    Paths are those of modules in the model: `blocks` the list of blocks or each of them, `patches` the map that makes
-    the patch tokens, `norm` the norm after the last block, "" for none, `heads` the classifiers with the norms before
-    them, `classifiers` the classifiers alone; paths that a model lacks are skipped.
+    Paths lead to modules in the model: `blocks` the list of blocks or each of them, `patches` the map that makes the
+    patch tokens, `norm` the norm after the last block, "" for none, `heads` the classifiers with the norms before them,
+    `classifiers` the classifiers alone; paths that a model lacks are skipped.
 
     In a block are `attention`, `norm_before` (the norm before the attention, None if there is none), the modules `mlp`
     that form its MLP, and its two linear maps `maps`, () for an MLP of another kind. The MLP is compressed if the class
@@ -104,7 +104,7 @@ class ViTParts:
         return bool(self.maps) and (self.mlp_classes is None or type(mlp).__name__ in self.mlp_classes)
 
     def maps_of(self, mlp: nn.Module | None) -> tuple[str, ...]:
-        """Returns the paths of the maps of an MLP of this class, those of gates between the two; () for other kinds."""
+        """Returns the paths of the maps of an MLP of this class, with gates between the two; () for other kinds."""
         gated = self.gated.get(type(mlp).__name__, ())
         return self.maps if not gated and self.compresses(mlp) else gated
 
@@ -159,8 +159,8 @@ def last_linear(model: nn.Module, path: str) -> tuple[str, ...]:
 
 @contextmanager
 def reading_parts(model: nn.Module, what: str) -> Iterator[None]:
-    """Raises NotSupported, with the error as its cause, where the parts of a model are not those of its class, and
-    UserCodeError where its code ends the process.
+    """Raises NotSupported, with the error as its cause, where a model has not the parts of its class, and UserCodeError
+    where its code ends the process.
     """
     try:
         yield

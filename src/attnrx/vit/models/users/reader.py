@@ -59,8 +59,8 @@ class Reader:
     `patches` is the convolution that makes the patch tokens, `norm` the norm after the last block, `head` the module
     after it (None if there is none). `prefix_tokens` are before the patches, the class token first. `pooling` is what
     the head receives: "class", "mean" (of the patches, after the norm), or another name, for which tokens are not
-    pruned. `mean` and `std` are those of the image normalization, one value per channel. `arguments` are those with
-    which the class, or the factory, creates the model again: JSON values.
+    pruned. `mean` and `std` are the image normalization, one value per channel. `arguments` are those with which the
+    class, or the factory, creates the model again: JSON values.
     """
 
     input_shape: tuple[int, int, int]
@@ -342,8 +342,8 @@ class StructureFamily(AdoptedFamily):
         return copied, path
 
     def restructured(self, module: nn.Module, facts: dict[str, Any]) -> tuple[nn.Module, dict[str, str]]:
-        """Makes the blocks of the group in `facts`, the paths of its blocks and that of the attention in a block, parts
-        that are called with tokens, in place; returns the module, and where its parts were before.
+        """Makes the blocks of the group in `facts`, the paths of its blocks and the path of the attention in a block,
+        parts that are called with tokens, in place; returns the module, and where its parts were before.
 
         Adds the paths of blocks and attention then to `facts`.
         """
@@ -480,7 +480,7 @@ def _block_around(model: nn.Module, attention: str) -> str | None:
 
 def rewritten_(holder: nn.Sequential, blocks: tuple[str, ...], attention: str) -> tuple[tuple[str, ...], str]:
     """Makes every block of the module in the holder one part that is called with [batch, tokens, width]; returns the
-    paths of the blocks in the module then, and that of the attention in a block.
+    paths of the blocks in the module then, and the path of the attention in a block.
     """
     model: nn.Module = holder[0]
     first = model.get_submodule(blocks[0])

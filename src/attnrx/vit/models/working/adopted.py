@@ -192,9 +192,9 @@ class Adopted(nn.Module):
     def forward_pass(self, restored_blocks: Collection[int]) -> Iterator[None]:
         """Runs one forward pass in its context, and removes the state of it at the end.
 
-        Where tokens are pruned or merged, those of all patches are restored after these blocks only; outside of the
-        context after all blocks. Where no block is given, the last block computes only the class token if the head uses
-        no other token.
+        Where tokens are pruned or merged, all patches are restored after these blocks only; outside of the context
+        after all blocks. Where no block is given, the last block computes only the class token if the head uses no
+        other token.
 
         Raises:
             NotSupported: Tokens are pruned or merged under gradient checkpointing.
@@ -314,7 +314,7 @@ class PairBias(nn.Module):
         self.source, self.compute = source, compute
 
     def forward(self, *_: Any, **__: Any) -> Float[Tensor, "1 heads tokens tokens"]:
-        """Returns the bias of all tokens; arguments of the library, e.g. the window, are those of the model."""
+        """Returns the bias of all tokens; arguments of the library, e.g. the window, are the model's."""
         return of_weights(self, None, self.compute)
 
 
@@ -347,7 +347,7 @@ def attention_from_projections(
         inner_norms: Modules of the library that normalize queries, keys or outputs.
 
     Raises:
-        NotSupported: The shapes are not those of heads of equal size.
+        NotSupported: The shapes do not fit heads of equal size.
     """
     rows, width = weights[0].shape
     shapes = [tuple(weight.shape) for weight in weights]

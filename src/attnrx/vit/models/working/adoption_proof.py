@@ -160,8 +160,8 @@ def difference_in_structure(model: nn.Module, rebuilt: nn.Module) -> str:
 def require_equal_logits(models: tuple[Adopted, Adopted], because: str, blocks: Sequence[str], attention: str) -> None:
     """Raises NotSupported unless both models return the same logits for the same random images, up to rounding.
 
-    The message names the first block whose output differs; `blocks` are the paths of all, and `attention` is that of
-    the attention in a block. `because` is the reason where the outputs of the attention differ too.
+    The message names the first block whose output differs; `blocks` are the paths of all, and `attention` is the path
+    of the attention in a block. `because` is the reason where the outputs of the attention differ too.
     """
     first, second = models
     images = random_images(first, first.origin.input_shape)

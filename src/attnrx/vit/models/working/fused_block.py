@@ -42,7 +42,7 @@ Factor = Float[Tensor, " width"] | None
 
 
 class BlockModules(NamedTuple):
-    """The modules of a pre-norm block: the norms before attention and MLP, and both; `factors` are those of the two
+    """The modules of a pre-norm block: the norms before attention and MLP, and both; `factors` belong to the two
     branches, if any, `others` modules that the block calls, and that change nothing in evaluation mode.
     """
 
