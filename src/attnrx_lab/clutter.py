@@ -33,7 +33,7 @@ class Oracle(Random):
     """
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
-        """Returns a number in [0, 1) for every patch, plus 1 for those of the digit."""
+        """Returns a number in [0, 1) for every patch, plus 1 for the digit's patches."""
         chance, objects_of = super().relevance(state, predictor), _objects_by_key()
         assert state.image_keys is not None
         objects = [objects_of.get(key & LOWER_BITS) for key in state.image_keys.tolist()]

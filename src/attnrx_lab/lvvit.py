@@ -187,7 +187,7 @@ class LVViT(Transformer[LVViTConfig]):
     def answers(self, images: ImageBatch) -> tuple[Logits, Float[Tensor, "batch patches classes"] | None]:
         """Returns the logits of the class token and of the remaining patches, for training with token labels.
 
-        Where tokens are pruned by a mask, the logits of a pruned patch equal those of a remaining one.
+        Where tokens are pruned by a mask, the logits of a pruned patch equal a remaining one's.
         """
         require_images(images, self.config.input_shape, "this model")
         patches = self.stem(images)

@@ -58,7 +58,7 @@ class MixedForm(ScoreForm):
         self.mix = nn.Parameter(torch.eye(len(spec.heads), len(spec.rows)))
 
     def rows(self, buckets: tuple[Bucket, ...]) -> tuple[int, ...]:
-        """Returns the number of rows of every block; those of the last one are padded to the width of the buckets."""
+        """Returns the number of rows of every block; the last block's are padded to the width of the buckets."""
         # A zero row in the last block adds nothing to its map, so no further block is needed.
         blocks, width = self.spec.rows, _shared_width(buckets)
         return (*blocks[:-1], blocks[-1] + width - sum(blocks)) if width else blocks

@@ -62,7 +62,7 @@ class StrengthFit:
     ) -> Float[Tensor, "heads terms"]:
         """Returns the best strengths of the kept terms, zero elsewhere; undetermined strengths remain as in `start`.
 
-        The error is never above that of `start`, head by head.
+        The error is never above the error of `start`, head by head.
 
         Raises:
             InvalidInput: No sample was observed.
@@ -82,7 +82,7 @@ class StrengthFit:
         return torch.where(better[:, None], strength, start)
 
     def relative_error(self, strength: Float[Tensor, "heads terms"]) -> Float[Tensor, "heads"]:
-        """Returns the root of the sum relative to that of zero strengths, over all samples; 0 for a constant target."""
+        """Returns the root of the sum relative to zero strengths, over all samples; 0 for a constant target."""
         square = (
             self.target_energy
             - 2 * (strength * self.right_side).sum(-1)

@@ -58,7 +58,7 @@ def block_costs(
 ) -> LayerCosts:
     """Returns the costs of a pre-norm block: attention of this spec, an MLP with `hidden` features, two LayerNorms.
 
-    `mlp_ranks` are those of the MLP's two maps if they are stored as two factors each, of which the second has the
+    `mlp_ranks` are the ranks of the MLP's two maps if they are stored as two factors each, of which the second has the
     bias.
     """
     mlp = PartCosts()
@@ -77,7 +77,7 @@ def norm_costs(width: int) -> PartCosts:
 
 @dataclass(frozen=True)
 class TransformerConfig(ABC):
-    """The shape of the model and its input format; the defaults are those of the SVDA paper for CIFAR-10.
+    """The shape of the model and its input format; the defaults are the SVDA paper's for CIFAR-10.
 
     `attention` holds one spec per layer, so that a compressed model is described completely. `mlp_ranks` holds the
     ranks of the two maps of every MLP (None: one matrix), or is empty, and `hidden_units` the number of its hidden
@@ -400,8 +400,8 @@ class ViTConfig(Displayed, TransformerConfig):
     ) -> "ViTConfig":
         """Returns the uncompressed model of `depth` equal layers.
 
-        Depth, heads, width and patch size default to those of the SVDA paper (Table 4). The paper does not state the
-        MLP width: four times the model width reproduces its printed savings.
+        Depth, heads, width and patch size default to the SVDA paper's (Table 4). The paper does not state the MLP
+        width: four times the model width reproduces its printed savings.
         """
         half = (0.5,) * facts.get("channels", 3)
         return cls(attention=(full_spec(form, width, heads),) * depth, **{"mean": half, "std": half, **facts})

@@ -33,7 +33,7 @@ class LowRank:
 
     `strength` is the contribution of each direction in the metric of the method, descending, zero for directions
     without energy in it. All min(outputs, inputs) strengths are listed for every rank: the squared error in that metric
-    is the sum of their squares beyond the rank. The bias is that of the original.
+    is the sum of their squares beyond the rank. The bias is the original's.
     """
 
     first: Float[Tensor, "rank inputs"]
@@ -184,7 +184,7 @@ class FactoredOutputProjection(OutputProjection):
 
 
 def map_addresses(model: nn.Module) -> tuple[MapAddress, ...]:
-    """Returns the layer and name of every map; those of the MLP only if it has two linear maps.
+    """Returns the layer and name of every map; the MLP's only if it has two linear maps.
 
     Raises:
         NotSupported: where a map is factored already.
@@ -281,8 +281,8 @@ class MapStatistics:
     def fisher(self, address: MapAddress) -> Float[Tensor, "outputs inputs"]:
         """Returns the empirical Fisher information of one map's weight: the mean over images of its squared gradient.
 
-        The gradient is that of -log p(y | image) with the model's own answer y = argmax p for a label, so no label of
-        the dataset is used.
+        It is the gradient of -log p(y | image) with the model's own answer y = argmax p for a label, so no label of the
+        dataset is used.
         """
         return self._fisher[address]
 

@@ -40,8 +40,8 @@ class UnitGates(nn.Module):
     """The scores of all units by layer and kind, with a threshold for each (WDPruning: Yu et al., AAAI 2022).
 
     A gate is 1 where the score is above the learned threshold of its layer and kind, else 0; gradients pass the step as
-    those of a sigmoid. Ours are: the units (those that prescriptions of attnrx remove), and that the scores start at
-    the rank of a unit by the norms of its weights.
+    through a sigmoid. Ours are: the units (those that prescriptions of attnrx remove), and that the scores start at the
+    rank of a unit by the norms of its weights.
     """
 
     def __init__(self, model: nn.Module):

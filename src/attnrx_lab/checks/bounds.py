@@ -40,8 +40,8 @@ class Bounds(Check):
     strengths change. (In a masked model the inputs change from the second layer on.) The value of a finding is the
     largest ratio of measurement to bound over images, layers and heads: at most 1, and close to 1 for a tight bound.
 
-    The pruned directions are those of the comparison's prescription. Without it, and in layers without strengths,
-    Theorem 1 and Proposition 1 are skipped. Unchanged heads are not counted. Eq. 13 applies only to heads whose weakest
+    The comparison's prescription states the pruned directions. Without it, and in layers without strengths, Theorem 1
+    and Proposition 1 are skipped. Unchanged heads are not counted. Eq. 13 applies only to heads whose weakest
     directions were pruned; its threshold is the smallest kept strength. Proposition 4 perturbs the images with Gaussian
     noise of standard deviation NOISE.
     """
@@ -205,7 +205,7 @@ def proposition_1(
 def proposition_4(
     clean: tuple[Tensor, Tensor], perturbed: tuple[Tensor, Tensor], strength: Tensor, scale: float
 ) -> Float[Tensor, "batch heads"]:
-    """The Frobenius norm of the scores' change under a perturbed input is bounded by that of the rows (SVDA, Eq. 36).
+    """The Frobenius norm of the scores' change under a perturbed input is bounded by the rows' (SVDA, Eq. 36).
 
     `clean` and `perturbed` are query and key rows, [batch, tokens, heads, directions].
     """

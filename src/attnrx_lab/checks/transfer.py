@@ -32,8 +32,8 @@ class Transfer(Check):
     the features have equal width, from the same weights, by AdamW with a cosine schedule to zero. The learning rate and
     the epochs are the paper's.
 
-    `training` and `classes`, their number, are by default those of the comparison's `splits`; `per_class` is the number
-    of training images per class, None for all. An image counts by the share of the `seeds` whose head is right, so
+    `training` and `classes`, their number, are by default from the comparison's `splits`; `per_class` is the number of
+    training images per class, None for all. An image counts by the share of the `seeds` whose head is right, so
     intervals are over images only; the details contain the change of every seed. A model with two heads (distilled)
     uses both. `most_drop` limits, in points, the loss of the candidate; None only reports.
     """

@@ -89,7 +89,7 @@ def least_share(model: nn.Module, template: Template) -> float:
 
 
 def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: float) -> ModelCosts:
-    """Returns the costs at one share of the template; for a no-op prescription those of the unchanged model."""
+    """Returns the costs at one share of the template; for a no-op prescription the unchanged model's."""
     rules, _ = parse_rules(template.at(share))
     try:
         prescription = prescribe_maps(diagnosis, {**rules, TOKENS: _policy(template, share, model)})
@@ -111,8 +111,8 @@ def _policy(template: Template, share: float, model: nn.Module) -> TokenPrescrip
 class Method:
     """One way of compressing: the text of its rules, in which {share} is replaced by the kept share, or a baseline.
 
-    `repaired` is the number of steps of a repair per block on the calibration images afterwards, and `distilled` that
-    of the passes of a distillation over those images. A `baseline` is one of BASELINES.
+    `repaired` is the number of steps of a repair per block on the calibration images afterwards, and `distilled` the
+    number of passes of a distillation over those images. A `baseline` is one of BASELINES.
     """
 
     name: str

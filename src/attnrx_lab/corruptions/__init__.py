@@ -1,10 +1,10 @@
 """Nineteen image corruptions at five severity levels, for robustness checks.
 
-They are those of ImageNet-C, and for small images of Tiny-ImageNet-C and CIFAR-C: Hendrycks and Dietterich,
-"Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", ICLR 2019, written from its
-definitions with NumPy, SciPy and Pillow. The severity levels are those of the published code; `frost` and the water of
-`spatter` differ from it (see there). The published files were stored as JPEG of quality 85, which is not done here. So
-the numbers compare models on the same images and are not those of the benchmark.
+They follow ImageNet-C, and for small images Tiny-ImageNet-C and CIFAR-C: Hendrycks and Dietterich, "Benchmarking Neural
+Network Robustness to Common Corruptions and Perturbations", ICLR 2019, written from its definitions with NumPy, SciPy
+and Pillow. The severity levels follow the published code; `frost` and the water of `spatter` differ from it (see
+there). The published files were stored as JPEG of quality 85, which is not done here. So the numbers compare models on
+the same images and are not the benchmark's.
 """
 
 from bisect import bisect_left

@@ -133,7 +133,7 @@ def frost(image: Pixels, draws: Draws, kept: Number, share: Number) -> Pixels:
 
     The benchmark adds crops of photographs (its code draws five of its six), which are not included. This ice is
     generated: the ridges of a fractal landscape with the brightness, variety and roughness of the photographs. Its
-    numbers are comparable between models, not with those of the benchmark.
+        numbers are comparable between models, not with the benchmark's.
     """
     ridges = 1 - np.abs(2 * landscape(image, 1.5, draws) - 1)
     rough = (ridges - ridges.mean()) / max(ridges.std(), 1e-6)

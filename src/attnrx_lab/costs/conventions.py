@@ -1,9 +1,8 @@
 """The operations that IrrAtt and SPOT count, so that their numbers are reproduced exactly.
 
 Inferred from IrrAtt's Table 1, which these rules reproduce in 53 of its 54 cells: besides the matrix products of
-patches and layers, that of the classifier counts, and a LayerNorm as common FLOP counters count it; a fused
-multiply-add is one FLOP, and the strengths of directions have parameters alone. `ModelCosts.macs` counts as SVDA (A.6)
-does.
+patches and layers, the classifier's counts, and a LayerNorm as common FLOP counters count it; a fused multiply-add is
+one FLOP, and the strengths of directions have parameters alone. `ModelCosts.macs` counts as SVDA (A.6) does.
 """
 
 import math
@@ -64,7 +63,7 @@ def priced(costs: ModelCosts, outer_norms: int | None = None, predictor_norms: i
     """Returns the cost as IrrAtt counts; the parts add up to the whole.
 
     `outer_norms` are the features that the norms outside the layers divide for one image, None for one norm on all
-    tokens (`outer_norm_features`), and `predictor_norms` those of the predictors (`predictor_norm_features`).
+    tokens (`outer_norm_features`), and `predictor_norms` the predictors' (`predictor_norm_features`).
     """
     if outer_norms is None:
         outer_norms = costs.layers[-1].tokens * costs.layers[-1].spec.width if costs.layers else 0

@@ -108,7 +108,7 @@ def als(
     """Returns a decomposition of `rank` terms by alternating least squares (CP-ALS); the error never increases.
 
     `start` is one of STARTS or a decomposition of that rank: "best" runs from water-filling and from random terms and
-    returns the result with the smaller error. `seed` is that of the random terms. Stops after `sweeps`, or when a sweep
+    returns the result with the smaller error. `seed` draws the random terms. Stops after `sweeps`, or when a sweep
     lowers the relative error by less than `tolerance` of itself. The returned columns of left and right have unit
     length; mix contains the strength. Raises InvalidInput for a rank out of range, UnknownName for another start.
     """
@@ -195,7 +195,7 @@ _TOLERANCE = 1e-6  # a correction stops when a sweep lowers the sensitivity by l
 
 
 def epc(tensor: FactoredTensor, start: Canonical, *, sweeps: int = 100) -> Canonical:
-    """Lowers the sensitivity while the relative error stays at or below that of the start.
+    """Lowers the sensitivity while the relative error stays at or below the start's.
 
     The objective is the sensitivity of the balanced terms. No update is accepted that raises it or violates the bound.
     The result is balanced. Stops after `sweeps`, or when a sweep gains too little. An error below SMALLEST_BOUND may
@@ -233,8 +233,8 @@ def cpd_epc(
     """Returns a decomposition by CPD-EPC (IrrAtt, the first line of Algorithm 1): least squares, correction, least
     squares.
 
-    `start`, `sweeps` and `seed` are those of `als`. The error is at most that of the first run (or SMALLEST_BOUND).
-    With `finish` a last correction follows: at the final error, its terms are the least sensitive to rounding and the
+    `start`, `sweeps` and `seed` are as in `als`. The error is at most the first run's (or SMALLEST_BOUND). With
+    `finish` a last correction follows: at the final error, its terms are the least sensitive to rounding and the
     easiest to train.
     """
     terms = epc(tensor, als(tensor, rank, start=start, sweeps=sweeps, seed=seed))

@@ -65,10 +65,10 @@ RULES: Mapping[str, str] = {
 class IrrattMethod:
     """One line of the table: the form of queries and keys, and shares of the full ranks, so that it fits any model.
 
-    `qk` is "full" or a form of `Compression`, `rank` the share of its directions, `vo` that of the value dimensions,
-    `mlp` the rank of both maps of the MLP as a share of the width; None means unchanged. `by_training` marks a method
-    whose heads divide the directions of a CP that is trained with constraints (IrrAtt, Eq. 7): without training its
-    costs are computed, and it is not measured.
+    `qk` is "full" or a form of `Compression`, `rank` the share of its directions, `vo` the share of the value
+    dimensions, `mlp` the rank of both maps of the MLP as a share of the width; None means unchanged. `by_training`
+    marks a method whose heads divide the directions of a CP that is trained with constraints (IrrAtt, Eq. 7): without
+    training its costs are computed, and it is not measured.
     """
 
     name: str
@@ -131,11 +131,11 @@ def _part(share: float, whole: int) -> int:
 class IrrattExperiment(sources.DatasetExperiment):
     """One pre-trained model: every method prescribes for it, and its model is fine-tuned for `epochs` and measured.
 
-    Values and MLP are prescribed on the first `calibration_images` of the training images, which the
-    seed divides from the validation images; the scores by the weights, with the seed for every start. Nothing is
-    fine-tuned by default: if the data has few of a model's classes, training on it would let every method gain by
-    forgetting the others. A constrained CP is trained for `epochs` before its fine-tuning. `ema` is the decay of the
-    mean of the weights. The costs are always those of the model itself, also if a `tiny` one is measured.
+    Values and MLP are prescribed on the first `calibration_images` of the training images, which the seed divides from
+    the validation images; the scores by the weights, with the seed for every start. Nothing is fine-tuned by default:
+    if the data has few of a model's classes, training on it would let every method gain by forgetting the others. A
+    constrained CP is trained for `epochs` before its fine-tuning. `ema` is the decay of the mean of the weights. The
+    costs are always the model's own, also if a `tiny` one is measured.
     """
 
     kind: ClassVar[str] = "irratt"

@@ -83,7 +83,7 @@ class Recipe:
     """A table of a paper: its rows, its columns, and the protocol of the runs it is made from.
 
     A scenario may have several runs: a row is filled by those that measured its rule. `table` is its number in the
-    paper, `not_stated` lists the choices that the paper does not state, and `seeds` are those of the paper's protocol.
+    paper, `not_stated` lists the choices that the paper does not state, and `seeds` come from the paper's protocol.
     `load_recipe` adds its name, the paper, and the `expected` numbers by row label and column key.
     """
 

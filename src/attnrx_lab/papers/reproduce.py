@@ -56,7 +56,7 @@ def reproduce(
         names: A recipe or several, e.g. "svda/table1".
         only: One scenario or several (a dataset, for the tables of SVDA), in the order of their runs; each is one of
             some of the recipes.
-        seeds: In place of those of the recipes.
+        seeds: In place of the recipes' seeds.
         tiny: Trains small models for few steps, to try the code.
         folder: The folder of runs and tables.
         log: Is called with progress messages.

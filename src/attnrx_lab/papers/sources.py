@@ -48,8 +48,8 @@ class DatasetExperiment(Experiment):
     """An experiment with one original and one dataset.
 
     `subject` is the name of the original, `model` and `weights` the arguments of `load`; without a model the original
-    is one of `spot.ORIGINALS`, which is trained first. `dataset` and the columns, those of the labels and of the test
-    rows, are the arguments of `load_data`. `tiny` uses a tiny model and generated images.
+    is one of `spot.ORIGINALS`, which is trained first. `dataset` and the columns of labels and test rows are the
+    arguments of `load_data`. `tiny` uses a tiny model and generated images.
     """
 
     subject: str
@@ -100,7 +100,7 @@ def generated_splits(name: str, channels: int, classes: int, side: int) -> Split
 
 
 def generated_objects(split: str, classes: int, patches: int) -> Bool[Tensor, "images patches"]:
-    """Marks the patches of the bright square in the images of `generated_splits`; `patches` are those of a side."""
+    """Marks the patches of the bright square in the images of `generated_splits`; `patches` are on a side."""
     half = patches // 2
     masks = torch.zeros(SIZES[split], patches, patches, dtype=torch.bool)
     for number, mask in enumerate(masks):

@@ -196,7 +196,7 @@ TINY = SmallOriginal(16, 4, width=8, depth=4, heads=2, stem_channels=4, epochs=1
 
 
 def outline_for(model: str | None, subject: str) -> nn.Module:
-    """Returns the shapes of a model, or without a name those of the subject's small original."""
+    """Returns the shapes of a model, or without a name the subject's small original's."""
     if model is not None:
         return sources.outline_of(model)
     with torch.device("meta"):
@@ -204,7 +204,7 @@ def outline_for(model: str | None, subject: str) -> nn.Module:
 
 
 def accuracy_by_group(correct: Bool[Tensor, "images"], groups: Int[Tensor, "images"]) -> Finding:
-    """Returns the top-1 accuracy with that of every group of images as samples, in the order of the groups' numbers."""
+    """Returns the top-1 accuracy with every group's accuracy as samples, in the order of the groups' numbers."""
     _, numbers = groups.unique(return_inverse=True)  # 0, 1, ... in the order of the groups' numbers
     totals = torch.zeros(int(numbers.max()) + 1, dtype=torch.float64)
     hits = totals.scatter_add(0, numbers, correct.double())
@@ -240,7 +240,7 @@ class SpotExperiment(sources.DatasetExperiment):
     A small original is trained once for all methods and seeds of the subject. The seed draws the predictors, the order
     of the images and the masks in training; the images are the same for all seeds. Everything is measured on the first
     `test_images`, paired with the original; where the patches of the objects are known, the share that remains too. The
-    costs are always those of the model itself, also if a `tiny` one is measured.
+    costs are always the model's own, also if a `tiny` one is measured.
     """
 
     kind: ClassVar[str] = "spot"

@@ -64,8 +64,8 @@ DIAGNOSED = 512  # images of the diagnosis; the rules of this experiment use the
 class SvdaExperiment(Experiment):
     """One dataset, one seed: the training, the prescriptions, and the numbers of images.
 
-    Epochs, batch size and seeds are those of SVDA for 32x32 images (Table 4); training settings that it does not
-    state are those of `TrainingConfig`, and `draws` and the numbers of images are chosen here. `strength_init` and
+    Epochs, batch size and seeds are SVDA's for 32x32 images (Table 4); training settings that it does not state are
+    `TrainingConfig`'s, and `draws` and the numbers of images are chosen here. `strength_init` and
     `strength_learning_rate` are the start value and the learning-rate factor of the strengths in `TrainingConfig`.
     `train_images` limits the training images, `test_images` the images of the validation and the test split, and
     `control_images` the test images of the controls; None means the whole split.
@@ -109,7 +109,7 @@ class SvdaExperiment(Experiment):
         return load_data(self.dataset)
 
     def images(self) -> Splits:
-        """Returns the images of this run: those of the dataset, or as many as its settings state."""
+        """Returns the images of this run: the whole dataset, or as many as its settings state."""
         splits = self.splits()
         return replace(
             splits,
@@ -182,7 +182,7 @@ def _parts(kind: str, quantity: str) -> tuple[str, ...]:
 
 
 def realized(model: nn.Module, prescription: Prescription, kind: str, calibration: ImageSet) -> nn.Module:
-    """Realizes a prescription by `kind`: "exact" is the usual compression, the others are those of `realize`."""
+    """Realizes a prescription by `kind`: "exact" is the usual compression, the others are as in `realize`."""
     return realize(model, prescription, by="compress" if kind == "exact" else kind, calibration=calibration)
 
 

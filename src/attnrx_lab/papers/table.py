@@ -41,9 +41,9 @@ LEGEND = (
 class Cell:
     """One measured number: the mean over the seeds, their standard deviation and their 95 % t interval.
 
-    With one seed the interval is that of its own measurement, over test images. `expected` is the paper's number,
-    `predicted` the 95 % interval in which it lies if the paper's runs are further draws of ours, and `verdict` one of
-    VERDICTS; None where the paper has no number.
+    With one seed the interval is its own measurement's, over test images. `expected` is the paper's number, `predicted`
+    the 95 % interval in which it lies if the paper's runs are further draws of ours, and `verdict` one of VERDICTS;
+    None where the paper has no number.
     """
 
     row: str
@@ -174,7 +174,7 @@ def make_table(
 
 
 def _measured(runs: Sequence[Run], row: Row, column: Column) -> tuple[list[float], Estimate | None]:
-    """Returns the number of every seed, and their t interval; with one seed that of its own measurement, if any."""
+    """Returns the number of every seed, and their t interval; with one seed its own measurement's, if any."""
     measures = [measure for _, measure in _measures(runs, row, column)]
     values = [column.factor * measure["value"] for measure in measures]
     if len(values) > 1:
@@ -256,9 +256,9 @@ def crossed_interval(values: Float[Tensor, "runs groups"]) -> Estimate:
     """Returns the mean over runs and groups of images with its t interval, if both are random samples.
 
     The mean square between runs, plus that between groups less the residual, is the variance of the mean times the
-    number of values; the degrees of freedom are those of Hillis (2007, Statistics in Medicine 26, Section 3), rounded
-    down. This is the analysis of several readers who read the same cases, with runs as readers. With one run the
-    interval is over the groups alone.
+    number of values; the degrees of freedom follow Hillis (2007, Statistics in Medicine 26, Section 3), rounded down.
+    This is the analysis of several readers who read the same cases, with runs as readers. With one run the interval is
+    over the groups alone.
     """
     values = values.double()
     # Two-way analysis of variance without replication: runs, groups, and their interaction, which is the residual.

@@ -1,4 +1,4 @@
-"""Rules of the laboratory: those of SVDA, directions that heads share (IrrAtt), controls, and ones that few need.
+"""Rules of the laboratory: SVDA's, directions that heads share (IrrAtt), controls, and ones that few need.
 
 An entry point of the group `attnrx.parts` imports this package wherever a text names a rule or a loss, or a model is
 diagnosed.

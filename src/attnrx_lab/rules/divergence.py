@@ -1,4 +1,4 @@
-"""Ranks by measured divergence: that of the attention at every rank of every head, and the rule that minimizes it."""
+"""Ranks by measured divergence of the attention at every rank of every head, and the rule that minimizes it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -132,7 +132,7 @@ def allocate_by_loss(loss: Float[Tensor, "units ranks"], total: int, *, multiple
     monotone. `loss` has one column per rank, 0 to the number of directions. Of several optimal allocations, the one
     with larger ranks in the first units is returned. The unit of the losses is additive, such as nats of KL divergence.
 
-    `multiple` and `minimum` are those of `water_fill`, and so are the errors.
+    `multiple`, `minimum` and the errors are as in `water_fill`.
 
     Raises:
         InvalidInput: The multiple, the minimum or the total is not possible with these directions.

@@ -20,9 +20,9 @@ class RandomMatched(Rule):
     A draw depends only on the seed, the layer and the head's index in the original model. Strengths do not change, even
     where `rule` changes them.
 
-    Of directions that all heads share, those of the model are permuted, so that the total number and the number used by
-    each head are the same. A rule that creates shared directions is matched by as many directions of random heads, in
-    the same form.
+    If all heads share their directions, the model's are permuted, so that the total number and the number used by each
+    head are the same. A rule that creates shared directions is matched by as many directions of random heads, in the
+    same form.
     """
 
     rule: Rule

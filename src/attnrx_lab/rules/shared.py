@@ -154,8 +154,8 @@ class FusionRank(Rule):
 
     CPD-EPC decomposes the query-key tensor, every term is assigned to the head that uses it most (IrrAtt, Algorithm 1),
     and each head keeps that number of the strongest of its own directions. These are block terms with the identity as
-    fusion, so no fusion layer is needed. A head never keeps more directions than it has. `sweeps` and `seed` are those
-    of the decomposition (see `shared_rank`). The metric is "augmented", the default, or "weights".
+    fusion, so no fusion layer is needed. A head never keeps more directions than it has. `sweeps` and `seed` are the
+    decomposition's (see `shared_rank`). The metric is "augmented", the default, or "weights".
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"metric": optional(one_of("weights", AUGMENTED))}

@@ -82,8 +82,8 @@ class ContributionEnergy(Rule):
 
     The contribution of a direction is strength^2 * query_moment * key_moment: the mean square of its term in the
     scores. The keys are centred over the tokens of an image, because the softmax cancels constants along a row. Ties
-    and extremes are those of EnergyRetention. Works for every form, dense included. There is no bound on the error:
-    terms of different directions may cancel.
+    and extremes are as in EnergyRetention. Works for every form, dense included. There is no bound on the error: terms
+    of different directions may cancel.
     """
 
     applies_to: ClassVar[tuple[str, ...]] = ("qk",)

@@ -1,4 +1,4 @@
-"""The loss of learned reducers that holds the shares of kept patches at those of the policy (SPOT, DynamicViT)."""
+"""The loss of learned reducers that holds the shares of kept patches at the policy's (SPOT, DynamicViT)."""
 
 from dataclasses import dataclass
 

@@ -51,7 +51,7 @@ class AttentionAverage(Selecting):
     def accumulate(
         self, before: Float[Tensor, "batch tokens"] | None, scores: Float[Tensor, "batch tokens"]
     ) -> Float[Tensor, "batch tokens"]:
-        """Adds the scores of one layer to those of the layers before; None at the first layer."""
+        """Adds the scores of one layer to the earlier layers'; None at the first layer."""
         return scores if before is None else before + scores
 
     def relevance(self, state: TokenState, predictor: nn.Module) -> PerPatch:
@@ -63,9 +63,9 @@ class AttentionAverage(Selecting):
 class EvoViT(AttentionAverage):
     """Keeps the patches of the highest global class attention (Xu et al., AAAI 2022).
 
-    The class attention of every layer, averaged over the heads, is blended into that of the previous layers with the
-    weight 1 - `alpha`: G of the first layer is its own, then G = alpha G + (1 - alpha) A. In the paper the patches that
-    are not selected remain as placeholders, updated by one representative token; here they are pruned, and
+    The class attention of every layer, averaged over the heads, is blended into the previous layers' with the weight 1
+    - `alpha`: G of the first layer is its own, then G = alpha G + (1 - alpha) A. In the paper the patches that are not
+    selected remain as placeholders, updated by one representative token; here they are pruned, and
     `evit(scores=evo_vit)` keeps one fused token for them.
     """
 
@@ -123,11 +123,11 @@ class ATS(Reducer):
 class HaltingScores(Selecting):
     """Prunes the patches whose halting scores have the largest sum: the rule of A-ViT (Yin et al., CVPR 2022).
 
-    After every layer a token's halting score is sigmoid(gamma x + beta) of its first feature x. Training with
-    A-ViT's ponder loss and prior makes x a halting score; without it x has no such meaning, and results are not those
-    of A-ViT. In A-ViT tokens halt at any layer where their sum reaches 1 - epsilon, so the number of kept tokens
-    differs between images; here the numbers are the policy's, and only the order is A-ViT's. The class token, whose
-    layers A-ViT averages with halting probabilities, does not halt here.
+    After every layer a token's halting score is sigmoid(gamma x + beta) of its first feature x. Training with A-ViT's
+    ponder loss and prior makes x a halting score; without it x has no such meaning, and results are not A-ViT's. In
+    A-ViT tokens halt at any layer where their sum reaches 1 - epsilon, so the number of kept tokens differs between
+    images; here the numbers are the policy's, and only the order is A-ViT's. The class token, whose layers A-ViT
+    averages with halting probabilities, does not halt here.
     """
 
     # The values of the paper.
@@ -167,8 +167,8 @@ class HeadSelector(Predicting):
 
     The width is divided among the heads. Every head has local and global features of its share and scores it; a branch
     weights the heads of every patch by the mean of each share, and the score is the weighted mean of the heads'
-    probabilities. Chosen here: the perceptrons of features and scores are DynamicViT's, shared by the heads; that of
-    the branch has two linear maps.
+    probabilities. Chosen here: the perceptrons of features and scores are DynamicViT's, shared by the heads; the
+    branch's has two linear maps.
     """
 
     def predictor(self, shape: Shape) -> nn.Module:
