@@ -23,6 +23,8 @@ from attnrx.show.checks import Accuracy, Calibration, Fidelity, Promises, Retrie
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.vit.outputs import KINDS, output_kind_of
 from attnrx_lab.checks import Controls
+from support import pretrained
+from support.users_models import Around
 
 IMAGES = torch.randn(48, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -242,3 +244,95 @@ def test_labels_at_chance_level_are_said_everywhere(tmp_path: Any) -> None:
     assert "LABELS AT CHANCE LEVEL" in card and "model-index" not in card
     assert "LABELS AT CHANCE LEVEL" in rx.reports.render(rx.reports.ReportContent("evidence", evidence=evidence))
     assert not rx.verify(model, model, (IMAGES, (labels - 1) % 4), [Accuracy(None)]).warnings
+
+
+# outputs of users' own modules
+
+
+def of_norm_one(module: Any, images: torch.Tensor) -> torch.Tensor:
+    return nn.functional.normalize(module.head(module.net(images)), dim=1)
+
+
+def some_classes(module: Any, images: torch.Tensor) -> torch.Tensor:
+    return module.head(module.net(images))[:, [0, 2, 4]]
+
+
+def with_a_temperature(module: Any, images: torch.Tensor) -> torch.Tensor:
+    return (module.head(module.net(images)) + module.head(module.net(images.flip(-1)))) * 3 / 2
+
+
+def log_probabilities(module: Any, images: torch.Tensor) -> torch.Tensor:
+    return module.head(module.net(images)).log_softmax(-1)
+
+
+def sigmoids(module: Any, images: torch.Tensor) -> torch.Tensor:
+    return module.head(module.net(images)).sigmoid()
+
+
+def one_logit(module: Any, images: torch.Tensor) -> torch.Tensor:
+    return module.head(module.net(images))[:, 0]
+
+
+def one_number(module: Any, images: torch.Tensor) -> torch.Tensor:
+    return module.net(images).mean(1)
+
+
+def after_a_tanh(module: Any, images: torch.Tensor) -> torch.Tensor:
+    return module.head(module.net(images)).tanh()
+
+
+RETURNED: dict[Callable[[Any, torch.Tensor], torch.Tensor], str] = {
+    of_norm_one: "embedding",
+    some_classes: "logits",
+    with_a_temperature: "logits",
+    log_probabilities: "logits",
+    sigmoids: "label_probabilities",
+    one_logit: "binary_logit",
+    one_number: "regression",
+    after_a_tanh: "embedding",
+}
+
+
+def around(run: Callable[[Any, torch.Tensor], torch.Tensor]) -> nn.Module:
+    torch.manual_seed(0)
+    module = Around(run, img_size=16).double().eval()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return module
+
+
+@pytest.mark.parametrize("run", RETURNED, ids=lambda run: run.__name__)
+def test_the_kind_is_that_of_the_operation_which_makes_the_outputs_and_is_said(run: Any) -> None:
+    model = rx.load(around(run))
+    kind = output_kind_of(model)
+    assert kind.name == RETURNED[run] and 'load the model with outputs="' in kind.note
+    assert kind.note in rx.verify(model, model, IMAGES, [Fidelity()]).about["notes"]
+    stated = rx.load(around(run), outputs="regression")
+    assert output_kind_of(stated) is KINDS["regression"]
+
+
+@pytest.mark.parametrize("name", ["hf dpt", "hf yolos"])
+def test_the_kind_is_that_of_the_task_where_the_library_states_it(name: str) -> None:
+    kind = output_kind_of(rx.load(pretrained.CASES[name][1]()))
+    assert kind.name == {"hf dpt": "map", "hf yolos": "regression"}[name]
+
+
+def test_probabilities_of_labels_are_judged_as_their_logits() -> None:
+    logits = torch.randn(2, 20, 5, dtype=torch.float64)
+    of_logits, of_probabilities = KINDS["multilabel"], KINDS["label_probabilities"]
+    for method in ("divergence", "softened"):
+        expected = getattr(of_logits, method)(*logits)
+        torch.testing.assert_close(getattr(of_probabilities, method)(*logits.sigmoid()), expected)
+    assert torch.equal(of_probabilities.decisions(logits[0].sigmoid()), of_logits.decisions(logits[0]))
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    drawn = of_probabilities.drawn(logits[0].sigmoid(), generators[0])
+    torch.testing.assert_close(drawn, of_logits.drawn(logits[0], generators[1]))
+
+
+def test_targets_of_a_binary_cross_entropy_are_labels() -> None:
+    model = rx.load(vit(1))
+    for targets in (torch.ones(4), torch.tensor([[0.0], [1.0], [1.0], [0.0]])):
+        found = images_for(model, [(IMAGES[:4], targets)])
+        assert torch.equal(next(iter(found.batches(4))).labels, targets.flatten().long())
+    with pytest.raises(InvalidInput, match=r'give 0 or 1 for each image, or load it with outputs="regression"'):
+        images_for(model, [(IMAGES[:4], torch.rand(4))])

@@ -56,8 +56,12 @@ ImageData = Any
 
 # What a label must be, by the output of the model; else a class number.
 NUMBERS = "give one class number (an integer) for each image, e.g. the argmax of a one-hot vector"
+SEVERAL_LABELS = ("multilabel", "label_probabilities")
 LABELS = {
-    "multilabel": "this model has several labels: give a vector of 0 and 1 for each image, one number per label",
+    **dict.fromkeys(
+        SEVERAL_LABELS, "this model has several labels: give a vector of 0 and 1 for each image, one number per label"
+    ),
+    "binary_logit": 'this model has one logit: give 0 or 1 for each image, or load it with outputs="regression"',
     TARGETS: "give one for each image, all of one shape",
 }
 
@@ -279,11 +283,14 @@ class _ItemReader:
             raise InvalidInput(f"the labels of {self.argument} are {reprlib.repr(labels)}; {needs}.") from None
         if self.outputs == TARGETS:
             is_valid = numbers.ndim > 0 and len(numbers) == count
-        elif self.outputs == "multilabel":
+        elif self.outputs in SEVERAL_LABELS:
             is_valid = numbers.ndim == 2 and len(numbers) == count and bool(((numbers == 0) | (numbers == 1)).all())
         else:
             if numbers.shape == (count, 1):  # a class number may be an array of one
                 numbers = numbers[:, 0]
+            # The targets of a binary cross-entropy are floats.
+            if self.outputs == "binary_logit" and bool(((numbers == 0) | (numbers == 1)).all()):
+                numbers = numbers.long()
             # Floats (soft labels, targets of a regression) would be cut to class numbers without an error, and numbers
             # above 2**63 would be negative.
             is_integer = not (numbers.is_floating_point() or numbers.is_complex())

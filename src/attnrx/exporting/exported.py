@@ -65,6 +65,10 @@ FACTS = kinds.record(
 RECORD = kinds.record(more={"earlier": FACTS}, then=FACTS.check, open=True)  # earlier: see `_of_present_files`
 
 
+# Outputs of a file whose width does not decide what they are.
+OF_FILES = ("multilabel", "label_probabilities", "regression", "embedding", "map", "several")
+
+
 @dataclass(frozen=True)
 class Images:
     """The input of an exported file: [batch, channels, height, width] at `precision`, on `device`.
@@ -99,7 +103,7 @@ class Exported(nn.Module):
         self.register_buffer("content", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         self._runs: dict[int, Run] = {}
         # Of class logits the width decides; of a file of features there is no kind.
-        if self.facts.get("output") in ("multilabel", "regression", "embedding", "map", "several"):
+        if self.facts.get("output") in OF_FILES:
             setattr(self, STATED_OUTPUTS, self.facts["output"])
 
     def __repr__(self) -> str:

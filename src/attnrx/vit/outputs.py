@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
@@ -48,8 +49,8 @@ class OutputKind(ABC):
     has_decisions: ClassVar[bool] = True
     needed_images: ClassVar[float] = 1.0
     """The share of the usual number of images on which a mean divergence is as precise as that of logits."""
-    note: ClassVar[str] = ""
-    """A note that is added to the evidence of such models."""
+    note: str = ""
+    """A note on such outputs, which a call logs first, and which its evidence has."""
 
     @abstractmethod
     def divergence(self, base: Rows, other: Rows) -> PerImage:
@@ -153,8 +154,12 @@ class Multilabel(OutputKind):
     distance, decision, accuracy = "KL divergence", "label", "exact-match accuracy"
     columns, returns = ("exact match", "KL"), "one logit per label, each with a sigmoid"
 
+    def label_logits(self, outputs: Float[Tensor, "batch labels"]) -> Float[Tensor, "batch labels"]:
+        """Returns one logit per label, whose sigmoid are the predicted probabilities."""
+        return outputs
+
     def divergence(self, base: Rows, other: Rows) -> PerImage:
-        base, other = base.double(), other.double()
+        base, other = (self.label_logits(rows.double()) for rows in (base, other))
         total = torch.zeros(len(base), dtype=torch.float64, device=base.device)
         for sign in (1, -1):  # the label is present, or absent
             before, after = (nn.functional.logsigmoid(sign * logits) for logits in (base, other))
@@ -162,14 +167,25 @@ class Multilabel(OutputKind):
         return total
 
     def softened(self, base: Rows, other: Rows) -> PerImage:
-        return (base.double() - other.double()).square().sum(-1) / 8
+        return (self.label_logits(base.double()) - self.label_logits(other.double())).square().sum(-1) / 8
 
     def decisions(self, outputs: Rows) -> Decisions:
-        return (outputs > 0).long()
+        return (self.label_logits(outputs) > 0).long()
 
     def drawn(self, outputs: Float[Tensor, "batch labels"], generator: torch.Generator) -> Float[Tensor, ""]:
+        outputs = self.label_logits(outputs)
         present = torch.bernoulli(outputs.detach().float().sigmoid().cpu(), generator=generator).to(outputs.device)
         return nn.functional.logsigmoid(torch.where(present > 0, outputs, -outputs)).sum()
+
+
+class LabelProbabilities(Multilabel):
+    """One probability per label, of a module that ends with a sigmoid: as `Multilabel`, with the logits of these."""
+
+    name, noun = "label_probabilities", "probability"
+    returns = "one probability per label"
+
+    def label_logits(self, outputs: Float[Tensor, "batch labels"]) -> Float[Tensor, "batch labels"]:
+        return torch.logit(outputs, eps=torch.finfo(outputs.dtype).eps)
 
 
 class Regression(OutputKind):
@@ -305,7 +321,17 @@ def nearest_neighbours(outputs: Rows, k: int) -> Int[Tensor, "images k"]:
 
 
 KINDS: dict[str, OutputKind] = {
-    kind.name: kind for kind in (Logits(), BinaryLogit(), Multilabel(), Regression(), Map(), Several(), Embeddings())
+    kind.name: kind
+    for kind in (
+        Logits(),
+        BinaryLogit(),
+        Multilabel(),
+        LabelProbabilities(),
+        Regression(),
+        Map(),
+        Several(),
+        Embeddings(),
+    )
 }
 
 
@@ -456,6 +482,9 @@ def output_kind_of(model: nn.Module) -> OutputKind:
     kind = KINDS["binary_logit" if heads and num_outputs(heads[0]) == 1 else name]
     if isinstance(kind, Map):
         kind = type(kind)(tuple(output_sizes(model).values()))
+    if stated_outputs(model) is None and (doubt := "" if family is None else family.output_doubt(model)):
+        kind = copy(kind)
+        kind.note = doubt
     judgement = current_judgement()
     return _judged(kind, model, judgement) if judgement.divergence is not None and family is not None else kind
 

@@ -255,6 +255,8 @@ class ShrinkRun:
         log, seed = settings.log, settings.seed
         begin("reading the images")
         kind = output_kind_of(original)
+        if kind.note:
+            log(kind.note)
         if isinstance(data, str | Path):
             data = adapt_preprocessing(load_data(str(data), columns=columns), original)
         needed = Effort.of(effort, kind, settings=settings)

@@ -40,7 +40,13 @@ UNNAMED = "Vision Transformer"
 MARKS = {HOLDS: "✓ {}", FAILS: "✗ **{}**", UNDECIDED: "? {}", REPORTED: "{}"}
 
 # What a model returns, in code: all but logits are features for the hub.
-RETURNED = {"embedding": "embeddings", "regression": "numbers", "map": "maps", "several": "outputs"}
+RETURNED = {
+    "embedding": "embeddings",
+    "regression": "numbers",
+    "map": "maps",
+    "several": "outputs",
+    "label_probabilities": "probabilities",
+}
 
 USE = """\
 ```python
@@ -261,7 +267,11 @@ def _head(facts: Mapping[str, Any], evidence: Evidence, task: str) -> str:
     lines += ["tags:", "- vision-transformer", "- attention", "- compression"]
     # That of nearest neighbours is no result of a classifier, nor is one that cannot be compared: of several labels, or
     # against labels that are not those of the model.
-    is_comparable = task == "image-classification" and facts.get("outputs") != "multilabel" and not evidence.warnings
+    is_comparable = (
+        task == "image-classification"
+        and facts.get("outputs") not in ("multilabel", "label_probabilities")
+        and not evidence.warnings
+    )
     accuracy = finding_of(evidence, "accuracy", "candidate")
     if accuracy is not None and is_comparable:
         data = str(evidence.about.get("data", "unnamed"))

@@ -193,6 +193,10 @@ class Family(ABC):
         """
         return "logits"
 
+    def output_doubt(self, model: nn.Module) -> str:
+        """Returns as what the outputs are taken if another kind fits too, and how to state it; "" if none does."""
+        return ""
+
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the class names in the order of the logits; () where the model has none."""
         return ()

@@ -181,7 +181,10 @@ def is_transformers_folder(folder: Path | str) -> bool:
 
 
 # What a configuration states of its logits -> the kind of outputs; without a statement they are logits of classes.
+# What a configuration states -> the name of an `OutputKind`.
 PROBLEMS = {"multi_label_classification": "multilabel", "regression": "regression"}
+# The kinds of answers that are neither logits nor embeddings: one number per pixel, or of several units.
+ANSWER_KINDS = {"depth": "map", "detections": "regression"}
 
 
 class HuggingFaceModel(Adopted):
@@ -310,8 +313,10 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def output_kind(self, model: nn.Module) -> str:
         source: Any = self._adopted(model).source
-        kind = PROBLEMS.get(source.config.problem_type, "logits")
-        return kind if reader_of(source).answer == "logits" else "embedding"
+        answer = reader_of(source).answer
+        if answer != "logits":
+            return ANSWER_KINDS.get(answer, "embedding")
+        return PROBLEMS.get(source.config.problem_type, "logits")
 
     def load(self, name: Path | str, trust: bool = False) -> Adopted:
         """Reads a model from a local folder, or from the hub by its id, and adopts it in evaluation mode.

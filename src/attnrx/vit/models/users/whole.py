@@ -26,6 +26,7 @@ from attnrx.vit.models.parts.module_inputs import ATTRIBUTE, InputField, ModuleI
 from attnrx.vit.models.parts.record import RECORD, TOKENS, Record, record_of
 from attnrx.vit.models.parts.token_reduction import reduction_of
 from attnrx.vit.models.parts.vit_parts import model_name, reading_parts, require_parts
+from attnrx.vit.models.users.output_kinds import DOUBTS, kind_of_outputs
 from attnrx.vit.models.users.reader import Factory, StructureFamily, class_name, created_by, imported_class, prove_units
 from attnrx.vit.models.users.units import Cut, UnitsFamily, macs_by_part, separate_pairs
 from attnrx.vit.models.working.adopted import Adopted, OwnModel, PlainShape, aliased, chunked_forward, remove_capturing_
@@ -304,7 +305,7 @@ class WholeFamily(Family):
             by_class=kind is not None and creates(kind),
             creation=creation if creation and creates(partial(self._by_library, creation)) else None,
             sizes=_output_sizes(whole),
-            outputs=_kind_of(family, whole, tensors),
+            outputs=_kind(model, whole, images, tensors, _heads(family, whole)),
             read_blocks=_read_blocks(whole, family, images[:1]) if every else (),
         )
         self._count_(whole)
@@ -554,6 +555,9 @@ class WholeFamily(Family):
     def output_kind(self, model: nn.Module) -> str:
         return self._of(model)[0].around.outputs
 
+    def output_doubt(self, model: nn.Module) -> str:
+        return DOUBTS.get(self.output_kind(model), "")
+
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
         """Returns the classifiers of a module without other parts around; those of others are not known."""
         whole, trunk, family = self._of(model)
@@ -694,25 +698,20 @@ def _proved(model: nn.Module, whole: Whole, family: AdoptedFamily, images: Tenso
     return expected
 
 
-def _kind_of(family: AdoptedFamily, whole: Whole, tensors: Mapping[str, Tensor]) -> str:
-    """Returns the kind of the outputs by their shapes: one row per image is that of logits or an embedding."""
-    if len(tensors) > 1:
-        return "several"
-    (tensor,) = tensors.values()
-    if tensor.ndim != 2:
-        return "map"
-    if whole.around.call != "forward":
+def _kind(
+    model: nn.Module, whole: Whole, images: Tensor, tensors: Mapping[str, Tensor], heads: Sequence[nn.Linear]
+) -> str:
+    """Returns the name of the kind of outputs of a module; features that a method returns are an embedding."""
+    call = whole.around.call
+    if call != "forward" and all(tensor.ndim == 2 for tensor in tensors.values()):
         return "embedding"
-    sums = tensor.sum(1)
-    if tensor.shape[1] > 1 and bool((tensor >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
-        raise NotSupported(
-            f"{whole.around.name} returns probabilities: outputs are compared as logits. Remove the softmax at its end."
-        )
-    # Logits if a linear map with so many outputs is the last part, else features.
-    linears = [part for part in whole.module.modules() if isinstance(part, nn.Linear)]
+    return kind_of_outputs(model, partial(_answer, model, call, images), tensors, heads, whole.around.name)
+
+
+def _heads(family: AdoptedFamily, whole: Whole) -> list[nn.Linear]:
+    """Returns the linear maps outside of the blocks."""
     inside = {id(part) for block in family.blocks(whole.trunk.source) for part in block.modules()}
-    heads = [part for part in linears if id(part) not in inside and part.out_features == tensor.shape[1]]
-    return "logits" if heads or (not whole.around.path and family.heads(whole.trunk)) else "embedding"
+    return [part for part in whole.module.modules() if isinstance(part, nn.Linear) and id(part) not in inside]
 
 
 def _sequences(call: ModuleCall) -> tuple[nn.Module, list[int]]:
