@@ -41,8 +41,8 @@ def diagnose(
 ) -> Diagnosis:
     """Measures the diagnostics (by default those `suited_diagnostics` to the model) in one pass over the images.
 
-    With `Moments` among the diagnostics the MLP maps are observed too. Weights, mode and backends of the model are
-    restored; memory does not grow with the number of images.
+    With `Moments` among the diagnostics the MLP maps are observed too. Your model's weights, mode and backends are
+    restored. Memory does not grow with the number of images.
 
     Args:
         model: The model, without token pruning or merging.

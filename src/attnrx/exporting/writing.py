@@ -190,9 +190,9 @@ def export(
     The outputs of the file are compared with the model's; if they differ by more than rounding (for int8: than
     `most_difference`), no file is written. PATH.json contains the fingerprint of the model, the shape and preprocessing
     of images, the class names, versions, and the measured parity. An ONNX file contains preprocessing and class names
-    too. The script run_NAME.py beside an ONNX or OpenVINO file classifies an image with the runtime, NumPy and Pillow
-    alone, preprocessed as attnrx and the model's library do it. An earlier export at the path is replaced with its
-    script; other files beside it are never overwritten.
+    too. Run the script run_NAME.py beside an ONNX or OpenVINO file to classify an image: it needs the runtime, NumPy
+    and Pillow only, and preprocesses as the model's library does. An earlier export at the path is replaced with its
+    script; your other files beside it are never overwritten.
 
     Args:
         model: The model. The file of a model without a classifier returns its embeddings, and has no class names.

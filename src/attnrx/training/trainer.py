@@ -76,9 +76,9 @@ class TrainingRun:
 def train(model: nn.Module, data: Any, config: TrainingConfig, folder: Path | str, *, log: Log = no_log) -> TrainingRun:
     """Trains the model in place and writes the saved model, training.json, history.jsonl and checkpoints to `folder`.
 
-    An interrupted or killed run resumes from its last checkpoint when it is called again; on a CPU the result is
-    bit-identical to an uninterrupted run's. A finished run is read from the folder. With several processes (`accelerate
-    launch`) every process calls this.
+    Call it again to resume an interrupted or killed run from its last checkpoint; on a CPU the result is bit-identical
+    to an uninterrupted run's. A finished run is read from the folder. With several processes (`accelerate launch`) call
+    this in every process.
 
     The same call gives the same weights, bit for bit on a CPU. On CUDA the backward pass of fused attention adds in any
     order, so that runs differ by rounding; `torch.use_deterministic_algorithms(True)` before the call makes it

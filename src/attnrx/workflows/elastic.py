@@ -61,9 +61,9 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     """Makes several sizes of a model in one folder, from which `load` returns the best one within a budget:
     `load(folder, macs=0.65)`, `load(folder, faster=1.4)` or, on the command line, `FOLDER@macs=0.65`.
 
-    Every size is planned, realized, fitted and verified by itself, and a saved model with evidence in a folder of its
-    own; the original is the largest. All sizes are timed together, relative to the model in its own library. An
-    interrupted call goes on with the first size that is missing, and a later call with other budgets adds sizes to the
+    Every size is planned, fitted and verified by itself and saved with its evidence in a folder of its own; the
+    original is the largest. All sizes are timed together, relative to the model in its own library. If you interrupt a
+    call, the next one goes on with the first size that is missing. A later call with other budgets adds sizes to the
     folder. A speed that the original has by its kernels needs no size.
 
     Args:

@@ -81,8 +81,8 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     - `torchvision:NAME`, with weights as `timm:NAME`, or `open_clip:NAME` (an image tower, fresh weights);
     - a name that an installed package registers, one of `rx.models.model_names()` (fresh weights, or where they are
       published the file `weights`);
-    - a module; a model of another library is converted, and so is a module of your own that contains one (a backbone
-      with a decoder, several outputs), or whose parts a `reader` names;
+    - your module: a model of another library, or a module that contains one (a backbone with a decoder, several
+      outputs), or whose parts a `reader` names;
     - the folder of an elastic model, with one of `macs`, `params` or `faster`; in one text, `FOLDER@macs=0.6`: the size
       of the least divergence within this budget;
     - a file written by `export`: the returned module runs it with its runtime.

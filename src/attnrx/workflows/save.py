@@ -39,7 +39,7 @@ def save(
     """Writes a folder that `load` reads: weights, config.json, the prescription, the evidence and a model card.
 
     An existing model in the folder is replaced atomically, with its prescription, evidence and card. Files that attnrx
-    did not write are kept and never overwritten; so is a card that was edited, with a `CardWarning`.
+    did not write are never overwritten, and neither is a card that you edited (`CardWarning`).
 
     Args:
         model: The model.

@@ -110,14 +110,14 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
 ) -> Shrunk:
     """Makes a model smaller for one target, without labels, and verifies it on images that the plan has not seen.
 
-    The target is one of `faster`, `macs`, `params` and `max_drop`. The data are read once, as many images as the effort
-    needs and at most 10,000 to verify on (with the effort "quick" as many as take 6e12 multiply-accumulates, or 256);
-    random transforms and samplers are one draw of `seed`. Of data with splits the plan sees training and validation
-    images, and the evidence is about test images; other data are divided into three parts. No two parts have images of
-    the same pixels.
+    Pass one target: `faster`, `macs`, `params` or `max_drop`. attnrx reads your data once: as many images as the effort
+    needs, and at most 10,000 to verify on (with the effort "quick" as many as take 6e12 multiply-accumulates, or 256).
+    Random transforms and samplers are one draw of `seed`. If your data have splits, the plan sees training and
+    validation images, and the evidence is about test images. Other data are divided into three parts. No two parts have
+    images of the same pixels.
 
-    The result is the unchanged model if that is as fast as requested, by its kernels or by the format, or if its file
-    in the format `to` is faster than the smaller model's.
+    You get the unchanged model if it is as fast as requested, by its kernels or by the format, or if its file in the
+    format `to` is faster than the smaller model's.
 
     Args:
         model: A model, or what `load` reads.

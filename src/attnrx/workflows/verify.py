@@ -110,8 +110,8 @@ def verify(  # noqa: PLR0913  (the inputs of all checks)
 ) -> Evidence:
     """Compares the candidate with the reference by checks, and returns the evidence.
 
-    A check that was requested raises where it cannot run; the standard ones are those that the data and the models
-    allow, and the notes of the evidence list the others.
+    A check that you request raises if it cannot run. The standard checks are the ones that your data and models allow;
+    the notes of the evidence list the others.
 
     Args:
         candidate: A model, or the folder or file that `load` reads.

@@ -67,7 +67,7 @@ NO_INDICES = torch.zeros(0, dtype=torch.long)  # before a concatenation, for lay
 def realize(
     model: nn.Module, prescription: Prescription, by: str = "compress", calibration: ImageData | None = None
 ) -> nn.Module:
-    """Returns a copy of the model with the prescription applied; the model itself is not changed.
+    """Returns a copy of the model with the prescription applied; your model is not changed.
 
     A mask keeps every shape and writes zeros: removed directions get strength zero (the original norms remain), removed
     heads a zero output projection. Compression deletes the zeros and equals the mask. If a layer divides the rows of

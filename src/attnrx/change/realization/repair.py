@@ -96,7 +96,7 @@ def repair(
     kept if it reduces the error of the block's output on one image in eight, which is not fitted to. Blocks that have
     all weights of the reference are not fitted.
 
-    The tokens of all images are in memory about seven times. Prune and merge tokens afterwards.
+    You need memory for about seven copies of all tokens of the images. Prune and merge tokens afterwards.
 
     Args:
         candidate: The compressed model, with all its tokens.

@@ -76,12 +76,12 @@ def plan(
 ) -> Plan:
     """Allocates one budget to ranks and tokens, minimizing the divergence of the outputs.
 
-    The costs of all choices come from a cost table (closed form for MACs and parameters, measured for latency); their
-    sensitivities are measured one at a time on the first of `images`. `Frontier` is optimal if sensitivities add up;
-    because this is an approximation, a search then varies the best plan, by the measured divergence of
-    whole plans: all on a part of `images`, the best on all of them. The images are held in memory. The predictions are
-    measured on `others`, which are not used for any choice. Labels are needed for a target of accuracy only; without
-    labels of `others` no change of accuracy is predicted.
+    The costs of all choices come from a cost table (closed form for MACs and parameters, measured for latency). Their
+    sensitivities are measured one at a time on the first of `images`. `Frontier` is optimal if sensitivities add up.
+    That is an approximation, so a search then varies the best plan by the measured divergence of whole plans: all on a
+    part of `images`, the best on all of them. The images are held in memory. The predictions are measured on `others`,
+    which are not used for any choice. You need labels for a target of accuracy only; without labels of `others` no
+    change of accuracy is predicted.
 
     Args:
         model: The model.

@@ -92,8 +92,8 @@ def accelerate(model: nn.Module) -> nn.Module:
 
     Attention, MLPs and whole blocks in float32 are one call of a C++ kernel each, where they are of a known kind. A
     batch is computed in chunks that fit the caches. The last block computes only the class token, where the answer
-    needs no other. The copy has the class, the call and the state dict of the model. It refuses training and new
-    weights.
+    needs no other. The copy has your model's class, call and state dict. It refuses training and new weights; `plain`
+    gives you the model back.
 
     Args:
         model: A model that `load`, `realize` or another function of attnrx returned.
