@@ -28,11 +28,11 @@ from torch import nn
 
 from attnrx.support.errors import AttnrxError
 from attnrx.vit.models import LIBRARIES
+from attnrx.vit.models.families import trunks_of
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
+from attnrx.vit.models.parts.record import Record
 from attnrx.vit.models.users.units import UnitsFamily, separate_pairs
-from attnrx.vit.models.users.whole import WholeFamily
 
-WHOLE = WholeFamily(LIBRARIES)
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 AXES = ("qk", "vo", "hidden", "tokens")
 # The tasks of transformers whose classes are listed beside those with a reader, and further classes.
@@ -152,7 +152,7 @@ def outcome_of(family: AdoptedFamily, model: nn.Module) -> Outcome:
     """
     outcome = outcome_of_trunk(family, model)
     if outcome.reason:
-        for path, inner in WHOLE.trunks_of(model):
+        for path, inner in trunks_of(model):
             found = outcome_of_trunk(inner, model.get_submodule(path))
             if not found.reason:
                 return replace(found, kind=outcome.kind)
@@ -164,8 +164,7 @@ def outcome_of_trunk(family: AdoptedFamily, model: nn.Module) -> Outcome:
     kind = type(model).__name__
     try:
         family.require_supported(model)
-        adopted = family.model_type(model, family.origin_inside(model))
-        family._install_(adopted, family._converted_attention(model))
+        adopted = family.working(model, Record(family.name, family.origin_inside(model)))
     except AttnrxError as error:
         return Outcome(kind, (), reason_of(error))
     # An axis works if it does in every layer.
@@ -174,7 +173,7 @@ def outcome_of_trunk(family: AdoptedFamily, model: nn.Module) -> Outcome:
         "qk": not any(spec.fixes_scores for spec in specs),
         "vo": not any(spec.fixes_values for spec in specs),
         "hidden": bool(family.mlp(adopted)),
-        "tokens": family.parts(adopted.source).pooling in ("class", "mean"),
+        "tokens": family.parts(adopted.trunk).pooling in ("class", "mean"),
     }
     return Outcome(kind, tuple(axis for axis in AXES if works[axis]))
 

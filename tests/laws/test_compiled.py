@@ -80,7 +80,7 @@ if __name__ == "__main__":
                 tokens = LAYERS["mixed"].inputs()
                 torch.testing.assert_close(compiled(tokens), layer(tokens), rtol=1e-10, atol=1e-10)
         print(kind.__name__)
-    working = rx.models.LIBRARIES["timm"].fresh("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2).eval()
+    working = rx.models.build_model("timm:vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2).eval()
     for policy in (None, "ward:0.5@2"):
         if policy is not None:
             attach_tokens_(working, family_of(working), rx.tokens.parse_policy(policy)).eval()

@@ -12,6 +12,7 @@ from torch import nn
 import attnrx as rx
 from attnrx.vit.attention import Attention
 from attnrx.vit.models import family_of, library_form, recording_blocks, use_backend, working_copy
+from attnrx.vit.models.boundary.adoption import adopt
 from attnrx.vit.models.working.token_hooks import attach_tokens_
 from support.pretrained import CASES, TIMM, adopted_once, of_timm
 
@@ -64,7 +65,7 @@ def test_the_answer_is_that_of_all_tokens(name: str) -> None:
     model = fresh(name)
     inputs, family = batch(model), CASES[name][0]
     with torch.no_grad():
-        whole = model.logits(inputs)
+        whole = model.answer(inputs)
     answer, seen = tokens_through(model, inputs)
     torch.testing.assert_close(answer, whole, rtol=1e-10, atol=1e-10)
     prefix = family.parts(model.source).prefix_tokens
@@ -75,10 +76,10 @@ def test_the_answer_is_that_of_all_tokens(name: str) -> None:
 
 
 def test_a_block_whose_norms_come_after_gets_what_it_is_given() -> None:
-    model: Any = TIMM.adopt(of_timm("vit_base_patch16_rpn_224", class_token=True, global_pool="token"))
+    model: Any = adopt(TIMM, of_timm("vit_base_patch16_rpn_224", class_token=True, global_pool="token"))
     inputs = batch(model)
     with torch.no_grad():
-        whole = model.logits(inputs)
+        whole = model.answer(inputs)
     answer, seen = tokens_through(model, inputs)
     torch.testing.assert_close(answer, whole, rtol=1e-10, atol=1e-10)
     assert seen == [1]
@@ -97,7 +98,7 @@ def test_the_answer_is_that_of_all_tokens_where_ranks_are_cut_and_tokens_leave(
     if policy is not None:
         attach_tokens_(model, family, rx.tokens.parse_policy(policy), by)
     with torch.no_grad():
-        whole = model.logits(inputs)
+        whole = model.answer(inputs)
     answer, seen = tokens_through(model, inputs)
     torch.testing.assert_close(answer, whole, rtol=1e-10, atol=1e-10)
     assert seen == [family.token_layout(model).prefix]
@@ -122,7 +123,7 @@ def test_a_head_of_rank_0_leaves_nothing_out() -> None:
     inputs = batch(model)
     answer, seen = tokens_through(model, inputs)
     with torch.no_grad():
-        torch.testing.assert_close(answer, model.logits(inputs), rtol=0, atol=0)
+        torch.testing.assert_close(answer, model.answer(inputs), rtol=0, atol=0)
     assert seen == [family.token_layout(model).tokens]
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.vit.models import answer, family_of
+from attnrx.vit.models.boundary.adoption import adopt
 from support.pretrained import HF, TIMM, VIT, images_for, of_hf, of_timm
 
 timm = pytest.importorskip("timm")
@@ -24,9 +25,9 @@ transformers = pytest.importorskip("transformers")
 
 RULES = "qk=total_rank:0.6 vo=uniform_rank:0.5 fc1=uniform_rank:0.5 fc2=uniform_rank:0.5 tokens=evit:0.6@2,3"
 SOURCES = {
-    "timm": lambda: TIMM.adopt(of_timm(VIT, depth=3, img_size=32), mean=(0.4, 0.4, 0.4), std=(0.2, 0.2, 0.2)),
-    "transformers": lambda: HF.adopt(
-        of_hf("ViTForImageClassification", num_hidden_layers=3, image_size=32, id2label=dict(enumerate("vwxyz")))
+    "timm": lambda: adopt(TIMM, of_timm(VIT, depth=3, img_size=32), mean=(0.4, 0.4, 0.4), std=(0.2, 0.2, 0.2)),
+    "transformers": lambda: adopt(
+        HF, of_hf("ViTForImageClassification", num_hidden_layers=3, image_size=32, id2label=dict(enumerate("vwxyz")))
     ),
 }
 

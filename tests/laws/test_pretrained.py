@@ -18,6 +18,7 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import NotSupported
 from attnrx.vit.models import answer, family_of, load_model, save_model, working_copy
+from attnrx.vit.models.boundary.adoption import adopt
 from support import cases
 from support.comparisons import whole
 from support.pretrained import BLOCKS, HF, TIMM, VIT, adopted_once, images_for, of_hf, of_timm, twin_of
@@ -73,7 +74,7 @@ def test_twins_have_one_diagnosis_and_one_compressed_model() -> None:
     source = of_timm(VIT)
     twin = of_hf("ViTForImageClassification")
     twin.load_state_dict(twin_of(source))
-    models = [TIMM.adopt(source), HF.adopt(twin)]
+    models = [adopt(TIMM, source), adopt(HF, twin)]
     images = images_for(models[0])
     found = [diagnose(model, images, batch_size=8) for model in models]
     for first, second in zip(found[0].layers, found[1].layers, strict=True):

@@ -10,6 +10,7 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.vit.models import attach_tokens_, family_of, token_run
+from attnrx.vit.models.boundary.adoption import adopt
 from attnrx.vit.tokens import TokenPolicy, TokenState
 from attnrx_lab.tokens import Random, image_keys
 from attnrx_lab.tokens.random import scrambled
@@ -32,7 +33,7 @@ def original() -> nn.Module:
     """196 patches, as in ViT-Tiny, of 96 features: on one thread a batch of 50 passes in two parts."""
     torch.manual_seed(0)
     shape = {"depth": 3, "embed_dim": 96, "img_size": 112, "patch_size": 8, "num_classes": 10}
-    return TIMM.adopt(timm.create_model(VIT, **shape).eval())
+    return adopt(TIMM, timm.create_model(VIT, **shape).eval())
 
 
 @cache

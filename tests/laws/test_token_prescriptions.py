@@ -28,6 +28,7 @@ from attnrx.vit.models import (
     model_fingerprint,
     save_model,
 )
+from attnrx.vit.models.boundary.adoption import adopt
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 from attnrx_lab.checks import Bounds
 from attnrx_lab.rules import control_prescriptions
@@ -38,7 +39,7 @@ from support.comparisons import pixels
 from support.pretrained import TIMM, VIT, inputs, of_timm
 from support.token_models import KINDS
 
-DEEP = TIMM.adopt(of_timm(VIT, depth=4, img_size=32))  # three heads, sixteen patches
+DEEP = adopt(TIMM, of_timm(VIT, depth=4, img_size=32))  # three heads, sixteen patches
 CLASSLESS = cases.model(replace(cases.CONFIGS["dense"], image_size=16))
 # What is seen of keys is not the same in a mask; tested apart.
 SAME = [kind for kind, reducer in REDUCTIONS.items() if "keys" not in reducer.needs]

@@ -26,6 +26,7 @@ from attnrx.vit.models import (
     reduction_of,
     save_model,
 )
+from attnrx.vit.models.boundary.adoption import adopt
 from attnrx.vit.tokens import ClassAttention, TokenPolicy, TokenState
 from attnrx.vit.tokens.reducer import best
 from attnrx_lab.papers.similarity import TokenSimilarity
@@ -87,7 +88,7 @@ def test_attention_over_sizes_is_exact_and_its_gradient_finite() -> None:
 
 def reducing(reducer, ratio: float = 0.5, is_working: bool = False) -> nn.Module:
     """A model of timm as users have it, or a working copy."""
-    model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
+    model = adopt(TIMM, of_timm(VIT, depth=3, img_size=32)).double()
     torch.manual_seed(0)
     attach_tokens_(model, family_of(model), TokenPolicy.staged(reducer, ratio, (2, 3)))
     return model if is_working else library_form(model)
@@ -161,7 +162,7 @@ def test_stopped_and_resumed_is_never_stopped(reducer, tmp_path: Path) -> None:
 
 def test_tokens_are_compared_with_those_of_the_teacher_where_they_stay(tmp_path: Path) -> None:
     model = reducing(Spot())
-    teacher = copy.deepcopy(TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double())
+    teacher = copy.deepcopy(adopt(TIMM, of_timm(VIT, depth=3, img_size=32)).double())
     folder = str(save_model(tmp_path, teacher))
     images = next(splits(model).test.batches(4)).images.double()
     model.train()
@@ -278,7 +279,7 @@ def test_a_low_keep_ratio_is_trained_with_one_token_at_least(
     reducer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One patch of sixteen is left at both stages; with predictors that learn fast, most draws would leave none."""
-    model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
+    model = adopt(TIMM, of_timm(VIT, depth=3, img_size=32)).double()
     attach_tokens_(model, family_of(model), TokenPolicy(reducer, (2, 3), (0.0625, 0.0625)))
     model = library_form(model)
     teacher = str(save_model(tmp_path / "teacher", adopted_teacher()))
@@ -302,4 +303,4 @@ def test_a_low_keep_ratio_is_trained_with_one_token_at_least(
 
 
 def adopted_teacher() -> nn.Module:
-    return TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
+    return adopt(TIMM, of_timm(VIT, depth=3, img_size=32)).double()

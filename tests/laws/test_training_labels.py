@@ -11,6 +11,7 @@ from attnrx.support.errors import DataError, InvalidInput
 from attnrx.training import TrainingConfig
 from attnrx.training.losses import Distillation, FeatureDistillation, Task
 from attnrx.vit.models import family_of
+from attnrx.vit.models.boundary.adoption import adopt
 from support import cases
 from support.pretrained import TIMM, VIT, adopted_once, of_timm
 
@@ -95,7 +96,7 @@ class Pairs(torch.utils.data.Dataset):
 def test_a_model_without_a_classifier_learns_the_features_of_its_teacher(tmp_path: Path) -> None:
     model = adopted_once("vit, no classifier")[2]
     folder = str(rx.save(model, tmp_path / "teacher"))
-    student = TIMM.adopt(of_timm(VIT, num_classes=0))
+    student = adopt(TIMM, of_timm(VIT, num_classes=0))
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.mul_(1.1)
@@ -108,7 +109,7 @@ def test_a_model_without_a_classifier_learns_the_features_of_its_teacher(tmp_pat
 
 
 def test_a_model_of_one_logit_is_distilled_without_an_accuracy(tmp_path: Path) -> None:
-    model = TIMM.adopt(of_timm(VIT, num_classes=1))
+    model = adopt(TIMM, of_timm(VIT, num_classes=1))
     teacher = Distillation(str(rx.save(model, tmp_path / "teacher")))
     data, labels = images(model), torch.arange(COUNT) % 2
     made = rx.train(model, {"train": data, "validation": (data, labels)}, settings(teacher), tmp_path / "run")
@@ -118,7 +119,7 @@ def test_a_model_of_one_logit_is_distilled_without_an_accuracy(tmp_path: Path) -
 
 
 def test_a_model_of_wide_images_is_trained(tmp_path: Path) -> None:
-    model = TIMM.adopt(of_timm(VIT, img_size=(16, 24)))
+    model = adopt(TIMM, of_timm(VIT, img_size=(16, 24)))
     data, labels = images(model), torch.arange(COUNT) % 5
     made = rx.train(model, {"train": (data, labels), "validation": (data, labels)}, settings(Task()), tmp_path / "run")
     assert made.record["steps"] == 2

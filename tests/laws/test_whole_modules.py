@@ -15,7 +15,7 @@ from attnrx.show.checks import Fidelity
 from attnrx.support.errors import FactoryWarning, NotSupported
 from attnrx.support.modules import tensors_of
 from attnrx.vit.models import answer, family_of, library_form, working_copy
-from attnrx.vit.models.users.whole import Whole
+from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.outputs import output_kind_of
 from support.comparisons import assert_same_tensors
 
@@ -160,7 +160,7 @@ def test_a_module_keeps_its_outputs_and_is_realized_saved_and_loaded(name: str, 
     before = copy.deepcopy(model.state_dict())
     expected = outputs(model)
     whole = rx.load(model, factory=lambda: made(name))
-    assert type(whole) is type(model) and isinstance(working_copy(whole), Whole)
+    assert type(whole) is type(model) and isinstance(working_copy(whole), Adopted)
     assert output_kind_of(whole).name == CASES[name][1]
     assert_same_tensors(outputs(whole), expected, 1e-10)
     none = {key: tensor[:0] for key, tensor in expected.items()}
@@ -230,7 +230,7 @@ def test_only_the_blocks_that_are_read_are_restored() -> None:
 
 def test_the_macs_around_the_backbone_are_counted() -> None:
     dense, several = (working_copy(rx.load(made(name))) for name in ("map", "dictionary"))
-    assert isinstance(dense, Whole) and isinstance(several, Whole)
+    assert isinstance(dense, Adopted) and isinstance(several, Adopted) and dense.around and several.around
     assert dense.around.macs == WIDTH * SIZE * SIZE  # the transposed convolution: 4 patches, 64 pixels each
     assert several.around.macs == WIDTH * (7 + 4)
 

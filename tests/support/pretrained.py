@@ -10,6 +10,7 @@ from torch import nn
 
 from attnrx.data import LoadedImages, Normalization, from_tensors
 from attnrx.vit.models import family_of
+from attnrx.vit.models.boundary.adoption import adopt
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.libraries.huggingface_family import HuggingFaceFamily
 from attnrx.vit.models.libraries.timm_family import TimmFamily
@@ -268,13 +269,13 @@ BLOCKS = [name for name in CASES if name not in SAME_BLOCKS]
 def adopted_once(name: str) -> tuple[AdoptedFamily, Any, Any]:
     family, make = CASES[name]
     model = make()
-    return family, model, family.read(model, OWN) if isinstance(family, ModuleFamily) else family.adopt(model)
+    return family, model, adopt(family, family.marked(model, OWN) if isinstance(family, ModuleFamily) else model)
 
 
 @cache
 def deep() -> Any:
     """Four layers on sixteen patches; tests copy it before they change it."""
-    return TIMM.adopt(of_timm(VIT, depth=4, img_size=32))
+    return adopt(TIMM, of_timm(VIT, depth=4, img_size=32))
 
 
 def inputs(model: nn.Module, count: int = 3) -> torch.Tensor:

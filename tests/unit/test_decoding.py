@@ -121,7 +121,7 @@ def test_channels_that_others_replace_are_removed_without_a_change(by: str, tmp_
     model = working(module(by))
     small = lean(model)
     assert [cut.units for cut in small.around.cuts] == [CHANNELS // 2] * 2
-    assert small.module.decoder[1].num_features == small.module.decoder[3].in_channels == CHANNELS // 2
+    assert small.source.decoder[1].num_features == small.source.decoder[3].in_channels == CHANNELS // 2
     before, after = (family_of(each).costs(each) for each in (model, small))
     assert after.macs < 0.95 * before.macs and after.params < before.params
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_tokens_are_merged_and_the_decoder_is_fitted_to_the_original() -> None:
     model = working(module())
     small: Any = working_copy(rx.realize(lean(model), rx.prescribe(lean(model), "tokens=ward:0.5@2")).eval())
     with torch.no_grad():
-        small.module.decoder[5].weight.mul_(2)
+        small.source.decoder[5].weight.mul_(2)
     fitted: Any
     fitted, line = fit_decoder(small, model, fixed(model), LAST)
     with torch.no_grad():
@@ -185,7 +185,7 @@ def test_divergences_and_costs_of_plans_are_relative_to_the_original() -> None:
     model = working(module())
     small = lean(model)
     with torch.no_grad():  # an error of the decoder itself
-        small.module.decoder[5].weight.mul_(1.5)
+        small.source.decoder[5].weight.mul_(1.5)
     settings = PlanSettings.preset("quick", batch=8, trials=1, trial_images=24)
     images, others = (images_for(model, each, "images") for each in (IMAGES[:24], IMAGES[24:]))
     diagnosis = rx.diagnose(small, images, moments=True)

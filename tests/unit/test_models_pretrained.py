@@ -19,6 +19,8 @@ from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.modules import fixed_weights
 from attnrx.vit.attention import Attention
 from attnrx.vit.models import working_copy
+from attnrx.vit.models.boundary.adoption import adopt
+from attnrx.vit.models.boundary.loading import load_model
 from attnrx.vit.models.checkpoint import save_weights
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.libraries.huggingface_family import READERS, reader_of
@@ -149,7 +151,7 @@ def test_an_attention_can_be_replaced_and_is_described(case: tuple[AdoptedFamily
 def test_softmax_in_single_precision_is_no_reason_to_refuse() -> None:
     """The eager attention of transformers computes its softmax in float32, whatever the type of the model."""
     model = of_hf("ViTForImageClassification", attn_implementation="eager")
-    adopted = HF.adopt(model)
+    adopted = adopt(HF, model)
     batch = images(HF, adopted)
     torch.testing.assert_close(logits(adopted, batch), logits(model, batch), rtol=0, atol=1e-6)
     model.set_attn_implementation("sdpa")
@@ -159,7 +161,7 @@ def test_softmax_in_single_precision_is_no_reason_to_refuse() -> None:
 def test_training_modes_and_frozen_weights_are_kept() -> None:
     model = of_timm(VIT).float().train()
     model.blocks[0].attn.qkv.requires_grad_(False)
-    adopted = TIMM.adopt(model)
+    adopted = adopt(TIMM, model)
     first, second = TIMM.attention(adopted)
     assert adopted.training and first.training and model.training
     assert not first.value.weight.requires_grad and first.output.weight.requires_grad
@@ -187,7 +189,7 @@ OTHERS = {
 def test_other_attention_is_refused_by_name(name: str) -> None:
     family, make, message = REFUSED[name]
     with pytest.raises(NotSupported, match=message):
-        family.adopt(make())
+        adopt(family, make())
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -195,7 +197,7 @@ def test_other_architectures_are_refused_by_name(name: str) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
     with pytest.raises(NotSupported, match=OTHERS[name]):
-        TIMM.adopt(model)
+        adopt(TIMM, model)
 
 
 @pytest.mark.parametrize("classes", [0, 5])
@@ -203,7 +205,7 @@ def test_a_model_without_pooling_is_refused(classes: int) -> None:
     with pytest.raises(
         NotSupported, match=r"returns the shape \(2, 5, \d+\) for 2 images, not one row.*global_pool='avg'"
     ):
-        TIMM.adopt(of_timm(VIT, global_pool="", num_classes=classes))
+        adopt(TIMM, of_timm(VIT, global_pool="", num_classes=classes))
 
 
 IN_IT = r"but the {name} in it is: .*\('{path}'\)"
@@ -268,7 +270,7 @@ def test_a_model_that_was_changed_is_not_adopted_silently(name: str) -> None:
     model = of_timm(VIT)
     change(model)
     with pytest.raises((NotSupported, InvalidInput), match=message):
-        TIMM.adopt(model)
+        adopt(TIMM, model)
 
 
 def test_arguments_that_cannot_be_saved_are_refused() -> None:
@@ -277,7 +279,7 @@ def test_arguments_that_cannot_be_saved_are_refused() -> None:
 
     for layer in (Activation, partial(Activation), lambda: nn.GELU()):
         with pytest.raises(NotSupported, match="act_layer='gelu'"):
-            TIMM.adopt(of_timm(VIT, act_layer=layer))
+            adopt(TIMM, of_timm(VIT, act_layer=layer))
 
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -294,7 +296,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_models_with_classes_of_layers_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
     model = of_timm(VIT, **LAYERS[name])
-    adopted = TIMM.adopt(model)
+    adopted = adopt(TIMM, model)
     images = torch.randn(2, 3, 16, 16)
     torch.testing.assert_close(adopted(images), model(images))
     save_weights(tmp_path / "saved", adopted, TIMM)
@@ -302,19 +304,19 @@ def test_models_with_classes_of_layers_are_saved_and_loaded(name: str, tmp_path:
 
 
 def test_saved_layers_are_classes_of_the_libraries_only() -> None:
-    origin = TIMM.adopt(of_timm(VIT, act_layer=nn.ReLU)).origin
+    origin = adopt(TIMM, of_timm(VIT, act_layer=nn.ReLU)).origin
     for text in ("os:system", "torch.nn:functional", "torch.nn:Parameter", "timm.layers:nothing", "sys:exit"):
         changed = {**origin.arguments, "act_layer": {"layer class": text, "keywords": {}}}
         with pytest.raises(InvalidInput, match="no class of layers"):
             TIMM.create(origin.architecture, changed)
-    assert TIMM.adopt(of_timm(VIT, act_layer="relu"))
+    assert adopt(TIMM, of_timm(VIT, act_layer="relu"))
 
 
 def test_masks_and_attention_weights_are_refused() -> None:
-    adopted: Any = TIMM.adopt(of_timm(VIT))
+    adopted: Any = adopt(TIMM, of_timm(VIT))
     with pytest.raises(NotSupported, match="masks"):
         adopted.source(images(TIMM, adopted), is_causal=True)
-    adopted = HF.adopt(of_hf("ViTForImageClassification"))
+    adopted = adopt(HF, of_hf("ViTForImageClassification"))
     with pytest.raises(NotSupported, match="output_attentions=True"):
         adopted.source(images(HF, adopted), output_attentions=True)
     with pytest.raises(NotSupported, match="attention_mask"):
@@ -353,7 +355,7 @@ def test_timm_weights_are_read_strictly(tmp_path: Path) -> None:
     model = of_timm(VIT)
     path = tmp_path / "weights.safetensors"
     save_file(model.state_dict(), path)
-    adopted = TIMM.adopt(TIMM.instance(VIT, weights=path, **SMALL)).eval()
+    adopted = adopt(TIMM, TIMM.instance(VIT, weights=path, **SMALL)).eval()
     batch = images(TIMM, adopted)
     torch.testing.assert_close(logits(adopted, batch), logits(model, batch), rtol=0, atol=1e-12)
     assert not adopted.training
@@ -382,7 +384,7 @@ def test_weights_of_a_model_fine_tuned_to_other_classes_or_images_are_read(
     torch.manual_seed(3)
     fine_tuned = timm.create_model(name, num_classes=7, **arguments)
     torch.save(fine_tuned.state_dict(), tmp_path / "fine_tuned.pt")
-    adopted = TIMM.adopt(TIMM.instance(name, weights=tmp_path / "fine_tuned.pt")).eval()
+    adopted = adopt(TIMM, TIMM.instance(name, weights=tmp_path / "fine_tuned.pt")).eval()
     assert [head.out_features for head in TIMM.heads(adopted)] == [7] * len(TIMM.heads(adopted))
     side = arguments.get("img_size", 224)
     assert adopted.origin.input_shape == (3, side, side)
@@ -400,7 +402,7 @@ def test_weights_for_images_that_are_no_square_are_refused(tmp_path: Path) -> No
 def test_folders_of_transformers_are_read(tmp_path: Path) -> None:
     model = of_hf("ViTForImageClassification")
     model.save_pretrained(tmp_path / "plain")
-    adopted = HF.load(tmp_path / "plain")
+    adopted = load_model(f"hf:{tmp_path / 'plain'}")
     batch = images(HF, adopted)
     torch.testing.assert_close(logits(adopted, batch), logits(model, batch), rtol=0, atol=1e-12)
     assert not adopted.training and HF.normalization(adopted) == ((0.5,) * 3, (0.5,) * 3)
@@ -415,11 +417,11 @@ def test_pictures_go_through_the_image_processor_of_transformers(tmp_path: Path)
     )
     processor.save_pretrained(tmp_path)
     picture = Image.effect_noise((50, 40), 60)
-    preprocess = preprocessing_of(HF.load(str(tmp_path)))
+    preprocess = preprocessing_of(load_model(f"hf:{tmp_path}"))
     expected = processor(images=picture.convert("RGB"), return_tensors="pt")["pixel_values"][0]
     torch.testing.assert_close(preprocess(picture), expected.double(), rtol=0, atol=1e-6)
     assert expected.shape == (3, 24, 24)
-    assert HF.geometry(HF.adopt(of_hf("ViTForImageClassification"))) is None
+    assert HF.geometry(adopt(HF, of_hf("ViTForImageClassification"))) is None
 
 
 def test_folders_without_a_trained_classifier_are_refused(tmp_path: Path) -> None:
@@ -427,16 +429,16 @@ def test_folders_without_a_trained_classifier_are_refused(tmp_path: Path) -> Non
     path = tmp_path / "body" / "config.json"
     path.write_text(path.read_text().replace("ViTModel", "ViTForMaskedImageModeling"))
     with pytest.raises(CheckpointError, match=r"classifier\.\w+.* would be random"):
-        HF.load(tmp_path / "body")
+        load_model(f"hf:{tmp_path / 'body'}")
     with pytest.raises(CheckpointError, match="save_pretrained"):
-        HF.load(tmp_path / "nowhere")
+        load_model(f"hf:{tmp_path / 'nowhere'}")
 
 
 @pytest.mark.parametrize("kind", ["ViTModel", "Dinov2Model", "CLIPVisionModelWithProjection", "SiglipVisionModel"])
 def test_a_folder_is_read_as_the_class_that_it_was_saved_as(kind: str, tmp_path: Path) -> None:
     model = of_hf(kind).float()
     model.save_pretrained(tmp_path)
-    found, images = HF.load(tmp_path), torch.randn(2, 3, 16, 16, dtype=torch.float32)
+    found, images = load_model(f"hf:{tmp_path}"), torch.randn(2, 3, 16, 16, dtype=torch.float32)
     assert HF.output_kind(found) == "embedding" and not HF.heads(found) and not HF.class_names(found)
     with torch.no_grad():
         torch.testing.assert_close(found(images), reader_of(model).answer_of(model(pixel_values=images)))
@@ -450,7 +452,7 @@ def test_the_image_tower_of_a_clip_model_is_read(tmp_path: Path) -> None:
     model.float().eval().save_pretrained(tmp_path)
     images = torch.randn(2, 3, 16, 16, dtype=torch.float32)
     with torch.no_grad():
-        found = HF.load(tmp_path)(images)
+        found = load_model(f"hf:{tmp_path}")(images)
         expected = model.get_image_features(pixel_values=images)
     expected = getattr(expected, "pooler_output", expected)
     torch.testing.assert_close(torch.nn.functional.normalize(found), torch.nn.functional.normalize(expected))
@@ -466,8 +468,8 @@ def test_a_timm_that_is_too_old_is_named_with_its_version(monkeypatch: pytest.Mo
 def test_a_folder_saved_by_transformers_needs_no_prefix(tmp_path: Path) -> None:
     model = of_hf("ViTForImageClassification").float()
     model.save_pretrained(tmp_path)
-    batch = images(HF, HF.adopt(model)).float()
+    batch = images(HF, adopt(HF, model)).float()
     assert torch.equal(logits(load(tmp_path), batch), logits(load(f"hf:{tmp_path}"), batch))
-    assert record("costs", tmp_path)["params"] == HF.costs(HF.adopt(model)).params
+    assert record("costs", tmp_path)["params"] == HF.costs(adopt(HF, model)).params
     with pytest.raises(CheckpointError, match="not an attnrx model"):  # it lacks the weights' names of a saved model
         push_to_hub(tmp_path, "me/slim")

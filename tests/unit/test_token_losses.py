@@ -7,6 +7,7 @@ from torch import nn
 from attnrx.support.errors import NotSupported
 from attnrx.training.losses import LossContext
 from attnrx.vit.models import attach_tokens_, family_of, recording_blocks, recording_tokens
+from attnrx.vit.models.boundary.adoption import adopt
 from attnrx.vit.tokens import Reducer, TokenPolicy, TokenState
 from attnrx_lab.perturbation import PerturbationRobustness
 from attnrx_lab.tokens import DynamicViT, KeepRatio
@@ -16,7 +17,7 @@ from support.pretrained import TIMM, VIT, of_timm
 
 def reducing(reducer: Reducer) -> nn.Module:
     """A ViT of three layers and 16 patches, of which eight and then four remain."""
-    model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
+    model = adopt(TIMM, of_timm(VIT, depth=3, img_size=32)).double()
     torch.manual_seed(0)
     attach_tokens_(model, family_of(model), TokenPolicy.staged(reducer, 0.5, (2, 3)))
     return model.train()
@@ -34,7 +35,7 @@ def context_of(model: nn.Module) -> LossContext:
 
 def test_a_stage_that_keeps_every_patch_has_no_share_to_learn() -> None:
     # The numbers are those of the second stage, the only one that samples.
-    model = TIMM.adopt(of_timm(VIT, depth=3, img_size=32)).double()
+    model = adopt(TIMM, of_timm(VIT, depth=3, img_size=32)).double()
     torch.manual_seed(0)
     attach_tokens_(model, family_of(model), TokenPolicy(DynamicViT(), (2, 3), (1.0, 0.5)))
     context = context_of(model.train())

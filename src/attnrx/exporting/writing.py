@@ -47,9 +47,9 @@ from attnrx.vit.costs import Conditions, LatencyComparison, LatencyProtocol, com
 from attnrx.vit.costs.measured import PRECISIONS as TIMED_PRECISIONS
 from attnrx.vit.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
 from attnrx.vit.models.boundary.verbs import verb
-from attnrx.vit.models.users.whole import Whole
+from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.models.working.adoption_proof import LIBRARIES
-from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, Several, output_kind_of
+from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, Several, output_kind_of, output_sizes
 
 DYNAMIC = "dynamic"
 # Batch sizes for capture and for parity if the batch size of the file is dynamic. Not one image for the capture:
@@ -112,7 +112,8 @@ class ExportSubject:
         # The caller's model keeps its mode, device and precision.
         converted = copy_module(model).eval()
         converted = converted if form.on_cuda else converted.cpu()
-        if isinstance(model, Whole):
+        is_inside = isinstance(model, Adopted) and model.around is not None
+        if is_inside:
             converted = _Answer(converted, has_several=isinstance(output_kind_of(model), Several))
         converted = converted if precision is None else converted.to(PRECISIONS[precision])
         weight = next(converted.parameters())
@@ -133,8 +134,8 @@ class ExportSubject:
             "class_names": list(family.class_names(model)) if isinstance(outputs, Logits | Multilabel) else [],
             "output": "logits" if isinstance(outputs, Logits) else outputs.name,
         }
-        if isinstance(model, Whole) and isinstance(outputs, Several):
-            facts["outputs"] = dict(model.output_sizes)
+        if is_inside and isinstance(outputs, Several):
+            facts["outputs"] = dict(output_sizes(model))
         return cls(converted, images, calibration, facts, outputs)
 
     @property

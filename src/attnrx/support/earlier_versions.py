@@ -84,9 +84,41 @@ def _elastic(record: Entries) -> dict[str, Any]:
     return {**record, "sizes": kept}
 
 
+def _model(record: Entries) -> dict[str, Any]:
+    model = record.get("model")
+    if record.get("family") != "whole" or not isinstance(model, Mapping):
+        return dict(record)
+    # A module of a user had a family of its own, beside the family of the Vision Transformer in it.
+    around = model.get("around")
+    family = around.get("family") if isinstance(around, Mapping) else None
+    if not isinstance(around, Mapping) or not isinstance(family, str):
+        raise CheckpointError("config.json: model.around.family is missing; it names the family of the model.")
+    around = {key: value for key, value in around.items() if key != "family"}
+    return {**record, "family": family, "model": {**model, "around": around}}
+
+
+def converted_names(record: Entries, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tensors of a model's file by their names now; `record` is its description as it was written."""
+    if record.get("family") != "whole":
+        return dict(tensors)
+    return {_renamed(name, "module.", "source."): tensor for name, tensor in tensors.items()}
+
+
+def fingerprinted_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tensors of a module of a user by the names that its fingerprint has always been made of: documents
+    of earlier versions belong to it.
+    """
+    return {_renamed(name, "source.", "module."): tensor for name, tensor in tensors.items()}
+
+
+def _renamed(name: str, before: str, after: str) -> str:
+    return after + name.removeprefix(before) if name.startswith(before) else name
+
+
 # By the kind of the file.
 KINDS: Mapping[str, Callable[[Entries], dict[str, Any]]] = {
     "attnrx prescription": _prescription,
     "attnrx plan": _plan,
     "attnrx elastic model": _elastic,
+    "attnrx model": _model,
 }

@@ -16,10 +16,11 @@ from attnrx.support.atomic_writes import ReplacedFiles, real_path
 from attnrx.support.errors import CardWarning, CheckpointError, FactoryWarning, InvalidInput
 from attnrx.support.hub import card_with, upload
 from attnrx.support.storage import CARD_KIND, file_kind, write_text
-from attnrx.vit.models import FAMILIES, family_of, model_fingerprint, save_model
+from attnrx.vit.models import family_of, model_fingerprint, save_model
+from attnrx.vit.models.boundary.loading import load_folder
 from attnrx.vit.models.boundary.stock import loading_code, save_stock, stock_form
 from attnrx.vit.models.boundary.verbs import verb
-from attnrx.vit.models.checkpoint import STOCK, load_weights
+from attnrx.vit.models.checkpoint import STOCK
 from attnrx.vit.models.users.whole import needed_to_load
 from attnrx.vit.outputs import output_kind_of
 
@@ -191,7 +192,7 @@ def push_to_hub(
     """
     folder = Path(folder)
     # Loaded as others will load it; the fingerprint of its weights must be that of the evidence.
-    model, card = load_weights(folder, tuple(FAMILIES.values())), folder / "README.md"
+    model, card = load_folder(folder), folder / "README.md"
     if not card.is_file():
         raise InvalidInput(f"{folder} has no model card (README.md): save the model with attnrx.save.")
     text = written = card.read_text(encoding="utf-8")

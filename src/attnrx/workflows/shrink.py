@@ -280,7 +280,7 @@ class ShrinkRun:
         if decoder and (smaller := smaller_decoder(original, images.planned, work.decoder_fits[0], seed)) is not None:
             planned_model, divergence = smaller
             work = work.with_smaller_decoder()
-            units = " + ".join(str(cut.units) for cut in planned_model.around.cuts)
+            units = " + ".join(str(cut.units) for cut in around.cuts) if (around := planned_model.around) else ""
             log(f"decoder: {units} channels are left; divergence {divergence:.3g}, before the plan")
         diagnosed = planned.take(min(work.diagnosed_images, len(planned)))
         diagnosis = diagnose(planned_model, diagnosed, moments=True, batch_size=32)

@@ -109,7 +109,7 @@ def outer_norm_features(model: nn.Module, costs: ModelCosts) -> int | None:
     if not isinstance(family, AdoptedFamily):
         return None
     adopted: Any = working_copy(model)
-    source: Any = adopted.source
+    source: Any = adopted.trunk
     tokens, positions = costs.tokens, family.positions(adopted)
     last, parts, blocks = family.last_norm(source), family.parts(source), family.blocks(source)
     inside = {module for block in blocks for module in block.modules()}

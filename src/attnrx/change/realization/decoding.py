@@ -25,9 +25,11 @@ from attnrx.nouns.effort import DecoderFit
 from attnrx.support.modules import copy_module, rows_of
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import ModuleCall, evaluating, family_of, observing_calls
+from attnrx.vit.models.libraries.adopted_family import weights_around
 from attnrx.vit.models.parts.mlp import Pair
 from attnrx.vit.models.users.units import input_weight, units_last
-from attnrx.vit.models.users.whole import Whole
+from attnrx.vit.models.users.whole import keep_units_around_, pairs_around
+from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.outputs import Map, output_kind_of
 
 # The share of the units that is kept, in multiples of STEP where there are MANY, as the vectors of convolutions have.
@@ -55,14 +57,14 @@ class _Batch:
 
 def smaller_decoder(
     model: nn.Module, images: ImageSet, budget: DecoderFit, seed: int = 0
-) -> tuple[Whole, float] | None:
+) -> tuple[Adopted, float] | None:
     """Returns a copy of a model of maps with fewer units around its Vision Transformer, and its mean divergence on
     images that it was not fitted to; None where there are none, they cost little, or the copy loses too much.
     """
     images = images.take(min(budget.images, len(images)))
-    if not isinstance(model, Whole) or not isinstance(output_kind_of(model), Map):
+    if not isinstance(model, Adopted) or not isinstance(output_kind_of(model), Map):
         return None
-    pairs = model.pairs_around()
+    pairs = pairs_around(model)
     if not pairs:
         return None
     small = copy_module(model)
@@ -85,7 +87,7 @@ def fit_decoder(
     """Returns a copy of a model whose weights around the Vision Transformer are fitted to the outputs of the original,
     and a line about it.
     """
-    assert isinstance(model, Whole)
+    assert isinstance(model, Adopted)
     fitted, images = copy_module(model), images.take(min(budget.images, len(images)))
     targets = predict({"original": original}, images, task="outputs of the original").outputs["original"]
     with evaluating((fitted,)):
@@ -96,7 +98,7 @@ def fit_decoder(
     return fitted, f"decoder fitted: divergence {before:.3g} to {after:.3g} on images it was not fitted to"
 
 
-def _batches(model: Whole, images: ImageSet, targets: Float[Tensor, "images numbers"] | None = None) -> list[_Batch]:
+def _batches(model: Adopted, images: ImageSet, targets: Float[Tensor, "images numbers"] | None = None) -> list[_Batch]:
     """Returns the outputs of the model's Vision Transformer, with the targets or the outputs of the model itself; [] if
     it is not called as a whole.
     """
@@ -112,7 +114,7 @@ def _batches(model: Whole, images: ImageSet, targets: Float[Tensor, "images numb
         outputs.clear()
         # The module itself, because the model computes a large batch in chunks, with a call for each.
         with model.forward_pass(), _calls_replaced(model, keep):
-            rows = rows_of(model.module(pixels))
+            rows = rows_of(model.source(pixels))
         if len(outputs) != 1:
             return []
         if targets is not None:
@@ -123,9 +125,9 @@ def _batches(model: Whole, images: ImageSet, targets: Float[Tensor, "images numb
 
 
 @contextmanager
-def _calls_replaced(model: Whole, function: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+def _calls_replaced(model: Adopted, function: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
     """Has the Vision Transformer inside return `function(call)` for every call of the code around it."""
-    trunk, depth = model.module.get_submodule(model.around.path), 0
+    trunk, depth = model.trunk, 0
 
     def replaced(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
@@ -147,15 +149,15 @@ def _calls_replaced(model: Whole, function: Callable[[Callable[[], Any]], Any]) 
         vars(trunk).update(before)
 
 
-def _outputs(model: Whole, batch: _Batch) -> Float[Tensor, "images numbers"]:
+def _outputs(model: Adopted, batch: _Batch) -> Float[Tensor, "images numbers"]:
     """Returns the outputs of the model, whose Vision Transformer returns what is recorded."""
     with _calls_replaced(model, lambda _: batch.features):
-        return rows_of(model.module(batch.images))
+        return rows_of(model.source(batch.images))
 
 
-def _remove_(model: Whole, pair: Pair, batches: list[_Batch]) -> None:
+def _remove_(model: Adopted, pair: Pair, batches: list[_Batch]) -> None:
     """Removes units between two maps, compensated by those that are left on the given images."""
-    second = model.module.get_submodule(pair.second)
+    second = model.source.get_submodule(pair.second)
     weight = input_weight(second).flatten(1).T
     moment = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64)
 
@@ -173,20 +175,19 @@ def _remove_(model: Whole, pair: Pair, batches: list[_Batch]) -> None:
     keep, step = torch.zeros(len(losses), dtype=torch.bool), STEP if len(losses) >= MANY else 1
     keep[losses.topk(max(ceil(KEPT * len(losses) / step) * step, 1)).indices] = True
     new = compensated(moment, weight, keep, RIDGE)
-    family: Any = family_of(model)  # that of whole modules
-    family.keep_units_around_(model, pair, keep)
+    keep_units_around_(model, pair, keep)
     kept = input_weight(second)
     kept.copy_(new.T.reshape(kept.shape))
 
 
-def _fit_(model: Whole, batches: list[_Batch], steps: int, seed: int) -> tuple[float, float]:
+def _fit_(model: Adopted, batches: list[_Batch], steps: int, seed: int) -> tuple[float, float]:
     """Fits all weights around the Vision Transformer in place; returns the mean divergence before and after on one
     batch in eight, and keeps what is better there.
     """
     kind = output_kind_of(model)
     held_out = batches[::HELD_OUT]
     fitted = [batch for index, batch in enumerate(batches) if index % HELD_OUT] or batches
-    weights = nn.ParameterList(model.weights_around())
+    weights = nn.ParameterList(weights_around(model))
     before = _divergence(model, held_out)
     if not len(weights):
         return before, before
@@ -200,7 +201,7 @@ def _fit_(model: Whole, batches: list[_Batch], steps: int, seed: int) -> tuple[f
         return before, improve_(weights, before, partial(_divergence, model, held_out), fit_)
 
 
-def _divergence(model: Whole, batches: list[_Batch]) -> float:
+def _divergence(model: Adopted, batches: list[_Batch]) -> float:
     with evaluating((model,)):
         rows = torch.cat([_outputs(model, batch) for batch in batches])
         targets = torch.cat([batch.targets for batch in batches])

@@ -22,7 +22,7 @@ from attnrx.support.errors import InvalidRule, MissingMoments, NoOpPrescription,
 from attnrx.support.modules import copy_module, random_images
 from attnrx.vit.maps import HIDDEN, LINEAR_MAPS, TOKENS
 from attnrx.vit.models import attach_tokens_, evaluating, family_of, hidden_units
-from attnrx.vit.models.users.whole import Whole
+from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.spec import Spectrum
 from attnrx.vit.tokens import Reducer, Shape, TokenLayout, TokenPolicy, Ward, parse_reducer
 
@@ -371,7 +371,7 @@ def require_fewer_tokens(model: nn.Module, reducer: Reducer) -> None:
 
     It is run with a policy, which separate blocks, such as the libraries', always take.
     """
-    if not isinstance(model, Whole):
+    if not isinstance(model, Adopted) or model.around is None:
         return
     pruned = copy_module(model)
     attach_tokens_(pruned, family_of(pruned), TokenPolicy(reducer, (2,), (0.5,)))
@@ -380,6 +380,6 @@ def require_fewer_tokens(model: nn.Module, reducer: Reducer) -> None:
             pruned(random_images(pruned, pruned.input_shape))
     except Exception as error:  # the code of a module raises errors of any type
         raise NotSupported(
-            f"the code of {model.around.name} needs all tokens between its blocks: with fewer it raised "
+            f"the code of {model.name} needs all tokens between its blocks: with fewer it raised "
             f"{type(error).__name__}: {described_error(error)}. Omit tokens."
         ) from error

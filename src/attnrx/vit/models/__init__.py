@@ -1,7 +1,7 @@
 """Model families: locate the attention layers of each kind of model; build, load and save models by name."""
 
 from attnrx.vit.attention import use_backend
-from attnrx.vit.models.boundary.loading import load_model, save_model
+from attnrx.vit.models.boundary.loading import build_model, load_model, save_model
 from attnrx.vit.models.boundary.stock import loading_code, stock_form
 from attnrx.vit.models.boundary.working_copy import (
     Answering,
@@ -16,15 +16,7 @@ from attnrx.vit.models.boundary.working_copy import (
     working_copy,
 )
 from attnrx.vit.models.checkpoint import is_model_file, require_model_folder
-from attnrx.vit.models.families import (
-    FAMILIES,
-    LIBRARIES,
-    build_model,
-    family_of,
-    known_family,
-    model_names,
-    own_family,
-)
+from attnrx.vit.models.families import FAMILIES, LIBRARIES, family_of, known_family, model_names, own_family
 from attnrx.vit.models.family import (
     STATED_OUTPUTS,
     Family,

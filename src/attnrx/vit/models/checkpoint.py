@@ -16,8 +16,8 @@ from torch import nn
 from attnrx.support import arguments as kinds
 from attnrx.support.arguments import described
 from attnrx.support.atomic_writes import ReplacedFiles, parts_by, replacing_folder, require_absent, restore
-from attnrx.support.earlier_versions import converted
-from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
+from attnrx.support.earlier_versions import converted, converted_names
+from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.foreign_files import open_pickle
 from attnrx.support.records import MAX_HEADS, validated
 from attnrx.support.shapes import Tensor
@@ -176,12 +176,16 @@ def require_model_folder(folder: Path | str, names: Iterable[str] = PARTS) -> No
     require_absent([folder / name for name in names], is_model_file)
 
 
-def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
+Build = Callable[[Family, Mapping[str, Any]], nn.Module]
+
+
+def load_weights(folder: Path | str, families: Mapping[str, Family], build: Build) -> nn.Module:
     """Builds the model on the meta device, loads the saved weights strictly, and sets evaluation mode.
 
     Args:
         folder: The folder of a saved model.
-        families: The families, of which the one that the folder names builds the model.
+        families: The families by name.
+        build: Creates the model of a description, which is of this family.
 
     Raises:
         CheckpointError: The folder is no saved model, a file was damaged or edited, or the weights do not fit.
@@ -206,7 +210,7 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
     source, tokens = folder / "model.safetensors", record["tokens"]
     try:
         with torch.device("meta"):
-            model = family.build(record["model"])
+            model = build(family, record["model"])
             # Before the weights are loaded, which include those of learned predictors.
             if tokens is not None:
                 attach_tokens_(model, family, policy_from_dict(tokens["policy"]), tokens["by"], tokens["heads"])
@@ -226,7 +230,7 @@ def load_weights(folder: Path | str, families: tuple[Family, ...]) -> nn.Module:
 
 
 def _opened(
-    path: Path, kind: kinds.Kind, families: tuple[Family, ...]
+    path: Path, kind: kinds.Kind, families: Mapping[str, Family]
 ) -> tuple[dict[str, Any], Any, dict[str, Tensor]]:
     """Reads the record of a model, of this kind, and the weights beside it; returns them and the family of the record.
 
@@ -237,18 +241,15 @@ def _opened(
     record = read_json(path, MOST_BYTES)
     check_schema(record, KIND, SCHEMA, path)
     check_seal(record, path)
-    record = converted(record)
+    written, record = record, converted(record)
     validated(record, kind, path)
-    by_name = {family.name: family for family in families}
-    if record["family"] not in by_name:
-        raise UnknownName("model family", record["family"], by_name)
     source = path.with_name("model.safetensors")
     tensors = read_tensors(source, record["weights_sha256"])
     require_finite_tensors(tensors, str(source))
-    return record, by_name[record["family"]], tensors
+    return record, families[record["family"]], converted_names(written, tensors)
 
 
-def _load_stock(folder: Path, families: tuple[Family, ...]) -> nn.Module:
+def _load_stock(folder: Path, families: Mapping[str, Family]) -> nn.Module:
     """Returns the portable model of a folder: its library creates it, and the names of the weights are the library's.
 
     Raises:

@@ -1,19 +1,19 @@
-"""The families by name: the family of a model, and fresh models by their names."""
-
-from typing import Any
+"""The families by name, and the family of a model."""
 
 from torch import nn
 
-from attnrx.support.errors import NotSupported, UnknownName
+from attnrx.support.errors import NotSupported
+from attnrx.support.modules import outermost
 from attnrx.support.registry import Registry
 from attnrx.vit.models.family import Family, NamedFamily
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.libraries.huggingface_family import HuggingFaceFamily
 from attnrx.vit.models.libraries.timm_family import TimmFamily
 from attnrx.vit.models.libraries.tower_families import OpenClipFamily, TorchvisionFamily
+from attnrx.vit.models.parts.module_costs import num_params
 from attnrx.vit.models.parts.vit_parts import model_name
-from attnrx.vit.models.users.reader import ModuleFamily
-from attnrx.vit.models.users.whole import WholeFamily
+from attnrx.vit.models.users.reader import ModuleFamily, StructureFamily
+from attnrx.vit.models.users.units import UnitsFamily
 
 # The families of other libraries, by the prefix of a model name.
 LIBRARIES: dict[str, AdoptedFamily] = {
@@ -23,7 +23,7 @@ LIBRARIES: dict[str, AdoptedFamily] = {
     "open_clip": OpenClipFamily(),
 }
 # By their names in saved folders. `family_of` takes the first that matches; each matches its own class of models only.
-FAMILIES = Registry[Family]("model family", *LIBRARIES.values(), ModuleFamily(), WholeFamily(LIBRARIES))
+FAMILIES = Registry[Family]("model family", *LIBRARIES.values(), ModuleFamily(), StructureFamily(), UnitsFamily())
 
 
 def known_family(model: nn.Module) -> Family | None:
@@ -46,7 +46,7 @@ def family_of(model: nn.Module) -> Family:
             "attnrx.load(model), which returns a copy with the same logits."
         )
     require_no_supported_part(model)
-    if WholeFamily(LIBRARIES).trunks_of(model):
+    if trunks_of(model):
         raise NotSupported(
             f"this {type(model).__name__} contains a Vision Transformer with the attention of its own library: adopt "
             "it first with attnrx.load(model), which returns a copy with the same outputs."
@@ -57,6 +57,16 @@ def family_of(model: nn.Module) -> Family:
         f"use {', '.join(kinds)}, timm:NAME, hf:ID, torchvision:NAME, open_clip:NAME or a folder saved by attnrx. "
         "For a model of your own state where its parts are: attnrx.load(model, reader=attnrx.Reader(...))."
     )
+
+
+def trunks_of(model: nn.Module) -> list[tuple[str, AdoptedFamily]]:
+    """Returns the paths and the families of the Vision Transformers of libraries in a module, the largest first."""
+
+    def library_of(part: nn.Module) -> AdoptedFamily | None:
+        families = (family for family in LIBRARIES.values() if family.has_class_of(part))
+        return next((family for family in families if not any(family.refusals(part))), None)
+
+    return sorted(outermost(model, library_of), key=lambda each: -num_params(model.get_submodule(each[0])))
 
 
 def require_no_supported_part(model: nn.Module) -> None:
@@ -80,27 +90,3 @@ def own_family(name: str) -> NamedFamily | None:
 
 def _named_families() -> list[NamedFamily]:
     return [family for family in FAMILIES.values() if isinstance(family, NamedFamily)]
-
-
-def build_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:
-    """Builds a freshly initialized model from its name, e.g. `timm:vit_tiny_patch16_224`.
-
-    `changes` override fields of its configuration. On the meta device the model has no weights; its costs can be
-    computed.
-
-    Args:
-        name: The name of an attnrx model, or LIBRARY:NAME.
-        seed: The seed of the weights of attnrx models.
-        **changes: Fields of the configuration, or arguments of the library.
-
-    Raises:
-        UnknownName: There is no such model.
-        InvalidInput: The changes do not fit.
-    """
-    library, _, architecture = name.partition(":")
-    if library in LIBRARIES:
-        return LIBRARIES[library].fresh(architecture, **changes)
-    family = own_family(name)
-    if family is None:
-        raise UnknownName("model", name, (*model_names(), *(f"{library}:NAME" for library in LIBRARIES)))
-    return family.fresh(name, seed, **changes)

@@ -62,7 +62,7 @@ class Family(ABC):
 
     def reads(self, record: Record | None) -> bool:
         """Returns whether a record belongs to a model of this family."""
-        return record is not None and record.around is None and record.family == self.name
+        return record is not None and record.family == self.name
 
     def viewed(self, model: nn.Module, record: Record) -> Any:
         """Returns a model with a record as the methods of this family take it; for reading alone."""

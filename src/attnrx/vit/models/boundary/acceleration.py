@@ -16,7 +16,6 @@ from attnrx.support.modules import copy_module
 from attnrx.vit.models.boundary.working_copy import WORKING, library_form, plain_form, working_copy
 from attnrx.vit.models.families import family_of
 from attnrx.vit.models.parts.record import record_of
-from attnrx.vit.models.users.whole import Whole
 from attnrx.vit.models.working.adopted import chunked_forward
 
 
@@ -26,18 +25,17 @@ class Accelerated(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the model returns; of images alone, a batch is computed in chunks that fit the caches."""
         working, original = vars(self)[WORKING], super().forward
-        trunk: Any = working.trunk if isinstance(working, Whole) else working
         family, config = family_of(self), getattr(self, "config", None)
         wants_all = kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False))
         blocks = range(len(family.block_names(self))) if wants_all else family.restored_blocks(self) or ()
 
         def run(*given: Any) -> Any:
-            with trunk.forward_pass(blocks):
+            with working.forward_pass(blocks):
                 return original(*given, **kwargs)
 
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].ndim != 4:
             return run(*args)
-        return chunked_forward(working, run, args[0], trunk._max_elements(args[0]))
+        return chunked_forward(working, run, args[0], working._max_elements(args[0]))
 
     def train(self, mode: bool = True) -> Any:
         """Stays in evaluation mode.
@@ -118,7 +116,7 @@ def accelerate(model: nn.Module) -> nn.Module:
             "Models of attnrx's own layers need no acceleration."
         )
     working: Any = working_copy(copy_module(model)).eval()
-    root: nn.Module = working.module if isinstance(working, Whole) else working.source
+    root: nn.Module = working.source
     root.requires_grad_(False)
     root.__class__ = _accelerated(type(root))
     vars(root)[WORKING] = working

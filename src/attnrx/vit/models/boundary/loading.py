@@ -1,6 +1,6 @@
 """Loads models: a saved folder, a name, a folder of transformers, or an instance, which is adopted; and saves them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
@@ -10,34 +10,32 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnrx.support.atomic_writes import ReplacedFiles
-from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, nearest
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName, nearest
 from attnrx.support.hub import NAME, download
+from attnrx.support.records import from_dict
 from attnrx.support.storage import read_tensors, require_finite_tensors
-from attnrx.vit.models.boundary.working_copy import (
-    WORKING,
-    is_working,
-    library_form,
-    plain_form,
-    require_alike,
-    working_copy,
-)
+from attnrx.vit.models.boundary.adoption import adopt
+from attnrx.vit.models.boundary.working_copy import WORKING, library_form, plain_form, require_alike, working_copy
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
 from attnrx.vit.models.families import (
     FAMILIES,
     LIBRARIES,
-    build_model,
     family_of,
     known_family,
     model_names,
     own_family,
     require_no_supported_part,
+    trunks_of,
 )
 from attnrx.vit.models.family import require_ordinary_weights
 from attnrx.vit.models.libraries.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.vit.models.parts.module_inputs import ATTRIBUTE, ModuleInputs
+from attnrx.vit.models.parts.surroundings import Surroundings
 from attnrx.vit.models.parts.vit_parts import model_name, reading_parts
-from attnrx.vit.models.users.reader import Factory, ModuleFamily, Reader
-from attnrx.vit.models.users.whole import WholeFamily, named_function, needed_to_load
+from attnrx.vit.models.users.reader import Factory, ModuleFamily, Reader, StructureFamily
+from attnrx.vit.models.users.units import UnitsFamily
+from attnrx.vit.models.users.whole import created_again, named_function, needed_to_load, restate_creation_
+from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.models.working.adoption_proof import require_plain_code
 
 
@@ -70,7 +68,8 @@ def load_model(
         with reading_parts(source, "its parts"):
             if reader is None:
                 return _adopt_if_foreign(source, factory, inputs)
-            return ModuleFamily(factory).read(source, reader)
+            by_reader = ModuleFamily(factory)
+            return adopt(by_reader, by_reader.marked(source, reader))
     # Without a colon it is a folder, also one that is called like a library.
     library, name = str(source).split(":", 1) if ":" in str(source) else ("", "")
     if library in LIBRARIES and LIBRARIES[library].takes_weights:
@@ -89,17 +88,44 @@ def load_model(
             "a folder saved by attnrx and some models of installed packages take weights."
         )
     if library == "hub":
-        return _load_folder(download(name), factory)
+        return load_folder(download(name), factory)
     if library == "hf":
-        return HuggingFaceFamily().load(name, trust)
+        return _of_transformers(name, trust)
     # A colon may also be part of a path, e.g. C:\models: a folder that exists has precedence over a name.
     if isinstance(source, str) and ":" in source and not Path(source).exists():
         return build_model(source, seed).eval()
     if not is_saved and is_transformers_folder(source):
-        return HuggingFaceFamily().load(source, trust)
+        return _of_transformers(source, trust)
     if isinstance(source, str) and not Path(source).exists():
         raise CheckpointError(f"{source!r:.200} is not a folder{_meant(source)}")
-    return _load_folder(source, factory, weights)
+    return load_folder(source, factory, weights)
+
+
+def build_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:
+    """Builds a freshly initialized model from its name, e.g. `timm:vit_tiny_patch16_224`.
+
+    `changes` override fields of its configuration. On the meta device the model has no weights; its costs can be
+    computed.
+
+    Args:
+        name: The name of an attnrx model, or LIBRARY:NAME.
+        seed: The seed of the weights of attnrx models.
+        **changes: Fields of the configuration, or arguments of the library.
+
+    Raises:
+        UnknownName: There is no such model.
+        InvalidInput: The changes do not fit.
+    """
+    library, _, architecture = name.partition(":")
+    if library in LIBRARIES:
+        source = LIBRARIES[library].initialized(architecture, **changes)
+        if next(source.parameters()).is_meta:
+            return LIBRARIES[library].without_weights(source)
+        return adopt(LIBRARIES[library], source).eval()
+    family = own_family(name)
+    if family is None:
+        raise UnknownName("model", name, (*model_names(), *(f"{library}:NAME" for library in LIBRARIES)))
+    return family.fresh(name, seed, **changes)
 
 
 def save_model(
@@ -121,8 +147,8 @@ def save_model(
     """
     given, model = model, working_copy(model)
     family: Any = family_of(model)
-    if is_working(model):
-        family.refresh_(model)
+    if isinstance(model, Adopted):
+        family.refresh_(model) if model.around is None else restate_creation_(model)
 
     def write(new: Path) -> None:
         if write_beside is not None:
@@ -141,7 +167,7 @@ def require_same(folder: Path, model: nn.Module, factory: Factory | None = None)
     )
     model = plain_form(model) if WORKING in vars(model) else library_form(model)
     try:
-        saved = _load_folder(folder, factory)
+        saved = load_folder(folder, factory)
     except AttnrxError as error:
         why = str(error).replace(f"{folder}/", "").replace(str(folder), "the folder")
         raise NotSupported(f"{type(model).__name__} {remedy} What was written cannot be loaded: {why}") from error
@@ -165,10 +191,28 @@ def _meant(name: str) -> str:
     return f", and it names no model; {nearest(name, names)}"
 
 
-def _load_folder(folder: Path | str, factory: Factory | None, weights: Path | str | None = None) -> nn.Module:
-    # The shared instance has no factory, and must not get one: it would be used for every model loaded later.
-    others = (family for family in FAMILIES.values() if not isinstance(family, ModuleFamily | WholeFamily))
-    model = load_weights(folder, (*others, ModuleFamily(factory), WholeFamily(LIBRARIES, factory)))
+def _of_transformers(name: Path | str, trust: bool) -> nn.Module:
+    family = HuggingFaceFamily()
+    model, stated = family.read(name, trust)
+    return adopt(family, model, **stated).eval()
+
+
+def load_folder(folder: Path | str, factory: Factory | None = None, weights: Path | str | None = None) -> nn.Module:
+    """Returns the working copy of the model in a folder of attnrx, with other weights if they are given.
+
+    Raises:
+        CheckpointError: The folder has no model, or a damaged one.
+        NotSupported: A function that creates the module of a user is needed, and there is none.
+    """
+
+    def build(family: Any, description: Mapping[str, Any]) -> nn.Module:
+        if "around" not in description:
+            # The shared instance has no factory, and must not get one: it would be used for every model loaded later.
+            return (ModuleFamily(factory) if isinstance(family, ModuleFamily) else family).build(description)
+        around = from_dict(description["around"], Surroundings)
+        return family.built_inside(created_again(around, factory), description)
+
+    model = load_weights(folder, FAMILIES, build)
     return model if weights is None else _with_weights(model, Path(weights))
 
 
@@ -221,28 +265,30 @@ def _adopt(
 
     `named` is how a library creates the model, `stated` the fields of its `Origin` that the model does not state.
     """
-    whole, takes_images = WholeFamily(LIBRARIES, factory), ATTRIBUTE not in vars(model)
+    takes_images = ATTRIBUTE not in vars(model)
     library = next((each for each in LIBRARIES.values() if takes_images and each.adopts(model)), None)
     if library is None and takes_images:
         require_no_supported_part(model)
     require_plain_code(model)
     require_ordinary_weights(model)
     refusals = () if library is None else tuple(library.refusals(model))
-    units = partial(whole.adopt, model, "", whole.units, named=named)
-    attempts: list[Callable[[], Any]]
+    inside = partial(adopt, factory=factory, creation=named)  # a module of a user
+    units = partial(inside, UnitsFamily(), model, "")
+    attempts: Sequence[Callable[[], Any]]
     # The error that is shown: that of what the model is, and not that of the attempt to read something in it.
     shown = 0
-    if (library is None or refusals) and (trunks := whole.trunks_of(model)):
+    if (library is None or refusals) and (trunks := trunks_of(model)):
         # The first that the module calls; its others stay as they are.
-        attempts = [partial(whole.adopt, model, path, family, named=named) for path, family in trunks]
+        attempts = [partial(inside, family, model, path) for path, family in trunks]
     elif library is None:
-        found = whole.structure.found(model) if takes_images else None
-        structured = [] if found is None else [partial(whole.adopt, model, found[1], whole.structure, found[0])]
+        structure = StructureFamily()
+        found = structure.found(model) if takes_images else None
+        structured = [] if found is None else [partial(inside, structure, model, found[0], facts=found[1])]
         attempts, shown = [*structured, units, *([partial(family_of, model)] if takes_images else [])], -1
     elif any(refusal.is_of_class for refusal in refusals):
-        attempts, shown = [units, partial(library.adopt, model)], -1
+        attempts, shown = [units, partial(adopt, library, model)], -1
     else:  # the second: one that its library cannot create again, e.g. with a part of the user's own
-        attempts = [partial(library.adopt, model, **stated), partial(whole.adopt, model, "", library, named=named)]
+        attempts = [partial(adopt, library, model, **stated), partial(inside, library, model, "")]
     errors: list[AttnrxError] = []
     for attempt in attempts:
         try:

@@ -35,6 +35,7 @@ from attnrx.vit.models.parts.mlp import hidden_units
 from attnrx.vit.models.parts.record import RECORD, Record
 from attnrx.vit.models.parts.token_reduction import reduction_of
 from attnrx.vit.models.parts.vit_parts import model_name
+from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.models.working.adoption_proof import difference_of
 
 # By family, the arguments that may state the width of the MLPs: as a number of units, or as a ratio to the width.
@@ -60,7 +61,7 @@ class Stock:
             NotSupported: The model is not a Vision Transformer of a library.
         """
         model, family = working_copy(model), family_of(model)
-        if family not in LIBRARIES.values():
+        if not _is_of_library(model):
             raise NotSupported(
                 f"{model_name(library_form(model))} cannot be portable: {PORTABLE}. Of a module of your own shrink the "
                 "Vision Transformer in it, and put the result in its place."
@@ -428,6 +429,11 @@ WRITERS: Mapping[str, Callable[[Any, Stock, Path], None]] = {
 }
 
 
+def _is_of_library(working: nn.Module) -> bool:
+    """Whether a library creates the model of a working copy again."""
+    return isinstance(working, Adopted) and working.around is None and family_of(working) in LIBRARIES.values()
+
+
 def loading_code(model: nn.Module, folder: Path | str) -> str:
     """Returns the Python code with which the model's own library loads its portable folder.
 
@@ -435,6 +441,8 @@ def loading_code(model: nn.Module, folder: Path | str) -> str:
         InvalidInput: The model is not one of a library.
     """
     family, where = family_of(model), str(folder)
+    if not _is_of_library(working_copy(model)):
+        raise InvalidInput(f"{model_name(model)} is no portable model: save one with portable=True.")
     if family.name in WRITERS and Stock(model).present()[1]:
         if family.name == "huggingface":
             code = f"AutoModel.from_pretrained({where!r}, trust_remote_code=True)"
@@ -445,8 +453,6 @@ def loading_code(model: nn.Module, folder: Path | str) -> str:
     if family.name == "huggingface":
         name = type(library_form(model)).__name__
         return f"from transformers import {name}\n\nmodel = {name}.from_pretrained({where!r})"
-    if family.name not in WRITERS:
-        raise InvalidInput(f"{model_name(model)} is no portable model: save one with portable=True.")
     # Of these libraries the folder has the weights, and the code has the sizes.
     module = {"torchvision": "torchvision.models", "open_clip": "open_clip.transformer"}[family.name]
     arguments, layers = [], dict.fromkeys(["VisionTransformer"])

@@ -48,7 +48,8 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
                 if not is_inside and record_of(model) is not None:
                     require_alike(model, copies[id(model)], CHANGED)
             for model in copies.values():
-                if isinstance(model, Adopted) or isinstance(known_family(model), NamedFamily):
+                is_plain = isinstance(model, Adopted) and model.around is None
+                if is_plain or isinstance(known_family(model), NamedFamily):
                     require_plain_code(model)
                     require_unchanged(model, model, model.origin.input_shape)  # type: ignore[union-attr, arg-type]
             given = [copies.get(id(value), value) for value in args]

@@ -1,8 +1,8 @@
 """Working copies of models, and the way back.
 
-A user has models of a library's own classes, with a record beside them. Verbs compute with working copies: every
-attention is attnrx's, every linear map and block may run in a kernel, and the model returns one tensor (`Adopted`,
-`Whole`). What a verb returns is put back: a copy of the user's module, in which a part is replaced only where the
+A user has models of a library's own classes, with a record beside them. Verbs compute with working copies (`Adopted`):
+every attention is attnrx's, every linear map and block may run in a kernel, and a model of a library returns one
+tensor. What a verb returns is put back: a copy of the user's module, in which a part is replaced only where the
 library's own part cannot hold the result. An attention that its own module can hold is written into that module.
 """
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from attnrx.support.arguments import user_code
+from attnrx.support.earlier_versions import fingerprinted_names
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import copy_module, random_images, tensors_of
 from attnrx.support.shapes import ImageBatch, Tensor
@@ -29,7 +30,6 @@ from attnrx.vit.models.parts.record import KEPT_HEADS, RECORD, Record, record_of
 from attnrx.vit.models.parts.token_reduction import TokenRun, reduction_of
 from attnrx.vit.models.users.reader import StructureFamily
 from attnrx.vit.models.users.units import Convolution
-from attnrx.vit.models.users.whole import Whole
 from attnrx.vit.models.working.adopted import Adapter, Adopted, OwnModel, PairBias, aliased, remove_capturing_
 from attnrx.vit.models.working.adoption_proof import difference_of
 from attnrx.vit.models.working.token_hooks import attach_tokens_, detach_tokens_, recording_tokens
@@ -42,7 +42,7 @@ SIZES = ("in_features", "out_features", "num_features", "in_channels", "out_chan
 
 def is_working(model: nn.Module) -> bool:
     """Returns whether a model is a working copy."""
-    return isinstance(model, Adopted | Whole)
+    return isinstance(model, Adopted)
 
 
 def working_copy(model: nn.Module) -> nn.Module:
@@ -53,7 +53,7 @@ def working_copy(model: nn.Module) -> nn.Module:
     if WORKING in vars(model):
         model = plain_form(model)
     record = record_of(model)
-    if record is None or is_working(model):
+    if record is None or isinstance(model, Adopted):
         return model
     family: Any = next(family for family in FAMILIES.loaded if family.reads(record))
     reduction = reduction_of(model)
@@ -61,19 +61,16 @@ def working_copy(model: nn.Module) -> nn.Module:
     if record.outputs is not None:
         state_outputs_(working, record.outputs)
     _attach_tokens_of_(working, model)
-    _trunk_of(working).own = OwnModel(model)
+    working.own = OwnModel(model)
     return working
-
-
-def _trunk_of(working: nn.Module) -> Any:
-    return working.trunk if isinstance(working, Whole) else working
 
 
 def model_fingerprint(model: nn.Module) -> str:
     """Returns a hash of a model's weights, as its working copy has them."""
     model = working_copy(model)
     require_ordinary_weights(model)
-    return fingerprint(model.state_dict())
+    is_inside = isinstance(model, Adopted) and model.around is not None
+    return fingerprint(fingerprinted_names(model.state_dict()) if is_inside else model.state_dict())
 
 
 def answer(model: nn.Module, images: ImageBatch) -> Any:
@@ -115,7 +112,7 @@ def own_model(model: nn.Module) -> nn.Module:
 
     A working copy whose weights are others by now, and any other model, is returned itself.
     """
-    kept = _trunk_of(model).own if is_working(model) else None
+    kept = model.own if isinstance(model, Adopted) else None
     own = None if kept is None else kept.model
     if own is None:
         return model
@@ -159,7 +156,7 @@ def library_form(model: nn.Module) -> nn.Module:
 
     It shares the memory of the working copy.
     """
-    if not is_working(model):
+    if not isinstance(model, Adopted):
         return model
     try:
         # Tokens leave between blocks, which the user's module may not call as one.
@@ -180,31 +177,19 @@ def plain_form(accelerated: nn.Module) -> nn.Module:
     return result
 
 
-def _library_form(model: nn.Module, in_blocks: bool) -> nn.Module:
+def _library_form(model: Adopted, in_blocks: bool) -> nn.Module:
     """Does so; `in_blocks`: a structure that was found has the blocks that attnrx calls, and not the user's."""
-    whole = model if isinstance(model, Whole) else None
-    trunk: Any = model if whole is None else whole.trunk
-    owner: Any = family_of(model)
-    family: AdoptedFamily = owner if whole is None else owner.families[whole.around.family]
-    root: nn.Module = trunk.source if whole is None else whole.module
-    path = "" if whole is None else whole.around.path
-    result: nn.Module = trunk.plain.copied()
-    facts, places = dict(family.facts(trunk)), dict[str, str]()
-    if isinstance(family, StructureFamily):
-        if in_blocks and not facts["rewritten"]:
-            result, _ = family.restructured(result, facts)
-            facts["rewritten"] = True
-            family.recall_(result, path, facts)
-        elif not facts["rewritten"]:
-            places = dict(vars(trunk)["places"])
-    if whole is not None:
-        facts["shape"] = whole.shape
-    handled = set(_put_attention_(family, trunk, result, path, places))
-    handled |= set(_put_maps_(trunk, result, path, places))
-    _put_others_(root, result, handled, places)
-    _put_modes_(root, result, places)
-    record = Record(family.name, trunk.origin, None if whole is None else whole.around, facts, stated_outputs(model))
-    vars(result)[RECORD] = record
+    family: Any = family_of(model)
+    assert model.plain is not None
+    result, facts, places = model.plain.copied(), family.present_facts(model), dict(model.places)
+    if in_blocks:
+        result, facts = family.in_blocks(result, model.path, facts)
+        places = {}
+    handled = set(_put_attention_(family, model, result, places))
+    handled |= set(_put_maps_(model, result, places))
+    _put_others_(model.source, result, handled, places)
+    _put_modes_(model.source, result, places)
+    vars(result)[RECORD] = Record(family.name, model.origin, model.around, facts, stated_outputs(model))
     _attach_tokens_of_(result, model)
     return result
 
@@ -223,24 +208,23 @@ def _joined(*paths: str) -> str:
     return ".".join(path for path in paths if path)
 
 
-def _put_attention_(
-    family: AdoptedFamily, trunk: Any, result: nn.Module, path: str, places: dict[str, str]
-) -> Iterator[str]:
+def _put_attention_(family: AdoptedFamily, model: Adopted, result: nn.Module, places: dict[str, str]) -> Iterator[str]:
     """Writes the attention of every layer into the result, or puts it in the place of the library's own; yields the
     paths of the adapters of the working copy. Adds to `places` where norms are that are put before attention.
     """
-    if not family.reads_attention(trunk):
+    if not family.reads_attention(model):
         return
-    parts = family.parts(trunk.source)
-    for block in family.block_paths(trunk.source):
+    trunk, path = model.trunk, model.path
+    parts = family.parts(trunk)
+    for block in family.block_paths(trunk):
         inside = _joined(path, block, parts.attention)
         yield inside
-        adapter: Adapter = trunk.source.get_submodule(f"{block}.{parts.attention}")
+        adapter: Adapter = trunk.get_submodule(f"{block}.{parts.attention}")  # type: ignore[assignment]
         target = places.get(inside, inside)
         module = result.get_submodule(target)
         if isinstance(module, nn.Sequential) and isinstance(module[-1], Adapter):
             target, module = f"{target}.{len(module) - 1}", module[-1]
-        source = trunk.source if isinstance(family, StructureFamily) else result.get_submodule(path)
+        source = trunk if isinstance(family, StructureFamily) else result.get_submodule(path)
         if isinstance(module, Adapter):
             result.set_submodule(target, _released(adapter, module))
         elif not _is_written_(family, source, module, adapter):
@@ -322,19 +306,20 @@ def _released(adapter: Adapter, module: nn.Module) -> Adapter:
     return released
 
 
-def _put_maps_(trunk: Any, result: nn.Module, path: str, places: Mapping[str, str]) -> Iterator[str]:
+def _put_maps_(model: Adopted, result: nn.Module, places: Mapping[str, str]) -> Iterator[str]:
     """Writes the maps of every MLP into the result; yields their paths in the working copy."""
-    for pair, plain in zip(trunk.pairs, vars(trunk).get("plain_pairs", trunk.pairs), strict=True):
+    trunk, path = model.trunk, model.path
+    for pair, plain in zip(model.pairs, vars(model).get("plain_pairs", model.pairs), strict=True):
         sides = zip((pair.first, pair.second, *pair.between), (plain.first, plain.second, *plain.between), strict=True)
         for working, library in sides:
             inside = _joined(path, working)
-            part = trunk.source.get_submodule(working)
+            part = trunk.get_submodule(working)
             whole, _, half = library.rpartition(".")
             named = _joined(path, whole)
             named = places.get(named, named)
             if half in ("first", "second") and isinstance(result.get_submodule(named), nn.Linear):
                 if half == "first":
-                    _put_halves_(trunk.source.get_submodule(working.rpartition(".")[0]), result, named)
+                    _put_halves_(trunk.get_submodule(working.rpartition(".")[0]), result, named)
                 yield inside
                 continue
             if half in ("first", "second") and isinstance(result.get_submodule(named), Halves):

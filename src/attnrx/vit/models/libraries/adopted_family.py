@@ -1,27 +1,28 @@
-"""The base class of the families of other libraries: adopt, describe, rebuild, count costs."""
+"""The base class of the families of other libraries: read, describe, rebuild, count costs."""
 
+import importlib
 import math
 from abc import abstractmethod
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName
-from attnrx.support.modules import copy_module, random_images
+from attnrx.support.arguments import user_code
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import random_images, tensors_of
 from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
-from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.maps import LINEAR_MAPS
-from attnrx.vit.models.checkpoint import read_weight_file
-from attnrx.vit.models.family import Family, LayerShapes, num_outputs, require_ordinary_weights
+from attnrx.vit.models.family import Family, LayerShapes, called_with_images, num_outputs
+from attnrx.vit.models.libraries.attention_conversion import AttentionConversion
+from attnrx.vit.models.libraries.library_models import LibraryModels
+from attnrx.vit.models.observation_hooks import ModuleCall, counted_by_spec, evaluating, recording_calls
 from attnrx.vit.models.parts.mlp import (
     FusedMLP,
     LowRankLinear,
@@ -32,65 +33,47 @@ from attnrx.vit.models.parts.mlp import (
     map_at,
     rank_of,
     resize_linears_,
-    set_parameter_,
-    write_linear_,
 )
-from attnrx.vit.models.parts.record import KEPT_HEADS, RECORD, TOKENS, Record
+from attnrx.vit.models.parts.module_costs import bias_macs, classifier_macs, macs_by_part, mlp_costs, num_params
+from attnrx.vit.models.parts.module_inputs import ATTRIBUTE, InputField, ModuleInputs
+from attnrx.vit.models.parts.record import RECORD, TOKENS, Record
+from attnrx.vit.models.parts.surroundings import DOUBTS, Cut, OfImages, Surroundings
 from attnrx.vit.models.parts.token_reduction import reduction_of
-from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, changed_linears, model_name, reading_parts
-from attnrx.vit.models.working.adopted import (
-    INTERLEAVED,
-    PROJECTION_PATHS,
-    Adapter,
-    Adopted,
-    LastLayer,
-    Origin,
-    OwnModel,
-    PairBias,
-    PlainAttention,
-    PlainShape,
-    aliased,
-    attention_from_projections,
-    interleaved_rows,
+from attnrx.vit.models.parts.vit_parts import (
+    Refusal,
+    ViTParts,
+    changed_linears,
+    model_name,
+    reading_parts,
+    require_parts,
 )
+from attnrx.vit.models.working.adopted import Adapter, Adopted, LastLayer, Origin, OwnModel, PlainShape, aliased
 from attnrx.vit.models.working.adoption_proof import (
     LAYERS,
     build_part,
     difference_in_structure,
     differing_parts,
     replaced_parts,
-    require_equal_attention,
-    require_equal_logits,
-    require_plain_code,
-    require_unchanged,
+    require_equal_outputs,
 )
 from attnrx.vit.models.working.fused_block import fuse_
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 
-# The attributes of attention modules with the number of heads, and with the features of all of them.
-HEAD_COUNTS = {"num_heads", "num_attention_heads", "heads"}
-HEAD_WIDTHS = {"attn_dim", "all_head_size"}
 
-
-class AdoptedFamily(Family):
-    """A family of models of another library: adoption by proof, description, rebuilding, costs.
+class AdoptedFamily(AttentionConversion, LibraryModels, Family):
+    """A family of models of another library: working copies, description, rebuilding, costs.
 
     A subclass states where the parts of the library's models are (`parts`), how their attention is converted
-    (`projected`, `traits`, `adapter`) and how they are created, and lists unsupported features (`refusals`).
+    (`projected`, `traits`, `adapter`) and how they are created, and lists unsupported features (`refusals`). A module
+    of a user with such a model inside (`Adopted.around`) is of the same family: all that concerns the Vision
+    Transformer is read of `Adopted.trunk`.
 
     Raises:
         NotSupported: By methods that need the library, where it is not installed.
     """
 
-    library: str
-    """The package of the library."""
     model_type: type[Adopted]
-    adapter_type: type[Adapter] = PlainAttention
-    takes_weights = False
-    """Whether `load` takes the weights of a file, or downloads them."""
-    size_argument = ""
-    """The argument of the library for the side of images, of families that take weights."""
 
     @abstractmethod
     def parts(self, source: nn.Module) -> ViTParts:
@@ -117,158 +100,6 @@ class AdoptedFamily(Family):
         """Returns the origin of a model inside a user's own module, which creates it."""
         return self._stated(model, {})
 
-    def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-        """Creates a model of the library, read or not, without pretrained weights; `origin` or `creation` states how.
-
-        Raises:
-            UnknownName: The library has no such model.
-            InvalidInput: The arguments are not those of a model.
-            NotSupported: The model is of no library.
-        """
-        raise NotSupported(f"{architecture} is created by the code of its user.")
-
-    def creation(self, model: nn.Module) -> dict[str, Any] | None:
-        """Returns the `architecture` and the `arguments` with which `create` creates a model of any class of the
-        library; None where the model does not state them.
-
-        Raises:
-            NotSupported: They cannot be saved.
-        """
-        return None
-
-    def recognize_(self, module: nn.Module, path: str, description: Mapping[str, Any]) -> nn.Module:
-        """Returns a module of a user's, which contains a model of this family at `path`, as it was adopted."""
-        return module
-
-    def recomputed(self, module: nn.Module) -> nn.Module | None:
-        """Returns a module with the values of a module's unsaved buffers; None where its library computes none."""
-        return None
-
-    def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
-        """Returns attnrx attention with the weights of an attention module of `source`."""
-        parts = self.parts(source)
-        weights, biases = self.projected(source, module)
-        kept_heads = vars(module).get(KEPT_HEADS)  # of a module that has lost some
-        heads = self._num_heads(module, parts) if kept_heads is None else len(kept_heads)
-        scale = getattr(module, parts.scale) if isinstance(parts.scale, str) else parts.scale
-        scale = scale or (weights[0].shape[0] // heads) ** -0.5
-        attention = attention_from_projections(weights, biases, heads, scale, **self.traits(source, module))
-        if kept_heads is not None:
-            attention.spec = attention.scores.spec = replace(attention.spec, heads=kept_heads)
-        return attention
-
-    def write_attention_(self, source: nn.Module, module: nn.Module, adapter: Adapter) -> None:
-        """Writes the weights of attnrx attention into an attention module of `source`, which may have more heads; the
-        inverse of `convert_attention`, as far as the module can hold them.
-
-        Raises:
-            NotSupported: It cannot.
-        """
-        attention, parts = adapter.attention, self.parts(source)
-        spec, rotary = attention.spec, self.traits(source, module).get("rotary")
-        if attention.spec.form not in ("dense", "rotary") or len({*spec.ranks, *spec.value_dims}) > 1:
-            raise NotSupported("heads of other forms or sizes")
-        sides = [attention.get_submodule(path) for path in PROJECTION_PATHS]
-        weights: list[Any] = [side.weight for side in sides]
-        biases: list[Any] = [side.bias for side in sides]
-        if rotary == INTERLEAVED and spec.ranks:
-            order = interleaved_rows(len(spec.heads), spec.ranks[0]).argsort()
-            for side in (0, 1):
-                weights[side] = weights[side][order.to(weights[side].device)]
-                biases[side] = None if biases[side] is None else biases[side][order.to(weights[side].device)]
-        self.write_projections_(source, module, weights, biases)
-        for name, norm in attention.inner_norms.items():
-            own = self.traits(source, module)["inner_norms"][name]
-            for (path, target), parameter in zip(own.named_parameters(), norm.parameters(), strict=True):
-                value = parameter
-                if rotary == INTERLEAVED and name in ("query_norm", "key_norm"):
-                    value = parameter[interleaved_rows(1, len(parameter)).argsort().to(parameter.device)]
-                set_parameter_(own, path, value, target.requires_grad)
-        bias: Any = self.pair_bias(module)
-        if bias is not None and adapter.pair_bias is not None:
-            own: Any = adapter.pair_bias
-            bias, own = (each.source if isinstance(each, PairBias) else each for each in (bias, own))
-            state = dict(own.named_parameters())
-            for path, target in list(bias.named_parameters()):
-                owner, _, name = path.rpartition(".")
-                holder = bias.get_submodule(owner)
-                # The tables of timm are parameters of the attention module itself.
-                holder = module if not owner and getattr(module, name, None) is target else holder
-                set_parameter_(holder, name, state[path], target.requires_grad)
-        if spec.heads != tuple(range(self._num_heads(module, parts))):
-            self.keep_heads_(module, spec.heads, spec.head_dim)
-
-    def _num_heads(self, module: nn.Module, parts: ViTParts) -> int:
-        """Returns the number of heads that an attention module states."""
-        name = "num_heads" if isinstance(module, nn.MultiheadAttention) else parts.num_heads
-        return name if isinstance(name, int) else int(getattr(module, name))
-
-    def keep_heads_(self, module: nn.Module, heads: tuple[int, ...], head_dim: int) -> None:
-        """States in an attention module that it has these heads alone, whose weights were written."""
-        vars(module)[KEPT_HEADS] = heads
-        for part in module.modules():
-            own = vars(part)
-            for name in HEAD_COUNTS & own.keys():
-                setattr(part, name, len(heads))
-            for name in HEAD_WIDTHS & own.keys():
-                setattr(part, name, len(heads) * head_dim)
-
-    def write_projections_(
-        self, source: nn.Module, module: nn.Module, weights: list[Tensor], biases: list[Tensor | None]
-    ) -> None:
-        """Writes the weights and biases of query, key, value and output into a module; the inverse of `projected`.
-
-        Weights are [rows, width], the output's [width, rows]; biases are [rows] and [width], or None.
-        """
-        part: Any = module
-        if isinstance(module, nn.MultiheadAttention):
-            if None in biases and any(bias is not None for bias in biases):
-                raise NotSupported("biases of some projections alone")
-            set_parameter_(module, "in_proj_weight", torch.cat(weights[:3]), part.in_proj_weight.requires_grad)
-            if part.in_proj_bias is not None:
-                joint = torch.cat([bias for bias in biases[:3] if bias is not None])
-                set_parameter_(module, "in_proj_bias", joint, part.in_proj_bias.requires_grad)
-            write_linear_(part.out_proj, weights[3], biases[3])
-            return
-        linears: list[Any] = [module.get_submodule(name) for name in self.parts(source).projections]
-        if len(linears) == 2:
-            fused = None if biases[0] is None else torch.cat([bias for bias in biases[:3] if bias is not None])
-            write_linear_(linears[0], torch.cat(weights[:3]), fused)
-            write_linear_(linears[1], weights[3], biases[3])
-            return
-        for linear, weight, bias in zip(linears, weights, biases, strict=True):
-            write_linear_(linear, weight, bias)
-
-    def projected(self, source: nn.Module, module: nn.Module) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Returns the weights and the biases of query, key, value and output of an attention module."""
-        part: Any = module
-        if isinstance(module, nn.MultiheadAttention):  # its fused projection is a parameter, not a module
-            weights: list[Any] = [part.in_proj_weight, part.out_proj.weight]
-            biases: list[Any] = [part.in_proj_bias, part.out_proj.bias]
-        else:
-            linears: list[Any] = [module.get_submodule(name) for name in self.parts(source).projections]
-            weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        if len(weights) == 2:  # the rows of a fused projection: all queries, all keys, all values
-            weights = [*weights[0].chunk(3), weights[1]]
-            biases = [*([None] * 3 if biases[0] is None else biases[0].chunk(3)), biases[1]]
-        return weights, biases
-
-    def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:
-        """Returns what `attention_from_projections` needs besides the projections: rotation, bias of pairs, norms."""
-        return {}
-
-    def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:
-        """Returns the module that replaces an attention module of `source` and calls `attention`."""
-        parts = self.parts(source)
-        adapter = self.adapter_type(attention, parts.prefix_tokens, self.pair_bias(module))
-        # nn.MultiheadAttention returns a pair also where its weights are not requested.
-        adapter.returns_weights = parts.returns_weights or isinstance(module, nn.MultiheadAttention)
-        return adapter
-
-    def pair_bias(self, module: nn.Module) -> nn.Module | None:
-        """Returns a module that computes the bias of pairs, [1, heads, tokens, tokens], of an attention module."""
-        return None
-
     def blocks(self, source: nn.Module) -> tuple[nn.Module, ...]:
         """Returns the transformer blocks."""
         return tuple(map(source.get_submodule, self.block_paths(source)))
@@ -285,72 +116,70 @@ class AdoptedFamily(Family):
         norm = self.parts(source).norm
         return dict(source.named_modules()).get(norm, nn.Identity()) if norm else nn.Identity()
 
-    def adopt(self, model: nn.Module, **stated: Any) -> Adopted:
-        """Returns a deep copy of the model with attnrx attention in every layer; the model itself is not changed.
-
-        Two properties are checked on random images first: the copy returns the logits of the model, and so does a model
-        rebuilt from the description of the copy. Activations that its parts keep are detached.
-
-        Args:
-            model: The model of the library.
-            **stated: Fields of `Origin` that override what the model states: `mean` and `std` of the normalization,
-                `preprocessing`, the settings of the library's transform of pictures.
+    def stated_origin(
+        self, model: nn.Module, path: str | None, facts: Mapping[str, Any], stated: Mapping[str, Any]
+    ) -> Origin:
+        """Returns the origin of the Vision Transformer at a path in a module of a user, or of a model of the library
+        (None), in which the values in `stated` have precedence. `facts` are those of its `Record`.
 
         Raises:
-            NotSupported: The model has an unsupported feature, named in the message, an attribute that cannot be
-                copied, adapters, or weights that are computed from other tensors.
-            InvalidInput: The model was adopted already, or has no weights.
+            NotSupported: The model does not state how it was created.
+            InvalidInput: The images are smaller than a patch.
         """
-        if isinstance(model, Adopted):
-            raise InvalidInput(f"{model.origin.architecture} was adopted already.")
-        require_plain_code(model)
-        self.require_supported(model)
-        require_ordinary_weights(model)
-        require_finite_tensors(model.state_dict(), model_name(model))
-        origin = self._stated(model, stated)
-        model = copy_module(model)  # whose own code may change it in a forward pass
-        vars(model)[RECORD] = Record(self.name, origin)
-        wrapped = self.model_type(model, origin)
-        require_unchanged(model, wrapped, origin.input_shape)
-        adopted = self._installed(model, origin)
-        self._require_equal(
-            (wrapped, adopted),
-            "its attention computes something else than plain softmax attention, or its heads, its scale or the order "
-            "of its projections are not those that were read",
-        )
-        images = random_images(adopted, origin.input_shape)
-        originals = [block.get_submodule(self.parts(model).attention) for block in self.blocks(model)]
-        require_equal_attention(adopted, partial(adopted, images), originals, self._adapters(adopted))
-        # A model that was changed after its creation would be saved, and loaded as another one.
-        self._require_rebuilt(adopted)
-        return adopted
+        return self._stated(model, stated) if path is None else self.origin_inside(model.get_submodule(path))
 
-    def _installed(self, model: nn.Module, origin: Origin) -> Adopted:
-        """Returns a working copy of a model, which has memory of its own for the weights of the attention alone."""
-        adopted = self.model_type(aliased(model), origin)
+    def opened(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, str]]:
+        """Returns a module whose blocks are called with [batch, tokens, width], the module itself where they are; and
+        where the parts were before that are elsewhere then. The module may be changed.
+        """
+        return module, {}
+
+    def in_blocks(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
+        """Returns the same with the facts of such a module, for users."""
+        return module, facts
+
+    def working(self, model: nn.Module, record: Record) -> Adopted:
+        """Returns a working copy of a model with a record of this family, which has memory of its own for the weights
+        of the attention alone.
+        """
+        return self.installed(model, *self.opened(aliased(model), record.path, record.facts), record)
+
+    def installed(self, model: nn.Module, opened: nn.Module, places: Mapping[str, str], record: Record) -> Adopted:
+        """Returns a working copy of a model, made of what `opened` returned for an alias of it."""
+        origin = self.present_size(opened.get_submodule(record.path), record.origin)
+        adopted = self.model_type(opened, origin, record.around, record.facts, places)
         adopted.training = model.training  # of the wrapper only: every module inside keeps its own mode
-        self._install_(adopted, self._converted_attention(adopted.source))
         vars(adopted).update(plain=PlainShape(model), own=OwnModel(model))
+        self._install_(adopted, self._converted_attention(adopted.trunk))
         return adopted
 
     def viewed(self, model: nn.Module, record: Record) -> Adopted:
-        adopted = self.model_type(model, self.present_size(model, record.origin))
+        source = model.get_submodule(record.path)
+        origin = self.present_size(source, record.origin)
+        adopted = self.model_type(model, origin, record.around, record.facts)
         adopted.training = model.training
-        vars(adopted)["pairs"] = self._found_pairs(model)
+        vars(adopted)["pairs"] = self._found_pairs(source)
         adopted.tokens = reduction_of(model)
         return adopted
 
-    def facts(self, adopted: Adopted) -> Mapping[str, Any]:
-        """Returns what the record of a model needs besides its origin, for `working`."""
-        return {}
-
-    def working(self, model: nn.Module, record: Record) -> Adopted:
-        """Returns a working copy of a model with a record of this family."""
-        return self._installed(model, self.present_size(model, record.origin))
+    def present_facts(self, adopted: Adopted) -> dict[str, Any]:
+        """Returns what the record of a model needs besides its origin and surroundings."""
+        return dict(adopted.facts)
 
     def library_model(self, model: nn.Module) -> nn.Module:
-        """Creates the model with its own library, which keeps that library's attention."""
-        return self._created(self._adopted(model).origin)
+        """Returns a module of a user with small random weights, and creates a model of a library, which keeps that
+        library's attention.
+        """
+        adopted = self._adopted(model)
+        if adopted.around is None:
+            return self.created_again(adopted.origin)
+        fresh: nn.Module = adopted.facts["shape"].fresh()
+        takes_images = adopted.around.call == "forward" and adopted.attnrx_inputs is None
+        return fresh if takes_images else OfImages(fresh, adopted.around.call)
+
+    def created_again(self, origin: Origin) -> nn.Module:
+        """Creates the model of an origin with its own library; called with images it returns the answer."""
+        return self._created(origin)
 
     def _created(self, origin: Origin) -> nn.Module:
         """Creates the model with its own library, and replaces the parts that were replaced in it."""
@@ -362,135 +191,15 @@ class AdoptedFamily(Family):
             created.set_submodule(path, build_part(part))
         return created
 
-    def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
-        """Returns the library's model of this name with weights from seed 0, or none on the meta device.
-
-        With `pretrained`, which families may lack (`takes_weights`), the library downloads the weights.
+    def without_weights(self, model: nn.Module) -> Adopted:
+        """Returns a working copy of a model on the meta device, where its outputs cannot be compared.
 
         Raises:
-            UnknownName: The library has no model of this name.
-            InvalidInput: The library takes no such arguments.
-            CheckpointError: The weights or the configuration cannot be read or downloaded.
-            NotSupported: The library is not installed, or the models are of no library.
-        """
-        if not self.has(name) and (names := self.names()):
-            raise UnknownName(f"{self.library} model", name, names)
-        with torch.random.fork_rng(devices=[]):  # libraries draw weights from the global generator
-            torch.manual_seed(0)
-            try:
-                return self.make(name, pretrained, arguments)
-            except AttnrxError:
-                raise
-            except Exception as error:  # errors of several packages and types
-                if pretrained:
-                    raise CheckpointError(
-                        f"{self.library} could not load the weights of {name} ({type(error).__name__}: {error}). Give "
-                        "a file with weights=..., or pretrained=False for fresh weights."
-                    ) from error
-                raise InvalidInput(f"{self.library} cannot create {name} with {arguments}: {error}") from error
-
-    def names(self) -> Sequence[str]:
-        """Returns the names of the library's models; () where it has no list of them."""
-        return ()
-
-    def has(self, name: str) -> bool:
-        """Returns whether the library lists a model of this name."""
-        return name in self.names()
-
-    def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-        """Calls the library for `initialized`, which names it in errors.
-
-        Raises:
-            CheckpointError: The configuration cannot be read.
-            NotSupported: The models are of no library.
-        """
-        raise NotSupported(f"models of the family {self.name} have no names: {name!r:.80}.")
-
-    def instance(
-        self, name: str, *, weights: Path | str | None = None, pretrained: bool | None = None, **arguments: Any
-    ) -> nn.Module:
-        """Returns the library's model of this name with weights.
-
-        Args:
-            name: The name in the library.
-            weights: A file with the weights under the library's names (`read_weight_file`), also of a model that was
-                fine-tuned to another number of classes or size of images; by default the library downloads them.
-            pretrained: False initializes the weights from seed 0 instead.
-            **arguments: Arguments of the library for this model, e.g. `num_classes=10` of timm.
-
-        Raises:
-            InvalidInput: Both `weights` and `pretrained=True` were given, or wrong arguments.
-            UnknownName: The library has no model of this name.
-            CheckpointError: The weights cannot be read or downloaded, or do not fit the model.
-        """
-        if weights is not None and pretrained:
-            raise InvalidInput(f"weights={str(weights)!r} and pretrained=True: choose one of them.")
-        state = None if weights is None else read_weight_file(Path(weights))
-        if state is not None:
-            arguments = self._changes_in(state, name, arguments) | arguments
-        model = self.initialized(name, pretrained=weights is None and pretrained is not False, **arguments)
-        if state is not None:
-            try:
-                model.load_state_dict(self.fitted(state, model), strict=True)
-            except Exception as error:  # the conversions of libraries and torch raise errors of many types
-                raise CheckpointError(f"the weights in {weights} do not fit {self.name}:{name} ({error}).") from error
-        return model
-
-    def _changes_in(self, state: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the arguments for the weights of a model that was fine-tuned to other classes, or to another size.
-
-        Raises:
-            CheckpointError: The positions are those of patches that form no square.
-        """
-        with torch.device("meta"):
-            model = self.initialized(name, **arguments)
-        published, changes = model.state_dict(), dict[str, int]()
-        both = [(path, published[path].shape, tensor.shape) for path, tensor in state.items() if path in published]
-        # The linear maps with other rows and the same columns: the classifiers, of which distilled models have two.
-        rows = {own[0] for _, other, own in both if len(own) == 2 and own[0] != other[0] and own[1:] == other[1:]}
-        # Or one that the published model lacks.
-        rows = rows or {len(own) for path, own in state.items() if path not in published and own.ndim == 2}
-        if len(rows) == 1:
-            changes["num_classes"] = rows.pop()
-        # Tables [1, tokens, width] of other tokens: the positions.
-        tables = [
-            (path, other[1], own[1])
-            for path, other, own in both
-            if len(own) == len(other) == 3 and own[0] == other[0] == 1 and own[1] != other[1] and own[2] == other[2]
-        ]
-        if tables and self.size_argument:
-            path, tokens, own = tables[0]
-            patches: Any = model.get_submodule(self.parts(model).patches)
-            # Without the tokens before the patches, if these have positions.
-            count = own - (tokens - self.num_patches(model, self.origin_inside(model).input_shape))
-            side = math.isqrt(max(count, 0))
-            if not count or side * side != count:
-                raise CheckpointError(
-                    f"{path} of the weights has {own} tokens, of which no square grid is left: create the model of "
-                    f"{self.library} for the size of its images, load the weights into it, and then attnrx.load it."
-                )
-            changes[self.size_argument] = side * patches.stride[0]
-        return changes
-
-    def fitted(self, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """Returns the tensors of a weight file as the library converts them for this model."""
-        return state
-
-    def input_format(self, name: str) -> dict[str, Any]:
-        """Returns the input format of the downloaded weights, as `adopt` takes it; {} where the model holds it."""
-        return {}
-
-    def fresh(self, name: str, **arguments: Any) -> Adopted:
-        """Adopts a model with fresh weights; on the meta device, where its logits cannot be checked, it has none.
-
-        Raises:
+            NotSupported: The model has an unsupported feature.
             InvalidInput: The patches do not tile the images, or are larger.
         """
-        model = self.initialized(name, **arguments)
-        if not next(model.parameters()).is_meta:
-            return self.adopt(model).eval()
         self.require_supported(model)
-        return self._installed(model, self._stated(model, {}))
+        return self.working(model, Record(self.name, self._stated(model, {})))
 
     def _converted_attention(self, source: nn.Module) -> list[Attention]:
         path, attention = self.parts(source).attention, []
@@ -505,7 +214,7 @@ class AdoptedFamily(Family):
         """Sets the attention of every block, removes dropout of rate 0, packs linear maps, and enables the shortcut of
         `LastLayer` for models with class-token pooling.
         """
-        source, blocks = adopted.source, self.blocks(adopted.source)
+        source, blocks = adopted.trunk, self.blocks(adopted.trunk)
         parts = self.parts(source)
         vars(adopted)["plain_pairs"] = self._found_pairs(source)
         for block, new_attention in zip(blocks, attention, strict=True):
@@ -547,7 +256,7 @@ class AdoptedFamily(Family):
 
     def installed_(self, model: nn.Module, layer: int) -> Attention:
         """Returns the attention of a layer, which takes the place of the library's own in the model."""
-        source = self._adopted(model).source
+        source = self._adopted(model).trunk
         block = self.blocks(source)[layer]
         module = block.get_submodule(self.parts(source).attention)
         if isinstance(module, Adapter):
@@ -555,6 +264,11 @@ class AdoptedFamily(Family):
         return self.place_attention_(source, block, self.convert_attention(source, module))
 
     def restored_blocks(self, model: nn.Module) -> Container[int]:
+        adopted = self._adopted(model)
+        return self.answered_blocks(adopted) if adopted.around is None else adopted.around.read_blocks
+
+    def answered_blocks(self, adopted: Adopted) -> Container[int]:
+        """Returns the blocks of which the answer of a library's model needs all patches."""
         return ()  # logits need no features of pruned patches
 
     def require_supported(self, model: nn.Module) -> None:
@@ -578,28 +292,32 @@ class AdoptedFamily(Family):
             yield from changed_linears(block, tuple(dict.fromkeys(paths)))
 
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
-        inside = "source." if isinstance(model, Adopted) else ""
-        return tuple(f"{inside}{path}" for path in self.block_paths(self._adopted(model).source))
+        return tuple(self._named(model, path) for path in self.block_paths(self._adopted(model).trunk))
+
+    def _named(self, model: nn.Module, path: str) -> str:
+        """Returns the path in a model, which may be a working copy, of a part of the Vision Transformer."""
+        inside = "source" if isinstance(model, Adopted) else ""
+        return ".".join(filter(None, (inside, self._adopted(model).path, path)))
 
     def attention(self, model: nn.Module) -> tuple[Attention, ...]:
         """Returns the attention of every layer; a copy of the library's own where that is in its place."""
-        return tuple(self._converted_attention(self._adopted(model).source))
+        return tuple(self._converted_attention(self._adopted(model).trunk))
 
     def set_attention_(self, model: nn.Module, layer: int, attention: Attention) -> None:
-        source = self._adopted(model).source
+        source = self._adopted(model).trunk
         self.place_attention_(source, self.blocks(source)[layer], attention)
 
     def mlp(self, model: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
         adopted = self._adopted(model)
-        maps = [[map_at(adopted.source, path) for path in (pair.first, pair.second)] for pair in adopted.pairs]
+        maps = [[map_at(adopted.trunk, path) for path in (pair.first, pair.second)] for pair in adopted.pairs]
         # The linear map of a `units.Convolution`.
         return tuple(tuple(getattr(part, "linear", part) for part in pair) for pair in maps)  # type: ignore[misc]
 
     def has_plain_units(self, model: nn.Module) -> bool:
         adopted = self._adopted(model)
-        for block, pair in zip(self.blocks(adopted.source), adopted.pairs, strict=False):
-            mlp = map(block.get_submodule, self.parts(adopted.source).mlp)
-            maps = (map_at(adopted.source, path) for path in (pair.first, pair.second, *pair.between))
+        for block, pair in zip(self.blocks(adopted.trunk), adopted.pairs, strict=False):
+            mlp = map(block.get_submodule, self.parts(adopted.trunk).mlp)
+            maps = (map_at(adopted.trunk, path) for path in (pair.first, pair.second, *pair.between))
             if sum(map(num_params, mlp)) > sum(map(num_params, maps)):  # e.g. a norm over all units
                 return False
         return bool(adopted.pairs)
@@ -614,9 +332,9 @@ class AdoptedFamily(Family):
         if not adopted.pairs:
             raise NotSupported(f"{adopted.origin.architecture} has no MLPs of two linear maps.")
         path = (adopted.pairs[layer].first, adopted.pairs[layer].second)[which]
-        if hasattr(adopted.source.get_submodule(path), "linear"):
+        if hasattr(adopted.trunk.get_submodule(path), "linear"):
             path = f"{path}.linear"
-        adopted.source.set_submodule(path, linear.train(adopted.source.get_submodule(path).training))
+        adopted.trunk.set_submodule(path, linear.train(adopted.trunk.get_submodule(path).training))
 
     def _found_pairs(self, source: nn.Module) -> tuple[Pair, ...]:
         """Returns the maps of the MLP of every block, () where a block has another kind."""
@@ -636,11 +354,12 @@ class AdoptedFamily(Family):
         for path in adopted.pairs[layer].between:
             if not bool(keep.any()):
                 raise NotSupported(f"no unit of the MLP {adopted.pairs[layer].block} would be left; keep one or more.")
-            keep_units_of_(adopted.source.get_submodule(path), keep)
+            keep_units_of_(adopted.trunk.get_submodule(path), keep)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         """Returns how the model was created, the spec of every layer's attention, and the ranks of its MLP."""
-        origin = self._adopted(model).origin
+        adopted = self._adopted(model)
+        origin, around = adopted.origin, adopted.around
         return {
             **{name: value for name, value in to_dict(origin, typed=False).items() if name != "replaced" or value},
             "attention": [to_dict(attention.spec) for attention in self.attention(model)],
@@ -648,10 +367,11 @@ class AdoptedFamily(Family):
             "hidden_units": list(hidden_units(self.mlp(model))),
             # A library creates these buffers anew, in its default type, which `model.half()` may have changed.
             "buffer_dtypes": {
-                f"{path}.{name}".lstrip("."): str(buffer.dtype).removeprefix("torch.")
-                for path, name, buffer in unsaved_buffers(model)
+                f"source.{path}.{name}".replace("..", "."): str(buffer.dtype).removeprefix("torch.")
+                for path, name, buffer in unsaved_buffers(adopted.trunk)
                 if buffer.is_floating_point()
             },
+            **({} if around is None else {"around": to_dict(around, typed=False)}),
         }
 
     def build(self, description: Mapping[str, Any]) -> Adopted:
@@ -661,6 +381,41 @@ class AdoptedFamily(Family):
             InvalidInput: The library creates a model of another depth.
         """
         return self.shaped(self._created(self.described_origin(description)), description)
+
+    def built_inside(self, created: nn.Module, description: Mapping[str, Any]) -> Adopted:
+        """Does the same with a module of a user that was created anew, and has the Vision Transformer inside.
+
+        Raises:
+            InvalidInput: It has another Vision Transformer.
+        """
+        around, facts = from_dict(description["around"], Surroundings), self.described_facts(created, description)
+        path, origin = around.path, self.described_origin(description)
+        if around.inputs:
+            vars(created)[ATTRIBUTE] = ModuleInputs(tuple(InputField(*each) for each in around.inputs))
+        plain = PlainShape(created)
+        module, places = self.opened(created, path, facts)
+        require_parts(module, (path,), around.name)
+        source = module.get_submodule(path)
+        if not self.has_class_of(source):
+            raise InvalidInput(f"{path or 'the model'} of {around.name} is no model of {self.library}.")
+        with torch.device("cpu"):
+            self.fit_created_(source, origin)
+        plain = plain if places else PlainShape(module)
+        facts = {**facts, "shape": plain}
+        for cut in around.cuts:
+            Cut(*cut).shape_(module)
+        return self.shaped(module, description, around, facts, places, plain)
+
+    def has_class_of(self, part: nn.Module) -> bool:
+        """Returns whether a part of a module is a model of the library, or of a subclass of one."""
+        return self.adopts(part) or any(
+            base.__module__.split(".")[0] == self.library and base.__module__ != "timm.layers"
+            for base in type(part).__mro__
+        )
+
+    def described_facts(self, created: nn.Module, description: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the facts of a described model that are needed to open what was created."""
+        return {}
 
     def recreated(self, description: Mapping[str, Any], state: Mapping[str, Tensor], outputs: str | None) -> Adopted:
         """Returns a working copy of the model of an origin with the weights of the library's files."""
@@ -707,34 +462,46 @@ class AdoptedFamily(Family):
         stated = {field.name: description[field.name] for field in fields(Origin) if field.name in description}
         return from_dict(stated, Origin)
 
-    def shaped(self, created: nn.Module, description: Mapping[str, Any]) -> Adopted:
-        """Inserts attention and MLPs of the described ranks into the library's model, which is changed.
+    def shaped(
+        self,
+        created: nn.Module,
+        description: Mapping[str, Any],
+        around: Surroundings | None = None,
+        facts: Mapping[str, Any] | None = None,
+        places: Mapping[str, str] | None = None,
+        plain: PlainShape | None = None,
+    ) -> Adopted:
+        """Inserts attention and MLPs of the described ranks into a model that was created, which is changed.
 
         Raises:
             InvalidInput: It has another depth.
         """
         origin = self.described_origin(description)
-        self._recompute_buffers_(created)
-        self.state_format_(created, origin)
-        adopted = self.model_type(created, origin)
-        vars(adopted)["plain"] = PlainShape(created)
-        blocks, specs = self.blocks(adopted.source), description["attention"]
+        adopted = self.model_type(created, origin, around, facts, places)
+        self._recompute_buffers_(adopted.trunk)
+        self.state_format_(adopted.trunk, origin)
+        vars(adopted)["plain"] = plain or PlainShape(created)
+        self._shape_(adopted, description)
+        return adopted
+
+    def _shape_(self, adopted: Adopted, description: Mapping[str, Any]) -> None:
+        blocks, specs = self.blocks(adopted.trunk), description["attention"]
         if len(blocks) != len(specs):
+            name = adopted.origin.architecture
             raise InvalidInput(
-                f"{origin.architecture} has {len(blocks)} layers, and the model that was made from it {len(specs)}: "
+                f"{name} has {len(blocks)} layers, and the model that was made from it {len(specs)}: "
                 "blocks cannot be added or removed after a model is created. Create it with that number of blocks, "
                 "e.g. depth=N of timm."
             )
         # Before the MLPs are replaced: their paths are those after `_install_`, which fuses them.
         self._install_(adopted, [Attention(from_dict(spec, (AttentionSpec,))) for spec in specs])
         self._shape_mlps_(adopted, description)
-        return adopted
 
     def _shape_mlps_(self, adopted: Adopted, description: Mapping[str, Any]) -> None:
         """Gives the MLPs of a created model the described ranks and units, and the unsaved buffers their types."""
         for name, dtype in description.get("buffer_dtypes", {}).items():
             owner, _, buffer = name.rpartition(".")
-            module = adopted.get_submodule(owner)
+            module = adopted.trunk.get_submodule(owner.removeprefix("source").lstrip("."))
             module._buffers[buffer] = module.get_buffer(buffer).to(getattr(torch, dtype))
         created_units = hidden_units(self.mlp(adopted))
         shapes = zip(description["mlp_ranks"], description["hidden_units"], strict=True)
@@ -753,12 +520,24 @@ class AdoptedFamily(Family):
 
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
         adopted = self._adopted(model)
-        self.resize_inside_(adopted, height, width)
-        if reduction_of(adopted) is None:  # a policy is attached after a model is built
-            self._require_rebuilt(adopted)
+        before, around, shape = adopted.origin, adopted.around, adopted.facts.get("shape")
+        self.resize_trunk_(adopted, height, width)
+        if adopted.plain is not None:
+            adopted.plain = PlainShape(self._resized_like(adopted.plain.copied(), adopted, before))
+        adopted.own = None
+        reduction = reduction_of(adopted)
+        if reduction is not None:  # it keeps the same shares of the patches
+            reduction.shape = self.token_shape(adopted, reduction.shape.heads)
+            reduction.policy.counts(reduction.shape.layout.patches)  # raises an error where a share keeps no patch
+        elif around is None:  # a policy is attached after a model is built
+            self.require_rebuilt(adopted)
+        if around is not None and shape is not None:
+            adopted.facts["shape"] = PlainShape(self._resized_like(shape.fresh(), adopted, before))
+            adopted.around = replace(around, sizes=output_sizes(adopted))
+            self.count_(adopted)
 
-    def resize_inside_(self, adopted: Adopted, height: int, width: int) -> None:
-        """Does the same for a model that is part of a user's module, which creates it."""
+    def resize_trunk_(self, adopted: Adopted, height: int, width: int) -> None:
+        """Resizes the position embeddings in place, and states the size."""
         name, channels = adopted.origin.architecture, adopted.origin.input_shape[0]
         if any(attention.spec.pair_bias for attention in self.attention(adopted)):
             raise NotSupported(
@@ -766,27 +545,37 @@ class AdoptedFamily(Family):
                 f"library for {height} x {width}, and load that."
             )
         shape = (channels, height, width)
-        convolution = adopted.source.get_submodule(self.parts(adopted.source).patches)
+        convolution = adopted.trunk.get_submodule(self.parts(adopted.trunk).patches)
         down, right = getattr(convolution, "stride", (1, 1))[-2:]
-        if height % down or width % right or not self.num_patches(adopted.source, shape):
+        if height % down or width % right or not self.num_patches(adopted.trunk, shape):
             raise InvalidInput(f"patches of {down} x {right} of {name} do not tile images of {height} x {width}.")
-        before = adopted.origin
-        adopted.origin = replace(self._resized(adopted, height, width), input_shape=shape)
-        self.resize_plain_(adopted, before, height, width)
-        adopted.own = None
-        reduction = reduction_of(adopted)
-        if reduction is not None:  # it keeps the same shares of the patches
-            reduction.shape = self.token_shape(adopted, reduction.shape.heads)
-            reduction.policy.counts(reduction.shape.layout.patches)  # raises an error where a share keeps no patch
+        adopted.origin = replace(self._resized(adopted.trunk, adopted.origin, height, width), input_shape=shape)
 
-    def resize_plain_(self, adopted: Adopted, before: Origin, height: int, width: int, path: str = "") -> None:
-        """Resizes what a working copy was made of in the same way; the model is at `path` in it."""
-        if adopted.plain is not None:
-            plain = adopted.plain.copied()
-            source = plain.get_submodule(path)
-            self._resized(self.model_type(source, before), height, width)
-            self.state_format_(source, adopted.origin)
-            adopted.plain = PlainShape(plain)
+    def _resized_like(self, model: nn.Module, adopted: Adopted, before: Origin) -> nn.Module:
+        """Resizes a model that a working copy was made of in the same way, in place; returns it."""
+        source = model.get_submodule(adopted.path)
+        self.fit_created_(source, adopted.origin, before)
+        self.state_format_(source, adopted.origin)
+        return model
+
+    def count_(self, adopted: Adopted) -> None:
+        """States how a module of a user calls the Vision Transformer for an image, and the MACs of all else, as they
+        are counted in a forward pass.
+        """
+        around, parts = adopted.around, self.parts(adopted.trunk)
+        assert around is not None
+        layers = self.layers(adopted.trunk)[::2]
+        with counted_by_spec(adopted, self), recording_calls(layers, _sequences) as recorded:
+            macs = macs_by_part(adopted, random_images(adopted, adopted.input_shape)[:1])
+        lengths = tuple(tuple(n for part, each in recorded if part is layer for n in each) for layer in layers)
+        usual = all(each == (self.num_tokens(adopted),) * around.calls for each in lengths)
+        adopted.around = replace(around, lengths=() if usual else lengths, head_calls=1, macs=0)
+        # The classifier has a price where it runs once per image, on the tokens that it pools; else it is of the rest.
+        priced = self.costs(adopted).classifier_macs * around.calls
+        inside = ".".join(filter(None, ("source", around.path)))
+        is_priced = priced > 0 and priced == sum(macs.get(f"{inside}.{head}", 0) for head in parts.heads)
+        adopted.around = replace(adopted.around, head_calls=None if is_priced else 0)
+        adopted.around = replace(adopted.around, macs=macs[""] - self.costs(adopted).product_macs)
 
     def refresh_(self, adopted: Adopted) -> None:
         """States in the origin of a working copy what its user changed after it was loaded, outside of the blocks.
@@ -835,9 +624,9 @@ class AdoptedFamily(Family):
         """
         before = before or self.origin_inside(source)
         if before.input_shape[1:] != origin.input_shape[1:]:
-            self._resized(self.model_type(source, before), *origin.input_shape[1:])
+            self._resized(source, before, *origin.input_shape[1:])
 
-    def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
+    def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
         """Resizes the position embeddings in place as the library does it; returns how such a model is created.
 
         The origin may have the input shape of before.
@@ -845,9 +634,9 @@ class AdoptedFamily(Family):
         Raises:
             NotSupported: The library does not resize those of this model.
         """
-        _, *size = adopted.origin.input_shape
+        _, *size = origin.input_shape
         raise NotSupported(
-            f"{adopted.origin.architecture} takes images of {size[0]} x {size[1]} only, not of {height} x {width}: "
+            f"{origin.architecture} takes images of {size[0]} x {size[1]} only, not of {height} x {width}: "
             f"{self.library} does not resize its position embeddings. Create it for that size, or give images of "
             f"{size[0]} x {size[1]}."
         )
@@ -859,36 +648,77 @@ class AdoptedFamily(Family):
             NotSupported: The head needs all tokens.
         """
         adopted = self._adopted(model)
-        parts = self.parts(adopted.source)
-        if parts.pooling not in ("class", "mean"):
+        parts, pooling = self.parts(adopted.trunk), self.parts(adopted.trunk).pooling
+        usual, sequences = self.num_tokens(adopted), () if adopted.around is None else adopted.around.lengths
+        if others := sorted({length for each in sequences for length in each} - {usual}):
+            raise NotSupported(
+                f"{adopted.name} gives its blocks sequences of {', '.join(map(str, others))} tokens, and an image "
+                f"has {usual} with those before its patches; tokens can be pruned only where all sequences are these."
+            )
+        if pooling not in ("class", "mean") and adopted.around is not None and parts.prefix_tokens:
+            pooling = "class"  # all patches are restored where they are read, so the module pools as ever
+        if pooling not in ("class", "mean"):
             raise NotSupported(
                 f"{adopted.origin.architecture} pools its tokens by {parts.pooling!r}; tokens can be pruned only where "
                 "the head takes a token before the patches, or the mean of the patches."
             )
-        return TokenLayout(parts.prefix_tokens, self.positions(adopted), parts.has_class_token, parts.pooling)
+        return TokenLayout(parts.prefix_tokens, self.positions(adopted), parts.has_class_token, pooling)
 
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
         adopted = self._adopted(model)
-        return adopted.all_tokens(images)[:, self.parts(adopted.source).prefix_tokens :]
+        return adopted.all_tokens(images)[:, self.parts(adopted.trunk).prefix_tokens :]
 
     def patch_embedding(self, model: nn.Module) -> nn.Module:
-        source = self._adopted(model).source
+        source = self._adopted(model).trunk
         return source.get_submodule(self.parts(source).patches)
 
     def pooled_norm(self, model: nn.Module) -> nn.Module:
-        return self.last_norm(self._adopted(model).source)
+        return self.last_norm(self._adopted(model).trunk)
 
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
-        named = dict(self._adopted(model).source.named_modules())
-        heads = (named.get(name) for name in self.parts(self._adopted(model).source).classifiers)
+        """Returns the classifiers of a model without other parts around; those of others are not known."""
+        adopted = self._adopted(model)
+        named = {} if adopted.path else dict(adopted.trunk.named_modules())
+        heads = (named.get(name) for name in self.parts(adopted.trunk).classifiers)
         return tuple(head for head in heads if head is not None and num_outputs(head))
 
     def output_kind(self, model: nn.Module) -> str:
-        return "logits" if self.heads(model) else "embedding"
+        adopted = self._adopted(model)
+        return self.answer_kind(adopted) if adopted.around is None else adopted.around.outputs
+
+    def output_doubt(self, model: nn.Module) -> str:
+        around = self._adopted(model).around
+        return "" if around is None else DOUBTS.get(around.outputs, "")
+
+    def answer_kind(self, adopted: Adopted) -> str:
+        """Returns the name of the `OutputKind` of a model of the library."""
+        return "logits" if self.heads(adopted) else "embedding"
+
+    def caller(self, model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
+        return called_with_images if isinstance(model, Adopted) else self._adopted(model).answering()
+
+    def input_shape(self, model: nn.Module) -> tuple[int, int, int]:
+        return self._adopted(model).input_shape
+
+    def inputs(self, model: nn.Module) -> ModuleInputs | None:
+        return self._adopted(model).attnrx_inputs
+
+    def normalization(self, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        adopted = self._adopted(model)
+        channels, origin = adopted.input_shape[0], adopted.origin
+        is_known = len(origin.mean) == channels  # packed inputs of a module are not normalized
+        return (origin.mean, origin.std) if is_known else ((0.0,) * channels, (1.0,) * channels)
+
+    def knows_normalization(self, model: nn.Module) -> bool:
+        adopted = self._adopted(model)
+        return adopted.around is None or bool(adopted.origin.preprocessing)
+
+    def saved_names(self, model: nn.Module) -> Mapping[str, str]:
+        return saved_names(model) if hasattr(model, "save_pretrained") else {}
 
     def positions(self, adopted: Adopted) -> int:
         """Returns the number of patches of an image."""
-        return self.num_patches(adopted.source, adopted.origin.input_shape)
+        return self.num_patches(adopted.trunk, adopted.origin.input_shape)
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
         """Returns the number of patches of an image of this shape, or of a video; a border is not read."""
@@ -901,15 +731,30 @@ class AdoptedFamily(Family):
 
     def num_tokens(self, model: nn.Module) -> int:
         adopted = self._adopted(model)
-        return self.positions(adopted) + self.parts(adopted.source).prefix_tokens
+        return self.positions(adopted) + self.parts(adopted.trunk).prefix_tokens
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
         """Returns the costs; all parameters before the first layer (tokens and position embeddings too) count as
-        patches, those of a layer outside attention and MLP (LayerScale too) as its norms. The parameters therefore add
-        up to those of the model.
+        patches, those of a layer outside attention and MLP (LayerScale too) as its norms, and all parts around the
+        Vision Transformer as classifier. The parameters therefore add up to those of the model.
         """
         adopted = self._adopted(model)
-        source, blocks, maps = adopted.source, self.blocks(adopted.source), self.mlp(adopted)
+        plain, around = self.trunk_costs(adopted, shapes), adopted.around
+        if around is None:
+            return plain
+        before = self.num_tokens(adopted)
+        full = around.lengths or ((before,) * around.calls,) * len(plain.layers)
+        # A policy removes the same number of tokens from every sequence.
+        lengths = [
+            [length - before + layer.tokens for length in each] for layer, each in zip(plain.layers, full, strict=True)
+        ]
+        costs = plain.called(lengths, around.calls, around.calls if around.head_calls is None else around.head_calls)
+        outside = PartCosts(sum(weight.numel() for weight in weights_around(adopted)), around.macs)
+        return replace(costs, classifier=costs.classifier + outside)
+
+    def trunk_costs(self, adopted: Adopted, shapes: LayerShapes) -> ModelCosts:
+        """Returns the costs of the Vision Transformer."""
+        source, blocks, maps = adopted.trunk, self.blocks(adopted.trunk), self.mlp(adopted)
         parts, tokens = self.parts(source), shapes.tokens
         positions = self.positions(adopted)
         classifier = sum(num_params(module) for module in self._heads(source))
@@ -946,7 +791,7 @@ class AdoptedFamily(Family):
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
         """Returns the MACs of the classifiers on one image; a pooling by attention attends to `tokens` tokens."""
-        return sum(classifier_macs(head, tokens) for head in self._heads(adopted.source))
+        return sum(classifier_macs(head, tokens) for head in self._heads(adopted.trunk))
 
     def _stated(self, model: nn.Module, stated: Mapping[str, Any]) -> Origin:
         """Returns the origin of a model, in which the values in `stated` have precedence."""
@@ -957,14 +802,17 @@ class AdoptedFamily(Family):
         return origin
 
     def _adapters(self, model: nn.Module) -> tuple[Adapter, ...]:
-        source = self._adopted(model).source
+        source = self._adopted(model).trunk
         path = self.parts(source).attention
         return tuple(block.get_submodule(path) for block in self.blocks(source))  # type: ignore[misc]
 
     def _adopted(self, model: nn.Module) -> Adopted:
         return self._own(model)
 
-    def _require_rebuilt(self, adopted: Adopted) -> None:
+    def require_rebuilt(self, adopted: Adopted) -> None:
+        """Raises NotSupported for a model that its library creates otherwise than it is now; states in its origin the
+        parts that were replaced outside of the blocks.
+        """
         because = (
             "a model rebuilt from its name and arguments differs, so it was changed after it was created; state the "
             "change in the arguments (e.g. num_classes=N of timm), and load the weights into that model. Outside the "
@@ -972,8 +820,8 @@ class AdoptedFamily(Family):
         )
         with torch.device("meta"):
             rebuilt = self.build(self.describe(adopted))
-            replaced = replaced_parts(adopted.source, rebuilt.source)
-            blocks = self.parts(adopted.source).blocks
+            replaced = replaced_parts(adopted.trunk, rebuilt.trunk)
+            blocks = self.parts(adopted.trunk).blocks
             if replaced and not any(f"{path}.".startswith(f"{blocks}.") for path in replaced):
                 adopted.origin = replace(adopted.origin, replaced=replaced)
                 rebuilt = self.build(self.describe(adopted))
@@ -981,11 +829,13 @@ class AdoptedFamily(Family):
         if difference:
             raise NotSupported(f"{adopted.origin.architecture} cannot be adopted: {because}. {difference}")
         rebuilt.load_state_dict(adopted.state_dict(), assign=True)  # shares the weights, without a copy
-        self._require_equal((adopted, rebuilt), because)
+        layers = (self.layers(adopted.trunk), self.layers(rebuilt.trunk))
+        require_equal_outputs((adopted, rebuilt), layers, because)
 
-    def _require_equal(self, models: tuple[Adopted, Adopted], because: str) -> None:
-        parts = self.parts(models[1].source)
-        require_equal_logits(models, because, self.block_names(models[1]), parts.attention)
+    def layers(self, source: nn.Module) -> list[nn.Module]:
+        """Returns the attention and the block of every layer, one after the other, as they stand in a model."""
+        path = self.parts(source).attention
+        return [part for block in self.blocks(source) for part in (block.get_submodule(path), block)]
 
 
 def unsaved_buffers(model: nn.Module) -> list[tuple[str, str, Tensor]]:
@@ -1013,62 +863,40 @@ def _fuse_mlp_(block: nn.Module, parts: ViTParts) -> None:
         block.set_submodule(name, fused.train(mlp.training))
 
 
-def num_params(module: nn.Module) -> int:
-    """Returns the number of parameters of a module, without those of its token policy."""
-    tokens = module._modules.get(TOKENS)
-    others = 0 if tokens is None else num_params(tokens)
-    return sum(parameter.numel() for parameter in module.parameters()) - others
+def saved_names(model: nn.Module) -> Mapping[str, str]:
+    """Returns the names of the weights in a model of transformers by those in the files of its `save_pretrained`."""
+    try:
+        revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
+        state = model.state_dict()
+        owners = {id(tensor): name for name, tensor in state.items()}
+        return {name: owners[id(tensor)] for name, tensor in revert(model, state).items() if id(tensor) in owners}
+    except (ImportError, AttributeError):  # versions that write the names of the model
+        return {}
 
 
-def matrix_entries(module: nn.Module) -> int:
-    """Returns the entries of all linear maps in a module: its MACs for one token."""
-    return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+def weights_around(adopted: Adopted) -> list[nn.Parameter]:
+    """Returns the weights of all parts around the Vision Transformer."""
+    others = adopted.source._modules.get(TOKENS) or nn.Identity()
+    inside = {id(weight) for part in (adopted.trunk, others) for weight in part.parameters()}
+    return [weight for weight in adopted.source.parameters() if id(weight) not in inside]
 
 
-def bias_macs(block: nn.Module) -> int:
-    """Returns the MACs of timm's MLPs that compute the bias of all pairs of tokens from their distances."""
-    mlps = (part for part in block.modules() if hasattr(part, "rel_coords_log"))
-    return sum(matrix_entries(part) * (part.rel_coords_log.numel() // 2) for part in mlps)  # type: ignore[operator, union-attr]
+def output_sizes(adopted: Adopted) -> dict[str, int]:
+    """Returns the sizes of the outputs for one image of the size that the Vision Transformer takes, by their places.
 
-
-def classifier_macs(head: nn.Module, tokens: int) -> int:
-    """Returns the MACs of a classifier on one token; a pooling by attention has one query and keys of all tokens."""
-    total = matrix_entries(head)
-    for part in head.modules():
-        if isinstance(part, nn.MultiheadAttention):
-            # Its fused projection of query, key and value is a parameter and no Linear, so `matrix_entries` lacks it.
-            width = part.embed_dim
-            total += (1 + 2 * tokens) * width**2 + 2 * tokens * width
-        elif type(part).__name__ == "AttentionPoolLatent":
-            latent: Any = part  # one query
-            # `matrix_entries` has its projections of one token; keys and values are of all tokens, and both products
-            # come on top.
-            total += (tokens - 1) * latent.kv.weight.numel() + tokens * latent.kv.out_features
-    return total
-
-
-def mlp_costs(
-    mlp: Sequence[nn.Module],
-    tokens: int,
-    maps: tuple[Any, ...],
-    ranks: tuple[int | None, ...],
-    hidden: int,
-    gate: Any = None,
-) -> PartCosts:
-    """Returns the costs of the modules of an MLP with its `maps`, if given, in these ranks (None: one matrix), with
-    `hidden` features between them; `gate` is the map of the gate of a gated MLP.
+    Raises:
+        NotSupported: The module does not take such images.
     """
-    changed = []
-    if maps:
-        first, second = maps
-        changed = [(first, ranks[0], first.in_features, hidden), (second, ranks[1], hidden, second.out_features)]
-    if gate is not None:
-        changed.append((gate, None, gate.in_features, hidden))
-    # What the maps have is replaced in the costs of the modules, so that further parts (a norm) stay counted.
-    params, entries = sum(map(num_params, mlp)), sum(map(matrix_entries, mlp))
-    for linear, rank, inputs, outputs in changed:
-        new, before = inputs * outputs if rank is None else rank * (inputs + outputs), matrix_entries(linear)
-        has_bias = num_params(linear) > before
-        params += new + outputs * has_bias - num_params(linear)
-        entries += new - before
-    return PartCosts(params, tokens * entries)
+    height, width = adopted.origin.input_shape[1:]
+    with (
+        evaluating((adopted,)),
+        user_code(f"{adopted.name} does not take images of {height} x {width}: it", NotSupported),
+    ):
+        tensors = tensors_of(adopted(random_images(adopted, adopted.input_shape)[:1]))
+    return {name: tensor[0].numel() for name, tensor in tensors.items()}
+
+
+def _sequences(call: ModuleCall) -> tuple[nn.Module, list[int]]:
+    """Returns a module and the number of tokens of every sequence in a call of it."""
+    count, width = call.tokens.shape[-2:]
+    return call.module, [count] * (call.tokens.numel() // (count * width))

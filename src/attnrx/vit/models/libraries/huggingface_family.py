@@ -2,7 +2,6 @@
 one reader per class, and how its models are adopted.
 """
 
-import importlib
 import inspect
 import json
 import math
@@ -192,21 +191,25 @@ class HuggingFaceModel(Adopted):
     embedding.
     """
 
-    def forward(self, images: ImageBatch) -> Tensor:
-        """Returns the logits or the embedding, [batch, features]."""
-        return super().forward(self.inputs.images(images, 4))
+    def entering(self, images: ImageBatch) -> ImageBatch:
+        return super().entering(self.inputs.images(images, 4) if self.around is None else images)
+
+    def answering(self) -> Callable[[nn.Module, Tensor], Any]:
+        if self.around is not None:
+            return super().answering()
+        return partial(_answer, reader_of(self.trunk), self.inputs, self.interpolation)
 
     @property
     def takes_any_size(self) -> bool:
-        return reader_of(self.source).takes_any_size
+        return reader_of(self.trunk).takes_any_size
 
     @cached_property
     def inputs(self) -> ModuleInputs:
         """What the model of transformers takes."""
-        return reader_of(self.source).inputs(self.source)
+        return reader_of(self.trunk).inputs(self.trunk)
 
     def _last_tokens(self, images: Tensor) -> Tensor:
-        body = reader_of(self.source).body_of(self.source)
+        body = reader_of(self.trunk).body_of(self.trunk)
         with self.forward_pass((self._depth - 1,)):
             return body(**self.inputs.arguments(images)[1], **self.interpolation).last_hidden_state
 
@@ -216,20 +219,16 @@ class HuggingFaceModel(Adopted):
         configuration and the model takes such an argument.
         """
         is_other = self.inputs.shape != self.origin.input_shape and not self.takes_any_size
-        return {INTERPOLATE: True} if is_other and interpolates(self.source) else {}
+        return {INTERPOLATE: True} if is_other and interpolates(self.trunk) else {}
 
     @property
     def _depth(self) -> int:
-        return len(HuggingFaceFamily().block_paths(self.source))
-
-    def logits(self, images: Tensor) -> Tensor:
-        """Returns the logits or the embedding, [batch, features], without outputs that attnrx attention lacks."""
-        return _answer(reader_of(self.source), self.inputs, self.interpolation, self.source, images)
+        return len(HuggingFaceFamily().block_paths(self.trunk))
 
     @cached_property
     def dense_head_macs(self) -> int:
         """The MACs of a DPT's neck and head, which are convolutions over the patches of several layers."""
-        source: Any = self.source
+        source: Any = self.trunk
         config = source.config
         tokens = 1 + HuggingFaceFamily().num_patches(source, self.origin.input_shape)
         # Counted, not derived: the reassembly and fusion of a DPT are many convolutions at several resolutions.
@@ -311,15 +310,16 @@ class HuggingFaceFamily(AdoptedFamily):
     def parts(self, source: nn.Module) -> ViTParts:
         return reader_of(source).parts(source)
 
-    def output_kind(self, model: nn.Module) -> str:
-        source: Any = self._adopted(model).source
+    def answer_kind(self, adopted: Adopted) -> str:
+        source: Any = adopted.trunk
         answer = reader_of(source).answer
         if answer != "logits":
             return ANSWER_KINDS.get(answer, "embedding")
         return PROBLEMS.get(source.config.problem_type, "logits")
 
-    def load(self, name: Path | str, trust: bool = False) -> Adopted:
-        """Reads a model from a local folder, or from the hub by its id, and adopts it in evaluation mode.
+    def read(self, name: Path | str, trust: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+        """Reads a model from a local folder, or from the hub by its id; returns it and its input format, as far as its
+        image processor states it.
 
         A model is read as the class that it was saved as, if it is one of `READERS`, else as an image classifier; of
         CLIP and SigLIP the image tower is read. Mean, std and image size come from the image processor in the same
@@ -328,7 +328,6 @@ class HuggingFaceFamily(AdoptedFamily):
         Raises:
             CheckpointError: The model cannot be read, or weights are missing.
             InvalidInput: It needs code of its repository, and `trust` is False.
-            NotSupported: The model has an unsupported feature.
         """
         try:
             kind = _class_of(open_pretrained(_transformers("AutoConfig"), name, trust))
@@ -349,28 +348,19 @@ class HuggingFaceFamily(AdoptedFamily):
                 "folder that attnrx.save wrote, with these weights: attnrx.load(FOLDER, weights=THIS_FOLDER)."
             )
         reader = READERS.get(type(model).__name__)
-        return self.adopt(model, **_processor(name, reader is not None and reader.takes_any_size, trust)).eval()
+        return model, _processor(name, reader is not None and reader.takes_any_size, trust)
 
-    def inputs(self, model: nn.Module) -> ModuleInputs:
-        return self._own(model).inputs
-
-    def saved_names(self, model: nn.Module) -> Mapping[str, str]:
-        return saved_names(model)
-
-    def caller(self, model: nn.Module) -> Callable[[nn.Module, ImageBatch], Any]:
+    def inputs(self, model: nn.Module) -> ModuleInputs | None:
         adopted: HuggingFaceModel = self._own(model)
-        if adopted is model:
-            return super().caller(model)
-        return partial(_answer, reader_of(adopted.source), adopted.inputs, adopted.interpolation)
+        return adopted.inputs if adopted.around is None else adopted.attnrx_inputs
 
-    def restored_blocks(self, model: nn.Module) -> Container[int]:
+    def answered_blocks(self, adopted: Adopted) -> Container[int]:
         # An output with the features of all tokens needs those of pruned patches.
-        source = self._adopted(model).source
-        return () if reader_of(source).answer == "logits" else (len(self.block_paths(source)) - 1,)
+        return () if reader_of(adopted.trunk).answer == "logits" else (len(self.block_paths(adopted.trunk)) - 1,)
 
     def accepts_(self, model: nn.Module, shape: tuple[int, ...]) -> bool:
-        adopted: HuggingFaceModel = self._own(model)
-        if not (isinstance(adopted.inputs, PatchInputs) and adopted.inputs.is_padded(shape)):
+        adopted, inputs = self._adopted(model), self.inputs(model)
+        if not (isinstance(inputs, PatchInputs) and inputs.is_padded(shape)):
             return False
         # The values are not pixels alone.
         facts: dict[str, Any] = {"mean": (0.0,), "std": (1.0,), "preprocessing": {}}
@@ -381,8 +371,9 @@ class HuggingFaceFamily(AdoptedFamily):
         return bool(self._adopted(model).origin.preprocessing)  # the statistics are those of an image processor
 
     def processor_config(self, model: nn.Module) -> dict[str, Any]:
-        origin = self._adopted(model).origin
-        if not origin.preprocessing:
+        adopted = self._adopted(model)
+        origin = adopted.origin
+        if adopted.around is not None or not origin.preprocessing:
             return {}
         statistics = {"image_mean": list(origin.mean), "image_std": list(origin.std)}
         # One class for all: its settings say what is computed.
@@ -395,7 +386,7 @@ class HuggingFaceFamily(AdoptedFamily):
         None where there is none, and for processors that do not crop or resize to one size (e.g. YOLOS). They compute
         with Pillow, as the class with backend "pil" does; the backend "torchvision" rounds a few pixels differently.
         """
-        shape, settings = self.input_shape(model), self._adopted(model).origin.preprocessing
+        shape, settings = self._adopted(model).origin.input_shape, self._adopted(model).origin.preprocessing
         size, channels = settings.get("size", {}), shape[0]
         if not settings or channels not in (1, 3) or settings.get("do_pad") or settings.get("keep_aspect_ratio"):
             return None
@@ -464,10 +455,9 @@ class HuggingFaceFamily(AdoptedFamily):
                 stated = {**saved, **stated}
         return super()._stated(model, stated)
 
-    def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
-        source, origin = adopted.source, adopted.origin
+    def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
         if not interpolates(source):
-            return super()._resized(adopted, height, width)
+            return super()._resized(source, origin, height, width)
         # Pictures are resized and cropped in the proportion of the size that the processor was made for.
         settings = dict(origin.preprocessing)
         scales = height / origin.input_shape[1], width / origin.input_shape[2]
@@ -481,8 +471,8 @@ class HuggingFaceFamily(AdoptedFamily):
             settings["size"] = {side: math.ceil(size[side] * scale) for side, scale in zip(size, scales, strict=True)}
         return replace(origin, preprocessing=settings)
 
-    def library_model(self, model: nn.Module) -> nn.Module:
-        return LibraryAnswer(super().library_model(model), self._adopted(model).origin)
+    def created_again(self, origin: Origin) -> nn.Module:
+        return LibraryAnswer(self._created(origin), origin)
 
     def creation(self, model: nn.Module) -> dict[str, Any] | None:
         """Returns the class and the configuration of a model of any class of transformers."""
@@ -504,7 +494,7 @@ class HuggingFaceFamily(AdoptedFamily):
         return type(module)(module.config)
 
     def present_origin(self, adopted: Adopted) -> Origin:
-        return replace(adopted.origin, arguments=_settings(adopted.source.config))
+        return replace(adopted.origin, arguments=_settings(adopted.trunk.config))
 
     def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
         inputs, (channels, height, width) = reader_of(source).inputs(source), input_shape
@@ -515,7 +505,7 @@ class HuggingFaceFamily(AdoptedFamily):
         return super().num_patches(source, (channels, width, height) if inputs.dimensions == 2 else input_shape)
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
-        source: Any = adopted.source
+        source: Any = adopted.trunk
         if isinstance(adopted, HuggingFaceModel) and reader_of(source).answer == "depth":
             return adopted.dense_head_macs
         times = source.config.num_detection_tokens if reader_of(source).answer == "detections" else 1
@@ -523,7 +513,7 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
         super()._install_(adopted, attention)
-        source = adopted.source
+        source = adopted.trunk
         for name, module in list(source.named_modules()):
             is_ours = isinstance(source.get_submodule(name.rpartition(".")[0]), PairBias)
             if type(module).__name__.endswith("RelativePositionBias") and not is_ours:
@@ -557,9 +547,9 @@ class HuggingFaceFamily(AdoptedFamily):
 
     def class_names(self, model: nn.Module) -> tuple[str, ...]:
         """Returns the labels of the configuration, unless they are the placeholders LABEL_0, LABEL_1, ..."""
-        if self.output_kind(model) not in ("logits", "multilabel"):
+        if self._adopted(model).path or self.output_kind(model) not in ("logits", "multilabel"):
             return ()
-        config: Any = self._adopted(model).source.config
+        config: Any = self._adopted(model).trunk.config
         names = tuple(config.id2label[index] for index in sorted(config.id2label))
         if any(num_outputs(head) != len(names) for head in self.heads(model)):  # the head was replaced
             return ()
@@ -578,18 +568,7 @@ class LibraryAnswer(nn.Module):
 
     def forward(self, images: ImageBatch) -> Tensor:
         """Returns the logits or the embedding, [batch, features]."""
-        return self.model.logits(images)
-
-
-def saved_names(model: nn.Module) -> Mapping[str, str]:
-    """Returns the names of the weights in a model of transformers by those in the files of its `save_pretrained`."""
-    try:
-        revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
-        state = model.state_dict()
-        owners = {id(tensor): name for name, tensor in state.items()}
-        return {name: owners[id(tensor)] for name, tensor in revert(model, state).items() if id(tensor) in owners}
-    except (ImportError, AttributeError):  # versions that write the names of the model
-        return {}
+        return self.model.answer(images)
 
 
 def interpolates(source: nn.Module) -> bool:

@@ -53,11 +53,11 @@ class TimmModel(Adopted):
 
     @property
     def takes_any_size(self) -> bool:
-        source: Any = self.source
+        source: Any = self.trunk
         return bool(getattr(source, "dynamic_img_size", False)) and not any(map(_has_bias, source.blocks))
 
     def _last_tokens(self, images: Tensor) -> Tensor:
-        source: Any = self.source
+        source: Any = self.trunk
         with self.forward_pass((len(source.blocks) - 1,)):
             return source.forward_features(images)
 
@@ -155,7 +155,7 @@ class TimmFamily(AdoptedFamily):
     def geometry(self, model: nn.Module) -> ImageGeometry:
         """Returns what timm's evaluation transform does (`timm.data.create_transform`)."""
         adopted = self._adopted(model)
-        facts = {**(getattr(adopted.source, "pretrained_cfg", None) or {}), **adopted.origin.preprocessing}
+        facts = {**(getattr(adopted.trunk, "pretrained_cfg", None) or {}), **adopted.origin.preprocessing}
         facts |= {"input_size": adopted.origin.input_shape, "mean": adopted.origin.mean, "std": adopted.origin.std}
         settings = _timm("data").resolve_data_config(pretrained_cfg=facts)
         channels, *size = adopted.origin.input_shape
@@ -228,17 +228,16 @@ class TimmFamily(AdoptedFamily):
             ) from error
         return {"architecture": facts["architecture"], "arguments": arguments}
 
-    def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
-        source, origin = adopted.source, adopted.origin
+    def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
         if getattr(source, "dynamic_img_size", False):  # timm resamples in every forward pass
             return origin
         if not hasattr(source, "set_input_size"):
-            return super()._resized(adopted, height, width)
+            return super()._resized(source, origin, height, width)
         source.set_input_size(img_size=(height, width))  # type: ignore[operator]
         return replace(origin, arguments={**origin.arguments, "img_size": [height, width]})
 
     def present_origin(self, adopted: Adopted) -> Origin:
-        present = self.creation(adopted.source)  # after `reset_classifier`, for example
+        present = self.creation(adopted.trunk)  # after `reset_classifier`, for example
         return adopted.origin if present is None else replace(adopted.origin, arguments=present["arguments"])
 
     def present_size(self, source: nn.Module, origin: Origin) -> Origin:
@@ -373,8 +372,8 @@ class TimmFamily(AdoptedFamily):
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
         # The attention pooling of VisionTransformer may leave the prefix tokens out.
-        excludes = getattr(adopted.source, "pool_include_prefix", True) is False
-        return super().head_macs(adopted, tokens - self.parts(adopted.source).prefix_tokens if excludes else tokens)
+        excludes = getattr(adopted.trunk, "pool_include_prefix", True) is False
+        return super().head_macs(adopted, tokens - self.parts(adopted.trunk).prefix_tokens if excludes else tokens)
 
 
 def _described_layer(value: Any) -> Any:

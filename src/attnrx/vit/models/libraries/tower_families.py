@@ -52,7 +52,7 @@ class TorchvisionFamily(AdoptedFamily):
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
         """Returns what the transform of the weights does; of other weights what most of torchvision's presets do."""
-        channels, size, _ = self.input_shape(model)
+        channels, size, _ = self._adopted(model).origin.input_shape
         # 224 of 256 pixels, the ratio of crop and resize in torchvision's presets.
         settings = {"resize_size": size * 256 // 224, "interpolation": "bilinear"} | dict(
             self._adopted(model).origin.preprocessing
@@ -76,20 +76,19 @@ class TorchvisionFamily(AdoptedFamily):
         size = stored["image_size"]  # torchvision's models take square images of three channels only
         return Origin("VisionTransformer", arguments, image_shape((3, size, size)), *IMAGENET)
 
-    def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
-        source: Any = adopted.source
+    def _resized(self, source: Any, origin: Origin, height: int, width: int) -> Origin:
         if height != width:
             raise NotSupported(f"torchvision's VisionTransformer takes square images only, not {height} x {width}.")
         interpolate = _torchvision("models.vision_transformer").interpolate_embeddings
         name, before = "encoder.pos_embedding", source.encoder.pos_embedding
         resized = interpolate(height, source.patch_size, {name: before.detach()})[name].contiguous()
         source.encoder.pos_embedding = nn.Parameter(resized, requires_grad=before.requires_grad)
-        settings, size_before = dict(adopted.origin.preprocessing), source.image_size
+        settings, size_before = dict(origin.preprocessing), source.image_size
         source.image_size, source.seq_length = height, resized.shape[1]
         if "resize_size" in settings:
             settings["resize_size"] = math.ceil(settings["resize_size"] * height / size_before)
-        arguments = {**adopted.origin.arguments, "image_size": height}
-        return replace(adopted.origin, arguments=arguments, preprocessing=settings)
+        arguments = {**origin.arguments, "image_size": height}
+        return replace(origin, arguments=arguments, preprocessing=settings)
 
     def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
         if architecture == "VisionTransformer":
@@ -111,8 +110,8 @@ NORMS = ("LayerNorm", "LayerNormFp32")
 class OpenClipModel(Adopted):
     """An image tower of open_clip with attnrx attention; it returns the projected embedding."""
 
-    def logits(self, images: torch.Tensor) -> torch.Tensor:
-        return _embedding(self.source, images)
+    def answering(self) -> Callable[[nn.Module, torch.Tensor], Any]:
+        return _embedding if self.around is None else super().answering()
 
 
 def _embedding(tower: nn.Module, images: torch.Tensor) -> torch.Tensor:
@@ -140,12 +139,9 @@ class OpenClipFamily(AdoptedFamily):
             patches="conv1", norm="ln_post", heads=("ln_post",), prefix_tokens=1, has_class_token=True, pooling=pooling,
         )  # fmt: skip
 
-    def restored_blocks(self, model: nn.Module) -> Container[int]:
-        source: Any = self._adopted(model).source
+    def answered_blocks(self, adopted: Adopted) -> Container[int]:
+        source: Any = adopted.trunk
         return (len(self.block_paths(source)) - 1,) if source.output_tokens else ()
-
-    def caller(self, model: nn.Module) -> Callable[[nn.Module, torch.Tensor], Any]:
-        return super().caller(model) if isinstance(model, Adopted) else _embedding
 
     def names(self) -> Sequence[str]:
         return _open_clip("").list_models()
@@ -197,7 +193,7 @@ class OpenClipFamily(AdoptedFamily):
     def geometry(self, model: nn.Module) -> ImageGeometry:
         """Returns what open_clip's transform for inference does."""
         settings = self._adopted(model).origin.preprocessing
-        channels, *size = self.input_shape(model)
+        channels, *size = self._adopted(model).origin.input_shape
         proportional = "shortest_edge" if size[0] == size[1] else "cover"
         resize = {"squash": "exact", "longest": "contain"}.get(settings.get("resize_mode", "shortest"), proportional)
         fill = (settings.get("fill_color", 0),) if resize == "contain" else (0,)
@@ -218,7 +214,7 @@ class OpenClipFamily(AdoptedFamily):
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
         """Returns the MACs of the projection, which is a parameter and no module."""
-        projection: Any = adopted.source.proj
+        projection: Any = adopted.trunk.proj
         return 0 if projection is None else projection.numel()
 
 

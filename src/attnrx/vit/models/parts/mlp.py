@@ -12,6 +12,8 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.kernels.native_products import NativeLinear, may_run_natively, native_maps, runs_natively
 
+CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -182,3 +184,10 @@ def keep_units_of_(part: Any, keep: Bool[Tensor, "units"]) -> None:
             part.groups = part.in_channels = count
     else:
         part.num_features = count
+
+
+def sides_of(part: Any) -> tuple[int, int]:
+    """Returns the numbers of inputs and outputs of a map."""
+    if isinstance(part, CONVOLUTIONS):
+        return part.in_channels, part.out_channels
+    return part.in_features, part.out_features

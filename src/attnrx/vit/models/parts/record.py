@@ -23,7 +23,8 @@ class Record:
     Attributes:
         family: The name of the family that reads the Vision Transformer.
         origin: How the Vision Transformer is created, and its input format (`Origin`).
-        around: What is around the Vision Transformer in a module of a user (`Surroundings`); None for a plain model.
+        around: What is around the Vision Transformer in a module of a user (`Surroundings`); None for a model that its
+            library, or its reader, creates again.
         facts: What the family keeps besides, by name.
         outputs: The kind of the outputs, where a user stated it.
     """
@@ -33,6 +34,11 @@ class Record:
     around: Any = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     outputs: str | None = None
+
+    @property
+    def path(self) -> str:
+        """Where the Vision Transformer is in the model, "" if it is the model itself."""
+        return "" if self.around is None else self.around.path
 
 
 def record_of(model: nn.Module) -> Record | None:

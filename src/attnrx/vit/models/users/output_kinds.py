@@ -26,19 +26,6 @@ CHOICES = frozenset(
 )
 FACTORS = frozenset("mul mul_ div div_ add add_ sub sub_ neg rsub".split())
 LINEAR = frozenset("addmm mm linear bmm baddbmm mkldnn_linear".split())
-# What was taken, why, and what else it may be, with the statement for that (`load(model, outputs=...)`).
-DOUBTS = {
-    "logits": "the outputs are taken as logits of classes, because a linear map makes them; if they are an embedding, "
-    'load the model with outputs="embedding".',
-    "binary_logit": "the one output is taken as the logit of class 1 against class 0; if it is the value of a "
-    'regression, load the model with outputs="regression".',
-    "embedding": "the outputs are taken as an embedding; if they are logits of classes, load the model with "
-    'outputs="classes".',
-    "regression": "the one output is taken as a number; if it is the logit of class 1 against class 0, load the model "
-    'with outputs="classes".',
-    "label_probabilities": "the outputs are taken as one probability per label, because a sigmoid makes them; if they "
-    'are numbers, load the model with outputs="regression".',
-}
 
 
 class Made(NamedTuple):

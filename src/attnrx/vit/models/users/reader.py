@@ -35,10 +35,12 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import containing, copy_module, outermost, random_images
 from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Tensor, TokenBatch
-from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, num_params, unsaved_buffers
+from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, unsaved_buffers
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
+from attnrx.vit.models.parts.module_costs import num_params
+from attnrx.vit.models.parts.record import Record
 from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, last_linear, model_name, require_parts
-from attnrx.vit.models.users.units import UnitsFamily, unmixed
+from attnrx.vit.models.users.units import UnitsFamily
 from attnrx.vit.models.working.adopted import Adopted, Origin, image_shape
 
 # The names of attributes that hold the number of heads.
@@ -132,27 +134,9 @@ class ModuleFamily(AdoptedFamily):
     def __init__(self, factory: Factory | None = None):
         self.factory = factory
 
-    def read(self, model: nn.Module, reader: Reader) -> Adopted:
-        """Adopts a model whose parts the reader names.
-
-        Raises:
-            NotSupported: The model lacks a part that the reader names, or differs from what it states.
-        """
-        # Of a shallow copy: the model stays as it is.
-        adopted = self.adopt(_with_reader(copy.copy(model), reader, self.factory or type(model)))
-        prove_units(self, adopted)
-        # Equal logits do not prove `prefix_tokens`, which a user states: the number is compared with a forward pass.
-        images = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
-        first_block = self.blocks(adopted.source)[:1]
-        with evaluating((adopted,)), recording_calls(first_block, lambda call: call.tokens.shape[1]) as counts:
-            adopted(images)
-        prefix, patches = reader.prefix_tokens, self.positions(adopted)
-        if counts != [prefix + patches]:
-            raise NotSupported(
-                f"{adopted.origin.architecture} cannot be adopted: its blocks receive {counts[0]} tokens, and "
-                f"prefix_tokens={prefix} with {patches} patches are {prefix + patches}."
-            )
-        return adopted
+    def marked(self, model: nn.Module, reader: Reader) -> nn.Module:
+        """Returns a shallow copy of a model with its reader, which its copies keep: the model stays as it is."""
+        return _with_reader(copy.copy(model), reader, self.factory or type(model))
 
     def adopts(self, model: nn.Module) -> bool:
         return "attnrx_reader" in vars(model)
@@ -197,27 +181,24 @@ class ModuleFamily(AdoptedFamily):
 
     def refresh_(self, adopted: Adopted) -> None:
         # By what created the model, which this family need not know.
-        super(ModuleFamily, ModuleFamily(vars(adopted.source)["attnrx_factory"])).refresh_(adopted)
+        super(ModuleFamily, ModuleFamily(vars(adopted.trunk)["attnrx_factory"])).refresh_(adopted)
 
     def library_model(self, model: nn.Module) -> nn.Module:
         adopted = self._adopted(model)
-        return ModuleFamily(vars(adopted.source)["attnrx_factory"])._created(adopted.origin)
+        return ModuleFamily(vars(adopted.trunk)["attnrx_factory"])._created(adopted.origin)
 
-
-def prove_units(family: AdoptedFamily, adopted: Adopted) -> None:
-    """Raises NotSupported where MLPs may be of any class, and the hidden units of one are not separate."""
-    source, parts = adopted.source, family.parts(adopted.source)
-    pairs = adopted.pairs if parts.mlp_classes is None and family.has_plain_units(adopted) else ()
-    if not pairs:
-        return
-    with evaluating((source,)):
-        separate = unmixed(source, pairs, random_images(source, adopted.origin.input_shape, 1))
-    for index, pair in enumerate(pairs):
-        if pair not in separate:
+    def prove(self, adopted: Adopted) -> None:
+        """Raises NotSupported where the blocks receive another number of tokens than the reader states."""
+        # Equal logits do not prove `prefix_tokens`, which a user states.
+        images = next(adopted.parameters()).new_zeros(1, *adopted.origin.input_shape)
+        first_block = self.blocks(adopted.trunk)[:1]
+        with evaluating((adopted,)), recording_calls(first_block, lambda call: call.tokens.shape[1]) as counts:
+            adopted(images)
+        prefix, patches = self.parts(adopted.trunk).prefix_tokens, self.positions(adopted)
+        if counts != [prefix + patches]:
             raise NotSupported(
-                f"{adopted.origin.architecture} cannot be adopted: in block {index} more than an activation is "
-                f"between the maps {parts.maps} of the MLP, or their order is another one. State maps=None in the "
-                "reader for an MLP of another kind (e.g. with a gate), which is then not compressed."
+                f"{adopted.origin.architecture} cannot be adopted: its blocks receive {counts[0]} tokens, and "
+                f"prefix_tokens={prefix} with {patches} patches are {prefix + patches}."
             )
 
 
@@ -310,26 +291,35 @@ class TokensFirst(nn.Sequential):
         return output.transpose(0, 1)
 
 
+class StructureModel(Adopted):
+    """A module of a user in which the structure of a Vision Transformer was found."""
+
+
 class StructureFamily(AdoptedFamily):
-    """Vision Transformers whose structure was found; `WholeFamily` adopts them, as modules of users."""
+    """Vision Transformers whose structure was found, always in modules of users (`Surroundings`).
+
+    The facts of such a model are the `structure`, the `group` of its blocks (their paths, and the path of the attention
+    in a block), and whether its blocks were `rewritten`: are parts that are called with tokens, as attnrx calls them.
+    """
 
     name = "structure"
     library = ""
-    model_type = Adopted
+    model_type = StructureModel
 
     def adopts(self, model: nn.Module) -> bool:
         return "attnrx_structure" in vars(model)
 
-    def found(self, model: nn.Module) -> tuple[nn.Module, str] | None:
-        """Returns a copy of a module in which the structure of a Vision Transformer was found, with the path of that;
-        None where there is none.
+    def require_supported(self, model: nn.Module) -> None:
+        """Accepts every model: the search finds parts of supported kinds only."""
+
+    def found(self, model: nn.Module) -> tuple[str, dict[str, Any]] | None:
+        """Returns where the Vision Transformer is whose structure was found in a module, and the facts about it; None
+        where there is none.
         """
         group = _group_of(model)
         if group is None:
             return None
-        facts = {"group": group[:2], "rewritten": False}
-        copied, places = self.restructured(copy_module(model), facts)
-        blocks, attention = facts["blocks"], facts["attention"]
+        copied, _, blocks, attention = _restructured(copy_module(model), group[:2])
         if any(piece.isdigit() for piece in attention.split(".")):  # a part of a list inside a block
             return None
         with evaluating([copied]):
@@ -337,44 +327,37 @@ class StructureFamily(AdoptedFamily):
         if observed is None:
             return None
         path, structure = observed
-        self.recall_(copied, path, {**facts, "structure": structure})
-        vars(copied.get_submodule(path))["attnrx_places"] = places
-        return copied, path
+        structure = replace(
+            structure, origin=replace(structure.origin, architecture=type(copied.get_submodule(path)).__name__)
+        )
+        return path, {"structure": structure, "group": group[:2], "rewritten": False}
 
-    def restructured(self, module: nn.Module, facts: dict[str, Any]) -> tuple[nn.Module, dict[str, str]]:
-        """Makes the blocks of the group in `facts`, the paths of its blocks and the path of the attention in a block,
-        parts that are called with tokens, in place; returns the module, and where its parts were before.
+    def stated_origin(
+        self, model: nn.Module, path: str | None, facts: Mapping[str, Any], stated: Mapping[str, Any]
+    ) -> Origin:
+        return facts["structure"].origin
 
-        Adds the paths of blocks and attention then to `facts`.
-        """
-        before = {id(part): path for path, part in module.named_modules()}
-        holder = nn.Sequential(module)
-        facts["blocks"], facts["attention"] = rewritten_(holder, *facts["group"])
-        after = holder[0].named_modules()
-        places = {path: before[id(part)] for path, part in after if before.get(id(part), path) != path}
-        return holder[0], places
-
-    def recall_(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> None:
-        """States the structure that was found in a restructured module, at the path."""
-        kept = {name: facts[name] for name in ("structure", "group", "rewritten")}
-        vars(module.get_submodule(path)).update(attnrx_structure=facts["structure"], attnrx_facts=kept)
-
-    def facts(self, adopted: Adopted) -> Mapping[str, Any]:
-        return vars(adopted.source)["attnrx_facts"]
-
-    def recognize_(self, module: nn.Module, path: str, description: Mapping[str, Any]) -> nn.Module:
-        structure: Structure = from_dict(description["structure"], (Structure, ViTParts, Origin), "structure")
-        facts: dict[str, Any] = {"structure": structure, "rewritten": False}
-        places: dict[str, str] = {}
-        if (group := _group_of(module)) is not None:
-            facts["group"] = group[:2]
-            module, places = self.restructured(module, facts)
-        parts = structure.parts
+    def opened(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, str]]:
+        places: Mapping[str, str] = {}
+        if not facts["rewritten"] and "group" in facts:
+            module, places, _, _ = _restructured(module, facts["group"])
+        parts: ViTParts = facts["structure"].parts
         expected = (parts.patches, *(f"{block}.{parts.attention}" for block in parts.blocks))
         require_parts(module, (path, *(f"{path}.{each}".strip(".") for each in expected)), model_name(module))
-        self.recall_(module, path, facts)
-        vars(module.get_submodule(path))["attnrx_places"] = places
-        return module
+        vars(module.get_submodule(path))["attnrx_structure"] = facts["structure"]
+        return module, places
+
+    def in_blocks(self, module: nn.Module, path: str, facts: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
+        module, _ = self.opened(module, path, facts)
+        return module, {**facts, "rewritten": True}
+
+    def viewed(self, model: nn.Module, record: Record) -> Adopted:
+        return super().viewed(model, record) if record.facts["rewritten"] else self.working(model, record)
+
+    def described_facts(self, created: nn.Module, description: Mapping[str, Any]) -> dict[str, Any]:
+        structure: Structure = from_dict(description["structure"], (Structure, ViTParts, Origin), "structure")
+        group = _group_of(created)
+        return {"structure": structure, "rewritten": False, **({} if group is None else {"group": group[:2]})}
 
     def parts(self, source: nn.Module) -> ViTParts:
         return vars(source)["attnrx_structure"].parts
@@ -386,23 +369,24 @@ class StructureFamily(AdoptedFamily):
             return super().num_patches(source, input_shape)
         return found.num_patches * height * width // (shape[1] * shape[2])
 
-    def origin(self, model: nn.Module) -> Origin:
-        return replace(vars(model)["attnrx_structure"].origin, architecture=type(model).__name__)
-
     def describe(self, model: nn.Module) -> dict[str, Any]:
-        return {**super().describe(model), "structure": to_dict(vars(self._adopted(model).source)["attnrx_structure"])}
+        return {**super().describe(model), "structure": to_dict(self._adopted(model).facts["structure"])}
 
-    def resize_plain_(self, adopted: Adopted, before: Origin, height: int, width: int, path: str = "") -> None:
+    def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
         """Changes nothing: the code of the model takes images of any size."""
 
-    def _resized(self, adopted: Adopted, height: int, width: int) -> Origin:
+    def _resized_like(self, model: nn.Module, adopted: Adopted, before: Origin) -> nn.Module:
+        """Changes nothing: the code of the model takes images of any size."""
+        return model
+
+    def _resized(self, source: nn.Module, origin: Origin, height: int, width: int) -> Origin:
         """Changes nothing, where the code of the model takes images of any size."""
         try:
-            with evaluating([adopted.source]):
-                adopted.source(random_images(adopted.source, (adopted.origin.input_shape[0], height, width), 1))
+            with evaluating([source]):
+                source(random_images(source, (origin.input_shape[0], height, width), 1))
         except Exception:  # the code of a module raises errors of any type
-            return super()._resized(adopted, height, width)
-        return adopted.origin
+            return super()._resized(source, origin, height, width)
+        return origin
 
 
 # By names and shapes.
@@ -476,6 +460,20 @@ def _block_around(model: nn.Module, attention: str) -> str | None:
         if any(not f"{path}.{name}".startswith(f"{attention}.") for name in inside):
             return path
     return None
+
+
+def _restructured(
+    module: nn.Module, group: tuple[tuple[str, ...], str]
+) -> tuple[nn.Module, dict[str, str], tuple[str, ...], str]:
+    """Makes the blocks of a group, their paths and the path of the attention in a block, parts that are called with
+    tokens, in place; returns the module, where its parts were before, and the paths of blocks and attention then.
+    """
+    before = {id(part): path for path, part in module.named_modules()}
+    holder = nn.Sequential(module)
+    blocks, attention = rewritten_(holder, *group)
+    after = holder[0].named_modules()
+    places = {path: before[id(part)] for path, part in after if before.get(id(part), path) != path}
+    return holder[0], places, blocks, attention
 
 
 def rewritten_(holder: nn.Sequential, blocks: tuple[str, ...], attention: str) -> tuple[tuple[str, ...], str]:

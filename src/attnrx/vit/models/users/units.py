@@ -27,18 +27,19 @@ from attnrx.support.arguments import described_error, user_code
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import containing, random_images, tensors_of
 from attnrx.support.records import from_dict, to_dict
-from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
+from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention import Attention
 from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
-from attnrx.vit.costs.model_costs import counting
 from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.models.family import LayerShapes, num_outputs
-from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, matrix_entries, mlp_costs, num_params
+from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls, replacing_forward
-from attnrx.vit.models.parts.mlp import Pair, halve_, hidden_units, keep_units_of_
+from attnrx.vit.models.parts.mlp import CONVOLUTIONS, Pair, halve_, hidden_units, keep_units_of_, sides_of
+from attnrx.vit.models.parts.module_costs import macs_by_part, matrix_entries, mlp_costs, num_params
 from attnrx.vit.models.parts.module_inputs import called, inputs_of
+from attnrx.vit.models.parts.record import Record
 from attnrx.vit.models.parts.vit_parts import ViTParts, model_name, require_parts
-from attnrx.vit.models.working.adopted import Adopted, Origin, PlainShape
+from attnrx.vit.models.working.adopted import Adopted, Origin
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 
@@ -46,7 +47,6 @@ from attnrx.vit.tokens import TokenLayout
 SIDES = (224, 256, 384, 512, 1024, 192, 128, 96, 64, 32)
 # Pairs of fewer MACs than this share of the largest one's are left out: heads of pooled features, biases of positions.
 LEAST_SHARE = 0.01
-CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 class Convolution(nn.Module):
@@ -72,15 +72,23 @@ class Convolution(nn.Module):
         return linear(F.unfold(maps, self.kernel, **self.geometry).mT).mT.unflatten(2, (rows, -1))
 
 
+# What the record of a module has: its pairs, the MACs of all else, and the map that makes the output.
+FACTS = ("pairs", "outer_macs", "head")
+
+
 class UnitsModel(Adopted):
     """A module of any class, `source`, of which the hidden units of MLPs are read and nothing else."""
 
     outer_macs = 0
     head = ""
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        vars(self).update({name: self.facts[name] for name in FACTS if name in self.facts})
+
 
 class UnitsFamily(AdoptedFamily):
-    """Modules of any class with MLPs whose units are separate; `WholeFamily` adopts them, as modules of users.
+    """Modules of any class with MLPs whose units are separate, always as modules of users (`Surroundings`).
 
     A layer is one MLP. Its attention has no heads, whatever the module has around it.
     """
@@ -122,36 +130,36 @@ class UnitsFamily(AdoptedFamily):
     def fit_created_(self, source: nn.Module, origin: Origin, before: Origin | None = None) -> None:
         """Changes nothing, as the module has no position embeddings that are read."""
 
-    def resize_plain_(self, adopted: Adopted, before: Origin, height: int, width: int, path: str = "") -> None:
-        """Changes nothing, as the module has no position embeddings that are read."""
-
-    def resize_inside_(self, adopted: Adopted, height: int, width: int) -> None:
+    def resize_trunk_(self, adopted: Adopted, height: int, width: int) -> None:
         shape = (adopted.origin.input_shape[0], height, width)
         with user_code(f"{adopted.origin.architecture} does not take images of {height} x {width}: it", NotSupported):
             self._measure_(adopted, shape)
         adopted.origin = replace(adopted.origin, input_shape=shape)
 
+    def viewed(self, model: nn.Module, record: Record) -> Adopted:
+        return self.working(model, record)  # its maps are other modules
+
     def _install_(self, adopted: Adopted, attention: Sequence[Attention]) -> None:
         """Makes the maps of all pairs linear maps; finds the pairs where they are not known."""
         found = self._own(adopted)
         if not found.pairs:
-            pairs, head = separate_pairs(found.source, found.origin.input_shape)
+            pairs, head = separate_pairs(found.trunk, found.origin.input_shape)
             vars(found).update(pairs=pairs, head=head)
             if not found.pairs:
                 raise NotSupported(
-                    f"{model_name(found.source)} has no reader, and no MLP of two linear maps or 1 x 1 convolutions "
+                    f"{model_name(found.trunk)} has no reader, and no MLP of two linear maps or 1 x 1 convolutions "
                     "with only an activation, a dropout, a gate, a depthwise convolution or a batch norm between them."
                 )
-        named = dict(found.source.named_modules())
+        named = dict(found.trunk.named_modules())
         for pair in found.pairs:
             whole = pair.first.rpartition(".")[0]
             if pair.first not in named and isinstance(named.get(whole), nn.Linear):
-                halve_(found.source, whole)
+                halve_(found.trunk, whole)
         paths = [path for pair in found.pairs for path in (pair.first, pair.second, *pair.between)]
-        require_parts(found.source, paths, found.origin.architecture)
+        require_parts(found.trunk, paths, found.origin.architecture)
         for pair in found.pairs:
             for path in (pair.first, pair.second, *pair.between):
-                part: Any = found.source.get_submodule(path)
+                part: Any = found.trunk.get_submodule(path)
                 if type(part) is nn.Linear:
                     native_(part)
                 elif isinstance(part, CONVOLUTIONS) and path not in pair.between:
@@ -162,14 +170,14 @@ class UnitsFamily(AdoptedFamily):
                     linear.weight, linear.bias = weight, own.bias
                     geometry = {"stride": own.stride, "padding": own.padding, "dilation": own.dilation}
                     convolution = Convolution(linear, own.kernel_size, **geometry)
-                    found.source.set_submodule(path, convolution.train(part.training))
+                    found.trunk.set_submodule(path, convolution.train(part.training))
         if not found.pairs[0].positions:
             self._measure_(found, found.origin.input_shape)
 
     def _measure_(self, adopted: Adopted, shape: tuple[int, int, int]) -> None:
         """Measures the places that every MLP runs at, and the MACs of all else, in a forward pass."""
         found, maps = self._own(adopted), self.mlp(adopted)
-        macs = macs_by_part(found.source, random_images(found.source, shape, 1))
+        macs = macs_by_part(found.trunk, random_images(found.trunk, shape, 1))
         vars(found)["pairs"] = tuple(
             replace(
                 pair,
@@ -198,7 +206,7 @@ class UnitsFamily(AdoptedFamily):
         return False
 
     def block_names(self, model: nn.Module) -> tuple[str, ...]:
-        return tuple(f"source.{pair.block}".rstrip(".") for pair in self._own(model).pairs)
+        return tuple(self._named(model, pair.block) for pair in self._own(model).pairs)
 
     def describe(self, model: nn.Module) -> dict[str, Any]:
         found = self._own(model)
@@ -206,14 +214,13 @@ class UnitsFamily(AdoptedFamily):
         own = {"attention": [], "pairs": pairs, "outer_macs": found.outer_macs, "head": found.head}
         return {**super().describe(model), **own}
 
-    def shaped(self, created: nn.Module, description: Mapping[str, Any]) -> Adopted:
-        adopted = UnitsModel(created, self.described_origin(description))
-        vars(adopted)["plain"] = PlainShape(created)
+    def described_facts(self, created: nn.Module, description: Mapping[str, Any]) -> dict[str, Any]:
         pairs = tuple(from_dict(pair, (Pair,)) for pair in description["pairs"])
-        vars(adopted).update(pairs=pairs, outer_macs=description["outer_macs"], head=description["head"])
+        return {"pairs": pairs, "outer_macs": description["outer_macs"], "head": description["head"]}
+
+    def _shape_(self, adopted: Adopted, description: Mapping[str, Any]) -> None:
         self._install_(adopted, ())
         self._shape_mlps_(adopted, description)
-        return adopted
 
     def token_layout(self, model: nn.Module) -> TokenLayout:
         raise NotSupported(
@@ -223,40 +230,31 @@ class UnitsFamily(AdoptedFamily):
 
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
         found = self._own(model)
-        head = found.source.get_submodule(found.head) if found.head else nn.Identity()
+        head = found.trunk.get_submodule(found.head) if found.head else nn.Identity()
         return (head,) if num_outputs(head) else ()
 
-    def facts(self, adopted: Adopted) -> Mapping[str, Any]:
+    def present_facts(self, adopted: Adopted) -> dict[str, Any]:
         found = self._own(adopted)
-        return {"pairs": found.pairs, "outer_macs": found.outer_macs, "head": found.head}
+        return {**found.facts, **{name: getattr(found, name) for name in FACTS}}
 
     def positions(self, adopted: Adopted) -> int:
         return 1  # every MLP has positions of its own
 
-    def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
+    def trunk_costs(self, adopted: Adopted, shapes: LayerShapes) -> ModelCosts:
         """Returns the costs of the MLPs; all other parts count as patches."""
-        found, maps = self._own(model), self.mlp(model)
+        found, maps = self._own(adopted), self.mlp(adopted)
         before = hidden_units(maps)
         layers, inside = [], 0
         for pair, linears, spec, ranks_of, count, now in zip(
             found.pairs, maps, shapes.attention, shapes.mlp_ranks, shapes.hidden, before, strict=True
         ):
-            between = sum(num_params(found.source.get_submodule(path)) for path in pair.between)
+            between = sum(num_params(found.trunk.get_submodule(path)) for path in pair.between)
             inside += between + sum(map(num_params, linears))
             mlp = mlp_costs(linears, pair.positions, linears, ranks_of, count)
             mlp += PartCosts(between * count // max(now, 1), pair.unit_macs * count)
             layers.append(layer_costs(spec, pair.positions, mlp, PartCosts()))
-        outside = PartCosts(num_params(found.source) - inside, found.outer_macs)
+        outside = PartCosts(num_params(found.trunk) - inside, found.outer_macs)
         return ModelCosts(outside, tuple(layers), PartCosts(), 0)
-
-
-def macs_by_part(model: nn.Module, images: ImageBatch) -> dict[str, int]:
-    """Returns the multiply-accumulates of a forward pass by the paths of the parts, "" for the model itself."""
-    with evaluating((model,)), counting(model) as counter:
-        called(model, images)
-    # The names of the parts begin with that of the class. Two operations are one MAC.
-    counts, root = counter.get_flop_counts(), f"{type(model).__name__}."
-    return {f"{name}.".removeprefix(root)[:-1]: sum(each.values()) // 2 for name, each in counts.items()}
 
 
 def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
@@ -270,7 +268,7 @@ def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
     config = getattr(model, "config", None)
     own = tuple(facts.get("input_size") or ())
     hints = [getattr(part, name, None) for part in parts for name in ("img_size", "image_size")]
-    hints += [getattr(config, "image_size", None), own[1:], *_position_sides(parts, convolution)]
+    hints += [getattr(config, "image_size", None), own[1:], *_positionsides_of(parts, convolution)]
     if convolution is None and not any(hints):
         return
     # The first convolution need not be one of the images, e.g. after a cosine transform.
@@ -283,7 +281,7 @@ def _shapes(model: nn.Module) -> Iterator[tuple[int, int, int]]:
                 yield channels, sides[0], sides[1]
 
 
-def _position_sides(parts: Sequence[nn.Module], convolution: nn.Conv2d | None) -> list[int]:
+def _positionsides_of(parts: Sequence[nn.Module], convolution: nn.Conv2d | None) -> list[int]:
     """Returns the sides of square images that position embeddings, [1, tokens, width], may be made for."""
     linear = next((part for part in parts if isinstance(part, nn.Linear)), None)
     if convolution is not None:
@@ -322,52 +320,11 @@ def units_last(part: nn.Module, features: Float[Tensor, "batch *sizes"]) -> Floa
     return features.movedim(1, -1) if isinstance(part, CONVOLUTIONS) else features
 
 
-def _sides(part: Any) -> tuple[int, int]:
-    """Returns the numbers of inputs and outputs of a map."""
-    if isinstance(part, CONVOLUTIONS):
-        return part.in_channels, part.out_channels
-    return part.in_features, part.out_features
-
-
 def _is_per_unit(part: nn.Module, units: int) -> bool:
     """Whether a part has weights of its own for each of so many units, and computes each from itself."""
     if isinstance(part, _BatchNorm):
         return part.num_features == units and type(part).__name__ != "SyncBatchNorm"
     return type(part) is nn.Conv2d and part.groups == part.in_channels == part.out_channels == units
-
-
-class Cut(NamedTuple):
-    """Two maps, by their paths, of which so many `units` between them are left; `between` are parts with weights per
-    unit, as in `Pair`.
-    """
-
-    first: str
-    second: str
-    between: tuple[str, ...]
-    units: int
-
-    def shape_(self, module: nn.Module) -> None:
-        """Gives a module that was created anew the shapes of the smaller one.
-
-        Raises:
-            InvalidInput: It has no such parts.
-        """
-        require_parts(module, (self.first, self.second, *self.between), "the module")
-        units = _sides(module.get_submodule(self.first))[1]
-        self.keep_(module, torch.arange(units, device="cpu") < self.units)
-
-    def keep_(self, module: nn.Module, keep: Bool[Tensor, "units"]) -> None:
-        """Removes the units that are not kept, in place."""
-        for path, side in ((self.first, "out"), (self.second, "in")):
-            part: Any = module.get_submodule(path)
-            index = keep.nonzero()[:, 0].to(part.weight.device)
-            dim = int((side == "in") != isinstance(part, nn.ConvTranspose2d))
-            part.weight = nn.Parameter(part.weight.detach().index_select(dim, index), part.weight.requires_grad)
-            if side == "out" and part.bias is not None:
-                part.bias = nn.Parameter(part.bias.detach()[index], part.bias.requires_grad)
-            setattr(part, f"{side}_{'channels' if isinstance(part, CONVOLUTIONS) else 'features'}", len(index))
-        for path in self.between:
-            keep_units_of_(module.get_submodule(path), keep)
 
 
 def input_weight(part: Any) -> Float[Tensor, "units *outputs"]:
@@ -420,20 +377,20 @@ def _candidates(model: nn.Module, trace: _Trace, around: str | None) -> Iterator
         is_other = isinstance(named[first], nn.ConvTranspose2d) and not is_around
         if first not in trace.maps or first in gates or is_other:
             continue
-        units, between, gate = _sides(named[first])[1], [], ""
+        units, between, gate = sides_of(named[first])[1], [], ""
         positions = _positions(named[first], trace.maps[first][1])
         for path in order[start + 1 :]:
             part = named[path]
             if path in trace.maps:
                 inputs, outputs, _ = trace.maps[path]
-                fits = (is_around or _is_second(part)) and _sides(part)[0] == units
+                fits = (is_around or _is_second(part)) and sides_of(part)[0] == units
                 fits = fits and positions == _positions(part, inputs)
                 block = next((above for above in containing((first, path)) if above in trace.once), None)
                 if fits and block is not None:
                     gates.add(gate)
                     yield Pair(first, path, tuple(between), block)
                 # A gate is a map of the same features to as many units.
-                is_gate = _sides(part) == _sides(named[first]) and positions == _positions(part, outputs)
+                is_gate = sides_of(part) == sides_of(named[first]) and positions == _positions(part, outputs)
                 if gate or is_around or fits or not is_gate or not _is_second(part):
                     break
                 gate = path
@@ -505,7 +462,7 @@ def _halved_(model: nn.Module, images: Tensor, others: set[str]) -> dict[str, nn
         if not {path, after} & others
         and {type(named[path]), type(named[after])} <= {nn.Linear, NativeLinear}
         and trace.maps[path][1][:-1] == trace.maps[after][0][:-1]
-        and _sides(named[path])[1] == 2 * _sides(named[after])[0]
+        and sides_of(named[path])[1] == 2 * sides_of(named[after])[0]
     }
 
 
@@ -620,7 +577,7 @@ def _cut(
 
     with ExitStack() as stack:
         for pair in pairs:
-            units = _sides(model.get_submodule(pair.first))[1]
+            units = sides_of(model.get_submodule(pair.first))[1]
             mask = torch.zeros(units, dtype=torch.bool, device="cpu")
             mask[_half(units, mask.device)] = True
             stack.enter_context(replacing_forward(model.get_submodule(pair.first), partial(shorter, pair.first)))

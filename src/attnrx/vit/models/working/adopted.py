@@ -12,9 +12,12 @@ from torch import fx, nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module, is_traced, joined, mapped, of_weights
-from attnrx.support.shapes import Float, ImageBatch, Int, Logits, Tensor, TokenBatch
+from attnrx.support.shapes import Float, ImageBatch, Int, Tensor, TokenBatch
 from attnrx.vit.attention import Attention, AttentionContext, Positions
+from attnrx.vit.models.family import called_with_images
 from attnrx.vit.models.parts.mlp import Pair
+from attnrx.vit.models.parts.module_inputs import ModuleInputs, inputs_of
+from attnrx.vit.models.parts.surroundings import Surroundings, answered
 from attnrx.vit.models.parts.token_reduction import CallState, reduction_of
 from attnrx.vit.models.working.token_hooks import NO_CHECKPOINTS, forward_pass, is_checkpointed
 from attnrx.vit.spec import BIASES, INNER_NORMS, AttentionSpec
@@ -119,29 +122,92 @@ class LastLayer:
 
 
 class Adopted(nn.Module):
-    """A working copy of a model of another library: `source` with attnrx attention in every layer; returns its logits.
+    """A working copy of a model, `source`, with attnrx attention in every layer of the Vision Transformer in it.
 
+    `trunk` is the Vision Transformer: `source` itself, or a part of it where a user's module has others around it
+    (`around`). Called with images, a model of a library returns its logits, and a module of a user what that returns.
     Verbs compute with working copies, and return models of the library's own classes (`working_copy.py`).
     """
 
     pairs: tuple[Pair, ...] = ()
-    """The maps of the MLPs, by their paths in `source`; () where a block has an MLP of another kind."""
+    """The maps of the MLPs, by their paths in `trunk`; () where a block has an MLP of another kind."""
     plain: "PlainShape | None" = None
     """The model that this is a working copy of, without its weights."""
     own: "OwnModel | None" = None
     """That model itself, as long as it has the same weights."""
 
-    def __init__(self, source: nn.Module, origin: Origin):
+    def __init__(
+        self,
+        source: nn.Module,
+        origin: Origin,
+        around: Surroundings | None = None,
+        facts: Mapping[str, Any] | None = None,
+        places: Mapping[str, str] | None = None,
+    ):
+        """`facts` are those of its `Record`; `places` are the paths in the user's module of parts that are elsewhere in
+        `source`.
+        """
         super().__init__()
         self.source = source
-        self.origin = origin
+        self.origin, self.around = origin, around
+        self.facts, self.places = dict(facts or {}), dict(places or {})
         self.tokens: nn.Module | None = None
         self.last: LastLayer | None = None
 
-    def forward(self, images: ImageBatch) -> Logits:
-        """Returns the logits, or the pooled features where the model has no classifier."""
-        self._require_images(images)
+    @property
+    def path(self) -> str:
+        """Where the Vision Transformer is in `source`."""
+        return "" if self.around is None else self.around.path
+
+    @property
+    def trunk(self) -> nn.Module:
+        """The Vision Transformer."""
+        return self.source if self.around is None else self.source.get_submodule(self.around.path)
+
+    @property
+    def name(self) -> str:
+        """The name of the model in messages."""
+        return self.origin.architecture if self.around is None else self.around.name
+
+    @property
+    def attnrx_inputs(self) -> ModuleInputs | None:
+        """What the module of a user takes other than images."""
+        has_inputs = self.around is not None and self.around.call == "forward"
+        return inputs_of(self.source) if has_inputs else None
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """The shape of one input: that of the images of the Vision Transformer, if the model takes such images."""
+        inputs = self.attnrx_inputs
+        return self.origin.input_shape if inputs is None else inputs.shape
+
+    @property
+    def output_sizes(self) -> Mapping[str, int]:
+        """The numbers per image of every tensor that a module of a user returns, by their places."""
+        return {} if self.around is None else self.around.sizes
+
+    def forward(self, images: ImageBatch) -> Any:
+        """Returns the logits, or the pooled features where the model has no classifier; of a module of a user what that
+        returns.
+        """
+        images = self.entering(images)
         return chunked_forward(self, self._forward_chunk, images, self._max_elements(images))
+
+    def entering(self, images: ImageBatch) -> ImageBatch:
+        """Returns the images as the model takes them.
+
+        Raises:
+            InvalidInput: The model takes no images of this size.
+        """
+        if self.attnrx_inputs is None:
+            self._require_images(images)
+        return images
+
+    def answering(self) -> Callable[[nn.Module, Tensor], Any]:
+        """Returns the function that returns what `source`, or a copy of it, answers for images: one row per image, or
+        what a module of a user returns.
+        """
+        return called_with_images if self.around is None else partial(answered, self.around.call)
 
     @property
     def takes_any_size(self) -> bool:
@@ -155,7 +221,7 @@ class Adopted(nn.Module):
     def patching(self) -> tuple[int, int, int] | None:
         """The width of the model, and the height and width of a patch; None where no convolution makes the patches."""
         # The first convolution makes the patches, and has the width of the model.
-        convolution = next((part for part in self.source.modules() if isinstance(part, nn.Conv2d)), None)
+        convolution = next((part for part in self.trunk.modules() if isinstance(part, nn.Conv2d)), None)
         return None if convolution is None else (len(convolution.weight), *convolution.stride)  # type: ignore[return-value]
 
     def _require_images(self, images: ImageBatch) -> None:
@@ -175,10 +241,14 @@ class Adopted(nn.Module):
         width, down, right = self.patching
         return 4 * width * (images.shape[2] // down) * (images.shape[3] // right)
 
-    def _forward_chunk(self, images: Tensor) -> Tensor:
-        with self.forward_pass(()):  # logits need no features of pruned patches
-            outputs = self.logits(images)
-        if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+    def answer(self, images: Tensor) -> Any:
+        """Returns what `source` answers for images, as it stands."""
+        return self.answering()(self.source, images)
+
+    def _forward_chunk(self, images: Tensor) -> Any:
+        with self.forward_pass():
+            outputs = self.answer(images)
+        if self.around is None and (not isinstance(outputs, Tensor) or outputs.ndim != 2):
             is_tensor = isinstance(outputs, Tensor)
             found = f"the shape {tuple(outputs.shape)}" if is_tensor else f"a {type(outputs).__name__}"
             raise NotSupported(
@@ -189,18 +259,20 @@ class Adopted(nn.Module):
         return outputs
 
     @contextmanager
-    def forward_pass(self, restored_blocks: Collection[int]) -> Iterator[None]:
+    def forward_pass(self, restored_blocks: Collection[int] | None = None) -> Iterator[None]:
         """Runs one forward pass in its context, and removes the state of it at the end.
 
-        Where tokens are pruned or merged, all patches are restored after these blocks only; outside of the context
-        after all blocks. Where no block is given, the last block computes only the class token if the head uses no
-        other token.
+        Where tokens are pruned or merged, those of all patches are restored after these blocks only, by default after
+        those that parts around the Vision Transformer read; outside of the context after all blocks. Where no block is
+        given, the last block computes only the class token if the head uses no other token.
 
         Raises:
             NotSupported: Tokens are pruned or merged under gradient checkpointing.
         """
+        if restored_blocks is None:  # logits need no features of pruned patches
+            restored_blocks = () if self.around is None else self.around.read_blocks
         reduction, last = reduction_of(self), self.last
-        recomputed = is_checkpointed(self.source)
+        recomputed = is_checkpointed(self.trunk)
         if recomputed and reduction is not None:
             raise NotSupported(NO_CHECKPOINTS)
         shortens = last is not None and not restored_blocks and not last.watched and not recomputed
@@ -214,13 +286,6 @@ class Adopted(nn.Module):
 
     def _last_tokens(self, images: Tensor) -> Tensor:
         raise NotSupported(f"{self.origin.architecture} has no method that returns the features of all patches.")
-
-    def logits(self, images: Tensor) -> Any:
-        """Returns the output of the library's model; `forward` refuses any other than one row per image.
-
-        `images` have the input shape of the model, [batch, channels, height, width] for pictures.
-        """
-        return self.source(images)
 
 
 class Adapter(nn.Module):

@@ -157,45 +157,57 @@ def difference_in_structure(model: nn.Module, rebuilt: nn.Module) -> str:
     return f"Its {where or 'class'} is {own}, and that of the rebuilt one {other}."
 
 
-def require_equal_logits(models: tuple[Adopted, Adopted], because: str, blocks: Sequence[str], attention: str) -> None:
-    """Raises NotSupported unless both models return the same logits for the same random images, up to rounding.
+Run = tuple[nn.Module, Callable[[], object]]
 
-    The message names the first block whose output differs; `blocks` are the paths of all, and `attention` is the path
-    of the attention in a block. `because` is the reason where the outputs of the attention differ too.
+
+def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]], because: str) -> tuple[str, str]:
+    """Returns why the outputs of two models differ, and a sentence about the first block that differs.
+
+    Args:
+        runs: Both models, each with a function that runs it on the same images.
+        layers: Of both models the attention and the block of every layer, one after the other; () if not known.
+        because: The reason where the outputs of the attention differ too.
     """
-    first, second = models
-    images = random_images(first, first.origin.input_shape)
-    with evaluating(models):
-        expected = _outputs(first, images, "it cannot be run on images of its input shape")
-        actual = _outputs(second, images, because)
-    difference = difference_of({"": expected}, {"": actual})
-    if not difference:
-        return
     outputs: list[list[Tensor]] = []
-    for model in models:
-        parts = [model.get_submodule(path) for block in blocks for path in (f"{block}.{attention}", block)]
+    for (model, run), parts in zip(runs, layers, strict=False):
         # Recording also switches the last-layer class-token shortcut off, so that both models process all tokens.
         with evaluating((model,)), recording_calls(parts, lambda call: (call.module, call.output_tokens)) as calls:
-            model(images)
+            run()
+        if len(calls) != len(parts):
+            return because, ""  # e.g. a module that calls its blocks several times
         outputs.append([dict(calls)[part] for part in parts])
-    # Also true for NaN.
     pairs = list(zip(*outputs, strict=False))
+    if not pairs:
+        return because, ""
+    # Also true for NaN.
     differs = [bool(difference_of({"": one}, {"": other})) for one, other in pairs]
     index = next((index for index, is_other in enumerate(differs) if is_other and index % 2), None)
     if index is None:
-        where = f"The outputs of all {len(outputs[0]) // 2} blocks are equal."
         because = "the parts after the blocks differ, or the head uses other tokens"
-    else:
-        one, other = pairs[index]
-        where = (
-            f"The first block that differs is block {index // 2 + 1} of {len(outputs[0]) // 2}, by "
-            f"{float((one - other).abs().max()):.3g}, and its largest output is {float(one.abs().max()):.3g}."
-        )
-        if not differs[index - 1]:
-            because = "the MLP or a norm of a block computes something else, while its attention is equal"
-    raise NotSupported(
-        f"{first.origin.architecture} cannot be adopted: {because}. On random images {difference}. {where}"
+        return because, f" The outputs of all {len(outputs[0]) // 2} blocks are equal."
+    one, other = pairs[index]
+    if not differs[index - 1]:
+        because = "the MLP or a norm of a block computes something else, while its attention is equal"
+    return because, (
+        f" The first block that differs is block {index // 2 + 1} of {len(outputs[0]) // 2}, by "
+        f"{float((one - other).abs().max()):.3g}, and its largest output is {float(one.abs().max()):.3g}."
     )
+
+
+def require_equal_outputs(models: tuple[Adopted, Adopted], layers: Sequence[Sequence[nn.Module]], because: str) -> None:
+    """Raises NotSupported unless both models return the same for the same random images, up to rounding.
+
+    The message names the first block whose output differs. `layers` and `because` are those of `differing_block`.
+    """
+    first, second = models
+    images = random_images(first, first.input_shape)
+    with evaluating(models):
+        expected = outputs_of(first, images, "it cannot be run on images of its input shape")
+        actual = outputs_of(second, images, because)
+    if difference := difference_of(expected, actual):
+        runs = ((first, partial(first, images)), (second, partial(second, images)))
+        because, where = differing_block(runs, layers, because)
+        raise NotSupported(f"{first.name} cannot be adopted: {because}. On random images {difference}.{where}")
 
 
 def require_equal_attention(
@@ -246,10 +258,10 @@ def _is_same(before: Any, after: Any) -> bool:
     return type(before) is type(after) and before == after
 
 
-def _outputs(model: Adopted, images: Tensor, because: str) -> Float[Tensor, "images features"]:
+def outputs_of(model: Adopted, images: Tensor, because: str) -> dict[str, Tensor]:
     """Returns the outputs for the images; raises NotSupported with the reason `because` if the forward pass fails."""
     try:
-        return model(images)
+        return tensors_of(model._forward_chunk(images))
     except AttnrxError:
         raise
     except Exception as error:  # the code of a model raises errors of any type
@@ -257,7 +269,7 @@ def _outputs(model: Adopted, images: Tensor, because: str) -> Float[Tensor, "ima
         while trace is not None:  # the innermost part of the model that was called
             part, trace = names.get(id(trace.tb_frame.f_locals.get("self"))) or part, trace.tb_next
         raise NotSupported(
-            f"{model.origin.architecture} cannot be adopted: {because}. On random images of shape "
+            f"{model.name} cannot be adopted: {because}. On random images of shape "
             f"{tuple(images.shape)} {part or 'the model itself'} raises {type(error).__name__}: {error}"
         ) from error
 

@@ -1,0 +1,348 @@
+"""The one adoption: a working copy of a model, or of a module with a Vision Transformer inside, and its proof.
+
+A model of a library is created again by its library, so it has no surroundings. A module of a user has the Vision
+Transformer at some path, and may have parts of its own around it (`Surroundings`).
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import astuple, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.support.arguments import described, described_error
+from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import copy_module, random_images, tensors_of
+from attnrx.support.shapes import Tensor
+from attnrx.support.storage import require_finite_tensors
+from attnrx.vit.models.family import require_ordinary_weights
+from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, output_sizes
+from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
+from attnrx.vit.models.parts.module_inputs import ATTRIBUTE
+from attnrx.vit.models.parts.record import RECORD, Record
+from attnrx.vit.models.parts.surroundings import IMAGE_METHODS, Surroundings, answered
+from attnrx.vit.models.parts.vit_parts import model_name, reading_parts
+from attnrx.vit.models.users.output_kinds import kind_of_outputs
+from attnrx.vit.models.users.reader import Factory, ModuleFamily, StructureFamily, class_name, imported_class
+from attnrx.vit.models.users.units import unmixed
+from attnrx.vit.models.users.whole import created_by_library, library_creation
+from attnrx.vit.models.working.adopted import Adopted, PlainShape, aliased, remove_capturing_
+from attnrx.vit.models.working.adoption_proof import (
+    LIBRARIES,
+    difference_of,
+    differing_block,
+    not_finite,
+    outputs_of,
+    require_equal_attention,
+    require_plain_code,
+    require_unchanged,
+)
+from attnrx.vit.models.working.token_hooks import TokenHook
+
+PROOF_PATCHES = 16  # the most patches per side of the images of a proof
+OTHER_ATTENTION = (
+    "its attention computes something else than plain softmax attention, its heads, its scale or the order of its "
+    "projections are not those that were read, or it changes or replaces a part in its forward"
+)
+
+
+class _OtherInputs(NotSupported):
+    """A module does not take images alone, or returns something else for them than one entry per image."""
+
+
+def adopt(
+    family: AdoptedFamily,
+    model: nn.Module,
+    path: str | None = None,
+    *,
+    facts: Mapping[str, Any] | None = None,
+    factory: Factory | None = None,
+    creation: Mapping[str, Any] | None = None,
+    **stated: Any,
+) -> Adopted:
+    """Returns a working copy of a model with attnrx attention in every layer; the model itself is not changed.
+
+    Its outputs are compared with those of the model on random images, and every attention with the one that it
+    replaces. A model of a library (`path` is None) is created again from its description, and compared. Of a module of
+    a user is found out what the parts around the Vision Transformer read, return and cost. Activations that parts keep
+    are detached.
+
+    Args:
+        family: The family of the Vision Transformer.
+        model: The model, or the module with it.
+        path: Where the Vision Transformer is in a module of a user, "" for the module itself; None for a model that its
+            library creates again.
+        facts: What is known of a structure that was found (`StructureFamily.found`).
+        factory: The function that creates a module of a user.
+        creation: How a library creates a module of a user, where that is known.
+        **stated: Fields of `Origin` that override what a model of a library states: `mean` and `std` of the
+            normalization, `preprocessing`, the settings of the library's transform of pictures.
+
+    Raises:
+        NotSupported: The model has an unsupported feature, named in the message, an attribute that cannot be copied,
+            adapters, or weights that are computed from other tensors; or the outputs differ, are no tensors with one
+            entry per image, or the Vision Transformer is called never.
+        InvalidInput: The model was adopted already, or has no weights.
+    """
+    if isinstance(model, Adopted):
+        raise InvalidInput(f"{model.origin.architecture} was adopted already.")
+    require_plain_code(model)
+    with reading_parts(model, "its parts"):
+        family.require_supported(model.get_submodule(path or ""))
+    require_ordinary_weights(model)
+    require_finite_tensors(model.state_dict(), model_name(model))
+    facts = dict(facts or {})
+    origin = family.stated_origin(model, path, facts, stated)
+    original = copy_module(model)  # whose own code may change it in a forward pass
+    around = None
+    if path is not None:
+        facts["shape"] = PlainShape(original)
+        around = Surroundings(class_name(model), factory and _function_name(factory), path, (), {}, "", 0)
+    with reading_parts(model, "its parts"):
+        opened, places = family.opened(aliased(original), path or "", facts)
+        layers = family.layers(opened.get_submodule(path or ""))  # before their attention is replaced
+        if around is not None:
+            around = replace(around, read_blocks=tuple(range(len(layers) // 2)))  # as long as it is not known
+        working = family.installed(original, opened, places, Record(family.name, origin, around, facts))
+    if not path:  # other parts have no code of a user's, or it is lost when the model is saved
+        require_unchanged(original, partial(working.answering(), original), working.input_shape)
+    images, expected = _proved(family, original, working)
+    if layers:
+        run = partial(working._forward_chunk, images)
+        adapters = family.layers(working.trunk)[::2]
+        require_equal_attention(working, run, layers[::2], adapters)
+    prove_units(family, working)
+    if isinstance(family, ModuleFamily):
+        family.prove(working)
+    if around is None:
+        # A model that was changed after its creation would be saved, and loaded as another one.
+        family.require_rebuilt(working)
+    else:
+        _measure_(family, original, working, images, expected, factory, creation)
+    vars(original)[RECORD] = Record(family.name, working.origin, working.around, family.present_facts(working))
+    return working
+
+
+def _function_name(factory: Factory) -> str:
+    make: Any = factory
+    return f"{make.__module__}:{make.__qualname__}" if hasattr(make, "__qualname__") else described(make)
+
+
+def _proved(family: AdoptedFamily, original: nn.Module, working: Adopted) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns random images and the outputs of a model for them, after they were compared with those of its working
+    copy; states in that which method of a module of a user takes images.
+    """
+    candidates, errors = [working.around], list[_OtherInputs]()
+    if (around := working.around) is not None:
+        # A module whose inputs are stated is called with these alone.
+        methods = IMAGE_METHODS if around.path and ATTRIBUTE not in vars(original) else ()
+        candidates += [replace(around, call=name) for name in methods if hasattr(original, name)]
+    for each in candidates:
+        working.around = each
+        images = _images_of_proof(family, original, working)
+        try:
+            return images, _compared(family, original, working, images)
+        except _OtherInputs as error:
+            errors.append(error)
+    raise NotSupported(str(errors[0])) from errors[0]
+
+
+def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, images: Tensor) -> dict[str, Tensor]:
+    """Returns the outputs of a model for two images, after they were compared with those of its working copy.
+
+    Raises:
+        _OtherInputs: It does not take images alone.
+        NotSupported: They differ, or are no tensors of real numbers with one entry per image.
+    """
+    name, answer = working.name, partial(working.answering(), original)
+    patches = working.trunk.get_submodule(family.parts(working.trunk).patches)
+
+    def count(call: ModuleCall) -> int:  # the images of a call; another method than `forward` may be called
+        return len(call.tokens) if isinstance(call.tokens, Tensor) else len(images)
+
+    with evaluating((original, working)):
+        try:
+            expected = tensors_of(answer(images))
+        except Exception as error:  # the code of a module raises errors of any type
+            raise _OtherInputs(
+                f"{name} cannot be adopted: with images of shape {tuple(images.shape)} it raises "
+                f"{type(error).__name__}: {described_error(error)}. Of a module that takes other inputs give "
+                "an example of them, attnrx.load(module, inputs=...), or one around it whose forward takes images."
+            ) from error
+        again, alone = tensors_of(answer(images)), tensors_of(answer(images[:1]))
+        with recording_calls((patches,), count) as calls:
+            actual = outputs_of(working, images, OTHER_ATTENTION)
+    if working.around is not None:
+        if not calls or sum(calls) % len(images):
+            raise NotSupported(
+                f"{name} cannot be adopted: for {len(images)} inputs it calls {working.path or 'its parts'} with "
+                f"{sum(calls)} images."
+            )
+        working.around = replace(working.around, calls=sum(calls) // len(images))
+    if not expected or any(not tensor.ndim or len(tensor) != len(images) for tensor in expected.values()):
+        shapes = {place: tuple(tensor.shape) for place, tensor in expected.items()}
+        raise _OtherInputs(
+            f"{name} cannot be adopted: for 2 images it returns {shapes or 'no tensor of real numbers'}, and every "
+            "tensor must have one entry per image."
+        )
+    for place, tensor in expected.items():
+        if problem := not_finite(tensor):
+            raise NotSupported(f"{name} cannot be adopted: output {place}".rstrip() + f" has {problem}.")
+    for found, size, when in ((again, len(images), "in every call"), (alone, 1, "in a batch than alone")):
+        difference = difference_of({place: tensor[:size] for place, tensor in expected.items()}, found)
+        if difference:
+            raise NotSupported(f"{name} cannot be adopted: an image has other outputs {when}: {difference}.")
+    if difference := difference_of(expected, actual):
+        # The blocks of a structure that was found are none of the module itself.
+        has_blocks = not isinstance(family, StructureFamily)
+        trunks = (original.get_submodule(working.path), working.trunk) if has_blocks else ()
+        layers = [family.layers(trunk) for trunk in trunks]
+        runs = ((original, partial(answer, images)), (working, partial(working._forward_chunk, images)))
+        because, where = differing_block(runs, layers, OTHER_ATTENTION)
+        raise NotSupported(f"{name} cannot be adopted: {because}. On random images {difference}.{where}")
+    return expected
+
+
+def _measure_(
+    family: AdoptedFamily,
+    original: nn.Module,
+    working: Adopted,
+    images: Tensor,
+    expected: Mapping[str, Tensor],
+    factory: Factory | None,
+    creation: Mapping[str, Any] | None,
+) -> None:
+    """States in the working copy of a module of a user what is around the Vision Transformer, as its passes show it."""
+    around = working.around
+    assert around is not None
+    kind = None
+    if factory is None:
+        creation = creation or library_creation(original)
+        if around.name.split(".")[0] not in LIBRARIES:  # whose classes make models of their default sizes
+            kind = imported_class(around.name)
+    creates = partial(_is_created, module=original, call=around.call, images=images, expected=expected)
+    inputs = vars(original).get(ATTRIBUTE) if around.call == "forward" else None
+    depth = len(around.read_blocks)
+    working.around = around = replace(
+        around,
+        inputs=() if inputs is None else tuple(map(astuple, inputs.fields)),
+        by_class=kind is not None and creates(kind),
+        creation=creation if factory is None and creation and creates(partial(created_by_library, creation)) else None,
+        sizes=output_sizes(working),
+        outputs=_kind(family, original, working, images, expected),
+        read_blocks=_read_blocks(family, working, images[:1]) if depth else (),
+    )
+    family.count_(working)
+    around = working.around
+    if not depth:
+        return
+    is_alike = False
+    # Without hooks, where the last block may compute the class token alone.
+    with evaluating((working,)), suppress(Exception):  # e.g. a norm with one weight per token
+        is_alike = not difference_of(expected, tensors_of(working._forward_chunk(images)))
+    if not is_alike:
+        # Its parts after the blocks need the tokens of all patches, though they read one token of them.
+        working.around = replace(around, read_blocks=(*around.read_blocks, depth - 1))
+
+
+def _is_created(create: Factory, module: nn.Module, call: str, images: Tensor, expected: Mapping[str, Tensor]) -> bool:
+    """Whether a function creates the module, up to its weights, with which it has the expected outputs."""
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            created = create().to(images)
+            vars(created).update({ATTRIBUTE: own} if (own := vars(module).get(ATTRIBUTE)) else {})
+        created.load_state_dict(module.state_dict())
+        # The text of a module shows what its outputs in evaluation do not, as rates of dropout.
+        with evaluating((created,)):
+            answer = tensors_of(answered(call, created, images))
+        return repr(created) == repr(module) and not difference_of(expected, answer)
+    except Exception:  # the code of a module raises errors of any type
+        return False
+
+
+def _images_of_proof(family: AdoptedFamily, original: nn.Module, working: Adopted) -> Tensor:
+    """Returns two random images for the proof: small ones where the module interpolates its position embeddings, since
+    a pass of a DINOv2 at its stated 518 x 518 pixels takes seven times that of 16 x 16 patches.
+    """
+    patches = working.trunk.get_submodule(family.parts(working.trunk).patches)
+    stride = patches.stride if isinstance(patches, nn.Conv2d) and working.attnrx_inputs is None else ()
+    channels, *own = working.origin.input_shape
+    size = [min(PROOF_PATCHES * step, side) for step, side in zip(stride, own, strict=False)]
+    if size not in ([], own):
+        small = random_images(working, (channels, *size))
+        with evaluating((original,)), suppress(Exception):  # the code of a module raises errors of any type
+            working.answering()(original, small)
+            return small
+    return random_images(working, working.input_shape)
+
+
+def _kind(
+    family: AdoptedFamily, original: nn.Module, working: Adopted, images: Tensor, tensors: Mapping[str, Tensor]
+) -> str:
+    """Returns the name of the kind of outputs of a module; features that a method returns are an embedding."""
+    around = working.around
+    if around is not None and around.call != "forward" and all(tensor.ndim == 2 for tensor in tensors.values()):
+        return "embedding"
+    inside = {id(part) for block in family.blocks(working.trunk) for part in block.modules()}
+    heads = [part for part in working.source.modules() if isinstance(part, nn.Linear) and id(part) not in inside]
+    return kind_of_outputs(original, partial(working.answering(), original, images), tensors, heads, working.name)
+
+
+def _read_blocks(family: AdoptedFamily, working: Adopted, images: Tensor) -> tuple[int, ...]:
+    """Returns the blocks whose patch tokens are read by other parts than the next block, in a pass of the images.
+
+    Its patches are changed for all parts but the next block, in a pass: the outputs show whether any part reads them.
+    """
+    blocks = family.blocks(working.trunk)
+    prefix = family.parts(working.trunk).prefix_tokens
+    present: dict[int, Tensor] = {}
+
+    def change(index: int, scale: float, first: int, tokens: Tensor) -> Tensor:
+        present[index] = tokens
+        noise = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(1)).to(tokens) * (1 + tokens.std())
+        noise[:, :first] = 0
+        return tokens + scale * noise
+
+    def outputs(indices: Sequence[int], scale: float, first: int) -> dict[str, Tensor]:
+        remove_capturing_(working)  # so that the hooks of transformers are called after those below
+        with ExitStack() as hooks:
+            for index in indices:
+                changed = TokenHook(partial(change, index, scale, first))
+                hooks.enter_context(blocks[index].register_forward_hook(changed, with_kwargs=True))
+                if index + 1 < len(blocks):
+                    kept = TokenHook(lambda _, index=index: present[index])
+                    hooks.enter_context(blocks[index + 1].register_forward_pre_hook(kept, with_kwargs=True))
+            return tensors_of(working.answer(images))
+
+    def changes(indices: Sequence[int], first: int) -> bool:
+        # With the same hooks both times, so that both have the same rounding.
+        pair = outputs(indices, 0.0, first), outputs(indices, 1.0, first)
+        return any(not torch.equal(tensor, pair[1][name]) for name, tensor in pair[0].items())
+
+    *earlier, last = range(len(blocks))
+    with evaluating((working,)):
+        if not changes([last], 0):  # a head of zeros reads nothing yet
+            return tuple(range(len(blocks)))
+        # All at once first: most modules read the last block alone.
+        found = [index for index in earlier if changes([index], prefix)] if changes(earlier, prefix) else []
+        return (*found, *([last] if changes([last], prefix) else []))
+
+
+def prove_units(family: AdoptedFamily, adopted: Adopted) -> None:
+    """Raises NotSupported where MLPs may be of any class, and the hidden units of one are not separate."""
+    source, parts = adopted.trunk, family.parts(adopted.trunk)
+    pairs = adopted.pairs if parts.mlp_classes is None and family.has_plain_units(adopted) else ()
+    if not pairs:
+        return
+    with evaluating((source,)):
+        separate = unmixed(source, pairs, random_images(source, adopted.origin.input_shape, 1))
+    for index, pair in enumerate(pairs):
+        if pair not in separate:
+            raise NotSupported(
+                f"{adopted.origin.architecture} cannot be adopted: in block {index} more than an activation is "
+                f"between the maps {parts.maps} of the MLP, or their order is another one. State maps=None in the "
+                "reader for an MLP of another kind (e.g. with a gate), which is then not compressed."
+            )

@@ -1,0 +1,165 @@
+"""How attnrx attention is made of a library's attention module, and written back into it."""
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import NotSupported
+from attnrx.support.shapes import Tensor
+from attnrx.vit.attention import Attention
+from attnrx.vit.models.parts.mlp import set_parameter_, write_linear_
+from attnrx.vit.models.parts.record import KEPT_HEADS
+from attnrx.vit.models.parts.vit_parts import ViTParts
+from attnrx.vit.models.working.adopted import (
+    INTERLEAVED,
+    PROJECTION_PATHS,
+    Adapter,
+    PairBias,
+    PlainAttention,
+    attention_from_projections,
+    interleaved_rows,
+)
+
+# The attributes of attention modules with the number of heads, and with the features of all of them.
+HEAD_COUNTS = {"num_heads", "num_attention_heads", "heads"}
+HEAD_WIDTHS = {"attn_dim", "all_head_size"}
+
+
+class AttentionConversion(ABC):
+    """The part of a family that converts attention: by the projections that `parts` names, and by what a family states
+    besides (`traits`, `pair_bias`).
+    """
+
+    adapter_type: type[Adapter] = PlainAttention
+
+    @abstractmethod
+    def parts(self, source: nn.Module) -> ViTParts:
+        """Returns where the parts of a model are."""
+
+    def convert_attention(self, source: nn.Module, module: nn.Module) -> Attention:
+        """Returns attnrx attention with the weights of an attention module of `source`."""
+        parts = self.parts(source)
+        weights, biases = self.projected(source, module)
+        kept_heads = vars(module).get(KEPT_HEADS)  # of a module that has lost some
+        heads = self._num_heads(module, parts) if kept_heads is None else len(kept_heads)
+        scale = getattr(module, parts.scale) if isinstance(parts.scale, str) else parts.scale
+        scale = scale or (weights[0].shape[0] // heads) ** -0.5
+        attention = attention_from_projections(weights, biases, heads, scale, **self.traits(source, module))
+        if kept_heads is not None:
+            attention.spec = attention.scores.spec = replace(attention.spec, heads=kept_heads)
+        return attention
+
+    def write_attention_(self, source: nn.Module, module: nn.Module, adapter: Adapter) -> None:
+        """Writes the weights of attnrx attention into an attention module of `source`, which may have more heads; the
+        inverse of `convert_attention`, as far as the module can hold them.
+
+        Raises:
+            NotSupported: It cannot.
+        """
+        attention, parts = adapter.attention, self.parts(source)
+        spec, rotary = attention.spec, self.traits(source, module).get("rotary")
+        if attention.spec.form not in ("dense", "rotary") or len({*spec.ranks, *spec.value_dims}) > 1:
+            raise NotSupported("heads of other forms or sizes")
+        sides = [attention.get_submodule(path) for path in PROJECTION_PATHS]
+        weights: list[Any] = [side.weight for side in sides]
+        biases: list[Any] = [side.bias for side in sides]
+        if rotary == INTERLEAVED and spec.ranks:
+            order = interleaved_rows(len(spec.heads), spec.ranks[0]).argsort()
+            for side in (0, 1):
+                weights[side] = weights[side][order.to(weights[side].device)]
+                biases[side] = None if biases[side] is None else biases[side][order.to(weights[side].device)]
+        self.write_projections_(source, module, weights, biases)
+        for name, norm in attention.inner_norms.items():
+            own = self.traits(source, module)["inner_norms"][name]
+            for (path, target), parameter in zip(own.named_parameters(), norm.parameters(), strict=True):
+                value = parameter
+                if rotary == INTERLEAVED and name in ("query_norm", "key_norm"):
+                    value = parameter[interleaved_rows(1, len(parameter)).argsort().to(parameter.device)]
+                set_parameter_(own, path, value, target.requires_grad)
+        bias: Any = self.pair_bias(module)
+        if bias is not None and adapter.pair_bias is not None:
+            own: Any = adapter.pair_bias
+            bias, own = (each.source if isinstance(each, PairBias) else each for each in (bias, own))
+            state = dict(own.named_parameters())
+            for path, target in list(bias.named_parameters()):
+                owner, _, name = path.rpartition(".")
+                holder = bias.get_submodule(owner)
+                # The tables of timm are parameters of the attention module itself.
+                holder = module if not owner and getattr(module, name, None) is target else holder
+                set_parameter_(holder, name, state[path], target.requires_grad)
+        if spec.heads != tuple(range(self._num_heads(module, parts))):
+            self.keep_heads_(module, spec.heads, spec.head_dim)
+
+    def _num_heads(self, module: nn.Module, parts: ViTParts) -> int:
+        """Returns the number of heads that an attention module states."""
+        name = "num_heads" if isinstance(module, nn.MultiheadAttention) else parts.num_heads
+        return name if isinstance(name, int) else int(getattr(module, name))
+
+    def keep_heads_(self, module: nn.Module, heads: tuple[int, ...], head_dim: int) -> None:
+        """States in an attention module that it has these heads alone, whose weights were written."""
+        vars(module)[KEPT_HEADS] = heads
+        for part in module.modules():
+            own = vars(part)
+            for name in HEAD_COUNTS & own.keys():
+                setattr(part, name, len(heads))
+            for name in HEAD_WIDTHS & own.keys():
+                setattr(part, name, len(heads) * head_dim)
+
+    def write_projections_(
+        self, source: nn.Module, module: nn.Module, weights: list[Tensor], biases: list[Tensor | None]
+    ) -> None:
+        """Writes the weights and biases of query, key, value and output into a module; the inverse of `projected`.
+
+        Weights are [rows, width], the output's [width, rows]; biases are [rows] and [width], or None.
+        """
+        part: Any = module
+        if isinstance(module, nn.MultiheadAttention):
+            if None in biases and any(bias is not None for bias in biases):
+                raise NotSupported("biases of some projections alone")
+            set_parameter_(module, "in_proj_weight", torch.cat(weights[:3]), part.in_proj_weight.requires_grad)
+            if part.in_proj_bias is not None:
+                joint = torch.cat([bias for bias in biases[:3] if bias is not None])
+                set_parameter_(module, "in_proj_bias", joint, part.in_proj_bias.requires_grad)
+            write_linear_(part.out_proj, weights[3], biases[3])
+            return
+        linears: list[Any] = [module.get_submodule(name) for name in self.parts(source).projections]
+        if len(linears) == 2:
+            fused = None if biases[0] is None else torch.cat([bias for bias in biases[:3] if bias is not None])
+            write_linear_(linears[0], torch.cat(weights[:3]), fused)
+            write_linear_(linears[1], weights[3], biases[3])
+            return
+        for linear, weight, bias in zip(linears, weights, biases, strict=True):
+            write_linear_(linear, weight, bias)
+
+    def projected(self, source: nn.Module, module: nn.Module) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Returns the weights and the biases of query, key, value and output of an attention module."""
+        part: Any = module
+        if isinstance(module, nn.MultiheadAttention):  # its fused projection is a parameter, not a module
+            weights: list[Any] = [part.in_proj_weight, part.out_proj.weight]
+            biases: list[Any] = [part.in_proj_bias, part.out_proj.bias]
+        else:
+            linears: list[Any] = [module.get_submodule(name) for name in self.parts(source).projections]
+            weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        if len(weights) == 2:  # the rows of a fused projection: all queries, all keys, all values
+            weights = [*weights[0].chunk(3), weights[1]]
+            biases = [*([None] * 3 if biases[0] is None else biases[0].chunk(3)), biases[1]]
+        return weights, biases
+
+    def traits(self, source: nn.Module, module: nn.Module) -> dict[str, Any]:
+        """Returns what `attention_from_projections` needs besides the projections: rotation, bias of pairs, norms."""
+        return {}
+
+    def adapter(self, source: nn.Module, module: nn.Module, attention: Attention) -> Adapter:
+        """Returns the module that replaces an attention module of `source` and calls `attention`."""
+        parts = self.parts(source)
+        adapter = self.adapter_type(attention, parts.prefix_tokens, self.pair_bias(module))
+        # nn.MultiheadAttention returns a pair also where its weights are not requested.
+        adapter.returns_weights = parts.returns_weights or isinstance(module, nn.MultiheadAttention)
+        return adapter
+
+    def pair_bias(self, module: nn.Module) -> nn.Module | None:
+        """Returns a module that computes the bias of pairs, [1, heads, tokens, tokens], of an attention module."""
+        return None

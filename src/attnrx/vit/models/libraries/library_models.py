@@ -1,0 +1,185 @@
+"""How a library creates its models: by a name with weights of its own or of a file, or by saved arguments."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName
+from attnrx.support.shapes import Tensor
+from attnrx.vit.models.checkpoint import read_weight_file
+from attnrx.vit.models.parts.vit_parts import ViTParts
+from attnrx.vit.models.working.adopted import Origin
+
+
+class LibraryModels(ABC):
+    """The part of a family that creates models of its library.
+
+    Raises:
+        NotSupported: By methods that need the library, where it is not installed.
+    """
+
+    name: str
+    library: str
+    """The package of the library."""
+    takes_weights = False
+    """Whether `load` takes the weights of a file, or downloads them."""
+    size_argument = ""
+    """The argument of the library for the side of images, of families that take weights."""
+
+    @abstractmethod
+    def parts(self, source: nn.Module) -> ViTParts:
+        """Returns where the parts of a model are."""
+
+    @abstractmethod
+    def num_patches(self, source: nn.Module, input_shape: tuple[int, int, int]) -> int:
+        """Returns the number of patches of an image of this shape, or of a video; a border is not read."""
+
+    @abstractmethod
+    def origin_inside(self, model: nn.Module) -> Origin:
+        """Returns the origin of a model inside a user's own module, which creates it."""
+
+    def create(self, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
+        """Creates a model of the library, read or not, without pretrained weights; `origin` or `creation` states how.
+
+        Raises:
+            UnknownName: The library has no such model.
+            InvalidInput: The arguments are not those of a model.
+            NotSupported: The model is of no library.
+        """
+        raise NotSupported(f"{architecture} is created by the code of its user.")
+
+    def creation(self, model: nn.Module) -> dict[str, Any] | None:
+        """Returns the `architecture` and the `arguments` with which `create` creates a model of any class of the
+        library; None where the model does not state them.
+
+        Raises:
+            NotSupported: They cannot be saved.
+        """
+        return None
+
+    def recomputed(self, module: nn.Module) -> nn.Module | None:
+        """Returns a module with the values of a module's unsaved buffers; None where its library computes none."""
+        return None
+
+    def initialized(self, name: str, *, pretrained: bool = False, **arguments: Any) -> nn.Module:
+        """Returns the library's model of this name with weights from seed 0, or none on the meta device.
+
+        With `pretrained`, which families may lack (`takes_weights`), the library downloads the weights.
+
+        Raises:
+            UnknownName: The library has no model of this name.
+            InvalidInput: The library takes no such arguments.
+            CheckpointError: The weights or the configuration cannot be read or downloaded.
+            NotSupported: The library is not installed, or the models are of no library.
+        """
+        if not self.has(name) and (names := self.names()):
+            raise UnknownName(f"{self.library} model", name, names)
+        with torch.random.fork_rng(devices=[]):  # libraries draw weights from the global generator
+            torch.manual_seed(0)
+            try:
+                return self.make(name, pretrained, arguments)
+            except AttnrxError:
+                raise
+            except Exception as error:  # errors of several packages and types
+                if pretrained:
+                    raise CheckpointError(
+                        f"{self.library} could not load the weights of {name} ({type(error).__name__}: {error}). Give "
+                        "a file with weights=..., or pretrained=False for fresh weights."
+                    ) from error
+                raise InvalidInput(f"{self.library} cannot create {name} with {arguments}: {error}") from error
+
+    def names(self) -> Sequence[str]:
+        """Returns the names of the library's models; () where it has no list of them."""
+        return ()
+
+    def has(self, name: str) -> bool:
+        """Returns whether the library lists a model of this name."""
+        return name in self.names()
+
+    def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+        """Calls the library for `initialized`, which names it in errors.
+
+        Raises:
+            CheckpointError: The configuration cannot be read.
+            NotSupported: The models are of no library.
+        """
+        raise NotSupported(f"models of the family {self.name} have no names: {name!r:.80}.")
+
+    def instance(
+        self, name: str, *, weights: Path | str | None = None, pretrained: bool | None = None, **arguments: Any
+    ) -> nn.Module:
+        """Returns the library's model of this name with weights.
+
+        Args:
+            name: The name in the library.
+            weights: A file with the weights under the library's names (`read_weight_file`), also of a model that was
+                fine-tuned to another number of classes or size of images; by default the library downloads them.
+            pretrained: False initializes the weights from seed 0 instead.
+            **arguments: Arguments of the library for this model, e.g. `num_classes=10` of timm.
+
+        Raises:
+            InvalidInput: Both `weights` and `pretrained=True` were given, or wrong arguments.
+            UnknownName: The library has no model of this name.
+            CheckpointError: The weights cannot be read or downloaded, or do not fit the model.
+        """
+        if weights is not None and pretrained:
+            raise InvalidInput(f"weights={str(weights)!r} and pretrained=True: choose one of them.")
+        state = None if weights is None else read_weight_file(Path(weights))
+        if state is not None:
+            arguments = self._changes_in(state, name, arguments) | arguments
+        model = self.initialized(name, pretrained=weights is None and pretrained is not False, **arguments)
+        if state is not None:
+            try:
+                model.load_state_dict(self.fitted(state, model), strict=True)
+            except Exception as error:  # the conversions of libraries and torch raise errors of many types
+                raise CheckpointError(f"the weights in {weights} do not fit {self.name}:{name} ({error}).") from error
+        return model
+
+    def _changes_in(self, state: Mapping[str, Tensor], name: str, arguments: Mapping[str, Any]) -> dict[str, int]:
+        """Returns the arguments for the weights of a model that was fine-tuned to other classes, or to another size.
+
+        Raises:
+            CheckpointError: The positions are those of patches that form no square.
+        """
+        with torch.device("meta"):
+            model = self.initialized(name, **arguments)
+        published, changes = model.state_dict(), dict[str, int]()
+        both = [(path, published[path].shape, tensor.shape) for path, tensor in state.items() if path in published]
+        # The linear maps with other rows and the same columns: the classifiers, of which distilled models have two.
+        rows = {own[0] for _, other, own in both if len(own) == 2 and own[0] != other[0] and own[1:] == other[1:]}
+        # Or one that the published model lacks.
+        rows = rows or {len(own) for path, own in state.items() if path not in published and own.ndim == 2}
+        if len(rows) == 1:
+            changes["num_classes"] = rows.pop()
+        # Tables [1, tokens, width] of other tokens: the positions.
+        tables = [
+            (path, other[1], own[1])
+            for path, other, own in both
+            if len(own) == len(other) == 3 and own[0] == other[0] == 1 and own[1] != other[1] and own[2] == other[2]
+        ]
+        if tables and self.size_argument:
+            path, tokens, own = tables[0]
+            patches: Any = model.get_submodule(self.parts(model).patches)
+            # Without the tokens before the patches, if these have positions.
+            count = own - (tokens - self.num_patches(model, self.origin_inside(model).input_shape))
+            side = math.isqrt(max(count, 0))
+            if not count or side * side != count:
+                raise CheckpointError(
+                    f"{path} of the weights has {own} tokens, of which no square grid is left: create the model of "
+                    f"{self.library} for the size of its images, load the weights into it, and then attnrx.load it."
+                )
+            changes[self.size_argument] = side * patches.stride[0]
+        return changes
+
+    def fitted(self, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+        """Returns the tensors of a weight file as the library converts them for this model."""
+        return state
+
+    def input_format(self, name: str) -> dict[str, Any]:
+        """Returns the input format of the downloaded weights, as `adopt` takes it; {} where the model holds it."""
+        return {}

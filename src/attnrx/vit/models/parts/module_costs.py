@@ -1,0 +1,83 @@
+"""What the modules of a model cost: parameters, and MACs in closed form or counted in a forward pass."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from attnrx.support.shapes import ImageBatch
+from attnrx.vit.costs import PartCosts
+from attnrx.vit.costs.model_costs import counting
+from attnrx.vit.models.observation_hooks import evaluating
+from attnrx.vit.models.parts.module_inputs import called
+from attnrx.vit.models.parts.record import TOKENS
+
+
+def num_params(module: nn.Module) -> int:
+    """Returns the number of parameters of a module, without those of its token policy."""
+    tokens = module._modules.get(TOKENS)
+    others = 0 if tokens is None else num_params(tokens)
+    return sum(parameter.numel() for parameter in module.parameters()) - others
+
+
+def matrix_entries(module: nn.Module) -> int:
+    """Returns the entries of all linear maps in a module: its MACs for one token."""
+    return sum(linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+
+
+def bias_macs(block: nn.Module) -> int:
+    """Returns the MACs of timm's MLPs that compute the bias of all pairs of tokens from their distances."""
+    mlps = (part for part in block.modules() if hasattr(part, "rel_coords_log"))
+    return sum(matrix_entries(part) * (part.rel_coords_log.numel() // 2) for part in mlps)  # type: ignore[operator, union-attr]
+
+
+def classifier_macs(head: nn.Module, tokens: int) -> int:
+    """Returns the MACs of a classifier on one token; a pooling by attention has one query and keys of all tokens."""
+    total = matrix_entries(head)
+    for part in head.modules():
+        if isinstance(part, nn.MultiheadAttention):
+            # Its fused projection of query, key and value is a parameter and no Linear, so `matrix_entries` lacks it.
+            width = part.embed_dim
+            total += (1 + 2 * tokens) * width**2 + 2 * tokens * width
+        elif type(part).__name__ == "AttentionPoolLatent":
+            latent: Any = part  # one query
+            # `matrix_entries` has its projections of one token; keys and values are of all tokens, and both products
+            # come on top.
+            total += (tokens - 1) * latent.kv.weight.numel() + tokens * latent.kv.out_features
+    return total
+
+
+def mlp_costs(
+    mlp: Sequence[nn.Module],
+    tokens: int,
+    maps: tuple[Any, ...],
+    ranks: tuple[int | None, ...],
+    hidden: int,
+    gate: Any = None,
+) -> PartCosts:
+    """Returns the costs of the modules of an MLP with its `maps`, if given, in these ranks (None: one matrix), with
+    `hidden` features between them; `gate` is the map of the gate of a gated MLP.
+    """
+    changed = []
+    if maps:
+        first, second = maps
+        changed = [(first, ranks[0], first.in_features, hidden), (second, ranks[1], hidden, second.out_features)]
+    if gate is not None:
+        changed.append((gate, None, gate.in_features, hidden))
+    # What the maps have is replaced in the costs of the modules, so that further parts (a norm) stay counted.
+    params, entries = sum(map(num_params, mlp)), sum(map(matrix_entries, mlp))
+    for linear, rank, inputs, outputs in changed:
+        new, before = inputs * outputs if rank is None else rank * (inputs + outputs), matrix_entries(linear)
+        has_bias = num_params(linear) > before
+        params += new + outputs * has_bias - num_params(linear)
+        entries += new - before
+    return PartCosts(params, tokens * entries)
+
+
+def macs_by_part(model: nn.Module, images: ImageBatch) -> dict[str, int]:
+    """Returns the multiply-accumulates of a forward pass by the paths of the parts, "" for the model itself."""
+    with evaluating((model,)), counting(model) as counter:
+        called(model, images)
+    # The names of the parts begin with that of the class. Two operations are one MAC.
+    counts, root = counter.get_flop_counts(), f"{type(model).__name__}."
+    return {f"{name}.".removeprefix(root)[:-1]: sum(each.values()) // 2 for name, each in counts.items()}
