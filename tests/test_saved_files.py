@@ -7,6 +7,7 @@ own modules, and a result of `shrink`.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,18 @@ def test_elastic_folders_give_the_size_of_a_budget(share: float) -> None:
     assert difference(rx.load(SAVED / "elastic", macs=share), f"elastic@{share}") < 1e-5
 
 
+def test_an_index_without_fingerprints_has_those_of_the_evidence(tmp_path: Path) -> None:
+    folder = tmp_path / "elastic"
+    shutil.copytree(SAVED / "elastic", folder)
+    for one, other in (("macs-0.9", "kept"), ("macs-0.75", "macs-0.9"), ("kept", "macs-0.75")):
+        (folder / one).rename(folder / other)
+    with pytest.raises(CheckpointError, match="it was replaced or renamed"):
+        rx.load(folder, macs=0.75)
+    (folder / "macs-0.9" / "evidence.json").unlink()
+    with pytest.raises(CheckpointError, match=r"size macs-0\.9 has no evidence .* make the sizes again"):
+        rx.load(folder, macs=0.75)
+
+
 def test_onnx_files_answer_as_they_did() -> None:
     pytest.importorskip("onnxruntime")
     answers = rx.exporting.load_exported(SAVED / "timm.onnx")(images())
@@ -139,9 +152,9 @@ def test_documents_of_that_commit_are_read() -> None:
 def test_what_no_longer_exists_is_named() -> None:
     policy = {"type": "TokenPolicy", "thresholds": {"tuple": [0.5]}}
     with pytest.raises(CheckpointError, match=r"made this TokenPolicy with thresholds = .*make it again"):
-        converted({"kind": "attnrx model", "tokens": {"policy": policy}})
+        converted({"kind": "attnrx model", "tokens": {"policy": policy}}, "config.json")
     how = {"by": "compress", "norms": "refit", "refine": 0}
-    record = converted({"kind": "attnrx prescription", "about": {"realized": how}})
+    record = converted({"kind": "attnrx prescription", "about": {"realized": how}}, "prescription.json")
     assert record["about"]["realized"] == {"by": "refit"}
     with pytest.raises(CheckpointError, match="refine = 100"):
-        converted({"kind": "attnrx prescription", "about": {"realized": {**how, "refine": 100}}})
+        converted({"kind": "attnrx prescription", "about": {"realized": {**how, "refine": 100}}}, "prescription.json")

@@ -25,7 +25,7 @@ from attnrx.vit.models.parts.mlp import FusedMLP, LowRankLinear, rank_of
 from attnrx.vit.models.working.adopted import chunked_forward, require_images
 from attnrx.vit.models.working.fused_block import BlockModules, fused_block
 from attnrx.vit.models.working.token_hooks import forward_pass
-from attnrx.vit.spec import AttentionSpec, traits_of
+from attnrx.vit.spec import FORMS, AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -44,7 +44,7 @@ def full_spec(form: str, width: int, heads: int) -> AttentionSpec:
     if heads < 1 or width % heads:
         raise InvalidInput(f"width {width} cannot be divided among {heads} heads; choose a multiple.")
     head_dim = width // heads
-    ranks, indices, traits = (head_dim,) * heads, tuple(range(heads)), traits_of(form)
+    ranks, indices, traits = (head_dim,) * heads, tuple(range(heads)), FORMS[form]
     # The scale follows the original head dimension and is stored: compression must not change the temperature.
     spec = AttentionSpec("dense", width, head_dim, ranks, indices, head_dim**-0.5, head_dim)
     # One block per head is multi-head attention: every head uses its own block only.

@@ -74,6 +74,22 @@ def test_transformers_calls_it_as_before() -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+def test_hooks_and_settings_of_its_user_are_those_of_the_plain_one() -> None:
+    original, calls = of_hf("ViTForImageClassification"), list[str]()
+    removed = original.vit.layers[1].register_forward_hook(lambda *_: calls.append("removed"))
+    fast: Any = rx.accelerate(rx.load(original))
+    key = removed.id
+    fast.register_forward_hook(lambda *_, **__: calls.append("model"), with_kwargs=True)
+    fast.vit.layers[0].register_forward_pre_hook(lambda *_: calls.append("block"))
+    del fast.vit.layers[1]._forward_hooks[key]
+    fast.config.note, fast.vit.layers[0].flag = "changed", 3
+    for model in (rx.plain(fast), rx.plain(copy.deepcopy(fast))):
+        calls.clear()
+        model(images(model))
+        assert calls == ["block", "model"]
+        assert model.config.note == "changed" and model.config is model.vit.config and model.vit.layers[0].flag == 3
+
+
 def test_it_is_frozen_and_says_what_to_do() -> None:
     model = rx.load(of_timm(VIT))
     fast: Any = rx.accelerate(model)

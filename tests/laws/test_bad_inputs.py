@@ -26,7 +26,8 @@ from attnrx.exporting.exported import SCHEMA
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.support.errors import AttnrxError
 from attnrx.support.records import to_dict
-from attnrx.support.storage import SEAL, file_sha256, read_json, sealed, write_json
+from attnrx.support.seals import SEAL, sealed
+from attnrx.support.storage import file_sha256, read_json, write_json
 from attnrx_lab.vision_transformer import VisionTransformer, ViTConfig, initialize_
 from support.edits import ABSENT, edited
 from support.pictures import write_folder

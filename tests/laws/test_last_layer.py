@@ -172,7 +172,7 @@ def test_a_classifier_that_reads_all_tokens_gets_them() -> None:
 def test_gradients_are_those_of_all_tokens() -> None:
     model = fresh("vit")
     found = []
-    for run in (model, model.logits):
+    for run in (model, model.answer):
         model.zero_grad()
         inputs = batch(model).requires_grad_()
         run(inputs).square().sum().backward()

@@ -12,7 +12,7 @@ from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.nouns.prescription import Prescription
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.records import from_dict, to_dict
-from attnrx.support.storage import sealed
+from attnrx.support.seals import sealed
 from attnrx.vit.models import family_of, load_model, model_fingerprint, save_model
 from attnrx.vit.spec import AttentionSpec
 from attnrx_lab.lvvit import LVViTConfig

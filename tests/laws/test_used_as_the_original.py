@@ -164,6 +164,25 @@ def test_hidden_states_and_attentions_are_those_of_transformers() -> None:
         assert answer(model, pixels).shape == (3, 12)
 
 
+def test_attention_weights_are_refused_where_layers_are_not_told_that_they_are_wanted() -> None:
+    original = of_hf("VideoMAEForVideoClassification", attn_implementation="eager")
+    video = torch.randn(1, 4, 3, 16, 16, dtype=torch.float64)
+    assert len(smaller(original)(video, output_attentions=True).attentions) == 2
+    small = smaller(original, RANKS)
+    with pytest.raises(rx.AttnrxError, match="output_attentions"):
+        small(video, output_attentions=True)
+    assert len(small(video, output_hidden_states=True).hidden_states) == 3
+
+
+def test_biases_that_are_interpolated_to_pruned_tokens_are_refused() -> None:
+    original = of_hf("BeitForImageClassification", use_relative_position_bias=True)
+    small, larger = smaller(original, "tokens=tome:0.5@2"), torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    assert smaller(original)(larger, interpolate_pos_encoding=True).logits.shape == (1, 5)
+    assert small(images(small), interpolate_pos_encoding=False).logits.shape == (3, 5)
+    with pytest.raises(rx.AttnrxError, match="another size than the model was created for"):
+        small(larger, interpolate_pos_encoding=True)
+
+
 @pytest.mark.parametrize("rules", [HIDDEN, RANKS])
 def test_a_configuration_may_request_all_outputs(rules: str, tmp_path: Path) -> None:
     options = {"output_attentions": True, "output_hidden_states": True, "attn_implementation": "eager"}
@@ -196,6 +215,8 @@ def test_tracers_refuse_what_depends_on_the_images() -> None:
         torch.fx.symbolic_trace(small)
     with pytest.raises(rx.AttnrxError, match=r"torch\.jit\.script"):
         torch.jit.script(small)
+    with pytest.raises(rx.AttnrxError, match=r"torch\.fx .* attnrx\.plain"):
+        torch.fx.symbolic_trace(rx.accelerate(smaller(LIBRARIES["timm"]())))
 
 
 def test_torchscript_reads_what_has_no_attention_of_attnrx() -> None:

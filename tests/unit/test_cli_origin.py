@@ -132,8 +132,9 @@ def test_a_size_of_an_elastic_model_is_named_by_its_budget(made: SimpleNamespace
     rx.save(original, folder / "original")
     costs = [rx.models.family_of(model).costs(model) for model in (slim, original)]
     share = costs[0].params / costs[1].params
-    sizes = (Size("small", costs[0].macs / costs[1].macs, share), Size("original", 1.0, 1.0))
-    Elastic(folder, sizes).write()
+    marks = [rx.models.model_fingerprint(model) for model in (slim, original)]
+    sizes = (Size("small", costs[0].macs / costs[1].macs, share, marks[0]), Size("original", 1.0, 1.0, marks[1]))
+    Elastic(folder, sizes, {"macs": costs[1].macs, "params": costs[1].params}).write()
     source = f"{folder}@params={share + 0.001:.4f}"
     reported = record("report", "--candidate", source, "--out", tmp_path / "report.html")
     assert reported["outcome"] == evidence.outcome

@@ -19,7 +19,8 @@ from attnrx.exporting import load_exported
 from attnrx.nouns.elastic import Elastic, Size
 from attnrx.nouns.plan import Plan, PredictedQuantity
 from attnrx.support.errors import AttnrxError, CheckpointError
-from attnrx.support.storage import SEAL, read_json, read_tensors, read_tensors_of, sealed, write_with_tensors
+from attnrx.support.seals import SEAL, sealed
+from attnrx.support.storage import read_json, read_tensors, read_tensors_of, write_with_tensors
 from support import tiny_runs
 from support.comparisons import pixels
 from support.exported_files import planted
@@ -113,7 +114,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shares = [(each.macs / costs[0].macs, each.params / costs[0].params) for each in costs]
     for name, each in (("original", model), ("macs-0.5", small)):
         rx.save(each, root / "elastic" / name)
-    sizes = tuple(Size(name, *share) for name, share in zip(("original", "macs-0.5"), shares, strict=True))
+    named = zip(("original", "macs-0.5"), shares, (model, small), strict=True)
+    sizes = tuple(Size(name, *share, rx.models.model_fingerprint(each)) for name, share, each in named)
     Elastic(root / "elastic", sizes, {"macs": costs[0].macs, "params": costs[0].params}).write()
     rx.save(small, root / "model")
     planted(root, "onnx")

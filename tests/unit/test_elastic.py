@@ -76,7 +76,7 @@ def test_a_budget_in_between_has_the_size_within_it(made: Elastic, most: float, 
 
 def test_speeds_and_parameters_have_the_size_that_diverges_least() -> None:
     sizes = tuple(
-        Size(name, macs, macs, latency, divergence)
+        Size(name, macs, macs, "", latency, divergence)
         for name, macs, latency, divergence in (
             ("original", 1.0, 0.6, None),
             ("large", 0.85, 0.8, 0.02),

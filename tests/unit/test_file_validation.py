@@ -17,7 +17,8 @@ from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Accuracy
 from attnrx.show.checks.check import Comparison
 from attnrx.support.errors import CheckpointError
-from attnrx.support.storage import SEAL, read_json, read_tensors, sealed, write_json
+from attnrx.support.seals import SEAL, sealed
+from attnrx.support.storage import read_json, read_tensors, write_json
 from attnrx.vit.outputs import Logits
 from support.command_line import call
 from support.diagnoses import diagnosis

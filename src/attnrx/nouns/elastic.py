@@ -23,15 +23,15 @@ SIZE = kinds.record(
         "params": kinds.finite(0.0, 2.0),
         "latency": kinds.optional(kinds.finite(0.0, 100.0)),
         "divergence": kinds.optional(kinds.finite(0.0)),
-    },
-    {"fingerprint": kinds.optional(kinds.ANY_TEXT)},
+        "fingerprint": kinds.ANY_TEXT,
+    }
 )
 AT_LEAST_ONE = kinds.whole(1, kinds.LARGEST)
 RECORD = kinds.record(
     {
         "sizes": kinds.each(SIZE, least=1, most=MOST_SIZES),
         "about": kinds.record(
-            more={"macs": AT_LEAST_ONE, "params": AT_LEAST_ONE, "fingerprint": kinds.ANY_TEXT}, open=True
+            {"macs": AT_LEAST_ONE, "params": AT_LEAST_ONE}, more={"fingerprint": kinds.ANY_TEXT}, open=True
         ),
     }
 )
@@ -42,16 +42,15 @@ class Size:
     """One stored size: the name of its folder, its costs as shares of the original's, and its divergence from it.
 
     `latency` is relative to the model in its own library, under the conditions in `about["timing"]` of the elastic
-    model; None where it was not measured. `fingerprint` identifies the size's weights; folders of earlier versions lack
-    it.
+    model; None where it was not measured. `fingerprint` identifies the size's weights.
     """
 
     name: str
     macs: float
     params: float
+    fingerprint: str
     latency: float | None = None
     divergence: float | None = None
-    fingerprint: str | None = None
 
     def __str__(self) -> str:
         speed = "" if self.latency is None else f", {1 / self.latency:.2f}x the speed"
@@ -120,12 +119,10 @@ class Elastic:
         Raises:
             CheckpointError: The folder of the size has another model: it was swapped with another one, or replaced.
         """
-        # An index of an earlier version lacks the fingerprints of sizes, or the MACs of the original.
-        stored = size.fingerprint or (self.about.get("fingerprint") if size.name == ORIGINAL else None)
         # The token policy is no weight, but changes the MACs.
-        expected_macs = None if "macs" not in self.about else round(size.macs * self.about["macs"])
-        for name, found, expected in (("fingerprint", fingerprint, stored), ("MACs", macs, expected_macs)):
-            if expected is not None and found != expected:
+        expected_macs = round(size.macs * self.about["macs"])
+        for name, found, expected in (("fingerprint", fingerprint, size.fingerprint), ("MACs", macs, expected_macs)):
+            if found != expected:
                 raise CheckpointError(
                     f"{self.folder / size.name} is not the model that {INDEX} describes ({name} {found}, not "
                     f"{expected}): it was replaced or renamed. Put it back, or make the sizes again with "

@@ -11,7 +11,8 @@ from attnrx.support import arguments as kinds
 from attnrx.support.display import Displayed, Sentence
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.estimate import Estimate
-from attnrx.support.storage import SEAL, check_seal, read_record, require_fingerprint, sealed, write_json
+from attnrx.support.seals import SEAL, check_seal, sealed
+from attnrx.support.storage import read_record, require_fingerprint, write_json
 from attnrx.support.tables import aligned_table
 
 KIND, SCHEMA = "attnrx evidence", 2
@@ -35,8 +36,12 @@ FINDING = kinds.record(
     }
 )
 RECORD = kinds.record(
-    {"outcome": kinds.one_of(*OUTCOMES), "about": kinds.JSON_OBJECT, "findings": kinds.each(FINDING)},
-    {SEAL: kinds.ANY_TEXT},  # files of earlier versions have none
+    {
+        "outcome": kinds.one_of(*OUTCOMES),
+        "about": kinds.JSON_OBJECT,
+        "findings": kinds.each(FINDING),
+        SEAL: kinds.ANY_TEXT,
+    }
 )
 
 
@@ -272,8 +277,7 @@ class Evidence(Displayed):
             raise CheckpointError(
                 f"{path}: outcome is {record['outcome']!r}, and the findings give {evidence.outcome!r}; verify again."
             )
-        if SEAL in written:
-            check_seal(written, path, "Verify again.")
+        check_seal(written, path, "Verify again.")
         return evidence
 
 

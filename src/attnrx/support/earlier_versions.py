@@ -4,10 +4,13 @@
 versions.
 """
 
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from attnrx.support.errors import CheckpointError
+from attnrx.support.seals import SEAL, sealed
 
 Entries = Mapping[str, Any]
 
@@ -16,14 +19,14 @@ RENAMED = {"ModelParts": "ViTParts"}
 LOST: Mapping[str, Entries] = {"TokenPolicy": {"by_image": False, "thresholds": {"tuple": []}}}
 
 
-def converted(record: Entries) -> dict[str, Any]:
-    """Returns the record of a file as this version writes it.
+def converted(record: Entries, path: Path | str) -> dict[str, Any]:
+    """Returns the record of the file at this path as this version writes it.
 
     Raises:
         CheckpointError: It has something that this version no longer has; the message names it.
     """
-    convert = KINDS.get(record["kind"], dict)
-    return {name: _of_types(value) for name, value in convert(record).items()}
+    convert = KINDS.get(record["kind"], lambda record, path: dict(record))
+    return {name: _of_types(value) for name, value in convert(record, Path(path)).items()}
 
 
 def _of_types(value: Any) -> Any:
@@ -53,7 +56,7 @@ def _without(record: Entries, lost: Entries, name: str) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in lost}
 
 
-def _prescription(record: Entries) -> dict[str, Any]:
+def _prescription(record: Entries, path: Path) -> dict[str, Any]:
     about = record.get("about")
     how = about.get("realized") if isinstance(about, Mapping) else None
     if not isinstance(about, Mapping) or not isinstance(how, Mapping):
@@ -69,22 +72,59 @@ def _prescription(record: Entries) -> dict[str, Any]:
     return {**record, "about": {**about, "realized": how}}
 
 
-def _plan(record: Entries) -> dict[str, Any]:
+def _plan(record: Entries, path: Path) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key != "front"}
 
 
-def _elastic(record: Entries) -> dict[str, Any]:
-    sizes = record.get("sizes")
-    if not isinstance(sizes, list):
+def _evidence(record: Entries, path: Path) -> dict[str, Any]:
+    """Seals evidence that was written before there were seals, as it is converted."""
+    if SEAL in record:
         return dict(record)
-    kept = [
-        {key: value for key, value in size.items() if key != "reduces_tokens"} if isinstance(size, Mapping) else size
-        for size in sizes
-    ]
-    return {**record, "sizes": kept}
+    return sealed({name: _of_types(value) for name, value in record.items()})
 
 
-def _model(record: Entries) -> dict[str, Any]:
+def _elastic(record: Entries, path: Path) -> dict[str, Any]:
+    sizes, about = record.get("sizes"), record.get("about")
+    if not isinstance(sizes, list) or not isinstance(about, Mapping):
+        return dict(record)
+    if not all(isinstance(size, Mapping) for size in sizes):
+        return dict(record)
+    kept = [{key: value for key, value in size.items() if key != "reduces_tokens"} for size in sizes]
+    about = dict(about)
+    for size in kept:
+        if "fingerprint" in size:
+            continue
+        # The index had the fingerprint of the original only. Evidence beside a size has the size's own, and the costs
+        # of the original.
+        if size.get("name") == "original":
+            size["fingerprint"] = about.get("fingerprint")
+            continue
+        candidate, costs = _measured(path.parent, str(size.get("name")))
+        size["fingerprint"] = candidate
+        about = {**costs, **about}
+    return {**record, "sizes": kept, "about": about}
+
+
+def _measured(folder: Path, size: str) -> tuple[str, dict[str, int]]:
+    """Returns the fingerprint of a size of an elastic model, and the costs of the original, as its evidence has them.
+
+    Raises:
+        CheckpointError: There is no such evidence.
+    """
+    try:
+        # A name with a separator would be a path out of the folder.
+        evidence = json.loads((folder / Path(size).name / "evidence.json").read_bytes())
+        details = {each["details"].get("quantity"): each["details"] for each in evidence["findings"]}
+        costs = {"macs": details["MACs"]["reference"], "params": details["parameters"]["reference"]}
+        return evidence["about"]["candidate"], costs
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"an earlier version wrote the index of {folder} without the fingerprints of its sizes, and the size "
+            f"{size:.80} has no evidence that states it: make the sizes again with attnrx.elastic."
+        ) from error
+
+
+def _model(record: Entries, path: Path) -> dict[str, Any]:
     model = record.get("model")
     if record.get("family") != "whole" or not isinstance(model, Mapping):
         return dict(record)
@@ -116,9 +156,10 @@ def _renamed(name: str, before: str, after: str) -> str:
 
 
 # By the kind of the file.
-KINDS: Mapping[str, Callable[[Entries], dict[str, Any]]] = {
+KINDS: Mapping[str, Callable[[Entries, Path], dict[str, Any]]] = {
     "attnrx prescription": _prescription,
     "attnrx plan": _plan,
     "attnrx elastic model": _elastic,
     "attnrx model": _model,
+    "attnrx evidence": _evidence,
 }

@@ -6,7 +6,6 @@ Every file contains its kind: the field `kind` of the JSON object, or `kind` in 
 import glob
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,11 +21,11 @@ from attnrx.support.atomic_writes import require_replaceable, write_atomically
 from attnrx.support.earlier_versions import converted
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
 from attnrx.support.records import DEEPEST_JSON, nesting, require_regular, validated
+from attnrx.support.seals import finite_json
 from attnrx.support.shapes import Tensor
 
 Part = TypeVar("Part")
 
-SEAL = "sha256_of_the_rest"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 # Those of models, diagnoses and costs; others, e.g. float8 and complex numbers, have hardly any operations.
 DTYPES = (
@@ -48,7 +47,7 @@ def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
 
 def json_text(record: Mapping[str, Any] | list[Any]) -> str:
     """Returns a record as indented JSON; NaN and infinity, which JSON lacks, become null."""
-    return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+    return json.dumps(finite_json(record), indent=2, allow_nan=False) + "\n"
 
 
 def read_json(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
@@ -216,23 +215,6 @@ def file_sha256(path: Path | str) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the record with a hash of its content, which `check_seal` verifies."""
-    return {**record, SEAL: _seal(record)}
-
-
-def check_seal(record: Mapping[str, Any], path: Path | str, advice: str = "Save the model again.") -> None:
-    """Raises CheckpointError, with the advice, if a record that `sealed` returned was changed afterwards."""
-    if record.get(SEAL) != _seal(record):
-        raise CheckpointError(f"{path} was changed after it was written (its own hash differs). {advice}")
-
-
-def _seal(record: Mapping[str, Any]) -> str:
-    # Sorted keys: the hash must not depend on the order of the fields.
-    content = json.dumps(_finite({key: value for key, value in record.items() if key != SEAL}), sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """Returns a 16-digit hash of names, shapes, dtypes and values, which identifies a model."""
     digest = hashlib.sha256()
@@ -276,7 +258,7 @@ def read_record(path: Path | str, kind: str, schema: int, fields: Kind) -> dict[
     record = read_json(path)
     # Kind and version first: the fields of another kind of file would be reported as damaged ones.
     check_schema(record, kind, schema, path)
-    record = converted(record)
+    record = converted(record, path)
     validated({name: value for name, value in record.items() if name not in ("kind", "schema")}, fields, path)
     return record
 
@@ -321,13 +303,3 @@ def require_finite_tensors(tensors: Mapping[str, Tensor], what: str) -> None:
             raise InvalidInput(
                 f"{what} holds NaN or infinity in {name!r}; it cannot be used. Take an earlier checkpoint."
             )
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.optional import import_plugins
+from attnrx.support.registry import Registry
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 
 
@@ -30,26 +31,16 @@ class FormTraits:
 
 
 # Other packages add forms (`attention.forms.register_form`).
-FORMS: dict[str, FormTraits] = {
-    "dense": FormTraits(has_strengths=False, shares_directions=False, norms=("none",)),
-    "rotary": FormTraits(has_strengths=False, shares_directions=False, norms=("none",), rotates=True),
-}
+FORMS = Registry[FormTraits](
+    "form of attention",
+    named={
+        "dense": FormTraits(has_strengths=False, shares_directions=False, norms=("none",)),
+        "rotary": FormTraits(has_strengths=False, shares_directions=False, norms=("none",), rotates=True),
+    },
+)
 NORMS = ("kept", "none", "original")
 BIASES = ("query", "key", "value", "output")
 INNER_NORMS = ("query_norm", "key_norm", "output_norm")
-
-
-def traits_of(form: str) -> FormTraits:
-    """Returns the properties of a form of attention.
-
-    Raises:
-        InvalidInput: No installed package has registered the form.
-    """
-    if form not in FORMS:
-        import_plugins()
-    if form not in FORMS:
-        raise InvalidInput(f"form={form!r}: choose from {', '.join(FORMS)}.")
-    return FORMS[form]
 
 
 @dataclass(frozen=True)
@@ -65,22 +56,17 @@ class Compression:
     fit: Callable[..., Sequence[Any]] | None = None
 
 
-COMPRESSIONS: dict[str, Compression] = {"compress": Compression()}  # a form is registered with its other ones
+# A form is registered with its other ones.
+COMPRESSIONS = Registry[Compression]("compression", named={"compress": Compression()})
 
 
 def compression_of(by: str) -> Compression | None:
     """Returns how `by` deletes what is removed; None for a mask, which deletes nothing.
 
     Raises:
-        InvalidInput: No installed package has registered such a compression.
+        UnknownName: No installed package has registered such a compression.
     """
-    if by == "mask":
-        return None
-    if by not in COMPRESSIONS:
-        import_plugins()
-    if by not in COMPRESSIONS:
-        raise InvalidInput(f"by={by!r}: choose from {', '.join((*COMPRESSIONS, 'mask'))}.")
-    return COMPRESSIONS[by]
+    return None if by == "mask" else COMPRESSIONS[by]
 
 
 @dataclass(frozen=True)
@@ -190,10 +176,10 @@ class AttentionSpec:
                 "heads of a layer one rank, e.g. qk=uniform_rank:0.5 in place of total_rank, or realize a mask."
             )
 
-    @property
+    @cached_property
     def traits(self) -> FormTraits:
-        """The properties of its form."""
-        return traits_of(self.form)
+        """The properties of its form, which are looked up once: forward passes read them."""
+        return FORMS[self.form]
 
     @property
     def has_norms(self) -> bool:
@@ -288,7 +274,6 @@ class AttentionSpec:
 
 def _sharing_form(*, mixes_blocks: bool) -> str:
     """Returns the first registered form whose heads share their directions, in blocks or not."""
-    import_plugins()
     for form, traits in FORMS.items():
         if traits.shares_directions and traits.mixes_blocks == mixes_blocks:
             return form

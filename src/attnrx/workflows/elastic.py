@@ -211,7 +211,7 @@ def _measured_sizes(run: ShrinkRun, folder: Path, names: Sequence[str]) -> tuple
             evidence.require(fingerprint, str(path))
             findings = evidence.findings
         divergence = next((one.value for one in findings if one.details.get("quantity") == "divergence"), None)
-        shares = costs.macs / original.macs, costs.params / original.params, 1 / speeds[name].faster.value
-        measured.append(Size(name, *shares, divergence, fingerprint))
+        shares, latency = (costs.macs / original.macs, costs.params / original.params), 1 / speeds[name].faster.value
+        measured.append(Size(name, *shares, fingerprint, latency, divergence))
     # From the largest to the smallest, whatever the budgets they were made for.
     return tuple(sorted(measured, key=lambda size: size.macs, reverse=True))

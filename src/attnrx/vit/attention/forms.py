@@ -11,6 +11,7 @@ from torch import nn
 
 from attnrx.support.errors import InvalidInput
 from attnrx.support.modules import has_fixed_weights, kept
+from attnrx.support.registry import Registry
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention.backends import Bucket, ScoreFactors
 from attnrx.vit.attention.head_linear import HeadLinear
@@ -264,7 +265,7 @@ def row_pairs(spec: AttentionSpec) -> Int[Tensor, "heads directions"]:
     return frequencies
 
 
-SCORES: dict[str, type[ScoreForm]] = {"dense": DenseForm, "rotary": RotaryForm}
+SCORES = Registry[type[ScoreForm]]("form of attention", named={"dense": DenseForm, "rotary": RotaryForm})
 
 
 def register_form(
@@ -278,8 +279,10 @@ def register_form(
         traits: What costs, rules, backends and realizations need to know of it.
         compressions: Other ways than the exact one to compress its layers, by their names in `realize(by=NAME)`.
     """
-    SCORES[name], FORMS[name] = kind, traits
-    COMPRESSIONS.update(compressions or {})
+    SCORES.register(kind, name)
+    FORMS.register(traits, name)
+    for by, compression in (compressions or {}).items():
+        COMPRESSIONS.register(compression, by)
 
 
 def form_of(spec: AttentionSpec) -> ScoreForm:

@@ -20,17 +20,15 @@ from attnrx.support.earlier_versions import converted, converted_names
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.foreign_files import open_pickle
 from attnrx.support.records import MAX_HEADS, validated
+from attnrx.support.seals import SEAL, check_seal, sealed
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import (
-    SEAL,
     check_schema,
-    check_seal,
     file_kind,
     file_sha256,
     read_json,
     read_tensors,
     require_finite_tensors,
-    sealed,
     write_json,
     write_tensors,
 )
@@ -241,7 +239,7 @@ def _opened(
     record = read_json(path, MOST_BYTES)
     check_schema(record, KIND, SCHEMA, path)
     check_seal(record, path)
-    written, record = record, converted(record)
+    written, record = record, converted(record, path)
     validated(record, kind, path)
     source = path.with_name("model.safetensors")
     tensors = read_tensors(source, record["weights_sha256"])

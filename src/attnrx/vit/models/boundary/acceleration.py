@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from attnrx.support.arguments import checked
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.modules import copy_module
-from attnrx.vit.models.boundary.working_copy import WORKING, library_form, plain_form, working_copy
+from attnrx.vit.models.boundary.working_copy import HOOKS, WORKING, hook_keys, library_form, plain_form, working_copy
 from attnrx.vit.models.families import family_of
 from attnrx.vit.models.parts.record import record_of
 from attnrx.vit.models.working.adopted import chunked_forward
@@ -23,7 +23,17 @@ class Accelerated(nn.Module):
     """The base, before the class of the user, of the classes of accelerated models."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the model returns; of images alone, a batch is computed in chunks that fit the caches."""
+        """Returns what the model returns; of images alone, a batch is computed in chunks that fit the caches.
+
+        Raises:
+            NotSupported: Under a trace of torch.fx.
+        """
+        given: Any = args  # torch.fx traces `*args` as one value
+        if isinstance(given, fx.Proxy):
+            raise NotSupported(
+                "torch.fx traces no accelerated model, whose kernels are chosen by the shapes of the images: trace "
+                "attnrx.plain(model), which computes the same."
+            )
         working, original = vars(self)[WORKING], super().forward
         family, config = family_of(self), getattr(self, "config", None)
         wants_all = kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False))
@@ -120,6 +130,7 @@ def accelerate(model: nn.Module) -> nn.Module:
     root.requires_grad_(False)
     root.__class__ = _accelerated(type(root))
     vars(root)[WORKING] = working
+    vars(working)[HOOKS] = hook_keys(root)
     return root
 
 

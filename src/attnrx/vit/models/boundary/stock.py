@@ -22,7 +22,8 @@ from attnrx.support.atomic_writes import ReplacedFiles, parts_by, replacing_fold
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.support.modules import random_images, tensors_of
 from attnrx.support.records import to_dict
-from attnrx.support.storage import file_sha256, require_finite_tensors, sealed, write_json, write_tensors, write_text
+from attnrx.support.seals import sealed
+from attnrx.support.storage import file_sha256, require_finite_tensors, write_json, write_tensors, write_text
 from attnrx.vit.models.boundary.loading import require_same
 from attnrx.vit.models.boundary.working_copy import answer, library_form, working_copy
 from attnrx.vit.models.checkpoint import KIND, LIBRARY_FILES, PARTS, SCHEMA, STOCK, is_model_file, write_processor

@@ -6,6 +6,7 @@ tensor. What a verb returns is put back: a copy of the user's module, in which a
 library's own part cannot hold the result. An attention that its own module can hold is written into that module.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,12 +31,22 @@ from attnrx.vit.models.parts.record import KEPT_HEADS, RECORD, Record, record_of
 from attnrx.vit.models.parts.token_reduction import TokenRun, reduction_of
 from attnrx.vit.models.users.reader import StructureFamily
 from attnrx.vit.models.users.units import Convolution
-from attnrx.vit.models.working.adopted import Adapter, Adopted, OwnModel, PairBias, aliased, remove_capturing_
+from attnrx.vit.models.working.adopted import (
+    Adapter,
+    Adopted,
+    OwnModel,
+    PairBias,
+    aliased,
+    is_capturing,
+    remove_capturing_,
+)
 from attnrx.vit.models.working.adoption_proof import difference_of
 from attnrx.vit.models.working.token_hooks import attach_tokens_, detach_tokens_, recording_tokens
 
 WORKING = "attnrx_working"
 """The attribute of an accelerated model with its working copy."""
+HOOKS = "hooks"
+"""The attribute of the working copy in an accelerated model with the keys of the hooks that the model had before."""
 SIZES = ("in_features", "out_features", "num_features", "in_channels", "out_channels", "groups", "normalized_shape")
 """The attributes of a part that state the sizes of its weights."""
 
@@ -166,15 +177,85 @@ def library_form(model: nn.Module) -> nn.Module:
 
 
 def plain_form(accelerated: nn.Module) -> nn.Module:
-    """Returns the model of an accelerated one, in its memory, with the attributes that its user has written since."""
-    result = library_form(vars(accelerated)[WORKING])
-    own = {*vars(nn.Module()), RECORD, WORKING}
-    for name, value in vars(accelerated).items():
-        # Other values, e.g. a configuration, the parts of the result have too, and share them with it.
-        if name not in own and (name not in vars(result) or isinstance(value, int | float | str | None)):
-            vars(result)[name] = value
+    """Returns the model of an accelerated one, in its memory, with the hooks and the attributes that its user has
+    written since.
+
+    Raises:
+        NotSupported: A hook was put on a part that the model itself does not have.
+    """
+    working = vars(accelerated)[WORKING]
+    result = library_form(working)
+    _put_attributes_(accelerated, result)
+    _put_hooks_(accelerated, result, vars(working)[HOOKS])
     remove_capturing_(result)
     return result
+
+
+def hook_keys(model: nn.Module) -> dict[str, frozenset[int]]:
+    """Returns the keys of the hooks of every part of a model that has some, by the paths of the parts."""
+    keys = {path: frozenset((*part._forward_pre_hooks, *part._forward_hooks)) for path, part in model.named_modules()}
+    return {path: each for path, each in keys.items() if each}
+
+
+def _put_hooks_(accelerated: nn.Module, result: nn.Module, before: Mapping[str, frozenset[int]]) -> None:
+    """Gives the parts of a model the hooks that were put on those of its accelerated form after `before`, and removes
+    those that were removed.
+    """
+    named = dict(result.named_modules())
+    for path, part in accelerated.named_modules():
+        own, known = named.get(path), before.get(path, frozenset())
+        for hooks in ("_forward_pre_hooks", "_forward_hooks"):
+            present = getattr(part, hooks)
+            added = {key: hook for key, hook in present.items() if key not in known and not is_capturing(hook)}
+            if added and own is None:
+                raise NotSupported(
+                    f"a hook was put on {path}, a part of attnrx's kernels that the model itself does not have: remove "
+                    "it (handle.remove()), or take attnrx.plain(model) before it, and put it on a part of that."
+                )
+            if own is None:
+                continue
+            for key in known & getattr(own, hooks).keys() - present.keys():
+                del getattr(own, hooks)[key]
+            for key, hook in added.items():
+                options = {"with_kwargs": key in getattr(part, f"{hooks}_with_kwargs")}
+                if hooks == "_forward_hooks":
+                    own.register_forward_hook(hook, always_call=key in part._forward_hooks_always_called, **options)
+                else:
+                    own.register_forward_pre_hook(hook, **options)
+
+
+def _put_attributes_(accelerated: nn.Module, result: nn.Module) -> None:
+    """Gives the parts of a model the numbers, texts and settings that the parts of its accelerated form have."""
+    named, skipped = dict(result.named_modules()), {*vars(nn.Module()), RECORD, WORKING}
+    for path, part in accelerated.named_modules():
+        own = named.get(path)
+        if own is None or not isinstance(part, type(own)) or type(own).__module__.startswith("attnrx"):
+            continue
+        for name, value in vars(part).items():
+            if name in skipped:
+                continue
+            if (not path and name not in vars(own)) or isinstance(value, int | float | str | None):
+                vars(own)[name] = value
+            else:
+                _put_settings_(vars(own).get(name), value)
+
+
+def _put_settings_(own: Any, value: Any) -> None:
+    """Changes settings, a dictionary or an object such as a configuration, to those of another one, in place: several
+    parts of a model may share them.
+    """
+    is_other = callable(value) or isinstance(value, nn.Module | Tensor) or type(value).__module__.startswith("attnrx")
+    if type(own) is not type(value) or is_other or value is own:
+        return
+    if isinstance(value, dict):
+        own.clear()
+        own.update(copy.deepcopy(value))
+    elif hasattr(value, "__dict__"):
+        for name, each in vars(value).items():
+            if hasattr(each, "__dict__") and type(vars(own).get(name)) is type(each):
+                _put_settings_(vars(own)[name], each)
+            else:
+                vars(own)[name] = copy.deepcopy(each)
 
 
 def _library_form(model: Adopted, in_blocks: bool) -> nn.Module:

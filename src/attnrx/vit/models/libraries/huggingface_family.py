@@ -5,6 +5,7 @@ one reader per class, and how its models are adopted.
 import inspect
 import json
 import math
+import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -269,19 +270,28 @@ class HuggingFaceAttention(Adapter):
         `position_embeddings` are cosines and sines, [patches, 2 * pairs].
 
         Raises:
-            NotSupported: A mask or the attention weights are requested.
+            NotSupported: A mask or the attention weights are requested, or images of another size than the model was
+                created for, where biases of pairs are interpolated to the tokens that are left.
         """
         biased = self.attention.spec.pair_bias
         if attention_mask is not None and self.takes_mask:
             biased, attention_mask = True, self._mask_bias(attention_mask, hidden_states)
         elif attention_mask is not None and not biased and not torch.compiler.is_exporting():
             raise NotSupported("attention_mask is not supported in an adopted model.")
-        if options.get("output_attentions", getattr(self.config, "output_attentions", False)):
+        if options.get("output_attentions", getattr(self.config, "output_attentions", False)) or _are_collected():
             raise NotSupported(
                 "output_attentions=True: an adopted model returns no attention weights. Observe its layers with "
                 "attnrx.models.observation_hooks instead."
             )
         biases = (attention_mask, relative_position_bias) if biased else ()
+        kept = None if not biased or self.attention.kept_patches is None else self.attention.kept_patches()
+        counts = {bias.shape[-1] for bias in biases if bias is not None}
+        if kept is not None and self.prefix + kept.shape[1] in counts:
+            raise NotSupported(
+                "images of another size than the model was created for: transformers then interpolates the biases of "
+                "pairs to the tokens that are left, and tokens of this model were pruned or merged. Give images of "
+                "the configured image_size, or create the model for this size before its tokens are pruned."
+            )
         rotation = None
         if position_embeddings is not None:
             pairs = slice(0, position_embeddings[0].shape[-1] // 2)  # both halves of a row have the same angles
@@ -297,6 +307,14 @@ class HuggingFaceAttention(Adapter):
             mask = torch.zeros_like(mask, dtype=tokens.dtype).masked_fill(~mask, excluded)
         heads = max((*self.attention.spec.heads, 0)) + 1
         return mask.expand(len(tokens), heads, -1, -1)
+
+
+def _are_collected() -> bool:
+    """Whether a call of transformers collects attention weights, also without a word to the layers."""
+    module = sys.modules.get("transformers.utils.output_capturing")  # of recent versions
+    if module is None or torch.compiler.is_compiling():
+        return False
+    return "attentions" in (module._active_collector.get() or {})
 
 
 class HuggingFaceFamily(AdoptedFamily):

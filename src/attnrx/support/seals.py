@@ -1,0 +1,40 @@
+"""Seals of JSON files: a hash of the content inside it, by which an edited file is found."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attnrx.support.errors import CheckpointError
+
+SEAL = "sha256_of_the_rest"
+
+
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the record with a hash of its content, which `check_seal` verifies."""
+    return {**record, SEAL: _seal(record)}
+
+
+def check_seal(record: Mapping[str, Any], path: Path | str, advice: str = "Save the model again.") -> None:
+    """Raises CheckpointError, with the advice, if a record that `sealed` returned was changed afterwards."""
+    if record.get(SEAL) != _seal(record):
+        raise CheckpointError(f"{path} was changed after it was written (its own hash differs). {advice}")
+
+
+def _seal(record: Mapping[str, Any]) -> str:
+    # Sorted keys: the hash must not depend on the order of the fields.
+    content = json.dumps(finite_json({key: value for key, value in record.items() if key != SEAL}), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def finite_json(value: Any) -> Any:
+    """Returns a value as JSON has it: NaN and infinity are None, keys texts, tuples lists."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_json(item) for item in value]
+    return value
