@@ -26,7 +26,7 @@ from attnrx.vit.models.parts.record import RECORD, Record
 from attnrx.vit.models.parts.surroundings import IMAGE_METHODS, Surroundings, answered
 from attnrx.vit.models.parts.vit_parts import model_name, reading_parts
 from attnrx.vit.models.users.output_kinds import kind_of_outputs
-from attnrx.vit.models.users.reader import Factory, ModuleFamily, StructureFamily, class_name, imported_class
+from attnrx.vit.models.users.reader import Factory, StructureFamily, class_name, imported_class
 from attnrx.vit.models.users.units import unmixed
 from attnrx.vit.models.users.whole import created_by_library, library_creation
 from attnrx.vit.models.working.adopted import Adopted, PlainShape, aliased, remove_capturing_
@@ -115,8 +115,7 @@ def adopt(
         adapters = family.layers(working.trunk)[::2]
         require_equal_attention(working, run, layers[::2], adapters)
     prove_units(family, working)
-    if isinstance(family, ModuleFamily):
-        family.prove(working)
+    family.prove(working)
     if around is None:
         # A model that was changed after its creation would be saved, and loaded as another one.
         family.require_rebuilt(working)

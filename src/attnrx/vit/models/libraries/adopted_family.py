@@ -87,6 +87,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         """Yields every reason why the model cannot be adopted, without reading its weights."""
         return iter(())
 
+    def prove(self, adopted: Adopted) -> None:
+        """Raises NotSupported where a working copy shows that parts are not as its reader states, which outputs do not
+        show.
+        """
+
     def origin(self, model: nn.Module) -> Origin:
         """Returns how the model was created and its input format.
 
