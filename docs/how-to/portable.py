@@ -65,6 +65,22 @@ with torch.no_grad():
 print(f"largest difference: {float(difference)}")
 
 # %% [markdown]
+# ## Fewer blocks
+#
+# A library's class states its number of blocks, too. `least_needed_blocks` removes one block after the other, each time
+# the one without which the outputs change least. A plan never does this by itself: on pre-trained models a removed
+# block costs more than narrower MLPs of the same price
+# ([measured](../results/plan.md#what-does-a-removed-block-cost)). Distill such a model, with many images.
+
+# %%
+depth = rx.planning.least_needed_blocks(model, splits.train.take(64), 1)
+print(*depth.reasons)
+shallower = rx.realize(model, rx.prescribe(model, {"depth": depth}, portable=True))
+family = rx.models.family_of(model)
+before, after = (len(family.block_names(each)) for each in (model, shallower))
+print(f"{after} of {before} blocks")
+
+# %% [markdown]
 # ## A file for other runtimes
 #
 # TensorRT, Core ML and NPUs run what a portable model needs: products, softmax, GELU and norms. Write an ONNX file with

@@ -3,49 +3,21 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 import attnrx as rx
 from attnrx.vit.models import model_fingerprint, stock_form
 from attnrx.vit.models.boundary.stock import Stock
 from attnrx.vit.models.libraries.huggingface_family import READERS
 from support import pretrained
-
-timm = pytest.importorskip("timm")
-transformers = pytest.importorskip("transformers")
-torchvision = pytest.importorskip("torchvision")
+from support.stock_models import MODELS, images, stock_model, tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 64, "image_size": 16,
-    "patch_size": 8, "num_labels": 5,
-}  # fmt: skip
-SIZES: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
-
-
-def _of(kind: str, config: str, **more: Any) -> Callable[[], nn.Module]:
-    return lambda: getattr(transformers, kind)(getattr(transformers, config)(**{**SMALL, **more}))
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "timm ViT": lambda: timm.create_model("vit_tiny_patch16_224", **SIZES, num_classes=5),
-    "timm DINOv2": lambda: timm.create_model("vit_small_patch14_reg4_dinov2", **SIZES),
-    "timm SigLIP": lambda: timm.create_model("vit_base_patch16_siglip_224", **SIZES),
-    "timm EVA-02": lambda: timm.create_model("eva02_tiny_patch14_224", **{**SIZES, "num_heads": 2}, num_classes=5),
-    "ViT": _of("ViTForImageClassification", "ViTConfig"),
-    "DINOv2": _of("Dinov2Model", "Dinov2Config", mlp_ratio=3),
-    "SigLIP": _of("SiglipVisionModel", "SiglipVisionConfig"),
-    "CLIP": _of("CLIPVisionModel", "CLIPVisionConfig"),
-    "torchvision": lambda: torchvision.models.VisionTransformer(16, 8, 2, 3, 24, 64, num_classes=5),
-}
 
 # Runs the code of a card, and what follows a deployment: outputs, a step of training, an export.
 CHILD = """
@@ -84,21 +56,8 @@ print(json.dumps(done))
 """
 
 
-def _tensors(output: Any) -> list[torch.Tensor]:
-    parts = output.to_tuple() if hasattr(output, "to_tuple") else (output,)
-    return [part for part in parts if isinstance(part, torch.Tensor)]
-
-
-def _images(count: int, seed: int) -> torch.Tensor:
-    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
-
-
-def _shrunk(make: Callable[[], nn.Module]) -> rx.Shrunk:
-    torch.manual_seed(0)
-    model = make().eval()
-    for weight in model.parameters():  # LayerScale and tokens begin at constants
-        nn.init.normal_(weight, std=0.2)
-    return rx.shrink(model, _images(24, 1), params=0.85, portable=True)
+def _shrunk(name: str) -> rx.Shrunk:
+    return rx.shrink(stock_model(name), images(24), params=0.85, portable=True)
 
 
 @pytest.fixture(scope="module")
@@ -106,19 +65,19 @@ def results(request: pytest.FixtureRequest) -> dict[str, rx.Shrunk]:
     """The results of the models that the selected tests are about."""
     selected = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     names = {each.params["name"] for each in selected if each is not None}
-    return {name: _shrunk(make) for name, make in MODELS.items() if name in names}
+    return {name: _shrunk(name) for name in MODELS if name in names}
 
 
 @pytest.fixture(scope="module")
 def folders(results: dict[str, rx.Shrunk], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root, images = tmp_path_factory.mktemp("portable"), _images(3, 2)
+    root, inputs = tmp_path_factory.mktemp("portable"), images(3, 2)
     found = {}
     for name, shrunk in results.items():
         folder = found[name] = shrunk.save(root / name.replace(" ", "-"), onnx=False)
         with torch.no_grad():
-            outputs = _tensors(shrunk.model.eval()(images))
+            outputs = tensors(shrunk.model.eval()(inputs))
         expected = {str(index): part.contiguous() for index, part in enumerate(outputs)}
-        save_file({**expected, "images": images}, folder / "expected.safetensors")
+        save_file({**expected, "images": inputs}, folder / "expected.safetensors")
     return found
 
 
@@ -142,19 +101,19 @@ def test_its_own_library_loads_runs_exports_and_trains_it(name: str, without_att
 @pytest.mark.parametrize("name", MODELS)
 def test_no_part_of_it_is_of_attnrx(name: str, results: dict[str, rx.Shrunk]) -> None:
     shrunk = results[name]
-    assert shrunk.is_portable and type(shrunk.model) is type(MODELS[name]())
+    assert shrunk.is_portable and type(shrunk.model) is type(MODELS[name](2))
     assert not [part for part in shrunk.model.modules() if type(part).__module__.startswith("attnrx")]
     counted = sum(weight.numel() for weight in shrunk.model.parameters())
     family = rx.models.family_of(shrunk.model)
-    assert counted == family.costs(shrunk.model).params < sum(weight.numel() for weight in MODELS[name]().parameters())
+    assert counted == family.costs(shrunk.model).params < sum(weight.numel() for weight in MODELS[name](2).parameters())
     assert shrunk.prescription is not None and {*shrunk.prescription.rules} <= {"hidden", "heads"}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_attnrx_reads_the_same_folder(name: str, results: dict[str, rx.Shrunk], folders: dict[str, Path]) -> None:
-    again, model, images = rx.load(folders[name]), results[name].model.eval(), _images(3, 2)
+    again, model, inputs = rx.load(folders[name]), results[name].model.eval(), images(3, 2)
     with torch.no_grad():
-        for found, expected in zip(_tensors(again(images)), _tensors(model(images)), strict=True):
+        for found, expected in zip(tensors(again(inputs)), tensors(model(inputs)), strict=True):
             assert torch.equal(found, expected)
     assert type(again) is type(model) and model_fingerprint(again) == model_fingerprint(model)
     rx.Evidence.load(folders[name] / "evidence.json").require(model_fingerprint(again), "the folder")

@@ -288,7 +288,7 @@ def prescribe(arguments: Namespace, log: Log) -> Outcome:
     rules = rx.rules.split_maps(" ".join(arguments.rules))
     settings = options.given_arguments(arguments, "prescribe")
     prescription = rx.prescribe(_diagnosis(arguments), rules, **settings)
-    path, tokens = prescription.save(arguments.out), prescription.tokens
+    path, tokens, depth = prescription.save(arguments.out), prescription.tokens, prescription.depth
     notes = list(prescription.about.get("notes", ()))
     record = {
         "prescription": str(path),
@@ -297,6 +297,7 @@ def prescribe(arguments: Namespace, log: Log) -> Outcome:
         "notes": notes,
         "ranks": [list(ranks) for ranks in prescription.ranks],
         "reasons": [list(layer.qk.reasons) for layer in prescription.layers],
+        "depth": depth and {"removed": list(depth.removed), "reasons": list(depth.reasons)},
         "tokens": tokens
         and {"policy": str(tokens.policy), "reasons": list(tokens.reasons), "must_be_trained": tokens.must_be_trained},
     }
@@ -312,8 +313,8 @@ def prescribe(arguments: Namespace, log: Log) -> Outcome:
     table = aligned_table(("", "kept directions per head", "of", "heads pruned"), rows)
     removed = f"{100 * prescription.removed_share:.2f} % of the directions are removed; the file has the reasons"
     warnings = (f"warning: {note}" for note in notes)
-    token_reasons = () if tokens is None else tokens.reasons
-    return Outcome(record, (table, removed, *token_reasons, *warnings, f"prescription: {path}"))
+    reasons = [why for part in (depth, tokens) if part is not None for why in part.reasons]
+    return Outcome(record, (table, removed, *reasons, *warnings, f"prescription: {path}"))
 
 
 def _diagnosis(arguments: Namespace) -> "rx.Diagnosis | nn.Module":

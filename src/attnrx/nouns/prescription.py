@@ -1,6 +1,7 @@
 """Prescriptions: the pruning plan of a model with its reasons, as plain data that can be reviewed and stored."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from attnrx.support.storage import (
     tensors_below,
     write_with_tensors,
 )
-from attnrx.vit.maps import FITS, HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, TOKENS, UNIT_MAPS
+from attnrx.vit.maps import DEPTH, FITS, HEADS, HIDDEN, LAYER_MAPS, OUTPUT_MAPS, TOKENS, UNIT_MAPS
 from attnrx.vit.spec import compression_of
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
@@ -279,11 +280,49 @@ class TokenPrescription(Displayed):
 
 
 @dataclass(frozen=True, repr=False)
+class DepthPrescription(Displayed):
+    """The blocks that are removed whole: the stream of tokens passes them unchanged.
+
+    `removed` are their numbers in the original, from 1 as in a token policy, in their order; each has a reason.
+
+    Raises:
+        InvalidInput: Numbers that are not from 1 on, not in their order, or none.
+    """
+
+    removed: tuple[int, ...]
+    reasons: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        ordered = bool(self.removed) and min(self.removed) > 0 and list(self.removed) == sorted({*self.removed})
+        if not ordered:
+            raise InvalidInput(f"depth={self}: give every block once, from 1 on and in their order, e.g. without:5,9.")
+        reasons = self.reasons or tuple(f"block {number} is removed, as requested" for number in self.removed)
+        object.__setattr__(self, "reasons", reasons)
+        _require(self, len(reasons) == len(self.removed), "every removed block must have one reason")
+
+    def __str__(self) -> str:
+        return f"without:{','.join(map(str, self.removed))}"
+
+
+def parse_depth(text: str) -> DepthPrescription:
+    """Parses the blocks that are removed, `without:5,9`.
+
+    Raises:
+        InvalidInput: The text has another form.
+    """
+    read = re.fullmatch(r"\s*without\s*:\s*(\d{1,6}(?:\s*,\s*\d{1,6})*)\s*", text)
+    if read is None:
+        raise InvalidInput(f"depth={text!r:.100}: name the blocks to remove, counted from 1, e.g. depth=without:5,9.")
+    return DepthPrescription(tuple(sorted({int(number) for number in read[1].split(",")})))
+
+
+@dataclass(frozen=True, repr=False)
 class Prescription(Displayed):
     """The decisions about all layers of the model with this fingerprint, the rules, and in `about` the data.
 
     `rules` holds the rule of every prescribed map as text for `parse_rules`, including its metric. `tokens` is the
-    prescribed token policy, or None.
+    prescribed token policy, or None. `depth` are the blocks that are removed whole, or None: decisions about the layers
+    of these blocks have no effect.
     """
 
     example = "attnrx.prescribe(diagnosis, rules)"
@@ -293,17 +332,34 @@ class Prescription(Displayed):
     fingerprint: str
     about: Mapping[str, Any]
     tokens: TokenPrescription | None = None
+    depth: DepthPrescription | None = None
 
     def __post_init__(self):
-        # The policy is the one source of the rule of tokens: `replace(prescription, tokens=...)` changes both.
-        rules = {name: rule for name, rule in self.rules.items() if name != TOKENS}
+        # Both are the one source of their rules: `replace(prescription, tokens=...)` changes the rule too.
+        rules = {name: rule for name, rule in self.rules.items() if name not in (DEPTH, TOKENS)}
+        if self.depth is not None:
+            most = len(self.layers)
+            if self.depth.removed[-1] > most or len(self.depth.removed) == most:
+                raise InvalidInput(f"depth={self.depth} of a model of {most} blocks: remove some of 1 to {most}.")
+            rules[DEPTH] = str(self.depth)
         if self.tokens is not None:
             rules[TOKENS] = str(self.tokens.policy)
+        if self.tokens is not None and self.depth is not None:
+            raise InvalidInput(
+                f"depth={self.depth} and tokens in one prescription: the stages would move. Realize depth first, then "
+                "prescribe tokens for the result."
+            )
         object.__setattr__(self, "rules", rules)
 
     def __str__(self) -> str:
         """The rules as one text, from which `prescribe` reproduces the decisions."""
         return " ".join(f"{name}={rule}" for name, rule in self.rules.items())
+
+    @property
+    def kept_blocks(self) -> tuple[int, ...]:
+        """The indices of the layers whose blocks stay."""
+        removed = () if self.depth is None else self.depth.removed
+        return tuple(index for index in range(len(self.layers)) if index + 1 not in removed)
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -346,6 +402,8 @@ class Prescription(Displayed):
         if self.tokens is not None:
             is_trained = self.tokens.predictors is not None
             record[TOKENS] = {"reasons": list(self.tokens.reasons), "seed": self.tokens.seed, "trained": is_trained}
+        if self.depth is not None:
+            record[DEPTH] = {"reasons": list(self.depth.reasons)}
         return write_with_tensors(path, record, self._tensors())
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -374,7 +432,10 @@ class Prescription(Displayed):
             facts, policy = record[TOKENS], parse_policy(record["rules"][TOKENS])
             learned = tensors_below("tokens.", tensors) if facts["trained"] else None
             tokens = TokenPrescription(policy, learned, facts["seed"])
-        loaded = cls(layers, record["rules"], record["fingerprint"], record["about"], tokens)
+        depth = parse_depth(record["rules"][DEPTH]) if DEPTH in record else None
+        if depth is not None:
+            depth = DepthPrescription(depth.removed, tuple(record[DEPTH]["reasons"]))
+        loaded = cls(layers, record["rules"], record["fingerprint"], record["about"], tokens, depth)
         # A number that follows from the layers: it finds a layer that was edited by hand.
         if abs(loaded.removed_share - record["removed_share"]) > 1e-9:
             raise InvalidInput(
@@ -447,17 +508,19 @@ SCORES = kinds.record(
     then=_require_ranks,
 )
 LAYER = kinds.record({"qk": SCORES}, {**dict.fromkeys(OUTPUT_MAPS, OUTPUT), **STAYING})
+REMOVED = kinds.record({"reasons": kinds.each(kinds.ANY_TEXT, least=1, most=MAX_LAYERS)})
 POLICY = kinds.record(
     {"reasons": kinds.each(kinds.ANY_TEXT, least=1, most=MAX_LAYERS), "seed": kinds.SEED, "trained": kinds.FLAG}
 )
 
 
-# `rules` has the text of the policy, and `tokens` what the text does not state.
-def _require_tokens(record: Mapping[str, Any], where: str) -> None:
-    """Checks that `rules.tokens` and `tokens` are either both given or both absent."""
-    if (TOKENS in record["rules"]) != (TOKENS in record):
-        here, there = ("rules.tokens", "tokens") if TOKENS in record["rules"] else ("tokens", "rules.tokens")
-        raise Invalid(below(where, there), f"is missing, and {here} is given")
+# `rules` has the text of the policy or of the removed blocks, and these fields what the text does not state.
+def _require_both(record: Mapping[str, Any], where: str) -> None:
+    """Checks that the rule of tokens and of depth and their fields are either both given or both absent."""
+    for name in (TOKENS, DEPTH):
+        if (name in record["rules"]) != (name in record):
+            here, there = (f"rules.{name}", name) if name in record["rules"] else (name, f"rules.{name}")
+            raise Invalid(below(where, there), f"is missing, and {here} is given")
 
 
 # The parts of PLAN: predictions over images, and the timing of the plan with its conditions (`PlanTimer.of_model`).
@@ -495,17 +558,19 @@ REALIZED = kinds.record(
 )
 
 # Open: it has whatever the diagnosis and the plan recorded, of which these two fields are read again.
+RULE_TEXTS = dict.fromkeys(LAYER_MAPS, kinds.ANY_TEXT)
+RULE_TEXTS |= {TOKENS: kinds.parsed(parse_policy), DEPTH: kinds.parsed(parse_depth)}
 ABOUT = kinds.record(more={"plan": PLAN, "realized": REALIZED}, open=True)
 RECORD = kinds.record(
     {
         "fingerprint": kinds.ANY_TEXT,
-        "rules": kinds.record(more={**dict.fromkeys(LAYER_MAPS, kinds.ANY_TEXT), TOKENS: kinds.parsed(parse_policy)}),
+        "rules": kinds.record(more=RULE_TEXTS),
         "about": ABOUT,
         "removed_share": kinds.finite(0.0, 1.0),
         "layers": kinds.each(LAYER, most=MAX_LAYERS),
     },
-    {TOKENS: POLICY, "tensors_sha256": kinds.ANY_TEXT},
-    then=_require_tokens,
+    {TOKENS: POLICY, DEPTH: REMOVED, "tensors_sha256": kinds.ANY_TEXT},
+    then=_require_both,
 )
 
 

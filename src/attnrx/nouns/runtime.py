@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from attnrx.nouns.effort import AXES
-from attnrx.vit.maps import HEADS, HIDDEN
+from attnrx.vit.maps import DEPTH, HEADS, HIDDEN
 
 # The axes of portable plans, whose result is run by code that knows nothing of attnrx.
-STOCK = (HIDDEN, HEADS)
+STOCK = (HIDDEN, HEADS, DEPTH)
 # A step of ranks or widths is at most this part of all of them, so that small models have several sizes, too.
 PART = 8
 

@@ -16,8 +16,8 @@ its MLP."""
 LAYER_MAPS = ("qk", *OUTPUT_MAPS, *UNIT_MAPS)
 """The maps of a layer to which rules apply; "qk" are the query and key rows of every head."""
 
-TOKENS = "tokens"
-MAPS = (*LAYER_MAPS, TOKENS)
+DEPTH, TOKENS = "depth", "tokens"
+MAPS = (*LAYER_MAPS, DEPTH, TOKENS)
 """The names of all decisions of a prescription, as in its text form."""
 
 COST_PARTS: Mapping[str, tuple[str, ...]] = {

@@ -90,7 +90,7 @@ def least_share(model: nn.Module, template: Template) -> float:
 
 def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: float) -> ModelCosts:
     """Returns the costs at one share of the template; for a no-op prescription the unchanged model's."""
-    rules, _ = parse_rules(template.at(share))
+    rules = parse_rules(template.at(share)).maps
     try:
         prescription = prescribe_maps(diagnosis, {**rules, TOKENS: _policy(template, share, model)})
     # Near a share of 1 the rules may keep everything, which `prescribe_maps` refuses; the bisection needs a cost there.
@@ -100,7 +100,7 @@ def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: 
 
 
 def _policy(template: Template, share: float, model: nn.Module) -> TokenPrescription | None:
-    _, tokens = parse_rules({TOKENS: template.at(share).get(TOKENS)})
+    tokens = parse_rules({TOKENS: template.at(share).get(TOKENS)}).tokens
     if tokens is not None:
         family = family_of(model)
         tokens.policy.on(family.token_layout(model), len(family.attention(model)))  # for its errors

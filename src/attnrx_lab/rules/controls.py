@@ -13,7 +13,7 @@ from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.support.arguments import NATURAL, checked, each, one_of, optional, whole
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.shapes import Tensor
-from attnrx.vit.maps import HEADS, TOKENS
+from attnrx.vit.maps import DEPTH, HEADS, TOKENS
 from attnrx_lab.rules.matched import LargestMatched, RandomMatched, UniformMatched
 from attnrx_lab.tokens import Random, Soft
 
@@ -78,7 +78,7 @@ def control_prescriptions(
 def _of_kind(
     kind: str, diagnosis: Diagnosis, prescription: Prescription, draws: int, seed: int
 ) -> Iterator[Prescription]:
-    rules, _ = parse_rules(prescription.rules)
+    rules = parse_rules(prescription.rules).maps
     if not rules:
         yield from _of_tokens(kind, prescription, draws, seed)
         return
@@ -90,7 +90,7 @@ def _of_kind(
             "uniform": UniformMatched,
         }
         controls = {name: rule if name in fixed else control_of[kind](rule) for name, rule in rules.items()}
-        yield prescribe_maps(diagnosis, {**controls, TOKENS: prescription.tokens})
+        yield prescribe_maps(diagnosis, {**controls, DEPTH: prescription.depth, TOKENS: prescription.tokens})
 
 
 def _of_tokens(kind: str, prescription: Prescription, draws: int, seed: int) -> Iterator[Prescription]:

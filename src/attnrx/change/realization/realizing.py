@@ -47,11 +47,14 @@ from attnrx.vit.models import (
     Family,
     LowRankLinear,
     attach_tokens_,
+    blocks_of,
     family_of,
     model_fingerprint,
     reduction_of,
     require_all_tokens,
+    working_copy,
 )
+from attnrx.vit.models.boundary.shallower import shallower_form
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.spec import BIASES, COMPRESSIONS, AttentionSpec, Compression, compression_of
 
@@ -68,6 +71,9 @@ def realize(
     model: nn.Module, prescription: Prescription, by: str = "compress", calibration: ImageData | None = None
 ) -> nn.Module:
     """Returns a copy of the model with the prescription applied; your model is not changed.
+
+    Blocks that are removed whole leave a model that your library creates at a smaller depth: it has the modes of the
+    original, but not its hooks. A mask has zeros for the weights of such blocks.
 
     A mask keeps every shape and writes zeros: removed directions get strength zero (the original norms remain), removed
     heads a zero output projection. Compression deletes the zeros and equals the mask. If a layer divides the rows of
@@ -134,10 +140,14 @@ def nearest_candidate(candidates: Sequence[nn.Module], model: nn.Module, images:
 def _realized(
     model: nn.Module, prescription: Prescription, layers: Sequence[LayerPrescription], compression: Compression | None
 ) -> nn.Module:
-    changed = copy_module(model)
-    family, by = family_of(changed), "mask" if compression is None else "compress"
+    family, by = family_of(model), "mask" if compression is None else "compress"
+    changed, attentions, kept = copy_module(model), family.attention(model), prescription.kept_blocks
+    if prescription.depth is not None:
+        shallower = working_copy(shallower_form(model, kept))  # also for a mask: it proves that tokens pass the blocks
+        if compression is not None:
+            changed, attentions, layers = shallower, [attentions[at] for at in kept], [layers[at] for at in kept]
     with torch.no_grad():
-        for index, (attention, layer) in enumerate(zip(family.attention(model), layers, strict=True)):
+        for index, (attention, layer) in enumerate(zip(attentions, layers, strict=True)):
             if compression is None:
                 masked = family.attention(changed)[index]
                 mask_attention_(masked, layer)
@@ -148,6 +158,11 @@ def _realized(
             if layer.hidden is not None:
                 _realize_hidden_(family, changed, index, layer.hidden, by)
             _realize_linear_maps_(family, changed, index, layer, by)
+        if compression is None:
+            for index in {*range(len(layers))} - {*kept}:
+                # Zeros for all that a block adds to the stream, also after a norm of its own.
+                for weight in blocks_of(changed, family)[index].parameters():
+                    weight.zero_()
         if prescription.tokens is not None:
             heads = family.token_shape(model).heads
             # Last, on the realized model; the heads are those of the original.
@@ -323,7 +338,8 @@ def realize_and_fit(
     else:  # no ranks to realize, only a copy to make
         prescription.require(model_fingerprint(model), "this model")
         realized = copy_module(model)
-    for settings in (fit for fit in fits if isinstance(fit, Repair)):
+    removed = () if ranks.depth is None else ranks.depth.removed
+    for settings in (replace(fit, removed=removed) for fit in fits if isinstance(fit, Repair)):
         result = repair(realized, model, images, settings)
         for note in (each for each in result.notes if each not in images.notes):
             log(note)

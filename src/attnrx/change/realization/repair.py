@@ -1,7 +1,7 @@
 """Repair: fits the remaining weights of a compressed model, block by block, to the outputs of the original's blocks."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from attnrx.change.realization.distillation import HELD_OUT, Fitted, descend_, i
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.nouns.effort import MIN_REPAIR_IMAGES
-from attnrx.support.arguments import COUNT, NATURAL, POSITIVE, RATE, SEED, checked, optional, require_fields
+from attnrx.support.arguments import COUNT, NATURAL, POSITIVE, RATE, SEED, checked, each, optional, require_fields
 from attnrx.support.errors import InvalidInput, NotSupported, ScaleWarning
 from attnrx.support.hardware import bfloat16_products, has_fast_bfloat16
 from attnrx.support.modules import copy_module, rows_of
@@ -61,6 +61,9 @@ class Repair:
 
     With `bfloat16` both models have products of bfloat16 where the device is faster with them.
 
+    `removed` are the blocks of the reference that the candidate lacks, counted from 1. The block before them is fitted
+    to their output.
+
     `ridge` weights the squared change of the second map of an MLP, relative to the mean variance of its inputs. The
     learning rate is relative to the root mean square of each tensor, and decays to zero by a cosine.
     """
@@ -75,10 +78,13 @@ class Repair:
     seed: int = 0
     macs: float | None = None
     bfloat16: bool = False
+    removed: tuple[int, ...] = ()
 
     def __post_init__(self):
         positive = {"ridge": POSITIVE, "macs": optional(POSITIVE)}
-        require_fields(self, {int: COUNT}, steps=NATURAL, learning_rate=RATE, seed=SEED, **positive)
+        require_fields(
+            self, {int: COUNT}, steps=NATURAL, learning_rate=RATE, seed=SEED, removed=each(COUNT, "blocks"), **positive
+        )
 
 
 @checked()
@@ -126,7 +132,7 @@ def repair(
     for model, what in ((candidate, "repair"), (reference, "repair a candidate of")):
         require_all_tokens(model, what)
     result = Fitted(copy_module(candidate))
-    _require_alike(reference, result.model, len(images))
+    _require_alike(reference, result.model, len(images), requested.removed)
     knobs, count = within_budget(reference, result.model, requested, len(images))
     if count < len(images) or knobs.steps < requested.steps:
         result.notes.append(
@@ -141,21 +147,26 @@ def repair(
         # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks:
         # the targets of a block are those of the reference's own inputs.
         weights = token_importance(reference, importance)
-        first, own = (blocks_of(model, family_of(model))[0] for model in (reference, result.model))
-        base, notes = _tokens_before(reference, first, images)
+        blocks, own = (blocks_of(model, family_of(model)) for model in (reference, result.model))
+        kept = [index for index in range(len(blocks)) if index + 1 not in requested.removed]
+        base, notes = _tokens_before(reference, blocks[kept[0]], images)
         result.notes = [*result.notes, *images.notes, *notes]
-        tokens, _ = _tokens_before(result.model, own, images)
-        is_chain = _are_chained(reference, images)
-        layers = list(zip(_blocks(reference, images), _blocks(result.model, images), weights, strict=True))
-        for original, block, weight in track(layers, "repairing blocks"):
-            if not is_chain and original is not layers[0][0]:
+        tokens, _ = _tokens_before(result.model, own[0], images)
+        is_chain, originals = _are_chained(reference, images), list(_blocks(reference, images))
+        layers = zip(kept, [*kept[1:], len(originals)], _blocks(result.model, images), strict=True)
+        for index, following, block in track(list(layers), "repairing blocks"):
+            original = originals[index]
+            if not is_chain and index != kept[0]:
                 base, _ = _tokens_before(reference, original.module, images)
                 tokens, _ = _tokens_before(result.model, block.module, images)
             without_mlp, base = original.run_both(base)
-            fit = _BlockFit(block, tokens, base, weight, knobs)
+            for missing in originals[index + 1 : following]:  # the block before them is fitted to their output
+                base = missing.run_all(base if is_chain else _tokens_before(reference, missing.module, images)[0])
+            fit = _BlockFit(block, tokens, base, weights[following - 1], knobs)
             # What a whole block gets differs by the errors of earlier ones, and no fit of it brings that nearer
             # (docs/results/plan.md).
-            is_fitted = fit.before > 0 and not _are_equal(original.module, block.module)
+            is_whole = following == index + 1 and _are_equal(original.module, block.module)
+            is_fitted = fit.before > 0 and not is_whole
             tokens = fit.run(without_mlp) if is_fitted else block.run_all(tokens)
             del without_mlp  # before the next block has its own
             result.before.append(fit.before)
@@ -163,12 +174,13 @@ def repair(
     return result
 
 
-def _require_alike(reference: nn.Module, candidate: nn.Module, images: int) -> None:
+def _require_alike(reference: nn.Module, candidate: nn.Module, images: int, removed: Sequence[int]) -> None:
     depths = [len(family_of(model).mlp(model)) for model in (reference, candidate)]
-    if depths[0] != depths[1]:
+    if depths[0] - len({*removed} & {*range(1, depths[0] + 1)}) != depths[1]:
         raise InvalidInput(
-            f"the candidate has {depths[1]} MLPs of two linear maps, the reference {depths[0]}; repair a model "
-            "that was made from the reference."
+            f"the candidate has {depths[1]} MLPs of two linear maps, the reference {depths[0]}, and the repair names "
+            f"{len(removed)} removed blocks; repair a model that was made from the reference, and name the blocks that "
+            "it lost, e.g. Repair(removed=(5, 9))."
         )
     if not depths[0] or not family_of(reference).reads_attention(reference):
         raise NotSupported(

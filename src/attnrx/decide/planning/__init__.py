@@ -1,9 +1,20 @@
 """Planning: allocates one budget to ranks and tokens."""
 
 from attnrx.decide.planning.cost_table import prescribed_costs
+from attnrx.decide.planning.depth import least_needed_blocks
 from attnrx.decide.planning.planner import plan, plan_sharing
 from attnrx.nouns.effort import AXES, PlanSettings
 from attnrx.nouns.plan import Plan, PredictedQuantity
 from attnrx.nouns.target import Target
 
-__all__ = ["AXES", "Plan", "PlanSettings", "PredictedQuantity", "Target", "plan", "plan_sharing", "prescribed_costs"]
+__all__ = [
+    "AXES",
+    "Plan",
+    "PlanSettings",
+    "PredictedQuantity",
+    "Target",
+    "least_needed_blocks",
+    "plan",
+    "plan_sharing",
+    "prescribed_costs",
+]

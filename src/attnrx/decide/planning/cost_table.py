@@ -47,7 +47,8 @@ def prescribed_costs(model: nn.Module, prescription: Prescription, by: str = "co
         for units, layer in zip(hidden_units(family.mlp(model)), prescription.layers, strict=False)
     )
     policy = None if prescription.tokens is None else prescription.tokens.policy
-    return family.costs(model, specs, tuple((first, second) for first, second in ranks), policy, hidden)
+    costs = family.costs(model, specs, tuple((first, second) for first, second in ranks), policy, hidden)
+    return replace(costs, layers=tuple(costs.layers[index] for index in prescription.kept_blocks))
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,9 @@ def portable_rules(rules: Mapping[str, Rule], others: Sequence[str], multiple: i
     """
     if others:
         raise NotSupported(
-            f"portable=True with {', '.join(others)}: the classes of libraries hold other numbers of hidden units, and "
-            "some of heads, and nothing else that is pruned. Prescribe hidden=..., e.g. hidden=total_rank:0.5."
+            f"portable=True with {', '.join(others)}: the classes of libraries hold other numbers of hidden units and "
+            "blocks, and some of heads, and nothing else that is pruned. Prescribe hidden=..., e.g. "
+            "hidden=total_rank:0.5, or depth=..., e.g. depth=without:9."
         )
     return {name: _rounded(rule, multiple) if name == HIDDEN else rule for name, rule in rules.items()}
 

@@ -36,7 +36,7 @@ from attnrx.support.optional import installed_versions
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.support.storage import require_finite_tensors
-from attnrx.vit.maps import HEADS, HIDDEN, LINEAR_MAPS, TOKENS, UNIT_MAPS
+from attnrx.vit.maps import DEPTH, HEADS, HIDDEN, LINEAR_MAPS, TOKENS, UNIT_MAPS
 from attnrx.vit.models import family_of, model_fingerprint, require_all_tokens, require_ordinary_weights
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.spec import Spectrum
@@ -72,14 +72,15 @@ def prescribe(
     """Applies pruning rules to a diagnosis and returns the prescription.
 
     Args:
-        diagnosis: The diagnosis of the model; or the model itself, for a prescription of tokens alone.
+        diagnosis: The diagnosis of the model; or the model itself, for a prescription of tokens or depth only.
         rules: The rule of every map, as one text or a mapping: "qk=total_rank:0.5 vo=total_rank:0.75
             fc1=uniform_rank:0.5 tokens=ward:0.7@4,7,10". A rule without a map name applies to qk. Every rule may state
             its metric, e.g. `uniform_rank:0.5,metric=weights` for the plain SVD (see `rules.METRICS` for qk,
             `rules.OUTPUT_METRICS` for vo, fc1 and fc2). The rule for tokens is a token policy, or an earlier token
-            prescription with trained predictors (`prescribed_tokens`).
-        portable: Only what the library's own class holds: `hidden`, rounded to the multiple, and `heads`, as many in
-            every layer. `save` with portable=True then writes the checkpoint of the library.
+            prescription with trained predictors (`prescribed_tokens`). "depth=without:5,9" removes these blocks,
+            counted from 1; `least_needed_blocks` finds the ones to remove.
+        portable: Only what the library's own class holds: `hidden`, rounded to the multiple, `heads`, as many in every
+            layer, and `depth`. `save` with portable=True then writes the checkpoint of the library.
         multiple: Of a portable prescription the number that its width is a multiple of; 8 by default.
 
     Returns:
@@ -97,7 +98,7 @@ def prescribe(
         >>> [sum(ranks) for ranks in prescription.ranks]  # of 3 heads with 64 directions, in each layer
         [96, 96]
     """
-    read, tokens = parse_rules(rules)
+    read, tokens, depth = parse_rules(rules)
     if multiple is not None and not portable:
         raise InvalidInput(f"multiple={multiple} is that of a portable prescription: give portable=True, too.")
     if portable:
@@ -105,7 +106,7 @@ def prescribe(
         read = portable_rules(read, others, multiple or PORTABLE_MULTIPLE)
     if isinstance(diagnosis, nn.Module):
         diagnosis = _without_readings(diagnosis, read)
-    prescription = prescribe_maps(diagnosis, {**read, TOKENS: tokens})
+    prescription = prescribe_maps(diagnosis, {**read, DEPTH: depth, TOKENS: tokens})
     if portable:
         require_uniform(prescription, multiple or PORTABLE_MULTIPLE)
         prescription = replace(prescription, about={**prescription.about, "portable": True})
@@ -145,9 +146,9 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
     the output projection is refitted to the remaining heads, which is a decision about "vo". The rule of "qk" decides
     about the optimal directions in its metric (METRICS), by their strengths there, or about the model's own; without it
     the scores do not change. The rules of "vo", "fc1" and "fc2" decide in their metric (OUTPUT_METRICS), the rule of
-    "hidden" in one of HIDDEN_METRICS. "tokens" needs no reading, because tokens are selected for every image at run
-    time. The prescription records the rules with their metrics, and all information of the diagnosis about its model
-    and data.
+    "hidden" in one of HIDDEN_METRICS. "depth" names the blocks to remove. "tokens" needs no reading, because tokens are
+    selected for every image at run time. The prescription records the rules with their metrics, and all information of
+    the diagnosis about its model and data.
 
     A rule may remove all directions of a map, e.g. to compare with a model without it; `prescribe` refuses that.
     Without `refit` the decisions about values and hidden units are not ones to realize: they have no weights.
@@ -158,7 +159,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
         InvalidRule: A rule does not apply to its map.
         NotSupported: A norm over all features fixes a map, or `hidden` is combined with ranks of the MLP.
     """
-    rules_by_map, tokens = parse_rules(rules)
+    rules_by_map, tokens, depth = parse_rules(rules)
     if not diagnosis.layers:
         raise InvalidInput("prescribe found a diagnosis without layers; diagnose a model that has attention.")
     if tokens is not None:
@@ -193,7 +194,8 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
     # Decisions about units exist only in layers where some are removed.
     units = any(name in layer.decisions for layer in layers for name in UNIT_MAPS)
     drops = tokens is not None and tokens.policy.drops
-    if not (drops or units or any(layer.outputs for layer in layers) or any(map(_changes_scores, spectra, scores))):
+    is_smaller = drops or units or depth is not None
+    if not (is_smaller or any(layer.outputs for layer in layers) or any(map(_changes_scores, spectra, scores))):
         strengths = torch.cat([spectrum.strength[spectrum.used].abs().flatten() for spectrum in spectra])
         with_span = "qk" in rules_by_map and len(strengths)
         span = f" (|strength| of qk lies in {strengths.min():.3g}..{strengths.max():.3g})" if with_span else ""
@@ -205,7 +207,7 @@ def prescribe_maps(diagnosis: Diagnosis, rules: RulesLike, refit: bool = True) -
             "e.g. qk=total_rank:0.5, or tokens=ward:0.7@4,7,10."
         )
     texts = {name: str(rule) for name, rule in stated.items()}
-    return Prescription(layers, texts, diagnosis.fingerprint, diagnosis.about, tokens)
+    return Prescription(layers, texts, diagnosis.fingerprint, diagnosis.about, tokens, depth)
 
 
 def _require_changeable(diagnosis: Diagnosis, names: Collection[str]) -> None:

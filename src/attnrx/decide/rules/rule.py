@@ -7,20 +7,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Context, Decimal
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from attnrx.change.decompositions import water_fill
 from attnrx.decide.diagnostics import energy
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.prescription import ScoreDecision, TokenPrescription
+from attnrx.nouns.prescription import DepthPrescription, ScoreDecision, TokenPrescription, parse_depth
 from attnrx.support.arguments import COUNT, NATURAL, SHARE, Kind, each, either, instance, one_of, require_fields
 from attnrx.support.errors import InvalidInput, InvalidRule, NotSupported, UnknownName
 from attnrx.support.registry import Registry, text_name
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.support.text_parsing import TextReader, knobs_of, spelled_knobs, split_named
-from attnrx.vit.maps import HEADS, HIDDEN, LAYER_MAPS, MAPS, TOKENS
+from attnrx.vit.maps import DEPTH, HEADS, HIDDEN, LAYER_MAPS, MAPS, TOKENS
 from attnrx.vit.spec import Spectrum
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 
@@ -412,7 +412,7 @@ def in_metric(rule: Rule, metric: str) -> Rule:
 # The rules by their names in texts; those of papers and matched controls are registered by the laboratory.
 RULES = Registry[type[Rule]]("rule", EnergyRetention, TotalRank, UniformRank, ByLayer)
 
-RulesLike = str | Rule | Mapping[str, str | Rule | TokenPolicy | TokenPrescription | None]
+RulesLike = str | Rule | Mapping[str, str | Rule | TokenPolicy | TokenPrescription | DepthPrescription | None]
 """The rules of several maps: one text, a mapping from maps to rules or their texts, or the rule of qk alone."""
 
 EXAMPLES = "energy_retention:0.9, threshold:0.1 & remove_heads, random_matched(top_rank:32):seed=3"
@@ -451,8 +451,16 @@ def _require_map(name: str) -> None:
         raise UnknownName("map", name, MAPS)
 
 
-def parse_rules(rules: RulesLike) -> tuple[dict[str, Rule], TokenPrescription | None]:
-    """Returns the rule of every map, and the token policy.
+class ParsedRules(NamedTuple):
+    """The rule of every map of layers, the token policy, and the blocks that are removed whole."""
+
+    maps: dict[str, Rule]
+    tokens: TokenPrescription | None
+    depth: DepthPrescription | None
+
+
+def parse_rules(rules: RulesLike) -> ParsedRules:
+    """Returns the rule of every map, the token policy, and the blocks that are removed.
 
     A text looks like "qk=total_rank:0.5 vo=total_rank:0.75 tokens=ward:0.7@4,7,10"; a single rule applies to qk.
 
@@ -477,7 +485,11 @@ def parse_rules(rules: RulesLike) -> tuple[dict[str, Rule], TokenPrescription | 
     policy = parse_policy(policy) if isinstance(policy, str) else policy
     if policy is not None and not isinstance(policy, TokenPolicy | TokenPrescription):
         raise InvalidInput(f"tokens={policy!r} is not a policy; give e.g. 'ward:0.7@4,7,10'.")
-    return rules_by_map, TokenPrescription(policy) if isinstance(policy, TokenPolicy) else policy
+    depth = values_by_map.get(DEPTH)
+    depth = parse_depth(depth) if isinstance(depth, str) else depth
+    if depth is not None and not isinstance(depth, DepthPrescription):
+        raise InvalidInput(f"depth={depth!r} names no blocks to remove; give e.g. 'without:5,9'.")
+    return ParsedRules(rules_by_map, TokenPrescription(policy) if isinstance(policy, TokenPolicy) else policy, depth)
 
 
 class _Reader(TextReader):

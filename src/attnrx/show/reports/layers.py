@@ -68,7 +68,9 @@ def treatment(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[s
     return {
         "prescription": prescription,
         "layers": [_reasons(layer, heads) for layer, heads in pairs],
-        "tokens": () if prescription.tokens is None else prescription.tokens.reasons,
+        "others": [
+            why for part in (prescription.depth, prescription.tokens) if part is not None for why in part.reasons
+        ],
         "removed": percent(removed) if removed else "",
         "summary": "The rules, and the reason for every head and stage",
     }
@@ -113,6 +115,10 @@ def changes(prescription: Prescription, diagnosis: Diagnosis | None) -> dict[str
             facts.append(("Heads", f"{number(removed)} of {number(len(parts))} removed"))
         cells = tuple(tuple(_rank_cells(layer, columns, row)) for layer, row in enumerate(rows))
         figures.append(HeatMap(title, "", CAPTIONS[title], columns, cells))
+    if prescription.depth is not None:
+        facts.append(
+            ("Blocks", f"{number(len(prescription.depth.removed))} of {number(len(prescription.layers))} removed")
+        )
     if prescription.tokens is not None:
         policy = prescription.tokens.policy
         stages = len(policy.layers)

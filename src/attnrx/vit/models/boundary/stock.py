@@ -39,9 +39,15 @@ from attnrx.vit.models.parts.vit_parts import model_name
 from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.models.working.adoption_proof import difference_of
 
-# By family, the arguments that may state the width of the MLPs: as a number of units, or as a ratio to the width.
+# By family, the arguments that may state the width of the MLPs, as a number of units or as a ratio to the width, and
+# those that state the number of blocks.
 UNITS: Mapping[str, str] = {"huggingface": "intermediate_size", "torchvision": "mlp_dim"}
+DEPTHS: Mapping[str, str] = {
+    "timm": "depth", "huggingface": "num_hidden_layers", "torchvision": "num_layers", "open_clip": "layers",
+}  # fmt: skip
 RATIOS: Mapping[str, str] = {"timm": "mlp_ratio", "huggingface": "mlp_ratio", "open_clip": "mlp_ratio"}
+# What configurations of transformers derive from the number of blocks, and state.
+STAGES = ("stage_names", "out_features", "out_indices")
 # Gated MLPs state the outputs of both halves (timm), or 3 / 2 of their units (DINOv2 of transformers).
 GATES = (1.0, 2.0, 1.5)
 # A ratio times the width is rounded down by most libraries, and up to a multiple of 8 by DINOv2's gated MLP: the exact
@@ -53,7 +59,9 @@ PORTABLE = (
 
 
 class Stock:
-    """What the class of a model's library can be created with: other widths of all MLPs, or other numbers of heads."""
+    """What the class of a model's library can be created with: other widths of all MLPs, other numbers of heads, or of
+    blocks.
+    """
 
     def __init__(self, model: nn.Module):
         """Reads the present sizes of a model.
@@ -73,7 +81,8 @@ class Stock:
         self.model, self.origin = adopted, adopted.origin
         self.name = self.origin.architecture
         self.width: int = self.family.specs(adopted)[0].width
-        self._found: dict[tuple[int, int], Mapping[str, Any] | None] = {}
+        self.depth = len(self.family.block_paths(library_form(adopted)))
+        self._found: dict[tuple[int, int, int], Mapping[str, Any] | None] = {}
         self._followers: dict[tuple[int, int], tuple[tuple[str, str], ...]] = {}
 
     @cached_property
@@ -106,36 +115,39 @@ class Stock:
             )
         return units[0], *sizes.pop()
 
-    def arguments(self, hidden: int, heads: int) -> Mapping[str, Any] | None:
+    def arguments(self, hidden: int, heads: int, depth: int | None = None) -> Mapping[str, Any] | None:
         """Returns the arguments with which the library creates these sizes; None where it cannot."""
-        key = hidden, heads
+        key = hidden, heads, depth or self.depth
         if key not in self._found:
             self._found[key] = next(filter(lambda each: self._creates(each, key), self._candidates(*key)), None)
         return self._found[key]
 
-    def _creates(self, arguments: Mapping[str, Any], sizes: tuple[int, int]) -> bool:
+    def _creates(self, arguments: Mapping[str, Any], sizes: tuple[int, int, int]) -> bool:
         try:
             with torch.device("meta"):
                 created = self.family.create(self.name, arguments)
             vars(created)[RECORD] = Record(self.family.name, self.origin)
-            return self._sizes(created) == (*sizes, self.sizes[2])
+            depth = len(self.family.block_paths(created))
+            return self._sizes(created) == (*sizes[:2], self.sizes[2]) and depth == sizes[2]
         except AttnrxError:
             return False
         except Exception:  # the classes of libraries raise errors of many types for sizes that do not fit
             return False
 
-    def _candidates(self, hidden: int, heads: int) -> Iterator[dict[str, Any]]:
+    def _candidates(self, hidden: int, heads: int, depth: int) -> Iterator[dict[str, Any]]:
         """Yields arguments that may create these sizes."""
         given = dict(self.origin.arguments)
-        if (hidden, heads) == (self.hidden, self.heads):
-            yield given
         inside = "vision_config" if isinstance(given.get("vision_config"), Mapping) else ""  # of a class of CLIP
         own, width = dict(given[inside] if inside else given), self.width
         if heads != own.get("num_attention_heads", heads):  # of transformers, some of whose classes read `head_dim`
             own |= {"num_attention_heads": heads, "head_dim": self.sizes[2]}
+        if depth != self.depth:
+            own = {name: value for name, value in own.items() if name not in STAGES}
+            own[DEPTHS[self.family.name]] = depth
         units, ratio = UNITS.get(self.family.name, ""), RATIOS.get(self.family.name, "")
         # timm has the arguments that were given; the others state all of theirs.
-        changes: list[dict[str, Any]] = [{units: hidden}] if units in own else []
+        changes: list[dict[str, Any]] = [{}] if (hidden, heads) == (self.hidden, self.heads) else []
+        changes += [{units: hidden}] if units in own else []
         if ratio in own or self.family.name == "timm":
             # DINOv2 of transformers takes whole ratios only.
             changes += [] if hidden % width else [{ratio: hidden // width}]
@@ -186,12 +198,13 @@ class Stock:
         self._followers[key] = tuple(zip(firsts, seconds, strict=False))
         return self._followers[key]
 
-    def difference(self, hidden: int, heads: int) -> str:
+    def difference(self, hidden: int, heads: int, depth: int | None = None) -> str:
         """Returns a part outside the blocks that the library would create otherwise, e.g. a head that was replaced; ""
         if there is none.
         """
         followers = {path for pair in self.followers(hidden, heads) for path in pair}
-        mine, theirs = (self._outside(each) for each in (library_form(self.model), self._created(hidden, heads)))
+        created = self._created(hidden, heads, depth)
+        mine, theirs = (self._outside(each) for each in (library_form(self.model), created))
         for path in dict.fromkeys((*mine, *theirs)):
             if path not in followers and _weights_of(mine.get(path)) != _weights_of(theirs.get(path)):
                 return path or "model itself"
@@ -205,10 +218,10 @@ class Stock:
                 "no file of timm holds. Create it with the name of the layer, e.g. act_layer='gelu'."
             )
 
-    def require_parts(self, hidden: int, heads: int) -> None:
+    def require_parts(self, hidden: int, heads: int, depth: int | None = None) -> None:
         """Raises NotSupported if the library would create another part outside the blocks."""
         self.require_files()
-        if path := self.difference(hidden, heads):
+        if path := self.difference(hidden, heads, depth):
             raise NotSupported(
                 f"{self.name} cannot be portable: its {path} is not the one that {self.family.library} creates; it was "
                 "replaced or removed. Create the model with the right arguments (e.g. num_classes=10 of timm), "
@@ -220,8 +233,8 @@ class Stock:
         inside = tuple(f"{path}." for path in self.family.block_paths(source))
         return {path: part for path, part in source.named_modules() if not f"{path}.".startswith(inside)}
 
-    def _created(self, hidden: int, heads: int) -> nn.Module:
-        arguments = self.arguments(hidden, heads)
+    def _created(self, hidden: int, heads: int, depth: int | None = None) -> nn.Module:
+        arguments = self.arguments(hidden, heads, depth)
         assert arguments is not None
         with torch.device("meta"):
             return self.family.create(self.name, arguments)
@@ -256,11 +269,7 @@ def stock_form(model: nn.Module) -> nn.Module:
         created = stock.family.created_with(origin, linears, own.state_dict(), stated_outputs(own))
     except RuntimeError as error:
         raise NotSupported(f"{stock.name} cannot be portable: its library creates other weights: {error}.") from error
-    parts, weights = dict(own.named_modules()), dict(own.named_parameters())
-    for path, part in created.named_modules():
-        part.training = parts[path].training if path in parts else own.training
-    for path, parameter in created.named_parameters():
-        parameter.requires_grad_(weights[path].requires_grad)
+    copy_modes_(own, created)
     images = random_images(created, origin.input_shape)
     with evaluating((own, created)):
         expected = tensors_of(answer(own, images))
@@ -274,6 +283,20 @@ def stock_form(model: nn.Module) -> nn.Module:
             "of it was changed after it was created."
         )
     return created
+
+
+def copy_modes_(model: nn.Module, created: nn.Module, renamed: Callable[[str], str | None] = str) -> None:
+    """Gives the parts and weights of a model that was created anew the modes of another one; `renamed` returns the name
+    in the former of a name in the latter, or None.
+    """
+    created.train(model.training)
+    parts, weights = dict(created.named_modules()), dict(created.named_parameters())
+    for path, part in model.named_modules():
+        if (place := renamed(path)) is not None and place in parts:
+            parts[place].training = part.training
+    for path, weight in model.named_parameters():
+        if (place := renamed(path)) is not None and place in weights:
+            weights[place].requires_grad_(weight.requires_grad)
 
 
 # Folders --------------------------------------------------------------------------------------------------------------
