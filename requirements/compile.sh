@@ -3,7 +3,7 @@
 # that pyproject.toml allows: every version pinned, with hashes, no index lines.
 set -eu
 cd "$(dirname "$0")/.."
-extras=$(sed -n "/^\[project.optional-dependencies\]/,/^$/s/^\([a-z]*\) = .*/--extra \1/p" pyproject.toml)
+extras=$(sed -n "/^\[project.optional-dependencies\]/,/^$/s/^\([a-z0-9]*\) = .*/--extra \1/p" pyproject.toml)
 compile() {
     uv pip compile pyproject.toml $extras --group dev --group build --python-version 3.11 \
         --generate-hashes --no-header --no-emit-index-url --no-annotate --quiet "$@"

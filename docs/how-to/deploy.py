@@ -68,12 +68,12 @@ print(f"{agreement.claim}: {agreement.value:.1f} {agreement.unit}")
 # Export `to="program"` (torch.export), `"aotinductor"` (compiled ahead of time, for C++ too) and `"openvino"` in the
 # same way. A `.pt2` file (the first two) can run any code of its author when it is opened. `rx.load` opens one only
 # with `trust=True`, a command with `--trust`. On a CPU that computes in bfloat16, `"openvino(precision=bf16)"` is the
-# fastest at almost no cost ([OpenVINO](openvino_file.md)). `int8` is ONNX Runtime's static quantization, calibrated on
-# your images (`"openvino(precision=int8)"` runs it in OpenVINO); linear maps that it would harm stay in float, and its
-# cost is measured in the same way:
+# fastest at almost no cost ([OpenVINO](openvino_file.md)).
+# `int8` is quantized by NNCF on 300 of your images (`"openvino(precision=int8)"` for OpenVINO). It needs
+# `pip install 'attnrx[int8]'`. Its cost is measured in the same way:
 
 # %%
-int8 = rx.export(slim, OUT / "slim-int8.onnx", to="int8(images=64)", calibration=splits.train)
+int8 = rx.export(slim, OUT / "slim-int8.onnx", to="int8", calibration=splits.train)
 change = rx.verify(int8, slim, splits.test, [rx.checks.Accuracy()]).of("accuracy")[-1]
 print(f"{change.claim}: {change.value:+.1f} points [{change.low:+.1f}, {change.high:+.1f}]")
 

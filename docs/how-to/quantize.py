@@ -114,7 +114,7 @@ if importlib.util.find_spec("onnxconverter_common"):
 # - A quantizer with other settings than these may quantize the comparison of tokens, too. Compare the answers of the
 #   file with the model's, as above, before you deploy it.
 # - Some pre-trained models have single features that are a hundred times larger than all others. 8 bits cost such
-#   models much, with or without attnrx: `to="int8"` of [Deploy](deploy.md) finds the linear maps that suffer, and
-#   leaves them in float.
+#   models much, with or without attnrx. NNCF's SmoothQuant divides such features by a factor first: use
+#   `to="int8"` of [Deploy](deploy.md), which is NNCF with the settings of this page.
 # - An older runtime or tool may not know the newest operator set: `rx.export(..., to="onnx(opset=17)")`, or
 #   `Shrunk.save(..., opset=17)`.

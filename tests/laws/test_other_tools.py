@@ -182,6 +182,19 @@ def test_nncf(case: str, files: Callable[[str, str], Path]) -> None:
     require_kept(case, answers)
 
 
+@pytest.mark.parametrize("to", ["int8(images=64)", "openvino(precision=int8,images=64)"])
+@pytest.mark.parametrize("case", REDUCED)
+def test_formats_of_8_bits(case: str, to: str, tmp_path: Path) -> None:
+    pytest.importorskip("openvino"), pytest.importorskip("nncf", reason="nncf is not installed")
+
+    def answers(name: str) -> torch.Tensor:
+        path = tmp_path / f"{name}{rx.exporting.parse_format(to).suffix}".replace(" ", "-")
+        with torch.no_grad():
+            return rx.export(result(name), path, to, calibration=pictures(64, 1))(pictures(64))
+
+    require_kept(case, answers)
+
+
 @pytest.mark.parametrize("case", REDUCED)
 def test_half_precision_of_openvino(case: str, files: Callable[[str, str], Path], tmp_path: Path) -> None:
     openvino = pytest.importorskip("openvino")

@@ -59,7 +59,9 @@ def test_a_command_names_what_is_wrong_before_it_loads_a_model(name: str, tmp_pa
     [
         ("jinja2", "report", lambda: rx.elastic("svda:digits", "digits", "sizes", macs=(0.5,))),
         ("openvino", "openvino", lambda: rx.shrink("svda:digits", "digits", macs=0.5, to="openvino")),
-        ("onnxruntime", "onnx", lambda: rx.shrink("svda:digits", "digits", macs=0.5, to="int8")),
+        ("onnxruntime", "onnx", lambda: rx.shrink("svda:digits", "digits", macs=0.5, to="onnx")),
+        ("nncf", "int8", lambda: rx.shrink("svda:digits", "digits", macs=0.5, to="int8")),
+        ("nncf", "int8", lambda: rx.shrink("svda:digits", "digits", macs=0.5, to="openvino(precision=int8)")),
     ],
 )
 def test_a_missing_library_is_named_with_its_extra_before_a_model_is_loaded(

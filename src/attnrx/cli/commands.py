@@ -462,7 +462,7 @@ def verify(arguments: Namespace, log: Log) -> Outcome:
 
 FORMATS = (
     "onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets: onnx(opset=18), "
-    "int8(images=128,tolerance=0.05), openvino(precision=bf16), openvino(precision=int8)"
+    "int8(images=128), openvino(precision=bf16), openvino(precision=int8)"
 )
 
 

@@ -20,6 +20,7 @@ from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, is_ou
 from attnrx.support.foreign_files import open_package, open_program
 from attnrx.support.optional import required_module
 from attnrx.support.shapes import Float, Tensor
+from attnrx.support.text_parsing import spelled_knobs
 
 INPUT = "images"  # the name of the input in the graphs of ONNX
 
@@ -74,15 +75,17 @@ class Format(ABC):
 
     name: ClassVar[str]
     suffix: ClassVar[str]
-    libraries: ClassVar[tuple[str, ...]] = ()
-    """The optional libraries that write and run the file, which `extra` installs."""
-    extra: ClassVar[str] = "onnx"
     runtime: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
     on_cuda: ClassVar[bool] = False
     """Whether a model on a CUDA device is exported for CUDA; other formats run on the CPU."""
     runs_code: ClassVar[bool] = False
     """Whether a file of this format can contain code that runs when it is opened: machine code, or pickles."""
+
+    def __str__(self) -> str:
+        """Returns the text by which a call names the format, e.g. "openvino(precision=bf16)"."""
+        knobs = spelled_knobs(self)
+        return self.name + (f"({knobs})" if knobs else "")
 
     @abstractmethod
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
@@ -121,6 +124,15 @@ class Format(ABC):
     def place(self) -> str:
         """The name in RUNTIMES of the place where files of this format run."""
         return self.name
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """The optional libraries that write and run the file, which `extra` installs."""
+        return ()
+
+    @property
+    def extra(self) -> str:
+        return "onnx"
 
     @property
     def calibrated(self) -> bool:

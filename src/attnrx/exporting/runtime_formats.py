@@ -2,22 +2,19 @@
 
 import ctypes
 import json
-import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from attnrx.exporting.formats import INPUT, ROUNDING, AOTInductor, Format, Program, Run, library, run_script, to_numpy
+from attnrx.exporting.quantizing import quantized, silent, single_images
 from attnrx.support.arguments import COUNT, number, one_of, require_fields, whole
-from attnrx.support.errors import NotSupported
-from attnrx.support.modules import rows_of
 from attnrx.support.registry import Registry
 from attnrx.support.shapes import Tensor
 from attnrx.support.text_parsing import TextReader
@@ -45,13 +42,16 @@ class Onnx(Format):
     """
 
     name: ClassVar[str] = "onnx"
-    libraries: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnxruntime")
     runtime: ClassVar[str] = "ONNX Runtime"
     suffix: ClassVar[str] = ".onnx"
     opset: int = 23
 
     def __post_init__(self):
         require_fields(self, opset=whole(17, 23))
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        return "onnx", "onnxscript", "onnxruntime"
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
         """Translates the program, folds constants and removes repeated and unused nodes."""
@@ -148,19 +148,8 @@ def to_older_opset(model: Any, opset: int) -> None:
     for node in model.graph:
         if node.op_type.startswith("Reduce"):  # the converter keeps it where the older operation has no such attribute
             node.attributes.pop("noop_with_empty_axes", None)
-    with _silent():
+    with silent():
         library("onnxscript.version_converter").convert_version(model, opset, fallback=True)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Silences the logs of other libraries, of which not all have loggers of their own."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(disabled)
 
 
 def forget_shapes_of_weights(model: Any) -> None:
@@ -248,94 +237,54 @@ def _is_heads_first(node: Any) -> bool:
     return node is not None and node.op_type == "Transpose" and tuple(node.attributes["perm"].as_ints()) == HEADS_FIRST
 
 
-MAPS = ("Gemm", "MatMul")
-TRIED_ON = 32  # images on which maps are quantised by turns
-
-
 @dataclass(frozen=True)
 class Int8(Onnx):
-    """ONNX with 8-bit linear maps, by ONNX Runtime's static quantisation (QDQ).
+    """ONNX with matrix products of 8 bits, quantized by NNCF on `images` calibration images (see `quantizing`).
 
-    Weights are quantised per output feature, activations per tensor by their least and largest values on `images`
-    calibration images. Weights have 7 bits, so that sums of two products do not saturate on processors without VNNI,
-    and are signed, as OpenVINO's kernels need them. Linear maps that change the outputs on calibration images by more
-    than `tolerance` (norm of the difference over norm of the outputs) stay in float: one hidden unit that is a hundred
-    times larger than all others, as pre-trained ViTs have, makes the 8 bits of its map useless. The two products inside
-    attention, patch embedding, norms, softmax and activation functions are not quantised.
-    `most_difference` is the largest allowed difference of a logit from eager PyTorch, as a share of the largest logit;
-    use `verify` to measure the loss of accuracy.
+    Weights have a scale for every output feature, activations one for every tensor. Norms, softmax, activation
+    functions and the comparison of tokens stay in float. `most_difference` is the largest allowed difference of a logit
+    from eager PyTorch, as a share of the largest logit; use `verify` to measure the loss of accuracy.
     """
 
     name: ClassVar[str] = "int8"
-    images: int = 64
-    tolerance: float = 0.1
+    images: int = 300
     most_difference: float = 0.5
 
     def __post_init__(self):
         super().__post_init__()
-        require_fields(self, images=COUNT, tolerance=number(0.0), most_difference=number(0.0))
+        require_fields(self, images=COUNT, most_difference=number(0.0))
 
     def runtime_at(self, precision: str) -> str:
-        """Returns the name of the runtime; the linear maps have 8 bits, whatever the file's precision is."""
+        """Returns the name of the runtime; matrix products have 8 bits, whatever the file's precision is."""
         del precision
         return super().runtime_at("int8")
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        return *super().libraries, "nncf"
+
+    @property
+    def extra(self) -> str:
+        return "int8"
 
     @property
     def calibrated(self) -> bool:
         return True
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Writes the float ONNX file, finds the maps that 8 bits suffice for, and quantises them.
-
-        Raises:
-            NotSupported: Every linear map changes the outputs by more than the tolerance.
-        """
-        plain, trial = (path.with_name(f"{kind}_{path.name}") for kind in ("float", "trial"))
-        try:
-            super().write(program, plain, images)
-            trial_images = images[: max(TRIED_ON // len(images[0]), 1)]
-            expected = self._outputs(plain, trial_images)
-
-            # Relative to the outputs of the float file and not of torch: the translation has its own rounding.
-            def difference(maps: Sequence[str]) -> float:
-                self._quantize(plain, trial, maps, trial_images)
-                return float((self._outputs(trial, trial_images) - expected).norm() / expected.norm())
-
-            graph = library("onnx").load(plain, load_external_data=False).graph
-            weights = {tensor.name for tensor in graph.initializer}
-            # A product of two activations is one of attention's.
-            maps = [node.name for node in graph.node if node.op_type in MAPS and weights & set(node.input)]
-            sensitive = set(_sensitive(maps, difference, self.tolerance))
-            quantized_maps = [name for name in maps if name not in sensitive]
-            if not quantized_maps:
-                raise NotSupported(f"every linear map changes the outputs by more than tolerance={self.tolerance}.")
-            self._quantize(plain, path, quantized_maps, images)
-        finally:
-            for file in (*path.parent.glob(f"{plain.name}*"), *path.parent.glob(f"{trial.name}*")):
-                file.unlink()  # with external weights
-
-    def _outputs(self, path: Path, images: Sequence[Tensor]) -> Tensor:
-        run = Onnx.open(self, path, "cpu", torch.get_num_threads())
-        return torch.cat([rows_of(run(batch)) for batch in images])
-
-    def _quantize(self, plain: Path, path: Path, maps: Sequence[str], images: Sequence[Tensor]) -> None:
-        """Writes the file with these matrix products quantised."""
-        quantization = library("onnxruntime.quantization")
-        inputs = ({INPUT: to_numpy(batch)} for batch in images)
-        with _silent():  # the quantiser warns by the root logger
-            quantization.quantize_static(
-                plain,
-                path,
-                SimpleNamespace(get_next=lambda: next(inputs, None)),  # the interface of its CalibrationDataReader
-                quant_format=quantization.QuantFormat.QDQ,
-                op_types_to_quantize=list(MAPS),
-                nodes_to_quantize=list(maps),
-                per_channel=True,
-                # Weights of 7 bits, signed, and activations unsigned: see the class.
-                reduce_range=True,
-                activation_type=quantization.QuantType.QUInt8,
-                weight_type=quantization.QuantType.QInt8,
-            )
+        """Writes the float ONNX file, and quantizes its graph."""
+        super().write(program, path, images)
+        onnx = library("onnx")
+        model = onnx.load(path)  # with weights in an external file
+        graph, constants = model.graph, {tensor.name for tensor in model.graph.initializer}
+        # Attention is one operation, so these are the comparisons of tokens.
+        floats = [node.name for node in graph.node if node.op_type == "MatMul" and constants.isdisjoint(node.input)]
+        is_free = not graph.input[0].type.tensor_type.shape.dim[0].dim_value
+        batches = single_images(map(to_numpy, images), is_free)
+        made = quantized(model, ({graph.input[0].name: batch} for batch in batches), floats)
+        for file in path.parent.glob(f"{path.name}*"):
+            file.unlink()
+        onnx.save(made, path, save_as_external_data=made.ByteSize() > MOST_BYTES, location=f"{path.name}.data")
 
     @property
     def wanted(self) -> int:
@@ -343,20 +292,8 @@ class Int8(Onnx):
         return self.images
 
     def limit(self, dtype: torch.dtype) -> float:
-        """Returns `most_difference`, because quantisation errors exceed rounding."""
+        """Returns `most_difference`, because quantization errors exceed rounding."""
         return self.most_difference
-
-
-def _sensitive(maps: Sequence[str], difference: Callable[[Sequence[str]], float], most: float) -> list[str]:
-    """Returns the maps of which each alone makes a larger difference, by halving the groups that do."""
-    # A harmless group takes one measurement, so a few sensitive maps among many are found in a few measurements each.
-    # Two groups may be harmless only one by one: `most_difference` limits the result of all.
-    if difference(maps) <= most:
-        return []
-    if len(maps) == 1:
-        return list(maps)
-    half = len(maps) // 2
-    return [name for part in (maps[:half], maps[half:]) for name in _sensitive(part, difference, most)]
 
 
 # OpenVINO -------------------------------------------------------------------------------------------------------------
@@ -471,32 +408,46 @@ def _constant_of(node: Any) -> "np.ndarray | None":
     return np.array(source.get_data())
 
 
+def comparisons(model: Any) -> list[str]:
+    """Returns the names of products of two activations: the comparisons of tokens, where attention is one operation."""
+    constants, found = set[str](), list[str]()
+    for node in model.get_ordered_ops():
+        are_constant = [value.get_node().get_name() in constants for value in node.input_values()]
+        if node.get_type_name() == "Constant" or (are_constant and all(are_constant)):
+            constants.add(node.get_name())
+        elif node.get_type_name() == "MatMul" and not any(are_constant):
+            found.append(node.get_friendly_name())
+    return found
+
+
 @dataclass(frozen=True)
 class OpenVINO(Format):
     """An .xml file with the graph and a .bin file with the weights, translated from the program.
 
-    It runs in float32, also on CPUs that support narrower types; or, with the `precision` bf16, in bfloat16 on CPUs
-    that compute in it and in float32 on others (the weights are stored in float32). With int8 the linear maps are
-    chosen as by the format `int8` with `images` and `tolerance`.
+    The `precision` f32 is float32, also on CPUs that support narrower types. bf16 is bfloat16 on CPUs that compute in
+    it, and float32 on others; the weights are stored in float32. With int8 the matrix products have 8 bits, quantized
+    by NNCF on `images` calibration images (see `quantizing`), and everything else is as with bf16.
     """
 
     name: ClassVar[str] = "openvino"
-    libraries: ClassVar[tuple[str, ...]] = ("openvino",)
-    extra: ClassVar[str] = "openvino"
     suffix: ClassVar[str] = ".xml"
     runtime: ClassVar[str] = "OpenVINO"
     precision: str = "f32"
-    images: int = 64
-    tolerance: float = 0.1
+    images: int = Int8.images
 
     def __post_init__(self):
-        require_fields(self, precision=one_of("f32", "bf16", "int8"), images=COUNT, tolerance=number(0.0))
+        require_fields(self, precision=one_of("f32", "bf16", "int8"), images=COUNT)
 
     def files(self, path: Path) -> tuple[Path, ...]:
         return path, path.with_suffix(".bin")
 
-    def _int8(self) -> Int8:
-        return Int8(images=self.images, tolerance=self.tolerance)
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        return ("openvino", "nncf") if self.calibrated else ("openvino",)
+
+    @property
+    def extra(self) -> str:
+        return "int8" if self.calibrated else "openvino"
 
     @property
     def place(self) -> str:
@@ -519,23 +470,18 @@ class OpenVINO(Format):
 
     def limit(self, dtype: torch.dtype) -> float:
         """Returns the largest allowed difference at this precision."""
-        limits = {"f32": super().limit(dtype), "bf16": ROUNDING[torch.bfloat16], "int8": self._int8().limit(dtype)}
+        limits = {"f32": super().limit(dtype), "bf16": ROUNDING[torch.bfloat16], "int8": Int8().limit(dtype)}
         return limits[self.precision]
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        """Translates the program; for int8 the quantised ONNX file of it."""
+        """Translates the program, and quantizes its graph for int8."""
         openvino = library("openvino", "openvino")
+        model = openvino.convert_model(program)
+        fold_norms_(model)
         if self.calibrated:
-            onnx = path.with_suffix(".onnx")
-            try:
-                self._int8().write(program, onnx, images)
-                model = openvino.convert_model(onnx)
-            finally:
-                onnx.unlink(missing_ok=True)
-        else:
-            model = openvino.convert_model(program)
-            fold_norms_(model)
-            divide_attention_(model)
+            batches = single_images(map(to_numpy, images), model.input(0).partial_shape[0].is_dynamic)
+            model = quantized(model, batches, comparisons(model))
+        divide_attention_(model)
         # By default the weights would be stored in float16.
         openvino.save_model(model, str(path), compress_to_fp16=False)
 
@@ -547,7 +493,7 @@ class OpenVINO(Format):
     @property
     def _hint(self) -> str:
         # f32 has to be requested: on CPUs with bfloat16 OpenVINO computes in it by default.
-        return "bf16" if self.precision == "bf16" else "f32"
+        return "f32" if self.precision == "f32" else "bf16"
 
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Compiles the file for every shape that occurs: up to a third faster than for any number of images."""
@@ -582,7 +528,7 @@ class _FormatReader(TextReader):
 
 
 def parse_format(text: str) -> Format:
-    """Parses a format with its knobs, e.g. `onnx`, `onnx(opset=18)` or `int8(images=128,tolerance=0.05)`.
+    """Parses a format with its knobs, e.g. `onnx`, `onnx(opset=18)` or `int8(images=128)`.
 
     Raises:
         UnknownName: There is no such format or knob.

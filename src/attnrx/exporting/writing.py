@@ -61,7 +61,7 @@ TIMED, ROUNDS = (1, 32), 20
 # equal scores, and rounding to bfloat16 or 8 bits swaps some in most images. A wrong file differs in all of them, and
 # `verify` states what a file loses.
 MAY_DIFFER, MAY_DIFFER_AT_LOW_PRECISION = 0.1, 0.5
-PACKAGES = ("attnrx", "torch", "onnx", "onnxscript", "onnxruntime", "openvino")
+PACKAGES = ("attnrx", "torch", "onnx", "onnxscript", "onnxruntime", "openvino", "nncf")
 
 
 class PatchFeatures(nn.Module):
@@ -370,16 +370,14 @@ class Runtime:
     def prepare(self, module: nn.Module, example: Float[Tensor, "batch *sizes"]) -> Callable[[Tensor], Any]:
         """Returns a function that runs a module, e.g. some blocks, on inputs like the example with any second size.
 
-        The module itself is unchanged. In 8 bits all linear maps are quantized: which of them stay in float in a whole
-        model depends on its outputs, which blocks alone do not have.
+        The module itself is unchanged.
 
         Raises:
             NotSupported: The module cannot be written in the format.
         """
         if self.form is None:
             return self.conditions.prepare(module)
-        form: Any = self.form  # a dataclass, as every format
-        form = replace(form, tolerance=inf) if form.calibrated else form
+        form = self.form
         ready = copy_module(module).eval().to(self.conditions.device, PRECISIONS[self.conditions.precision])
         threads = self.conditions.threads or torch.get_num_threads()
         # AUTO and not a named size: where a block needs all tokens, e.g. for biases of pairs, the size becomes fixed.

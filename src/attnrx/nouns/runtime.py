@@ -76,7 +76,8 @@ RUNTIMES: Mapping[str, Runtime] = {
         "OpenVINO on a CPU, bfloat16", "to='openvino(precision=bf16)'", equal_heads=True, most_stages=3, page=SPEEDS
     ),
     "openvino-int8": Runtime(
-        "OpenVINO on a CPU, int8", "to='openvino(precision=int8)'", most_stages=3, source="assumed", page=SPEEDS
+        "OpenVINO on a CPU, int8", "to='openvino(precision=int8)'", equal_heads=True, most_stages=3, source="assumed",
+        page=SPEEDS,
     ),
     # Kernels of the same device as `cuda`, where the widths were measured.
     "tensorrt": Runtime(

@@ -155,6 +155,14 @@ def _renamed(name: str, before: str, after: str) -> str:
     return after + name.removeprefix(before) if name.startswith(before) else name
 
 
+def _exported(record: Entries, _: Path) -> dict[str, Any]:
+    # How a file was quantized has no meaning for whoever runs it.
+    form = record.get("format")
+    if not isinstance(form, Mapping):
+        return dict(record)
+    return {**record, "format": {key: value for key, value in form.items() if key != "tolerance"}}
+
+
 # By the kind of the file.
 KINDS: Mapping[str, Callable[[Entries, Path], dict[str, Any]]] = {
     "attnrx prescription": _prescription,
@@ -162,4 +170,5 @@ KINDS: Mapping[str, Callable[[Entries, Path], dict[str, Any]]] = {
     "attnrx elastic model": _elastic,
     "attnrx model": _model,
     "attnrx evidence": _evidence,
+    "attnrx exported model": _exported,
 }

@@ -1,0 +1,77 @@
+"""Quantization to 8 bits by NNCF, of a graph of OpenVINO or of ONNX."""
+
+import io
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import numpy as np
+
+from attnrx.support.optional import required_module
+
+# The variable of the environment with which NNCF reports its use to nobody; it is read at the import.
+UNREPORTED = "NNCF_CI"
+
+
+def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, by_defaults: bool = False) -> Any:
+    """Returns a graph whose matrix products have 8 bits, by NNCF's scheme for transformers: SmoothQuant, corrected
+    biases, and ranges of activations from the `inputs`, each one call of the graph.
+
+    Operations with the names `floats` stay as they are. The range of an activation is that of all inputs, unless
+    `by_defaults`: NNCF's own is the mean of the ranges of single inputs, outside of which the outliers of pre-trained
+    models are.
+
+    Raises:
+        NotSupported: NNCF is not installed.
+    """
+    samples = list(inputs)
+    with silent():
+        nncf = imported()
+        ranges = required_module("nncf.quantization.range_estimator", "int8", "a file of 8 bits")
+        parameters = nncf.AdvancedQuantizationParameters(
+            activations_range_estimator_params=ranges.RangeEstimatorParametersSet.MINMAX
+        )
+        return nncf.quantize(
+            model,
+            nncf.Dataset(samples),
+            model_type=nncf.ModelType.TRANSFORMER,
+            subset_size=len(samples),
+            ignored_scope=nncf.IgnoredScope(names=list(floats)) if floats else None,
+            advanced_parameters=None if by_defaults else parameters,
+        )
+
+
+def imported() -> Any:
+    """Imports NNCF.
+
+    Raises:
+        NotSupported: It is not installed.
+    """
+    given = os.environ.get(UNREPORTED)
+    os.environ[UNREPORTED] = "1"
+    try:
+        return required_module("nncf", "int8", "a file of 8 bits")
+    finally:
+        os.environ.pop(UNREPORTED)
+        if given is not None:
+            os.environ[UNREPORTED] = given
+
+
+def single_images(batches: Iterable[np.ndarray], is_free: bool) -> Iterator[np.ndarray]:
+    """Yields the inputs of calls: single images if the graph takes any number, else the batches."""
+    for batch in batches:
+        yield from np.split(batch, len(batch)) if is_free else [batch]
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Silences the logs and the progress of other libraries, of which not all have loggers of their own."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(disabled)
