@@ -12,12 +12,14 @@ from torch import nn
 
 import attnrx as rx
 from attnrx.show.checks import Fidelity
-from attnrx.support.errors import FactoryWarning, NotSupported
+from attnrx.support.errors import DataError, FactoryWarning, NotSupported
 from attnrx.support.modules import tensors_of
+from attnrx.vit.costs import count_product_macs
 from attnrx.vit.models import answer, family_of, library_form, working_copy
 from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.outputs import output_kind_of
 from support.comparisons import assert_same_tensors
+from support.users_models import Around
 
 timm = pytest.importorskip("timm")
 pytestmark = [
@@ -354,3 +356,37 @@ def test_a_module_takes_images_of_another_size(name: str, tmp_path: Path) -> Non
     assert {key: tensor.shape for key, tensor in twin.items()} == {
         key: tensor.shape for key, tensor in outputs(slim, images).items()
     }
+
+
+def resizing(module: Any, images: torch.Tensor) -> torch.Tensor:
+    return module.net(nn.functional.interpolate(images, (32, 32)))
+
+
+def padding(module: Any, images: torch.Tensor) -> torch.Tensor:
+    return module.net(nn.functional.pad(images, (0, -images.shape[3] % 16, 0, -images.shape[2] % 16)))
+
+
+def pooling(module: Any, images: torch.Tensor) -> torch.Tensor:
+    return module.net.forward_head(module.net.forward_features(nn.functional.adaptive_avg_pool2d(images, 32)))
+
+
+@pytest.mark.parametrize(("run", "size"), [(resizing, (48, 40)), (padding, (28, 20)), (pooling, (64, 64))])
+def test_a_module_that_resizes_inside_takes_images_of_another_size(
+    run: Callable[[Any, torch.Tensor], torch.Tensor], size: tuple[int, int], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    module = Around(run, num_classes=5, img_size=(32, 32)).double().eval()
+    images = torch.randn(6, 3, *size, dtype=torch.float64)
+    model = rx.load(module, image_size=size)
+    family = family_of(model)
+    assert family.input_shape(model) == (3, *size) and family.token_layout(model).patches == 16
+    assert family.costs(model).product_macs == count_product_macs(module, images[:1])
+    torch.testing.assert_close(model(images), module(images))
+    assert rx.verify(model, model, images, "fidelity,costs").findings
+    small = rx.realize(model, rx.prescribe(rx.diagnose(model, images), "hidden=total_rank:0.5 tokens=ward:0.75@2"))
+    rx.save(small, tmp_path / "small")
+    loaded = rx.load(tmp_path / "small", factory=lambda: module)
+    assert torch.equal(loaded(images), small(images))
+    assert family_of(loaded).input_shape(loaded) == (3, *size)
+    with pytest.raises(DataError, match="the model takes 3 x"):
+        rx.diagnose(model, torch.randn(4, 3, 17, 17, dtype=torch.float64))

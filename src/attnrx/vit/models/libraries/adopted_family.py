@@ -4,6 +4,7 @@ import importlib
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -526,7 +527,13 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
     def resize_(self, model: nn.Module, height: int, width: int) -> None:
         adopted = self._adopted(model)
         before, around, shape = adopted.origin, adopted.around, adopted.facts.get("shape")
-        self.resize_trunk_(adopted, height, width)
+        inside = (height, width) if around is None else self._size_inside(adopted, height, width)
+        if around is not None:
+            adopted.around = around = replace(around, image_size=() if inside == (height, width) else (height, width))
+            if inside == before.input_shape[1:]:
+                adopted.around = replace(around, sizes=output_sizes(adopted))
+                return self.count_(adopted)
+        self.resize_trunk_(adopted, *inside)
         if adopted.plain is not None:
             adopted.plain = PlainShape(self._resized_like(adopted.plain.copied(), adopted, before))
         adopted.own = None
@@ -540,6 +547,31 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             adopted.facts["shape"] = PlainShape(self._resized_like(shape.fresh(), adopted, before))
             adopted.around = replace(around, sizes=output_sizes(adopted))
             self.count_(adopted)
+
+    def _size_inside(self, adopted: Adopted, height: int, width: int) -> tuple[int, int]:
+        """Returns the height and width of what the Vision Transformer gets for images of this size, which a module of a
+        user may resize or pad; the size itself where no part shows that.
+        """
+        path, (channels, *own) = self.parts(adopted.trunk).patches.split("."), adopted.input_shape
+        first = 0 if adopted.path else 1
+        parts = [adopted.trunk.get_submodule(".".join(path[:depth])) for depth in range(first, len(path) + 1)]
+
+        def seen(*size: int) -> tuple[int, int] | None:
+            shapes: list[torch.Size] = []
+
+            def record(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+                tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+                shapes.extend(tensor.shape for tensor in tensors if tensor.ndim == 4)
+
+            with ExitStack() as hooks, evaluating((adopted,)), suppress(Exception):  # of a size that it does not take
+                for part in parts:
+                    hooks.enter_context(part.register_forward_pre_hook(record, with_kwargs=True))
+                adopted.answer(random_images(adopted, (channels, *size), 1))
+            return (shapes[0][-2], shapes[0][-1]) if shapes else None
+
+        # A part may be called with something else than images, e.g. with the features of a convolution.
+        shows_images = adopted.attnrx_inputs is None and seen(*own) == adopted.origin.input_shape[1:]
+        return (seen(height, width) if shows_images else None) or (height, width)
 
     def resize_trunk_(self, adopted: Adopted, height: int, width: int) -> None:
         """Resizes the position embeddings in place, and states the size."""
@@ -887,12 +919,12 @@ def weights_around(adopted: Adopted) -> list[nn.Parameter]:
 
 
 def output_sizes(adopted: Adopted) -> dict[str, int]:
-    """Returns the sizes of the outputs for one image of the size that the Vision Transformer takes, by their places.
+    """Returns the sizes of the outputs for one image of the model's own size, by their places.
 
     Raises:
         NotSupported: The module does not take such images.
     """
-    height, width = adopted.origin.input_shape[1:]
+    height, width = adopted.input_shape[1:]
     with (
         evaluating((adopted,)),
         user_code(f"{adopted.name} does not take images of {height} x {width}: it", NotSupported),

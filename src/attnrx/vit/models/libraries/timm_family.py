@@ -156,9 +156,9 @@ class TimmFamily(AdoptedFamily):
         """Returns what timm's evaluation transform does (`timm.data.create_transform`)."""
         adopted = self._adopted(model)
         facts = {**(getattr(adopted.trunk, "pretrained_cfg", None) or {}), **adopted.origin.preprocessing}
-        facts |= {"input_size": adopted.origin.input_shape, "mean": adopted.origin.mean, "std": adopted.origin.std}
+        facts |= {"input_size": adopted.input_shape, "mean": adopted.origin.mean, "std": adopted.origin.std}
         settings = _timm("data").resolve_data_config(pretrained_cfg=facts)
-        channels, *size = adopted.origin.input_shape
+        channels, *size = adopted.input_shape
         target = tuple(math.floor(side / settings["crop_pct"]) for side in size)
         resize, fill = "shortest_edge" if target[0] == target[1] else "cover", (0,)
         if settings["crop_mode"] == "squash":

@@ -76,8 +76,9 @@ class Surroundings:
     that needs other inputs too. `cuts` are the pairs of maps around the Vision Transformer of which units were removed,
     with the units that are left (`Cut`). `calls` is the number of images that the Vision Transformer gets for one
     input. `lengths` are the numbers of tokens of every sequence that a block gets for it, () for one sequence of all
-    tokens per image. `head_calls` is how often its classifier runs for it, None for once per image. `inputs` are the
-    fields of `ModuleInputs` where the module takes other inputs than images.
+    tokens per image. `head_calls` is how often its classifier runs for it, None for once per image. `image_size` is
+    (height, width) of the images of a module that resizes or pads them, () if the Vision Transformer gets them as they
+    are. `inputs` are the fields of `ModuleInputs` where the module takes other inputs than images.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Surroundings:
     calls: int = 1
     lengths: tuple[tuple[int, ...], ...] = ()
     head_calls: int | None = None
+    image_size: tuple[int, ...] = ()
     inputs: tuple[tuple[Any, ...], ...] = ()
 
     @property

@@ -177,9 +177,10 @@ class Adopted(nn.Module):
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        """The shape of one input: that of the images of the Vision Transformer, if the model takes such images."""
-        inputs = self.attnrx_inputs
-        return self.origin.input_shape if inputs is None else inputs.shape
+        """The shape of one input: channels, height and width of the images, if the model takes images."""
+        inputs, (channels, *size) = self.attnrx_inputs, self.origin.input_shape
+        height, width = size if self.around is None else self.around.image_size or size
+        return (channels, height, width) if inputs is None else inputs.shape
 
     @property
     def output_sizes(self) -> Mapping[str, int]:
@@ -226,13 +227,13 @@ class Adopted(nn.Module):
 
     def _require_images(self, images: ImageBatch) -> None:
         """Raises InvalidInput for images of a size that the model does not take."""
-        expected, patching = self.origin.input_shape, self.patching
+        expected, patching = self.input_shape, self.patching
         is_other = images.ndim == 4 and images.shape[1] == expected[0] and images.shape[1:] != expected
         if is_other and patching is not None and self.takes_any_size:
             sides = zip(images.shape[2:], patching[1:], strict=True)
             if all(side >= patch and side % patch == 0 for side, patch in sides):
                 return
-        require_images(images, expected, self.origin.architecture)
+        require_images(images, expected, self.name)
 
     def _max_elements(self, images: ImageBatch) -> int:
         """Elements per image of the largest activation, taken as the hidden layer of an MLP of ratio 4."""
