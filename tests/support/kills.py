@@ -48,7 +48,8 @@ from support.pictures import write_folder
 command_line: Any = importlib.import_module("attnrx.cli.main")  # `cli.main` is the function
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 OF_THE_USER = b"of the user"
-OF_LIBRARIES = {".ses"}  # one small file of ONNX Runtime in the folder for temporary files
+# Of ONNX Runtime and PyTorch's compiler, in the folder for temporary files.
+OF_LIBRARIES = {".ses", "torchinductor_root"}
 FULL, READ_ONLY = "full disk", "read-only"
 SMALL = ViTConfig.uniform(
     "svda", width=12, depth=2, heads=3, image_size=16, patch_size=8, channels=3, classes=3, mlp_ratio=2.0
@@ -134,7 +135,8 @@ def elastic_state(folder: Path) -> str:
         return "part"
     sizes = Elastic.read(folder).sizes
     for size in sizes:
-        rx.load(f"{folder}@macs={size.macs + 1e-6}")
+        if size.macs + 1e-6 < 1:
+            rx.load(f"{folder}@macs={size.macs + 1e-6}")
     return "new" if len(sizes) == 3 else "part"
 
 
@@ -238,6 +240,7 @@ COMMANDS = {
         lambda inputs, out, number: ("reproduce", "svda/table1", "--tiny", "--seeds", 7, "--out", out),
         reproduced_state,
         reproduced_result,
+        stopped=128 + signal.SIGINT,  # within its trainings
     ),
     "export": Command(exporting("program"), exported_state, exported_result, "out.pt2", has_earlier=True),
     "export to ONNX": Command(exporting("onnx"), exported_state, exported_result, "out.onnx"),
@@ -502,11 +505,10 @@ class Bench:
         return Found(self.name, stopped_by, where, ended.code, state, problems, ended.seconds + again.seconds)
 
     def leftovers(self, root: Path) -> list[str]:
-        cache = [
-            each for each in (self.place / "cache").rglob("*") if each.name.endswith((".partial", ".lock", ".old"))
-        ]
-        hidden = [each for each in root.rglob("*") if each.name.startswith(".")]
-        return [str(each) for each in (*hidden, *(self.place / "scratch").iterdir(), *cache)]
+        """Returns hidden and temporary files that are left."""
+        hidden = [each for place in (root, self.place / "cache") for each in place.rglob(".*")]
+        scratch = [each for each in (self.place / "scratch").iterdir() if each.name not in OF_LIBRARIES]
+        return [str(each) for each in (*hidden, *scratch)]
 
     def stops(self, count: int) -> list[Stop]:
         """Returns stops by all signals in turn: half at changes of the file system, first at renames, half in time."""

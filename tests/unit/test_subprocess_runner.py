@@ -1,6 +1,8 @@
 """A function in a process of its own: its value, its lines, its errors, and arguments that cannot be pickled."""
 
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -9,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from attnrx.decide.planning import Target
+from attnrx.support import atomic_writes
 from attnrx.support.errors import NotSupported
 from attnrx.support.subprocess_runner import FORKS, run_in_subprocess, shared_subprocess
 
 pytestmark = pytest.mark.slow
+SOURCES = Path(atomic_writes.__file__).parents[2]
 
 
 def test_the_value_comes_from_another_process() -> None:
@@ -42,12 +46,33 @@ def test_no_call_outlives_its_process(tmp_path: Path) -> None:
                 time.sleep(0.05)
         with pytest.raises(NotSupported, match="ended by SIGTERM"):
             failed.result(timeout=20)
-    # The process of the call was ended: it is gone, or waits for its parent to notice.
+    require_ended(path)
+
+
+def require_ended(path: Path) -> None:
+    """Checks that the process whose number is in a file is gone soon, or waits for its parent to notice."""
     state, deadline = Path(f"/proc/{path.read_text()}/stat"), time.monotonic() + 20
     with suppress(FileNotFoundError, ProcessLookupError):
         while state.read_text().split()[2] != "Z":
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+@pytest.mark.skipif(not FORKS, reason="on Linux alone the system ends processes with their parents")
+def test_no_call_outlives_the_process_that_called_it(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    imports = f"from {run_in_subprocess.__module__} import run_in_subprocess; from {slow.__module__} import slow"
+    code = f"{imports}; run_in_subprocess(slow, {str(path)!r})"
+    places = os.pathsep.join(map(str, (SOURCES, Path(__file__).parent)))
+    caller = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": places})
+    while not (path.exists() and path.read_text()):
+        assert caller.poll() is None
+        time.sleep(0.05)
+    began = time.monotonic()
+    caller.kill()
+    caller.wait()
+    require_ended(path)
+    assert time.monotonic() - began < 20
 
 
 def test_what_is_printed_is_heard() -> None:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -229,7 +230,10 @@ class Program(Format):
         return "eager"
 
     def write(self, program: torch.export.ExportedProgram, path: Path, images: Sequence[Tensor]) -> None:
-        torch.export.save(program, path)
+        # In memory first: on a full disk torch's own writer of files ends the process.
+        content = BytesIO()
+        torch.export.save(program, content)
+        path.write_bytes(content.getbuffer())
 
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Loads the program; it uses torch's threads."""
@@ -237,23 +241,23 @@ class Program(Format):
         return _returning_all(open_program(path).module(check_guards=False))
 
 
-def remove_folders(path: Path) -> None:
-    """Removes from an AOTInductor package what names folders of this machine, and nothing runs: the sources of its
+def remove_folders(package: BytesIO) -> BytesIO:
+    """Returns an AOTInductor package without what names folders of this machine, and nothing runs: the sources of its
     libraries with their compiler's command, and the names of source files in the messages of these libraries.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folders = [cache_dir(), Path(torch.__file__).parents[1], sys.prefix, sys.base_prefix, tempfile.gettempdir()]
     names = [str(folder).encode() for folder in folders]
-    written = path.with_name(f"{path.name}.new")
-    with zipfile.ZipFile(path) as package, zipfile.ZipFile(written, "w") as smaller:
-        for entry in package.infolist():
-            content = package.read(entry)
+    written = BytesIO()
+    with zipfile.ZipFile(package) as archive, zipfile.ZipFile(written, "w") as smaller:
+        for entry in archive.infolist():
+            content = archive.read(entry)
             for name in names if entry.filename.endswith(".so") else ():
                 content = content.replace(name, b"/" * len(name))  # of the same length, as addresses must not change
             if not entry.filename.endswith(".cpp"):
                 smaller.writestr(entry, content)
-    written.replace(path)
+    return written
 
 
 @dataclass(frozen=True)
@@ -274,8 +278,9 @@ class AOTInductor(Program):
         """Compiles the program with its weights; torch's own error names the compilers that it tried."""
         from torch._inductor import aoti_compile_and_package
 
-        aoti_compile_and_package(program, package_path=str(path))
-        remove_folders(path)
+        package = BytesIO()  # in memory, as a program
+        aoti_compile_and_package(program, package_path=package)
+        path.write_bytes(remove_folders(package).getbuffer())
 
     def open(self, path: Path, device: str, threads: int) -> Run:
         """Loads the package; it uses torch's threads."""

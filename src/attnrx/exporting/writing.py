@@ -34,7 +34,7 @@ from attnrx.exporting.formats import PRECISIONS, ROUNDING, Format, dtype_name, r
 from attnrx.exporting.runtime_formats import parse_format
 from attnrx.nouns.evidence import FAILS, Finding, against_limit
 from attnrx.support.arguments import BATCH, IMAGES, TEXT, checked, each, either, instance, one_of, optional
-from attnrx.support.atomic_writes import flush, scratch_folder, temporary_folder
+from attnrx.support.atomic_writes import flush, full_disk, scratch_folder, temporary_folder
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.modules import copy_module, fixed_weights, joined, tensors_of
 from attnrx.support.optional import installed_versions
@@ -52,6 +52,7 @@ from attnrx.vit.models.working.adoption_proof import LIBRARIES
 from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, Several, output_kind_of, output_sizes
 
 DYNAMIC = "dynamic"
+GRAPH_BYTES = 2**18  # about what a file has beside the weights
 # Batch sizes for capture and for parity if the batch size of the file is dynamic. Not one image for the capture:
 # torch.export makes sizes of one constant.
 CAPTURED, COMPARED, AT_ONCE = 2, (1, 3, 8), 8
@@ -320,10 +321,13 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
         written = room / path.name
         with raising(f"this model cannot be written as {form.name}"):
             # `raising` would report a full disk as a model that the format does not support.
+            size = GRAPH_BYTES + sum(tensor.nbytes for tensor in program.state_dict.values())
             try:
                 form.write(program, written, batches)
-            except OSError as error:
-                reason = error.strerror or error
+            except Exception as error:
+                reason = (error.strerror or error) if isinstance(error, OSError) else full_disk(room, size)
+                if reason is None:
+                    raise
                 raise CheckpointError(f"cannot write {path.name}: {reason}. It was not written.") from error
         described = {"images": to_dict(subject.images, typed=False), **subject.facts}
         if subject.facts:

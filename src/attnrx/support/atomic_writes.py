@@ -412,6 +412,16 @@ def _keep_one(old: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True) if target.exists() else old.rename(target)
 
 
+def full_disk(folder: Path, needed: int) -> str | None:
+    """Returns what the system says of a full disk, if the disk of a folder has less space than needed, in bytes:
+    runtimes that write files themselves say something else.
+    """
+    with suppress(OSError):
+        if shutil.disk_usage(folder).free < needed:
+            return os.strerror(errno.ENOSPC)
+    return None
+
+
 def flush(path: Path) -> None:
     """Flushes a file, or the entries of a folder, to disk; folders cannot be flushed on every system."""
     if path.is_file():
