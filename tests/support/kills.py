@@ -287,7 +287,9 @@ def ran(words: Sequence[object], root: Path, scratch: Path, stop: Stop | None = 
         environment = {**os.environ, "TMPDIR": str(scratch), "ATTNRX_CACHE": str(scratch.with_name("cache"))}
         with log.open("wb") as out:
             command = [sys.executable, "-m", "attnrx", *texts]
-            child = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True).pid
+            child = subprocess.Popen(
+                command, env=environment, stdout=out, stderr=out, start_new_session=True, preexec_fn=_answer_signals
+            ).pid
     else:
         blocked = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # until the command runs
@@ -322,8 +324,7 @@ def _run_forked(words: list[str], root: Path, scratch: Path, log: Path, stop: St
     code, events = 99, list[str]()
     try:
         os.setsid()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
+        _answer_signals()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
@@ -359,6 +360,12 @@ def _run_forked(words: list[str], root: Path, scratch: Path, log: Path, stop: St
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _answer_signals() -> None:
+    """Undoes what a shell or nohup did: a job in its background ignores Ctrl-C and the end of the terminal."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def children() -> set[int]:
@@ -491,6 +498,10 @@ class Bench:
         # Where the signal came while temporary files were deleted, the next run deletes them.
         if handled and not re.search(r"\((os.remove|os.rmdir)", where):
             problems += [f"left by a handled stop: {each}" for each in self.leftovers(root)]
+        if (
+            self.command.has_child
+        ):  # it takes minutes, and what it leaves is what the same command without a child leaves
+            return Found(self.name, stopped_by, where, ended.code, state, problems, ended.seconds)
         again = self.run(root)
         if again.code not in (0, 1):
             problems.append(f"the next run exits with {again.code}: {_end(again)}")
@@ -673,6 +684,7 @@ def run_all(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", type=int, default=200, help="stops by signals in all (200)")
     parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS))
+    parser.add_argument("--no-disks", action="store_true", help="stops by signals only")
     parser.add_argument("--out", type=Path, help="a JSON file of everything that was found")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -684,8 +696,9 @@ def run_all(arguments: Sequence[str] | None = None) -> int:
         for name in options.only:
             bench = Bench(name, inputs, Path(folder) / re.sub(r"\W+", "-", name))
             print(f"{name}: {bench.ended.seconds:.1f} s, {len(bench.ended.events)} events", file=sys.stderr, flush=True)
-            disks = [bench.on_a_full_disk(share) for share in (0.0, 0.2, 0.5, 0.8)] if may_mount() else []
-            disks += [bench.read_only()] if may_mount() else []
+            has_disks = may_mount() and not options.no_disks and not bench.command.has_child
+            disks = [bench.on_a_full_disk(share) for share in (0.0, 0.2, 0.5, 0.8)] if has_disks else []
+            disks += [bench.read_only()] if has_disks else []
             for each in (*disks, *all_stops(bench, round(options.points * SHARES[name] / total))):
                 found.append(each)
                 for problem in each.problems:
