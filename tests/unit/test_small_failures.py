@@ -262,8 +262,15 @@ def of_six_bands(module: Any, pictures: torch.Tensor) -> torch.Tensor:
     return module.head(module.net(module.bands(pictures)))
 
 
+def under_autocast(module: Any, pictures: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return module.head(module.net(pictures))
+
+
 @pytest.mark.parametrize(
-    "run", [without_gradients, of_an_early_block, positions_in_every_block, of_six_bands], ids=lambda run: run.__name__
+    "run",
+    [without_gradients, of_an_early_block, positions_in_every_block, of_six_bands, under_autocast],
+    ids=lambda run: run.__name__,
 )
 @pytest.mark.usefixtures("single_precision")
 def test_a_plan_and_its_fits_follow_what_the_module_does(

@@ -36,6 +36,16 @@ class ModuleCall(NamedTuple):
 
 
 @contextmanager
+def without_autocast() -> Iterator[None]:
+    """Leaves autocast inside the context: it would change what is measured."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
 def observing_calls(
     modules: Iterable[nn.Module], observe: Callable[[ModuleCall], object], by_image: bool = False
 ) -> Iterator[None]:
@@ -53,7 +63,8 @@ def observing_calls(
         # timm passes tokens by position, transformers by name.
         name = "hidden_states" if "hidden_states" in others else next(iter(others), "")
         tokens = args[0] if args else others.pop(name, None)
-        observe(ModuleCall(module, tokens, args[1:], others, output))
+        with without_autocast():
+            observe(ModuleCall(module, tokens, args[1:], others, output))
 
     hook.by_image = by_image  # type: ignore[attr-defined]
     with ExitStack() as hooks:
@@ -78,9 +89,14 @@ def observing(model: nn.Module, family: Family, observe: Callable[[int, Observat
     # A backend and not a hook on the layer: the maps exist only inside it, and fused kernels never have them in memory.
     # It also takes over the capture of a token reducer, whose backend it replaces.
     layers = family.attention(model)
+
+    def precisely(index: int, observation: Observation) -> None:
+        with without_autocast():
+            observe(index, observation)
+
     backends = [
         Observed(
-            partial(observe, index),
+            partial(precisely, index),
             _output_projection(layer),
             layer.backend if isinstance(layer.backend, AttentionCapture) else None,
         )

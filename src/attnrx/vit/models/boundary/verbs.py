@@ -15,6 +15,7 @@ from attnrx.support.modules import copy_module
 from attnrx.vit.models.boundary.working_copy import library_form, require_alike, working_copy
 from attnrx.vit.models.families import known_family
 from attnrx.vit.models.family import NamedFamily
+from attnrx.vit.models.observation_hooks import without_autocast
 from attnrx.vit.models.parts.record import record_of
 from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.models.working.adoption_proof import require_plain_code, require_unchanged
@@ -110,9 +111,7 @@ def ordinary_modes() -> Iterator[None]:
     # Weights made in inference mode cannot be trained, and autocast would change what is measured.
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(mode=False))
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(without_autocast())
         yield
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils._pytree import tree_map
 
 from attnrx.support.arguments import described_error
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
@@ -224,9 +225,15 @@ def require_equal_attention(
     for call in calls:
         index, original = by_adapter[call.module]
         before = _state(original)
-        with evaluating((original,)):
-            expected = original(call.tokens, *call.args, **call.kwargs)
-        expected = expected[0] if isinstance(expected, tuple) else expected
+        precision, actual = next(original.parameters()).dtype, call.output_tokens
+        given = (call.tokens, call.args, call.kwargs)
+        if actual.dtype != precision:  # under autocast, whose rounding would hide a difference: both without it
+            given = _in_precision(given, precision)
+        with evaluating((original, adopted)):
+            expected = original(given[0], *given[1], **given[2])
+            if actual.dtype != precision:
+                actual = call.module(given[0], *given[1], **given[2])
+        expected, actual = (each[0] if isinstance(each, tuple) else each for each in (expected, actual))
         where = f"the attention of block {index + 1} of {len(originals)} ({type(original).__name__})"
         changed = [name for name, value in _state(original).items() if not _is_same(before.get(name), value)]
         if changed:
@@ -234,12 +241,21 @@ def require_equal_attention(
                 f"{where} changes its own {', '.join(changed[:4])} when it is called, which attention in its place "
                 "would not do: make it a function of its inputs."
             )
-        difference = difference_of({"": expected}, {"": call.output_tokens})
+        difference = difference_of({"": expected}, {"": actual})
         if difference:
             raise NotSupported(
                 f"{where} cannot be adopted: it computes something else than plain softmax attention, or its heads, "
                 f"its scale or the order of its projections are not as they were read. On random images {difference}."
             )
+
+
+def _in_precision(given: Any, precision: torch.dtype) -> Any:
+    """Returns arguments whose tensors of floating-point numbers have this precision."""
+
+    def converted(each: Any) -> Any:
+        return each.to(precision) if isinstance(each, Tensor) and each.is_floating_point() else each
+
+    return tree_map(converted, given)
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
