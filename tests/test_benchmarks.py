@@ -213,6 +213,19 @@ def test_patch_probe_tells_what_features_lose(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
+def test_smaller_images_stand_beside_prescriptions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnxruntime")
+    model = build_model("timm:vit_tiny_patch16_224", depth=2, embed_dim=12, img_size=64, patch_size=16, num_classes=3)
+    folder = save_model(tmp_path / "model", model)
+    data = write_folder(tmp_path / "images", {"train": 4, "validation": 2, "test": 6})
+    words = [str(folder), "--data", str(data), "--sizes", "32", "--rules", "tokens=ward:0.5@2", "--batches", "2"]
+    runpy.run_path(str(BENCHMARKS / "smaller_image.py"))["main"]([*words, "--rounds", "2"])
+    original, smaller, merged = capsys.readouterr().out.splitlines()[2:]
+    assert original.startswith("| original | 1.00 [1.00, 1.00] |") and original.endswith("| 0.000 [0.000, 0.000] |")
+    assert smaller.startswith("| 32 x 32 pixels |") and merged.startswith("| tokens=ward:0.5@2 |")
+
+
+@pytest.mark.slow
 def test_preprocessing_compares_three_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("onnxruntime")
     model = build_model("timm:vit_tiny_patch16_224", depth=1, embed_dim=12, img_size=32, patch_size=16)
