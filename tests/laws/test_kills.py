@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from support.kills import COMMANDS, Bench, Found, Inputs, Stop, import_ahead, may_mount
+from support.kills import COMMANDS, Bench, Found, Inputs, Stop, answer_signals, import_ahead, may_mount
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
@@ -70,20 +71,57 @@ def test_a_new_interpreter_that_is_stopped_leaves_no_process(
     require_lawful([bench.stopped(Stop(number, seconds=seconds), fresh=True) for seconds in (1.0, 6.0)])
 
 
+READING = """
+import os, sys, time, torch, attnrx
+from pathlib import Path
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4096
+    def __getitem__(self, index):
+        (Path(sys.argv[2]) / str(os.getpid())).touch()
+        time.sleep(0.05)
+        return torch.randn(3, 16, 16)
+
+loader = torch.utils.data.DataLoader(Images(), batch_size=8, num_workers=2)
+attnrx.shrink(sys.argv[1], loader, macs=0.8)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_workers_of_a_loader_end_with_the_call_that_reads_it(
+    number: signal.Signals, inputs: Inputs, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-c", READING, str(inputs.small), str(tmp_path)]
+    running = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    while len(workers := list(tmp_path.iterdir())) < 2:
+        assert running.poll() is None
+        time.sleep(0.05)
+    began = time.monotonic()
+    running.send_signal(number)
+    assert running.wait(30) != 0
+    while any(Path(f"/proc/{worker.name}").exists() for worker in workers):
+        assert time.monotonic() - began < 30
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 def test_a_closed_terminal_ends_a_command_as_documented(inputs: Inputs, tmp_path: Path) -> None:
     """Nothing can be printed any more, and temporary files are deleted all the same."""
-    terminal, end = pty.openpty()
     words = ("train", inputs.small, "--data", inputs.data, "--epochs", 2000, "--out", tmp_path / "run")
-    running = subprocess.Popen(
-        [sys.executable, "-m", "attnrx", *map(str, words)],
-        stdin=end, stdout=end, stderr=end, start_new_session=True, preexec_fn=lambda: os.tcsetpgrp(end, os.getpid()),
-    )  # fmt: skip
-    os.close(end)
-    began = time.monotonic()
-    while not (tmp_path / "run" / "history.jsonl").exists() and time.monotonic() - began < 120:
-        time.sleep(0.1)
-    os.close(terminal)
-    running.send_signal(signal.SIGHUP)  # the system sends it to a session that controls the terminal
-    assert running.wait(60) == 130 and not list(tmp_path.rglob("*.partial"))
+    child, terminal = pty.fork()
+    if not child:
+        answer_signals()
+        os.execv(sys.executable, [sys.executable, "-m", "attnrx", *map(str, words)])
+    os.set_blocking(terminal, False)
+    began, printed = time.monotonic(), b""
+    while not (tmp_path / "run" / "history.jsonl").exists():
+        assert time.monotonic() - began < 120, printed
+        with suppress(BlockingIOError):
+            printed += os.read(terminal, 4096)
+        time.sleep(0.01)
+    os.close(terminal)  # the system sends SIGHUP
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    assert not list(tmp_path.rglob("*.partial"))
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))

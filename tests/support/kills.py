@@ -288,7 +288,7 @@ def ran(words: Sequence[object], root: Path, scratch: Path, stop: Stop | None = 
         with log.open("wb") as out:
             command = [sys.executable, "-m", "attnrx", *texts]
             child = subprocess.Popen(
-                command, env=environment, stdout=out, stderr=out, start_new_session=True, preexec_fn=_answer_signals
+                command, env=environment, stdout=out, stderr=out, start_new_session=True, preexec_fn=answer_signals
             ).pid
     else:
         blocked = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
@@ -324,7 +324,7 @@ def _run_forked(words: list[str], root: Path, scratch: Path, log: Path, stop: St
     code, events = 99, list[str]()
     try:
         os.setsid()
-        _answer_signals()
+        answer_signals()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, 1)
@@ -362,7 +362,7 @@ def _run_forked(words: list[str], root: Path, scratch: Path, log: Path, stop: St
         os._exit(code)
 
 
-def _answer_signals() -> None:
+def answer_signals() -> None:
     """Undoes what a shell or nohup did: a job in its background ignores Ctrl-C and the end of the terminal."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
