@@ -230,6 +230,25 @@ def test_only_the_blocks_that_are_read_are_restored() -> None:
     assert blocks["own head"] == blocks["sequence"] == blocks["averaged"] == ()
 
 
+def test_the_family_of_a_module_is_that_of_its_vision_transformer() -> None:
+    families = {"map": "huggingface", "sequence": "timm", "own head": "timm", "own head of transformers": "huggingface"}
+    for name, family in families.items():
+        working = working_copy(rx.load(made(name)))
+        assert isinstance(working, Adopted) and family_of(working).name == family
+        assert working.trunk is working.source.get_submodule(working.path)
+
+
+def test_the_block_that_differs_is_named() -> None:
+    class Doubled(timm.layers.Attention):
+        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return 2 * super().forward(x, *args, **kwargs)
+
+    model = made("sequence")
+    model[0].blocks[1].attn.__class__ = Doubled
+    with pytest.raises(NotSupported, match="The first block that differs is block 2 of 3"):
+        rx.load(model)
+
+
 def test_the_macs_around_the_backbone_are_counted() -> None:
     dense, several = (working_copy(rx.load(made(name))) for name in ("map", "dictionary"))
     assert isinstance(dense, Adopted) and isinstance(several, Adopted) and dense.around and several.around

@@ -48,7 +48,7 @@ from attnrx.vit.costs.measured import PRECISIONS as TIMED_PRECISIONS
 from attnrx.vit.models import TokenReduction, described_tokens, family_of, model_fingerprint, require_ordinary_weights
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.models.working.adopted import Adopted
-from attnrx.vit.models.working.adoption_proof import LIBRARIES
+from attnrx.vit.models.working.adoption_proof import PLAIN_PACKAGES
 from attnrx.vit.outputs import Embeddings, Logits, Multilabel, OutputKind, Several, output_kind_of, output_sizes
 
 DYNAMIC = "dynamic"
@@ -451,7 +451,7 @@ def _methods_with_free_lengths(kind: type[nn.Module]) -> dict[str, FunctionType]
         if not isinstance(each, FunctionType) or "len" in each.__globals__:
             return False
         name = each.__globals__.get("__name__", "")
-        return name.split(".")[0] not in LIBRARIES and module in (None, name)
+        return name.split(".")[0] not in PLAIN_PACKAGES and module in (None, name)
 
     return {name: freed(each) for name, each in methods.items() if is_users(each)}
 

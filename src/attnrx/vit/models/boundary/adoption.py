@@ -1,11 +1,12 @@
-"""The one adoption: a working copy of a model, or of a module with a Vision Transformer inside, and its proof.
+"""The one adoption: what is read in a module, a working copy of it, and the proof of that.
 
 A model of a library is created again by its library, so it has no surroundings. A module of a user has the Vision
 Transformer at some path, and may have parts of its own around it (`Surroundings`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from copy import copy
 from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
@@ -14,24 +15,25 @@ import torch
 from torch import nn
 
 from attnrx.support.arguments import described, described_error
-from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
 from attnrx.support.modules import copy_module, random_images, tensors_of
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import require_finite_tensors
+from attnrx.vit.models.families import LIBRARIES, family_of, known_family, require_no_supported_part, trunks_of
 from attnrx.vit.models.family import require_ordinary_weights
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, output_sizes
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
-from attnrx.vit.models.parts.module_inputs import ATTRIBUTE
+from attnrx.vit.models.parts.module_inputs import ATTRIBUTE, ModuleInputs
 from attnrx.vit.models.parts.record import RECORD, Record
 from attnrx.vit.models.parts.surroundings import IMAGE_METHODS, Surroundings, answered
 from attnrx.vit.models.parts.vit_parts import model_name, reading_parts
 from attnrx.vit.models.users.output_kinds import kind_of_outputs
 from attnrx.vit.models.users.reader import Factory, StructureFamily, class_name, imported_class
-from attnrx.vit.models.users.units import unmixed
+from attnrx.vit.models.users.units import UnitsFamily, unmixed
 from attnrx.vit.models.users.whole import created_by_library, library_creation
 from attnrx.vit.models.working.adopted import Adopted, PlainShape, aliased, remove_capturing_
 from attnrx.vit.models.working.adoption_proof import (
-    LIBRARIES,
+    PLAIN_PACKAGES,
     difference_of,
     differing_block,
     not_finite,
@@ -51,6 +53,78 @@ OTHER_ATTENTION = (
 
 class _OtherInputs(NotSupported):
     """A module does not take images alone, or returns something else for them than one entry per image."""
+
+
+def adopted_instance(model: nn.Module, factory: Factory | None, inputs: Any = None) -> nn.Module:
+    """Returns a working copy of a module of any class, and a model of a known family as it is.
+
+    `factory` creates the module again, `inputs` are an example of what it takes other than images.
+
+    Raises:
+        NotSupported: The module has an unsupported feature, or nothing that is read.
+        InvalidInput: It has no weights, or the inputs are no tensors.
+    """
+    if known_family(model) is not None:
+        return model
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):  # its copies on devices are not ours
+        raise NotSupported(
+            f"{model_name(model)} is not supported, but the {type(model.module).__name__} in it is: give "
+            "model.get_submodule('module')."
+        )
+    if inputs is None:
+        return adopt_any(model, factory)
+    # On a shallow copy, whose copies keep it: the model stays as it is.
+    marked = copy(model)
+    vars(marked)[ATTRIBUTE] = ModuleInputs.of(inputs)
+    return adopt_any(marked, factory)
+
+
+def adopt_any(
+    model: nn.Module, factory: Factory | None = None, creation: Mapping[str, Any] | None = None, **stated: Any
+) -> nn.Module:
+    """Adopts a model of a library, the largest Vision Transformer in a module, a structure that is found, or MLPs.
+
+    `creation` is how a library creates the model, `stated` the fields of its `Origin` that the model does not state.
+
+    Raises:
+        NotSupported: The module has an unsupported feature, or nothing that is read.
+    """
+    takes_images = ATTRIBUTE not in vars(model)
+    library = next((each for each in LIBRARIES.values() if takes_images and each.adopts(model)), None)
+    if library is None and takes_images:
+        require_no_supported_part(model)
+    require_plain_code(model)
+    require_ordinary_weights(model)
+    refusals = () if library is None else tuple(library.refusals(model))
+    inside = partial(adopt, factory=factory, creation=creation)  # a module of a user
+    units = partial(inside, UnitsFamily(), model, "")
+    attempts: Sequence[Callable[[], Any]]
+    # The error that is shown: that of what the model is, and not that of the attempt to read something in it.
+    shown = 0
+    if (library is None or refusals) and (trunks := trunks_of(model)):
+        # The first that the module calls; its others stay as they are.
+        attempts = [partial(inside, family, model, path) for path, family in trunks]
+    elif library is None:
+        structure = StructureFamily()
+        found = structure.found(model) if takes_images else None
+        structured = [] if found is None else [partial(inside, structure, model, found[0], facts=found[1])]
+        attempts, shown = [*structured, units, *([partial(family_of, model)] if takes_images else [])], -1
+    elif any(refusal.is_of_class for refusal in refusals):
+        attempts, shown = [units, partial(adopt, library, model)], -1
+    else:  # the second: one that its library cannot create again, e.g. with a part of the user's own
+        attempts = [partial(adopt, library, model, **stated), partial(inside, library, model, "")]
+    errors: list[AttnrxError] = []
+    for attempt in attempts:
+        try:
+            return attempt()
+        except AttnrxError as error:
+            if not errors and not isinstance(error, NotSupported):
+                raise
+            errors.append(error)
+    if shown and len(errors) > 1:
+        # The last says what may be loaded instead, the one before what is missing in this model.
+        raise NotSupported(f"{errors[-1]} Tried on it: {errors[-2]}") from errors[-2]
+    raise errors[0]
 
 
 def adopt(
@@ -220,7 +294,7 @@ def _measure_(
     kind = None
     if factory is None:
         creation = creation or library_creation(original)
-        if around.name.split(".")[0] not in LIBRARIES:  # whose classes make models of their default sizes
+        if around.name.split(".")[0] not in PLAIN_PACKAGES:  # whose classes make models of their default sizes
             kind = imported_class(around.name)
     creates = partial(_is_created, module=original, call=around.call, images=images, expected=expected)
     inputs = vars(original).get(ATTRIBUTE) if around.call == "forward" else None

@@ -1,9 +1,7 @@
 """Loads models: a saved folder, a name, a folder of transformers, or an instance, which is adopted; and saves them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from copy import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +12,17 @@ from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, No
 from attnrx.support.hub import NAME, download
 from attnrx.support.records import from_dict
 from attnrx.support.storage import read_tensors, require_finite_tensors
-from attnrx.vit.models.boundary.adoption import adopt
+from attnrx.vit.models.boundary.adoption import adopt, adopt_any, adopted_instance
 from attnrx.vit.models.boundary.working_copy import WORKING, library_form, plain_form, require_alike, working_copy
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
-from attnrx.vit.models.families import (
-    FAMILIES,
-    LIBRARIES,
-    family_of,
-    known_family,
-    model_names,
-    own_family,
-    require_no_supported_part,
-    trunks_of,
-)
+from attnrx.vit.models.families import FAMILIES, LIBRARIES, family_of, model_names, own_family
 from attnrx.vit.models.family import require_ordinary_weights
 from attnrx.vit.models.libraries.huggingface_family import HuggingFaceFamily, is_transformers_folder
-from attnrx.vit.models.parts.module_inputs import ATTRIBUTE, ModuleInputs
 from attnrx.vit.models.parts.surroundings import Surroundings
-from attnrx.vit.models.parts.vit_parts import model_name, reading_parts
-from attnrx.vit.models.users.reader import Factory, ModuleFamily, Reader, StructureFamily
-from attnrx.vit.models.users.units import UnitsFamily
+from attnrx.vit.models.parts.vit_parts import reading_parts
+from attnrx.vit.models.users.reader import Factory, ModuleFamily, Reader
 from attnrx.vit.models.users.whole import created_again, named_function, needed_to_load, restate_creation_
 from attnrx.vit.models.working.adopted import Adopted
-from attnrx.vit.models.working.adoption_proof import require_plain_code
 
 
 def load_model(
@@ -67,7 +53,7 @@ def load_model(
     if isinstance(source, nn.Module):
         with reading_parts(source, "its parts"):
             if reader is None:
-                return _adopt_if_foreign(source, factory, inputs)
+                return adopted_instance(source, factory, inputs)
             by_reader = ModuleFamily(factory)
             return adopt(by_reader, by_reader.marked(source, reader))
     # Without a colon it is a folder, also one that is called like a library.
@@ -75,9 +61,9 @@ def load_model(
     if library in LIBRARIES and LIBRARIES[library].takes_weights:
         family = LIBRARIES[library]
         instance = family.instance(name, weights=weights, pretrained=pretrained)
-        named = {"library": family.name, "architecture": name, "arguments": {}}
+        creation = {"library": family.name, "architecture": name, "arguments": {}}
         stated = family.input_format(name) if weights is None and pretrained is not False else {}
-        return _adopt(instance, named=named, **stated).eval()
+        return adopt_any(instance, creation=creation, **stated).eval()
     own = own_family(str(source)) if library and not pretrained else None
     if own is not None and own.takes_weights and weights is not None:
         return own.load(str(source), weights)
@@ -240,64 +226,3 @@ def _with_weights(model: nn.Module, weights: Path) -> nn.Module:
     except Exception as error:  # torch raises several types
         raise CheckpointError(f"the weights of {source} do not fit the model of the folder ({error}).") from error
     return working_copy(model.eval())
-
-
-def _adopt_if_foreign(model: nn.Module, factory: Factory | None, inputs: Any = None) -> nn.Module:
-    if known_family(model) is not None:
-        return model
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):  # its copies on devices are not ours
-        raise NotSupported(
-            f"{model_name(model)} is not supported, but the {type(model.module).__name__} in it is: give "
-            "model.get_submodule('module')."
-        )
-    if inputs is None:
-        return _adopt(model, factory)
-    # On a shallow copy, whose copies keep it: the model stays as it is.
-    marked = copy(model)
-    vars(marked)[ATTRIBUTE] = ModuleInputs.of(inputs)
-    return _adopt(marked, factory)
-
-
-def _adopt(
-    model: nn.Module, factory: Factory | None = None, named: dict[str, Any] | None = None, **stated: Any
-) -> nn.Module:
-    """Adopts a model of a library, the largest Vision Transformer in a module, a structure that is found, or MLPs.
-
-    `named` is how a library creates the model, `stated` the fields of its `Origin` that the model does not state.
-    """
-    takes_images = ATTRIBUTE not in vars(model)
-    library = next((each for each in LIBRARIES.values() if takes_images and each.adopts(model)), None)
-    if library is None and takes_images:
-        require_no_supported_part(model)
-    require_plain_code(model)
-    require_ordinary_weights(model)
-    refusals = () if library is None else tuple(library.refusals(model))
-    inside = partial(adopt, factory=factory, creation=named)  # a module of a user
-    units = partial(inside, UnitsFamily(), model, "")
-    attempts: Sequence[Callable[[], Any]]
-    # The error that is shown: that of what the model is, and not that of the attempt to read something in it.
-    shown = 0
-    if (library is None or refusals) and (trunks := trunks_of(model)):
-        # The first that the module calls; its others stay as they are.
-        attempts = [partial(inside, family, model, path) for path, family in trunks]
-    elif library is None:
-        structure = StructureFamily()
-        found = structure.found(model) if takes_images else None
-        structured = [] if found is None else [partial(inside, structure, model, found[0], facts=found[1])]
-        attempts, shown = [*structured, units, *([partial(family_of, model)] if takes_images else [])], -1
-    elif any(refusal.is_of_class for refusal in refusals):
-        attempts, shown = [units, partial(adopt, library, model)], -1
-    else:  # the second: one that its library cannot create again, e.g. with a part of the user's own
-        attempts = [partial(adopt, library, model, **stated), partial(inside, library, model, "")]
-    errors: list[AttnrxError] = []
-    for attempt in attempts:
-        try:
-            return attempt()
-        except AttnrxError as error:
-            if not errors and not isinstance(error, NotSupported):
-                raise
-            errors.append(error)
-    if shown and len(errors) > 1:
-        # The last says what may be loaded instead, the one before what is missing in this model.
-        raise NotSupported(f"{errors[-1]} Tried on it: {errors[-2]}") from errors[-2]
-    raise errors[0]

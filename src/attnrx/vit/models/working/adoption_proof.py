@@ -24,7 +24,7 @@ from attnrx.vit.models.observation_hooks import evaluating, recording_calls
 from attnrx.vit.models.working.adopted import Adopted
 
 # Functions of these packages are no changes by a user.
-LIBRARIES = ("attnrx", "attnrx_lab", "torch", "timm", "transformers", "torchvision", "open_clip")
+PLAIN_PACKAGES = ("attnrx", "attnrx_lab", "torch", "timm", "transformers", "torchvision", "open_clip")
 # Hooks that compute a weight from other tensors before every call.
 COMPUTING = (prune.BasePruningMethod, WeightNorm, SpectralNorm)
 
@@ -104,7 +104,7 @@ def _added_code(model: nn.Module) -> Iterator[tuple[str, dict[Any, Any], Any]]:
                     function = function.func
                 # Of a function, or of the class of an object that is called.
                 module = getattr(function, "__module__", None) or type(function).__module__
-                if module.split(".")[0] not in LIBRARIES:
+                if module.split(".")[0] not in PLAIN_PACKAGES:
                     yield path, hooks, key
 
 
