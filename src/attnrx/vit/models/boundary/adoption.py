@@ -245,7 +245,9 @@ def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, imag
                 f"{type(error).__name__}: {described_error(error)}. Of a module that takes other inputs give "
                 "an example of them, attnrx.load(module, inputs=...), or one around it whose forward takes images."
             ) from error
-        again, alone = tensors_of(answer(images)), tensors_of(answer(images[:1]))
+        # The code of a user may draw numbers, or mix the images of a batch.
+        passes = {} if working.around is None else {"in every call": images, "in a batch than alone": images[:1]}
+        others = {when: tensors_of(answer(each)) for when, each in passes.items()}
         with recording_calls((patches,), count) as calls:
             actual = outputs_of(working, images, OTHER_ATTENTION)
     if working.around is not None:
@@ -264,9 +266,9 @@ def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, imag
     for place, tensor in expected.items():
         if problem := not_finite(tensor):
             raise NotSupported(f"{name} cannot be adopted: output {place}".rstrip() + f" has {problem}.")
-    for found, size, when in ((again, len(images), "in every call"), (alone, 1, "in a batch than alone")):
-        difference = difference_of({place: tensor[:size] for place, tensor in expected.items()}, found)
-        if difference:
+    for when, found in others.items():
+        size = len(passes[when])
+        if difference := difference_of({place: tensor[:size] for place, tensor in expected.items()}, found):
             raise NotSupported(f"{name} cannot be adopted: an image has other outputs {when}: {difference}.")
     if difference := difference_of(expected, actual):
         # The blocks of a structure that was found are none of the module itself.
