@@ -114,6 +114,9 @@ class AttentionConversion(ABC):
         """Writes the weights and biases of query, key, value and output into a module; the inverse of `projected`.
 
         Weights are [rows, width], the output's [width, rows]; biases are [rows] and [width], or None.
+
+        Raises:
+            NotSupported: The module has one bias for all projections, and only some of them have one.
         """
         part: Any = module
         if isinstance(module, nn.MultiheadAttention):

@@ -122,11 +122,12 @@ class OfImages(nn.Module):
         return inputs_of(self.module) if self.call == "forward" else None
 
     def forward(self, images: Tensor) -> Any:
+        """Returns what the module returns for images [batch, channels, height, width]."""
         return answered(self.call, self.module, images)
 
 
 def answered(call: str, module: nn.Module, images: Tensor) -> Any:
-    """Returns what a module of a user returns for images alone, which are given to this method."""
+    """Returns what a user's module returns if this method gets only images [batch, channels, height, width]."""
     if call == "forward":
         return called(module, images)
     features = getattr(module, call)(images)

@@ -243,7 +243,7 @@ class Adopted(nn.Module):
         return 4 * width * (images.shape[2] // down) * (images.shape[3] // right)
 
     def answer(self, images: Tensor) -> Any:
-        """Returns what `source` answers for images, as it stands."""
+        """Returns what `source` answers for images [batch, channels, height, width], as it stands."""
         return self.answering()(self.source, images)
 
     def _forward_chunk(self, images: Tensor) -> Any:

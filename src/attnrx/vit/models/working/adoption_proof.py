@@ -275,7 +275,9 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def outputs_of(model: Adopted, images: Tensor, because: str) -> dict[str, Tensor]:
-    """Returns the outputs for the images; raises NotSupported with the reason `because` if the forward pass fails."""
+    """Returns the outputs for images [batch, channels, height, width]; raises NotSupported with the reason `because` if
+    the forward pass fails.
+    """
     try:
         return tensors_of(model._forward_chunk(images))
     except AttnrxError:
