@@ -245,3 +245,22 @@ def test_the_page_of_models_has_a_table_of_every_library(tmp_path: Path, monkeyp
     monkeypatch.setitem(names, "SOURCES", {"torchvision": names["SOURCES"]["torchvision"]})
     module["main"]([str(tmp_path / "models.md")])
     assert "| VisionTransformer |" in (tmp_path / "models.md").read_text()
+
+
+@pytest.mark.slow
+def test_portable_models_are_priced_timed_and_reloaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(BENCHMARKS / "portable.py"))["main"]
+    model = build_model("timm:vit_tiny_patch16_224", depth=2, embed_dim=24, img_size=16, patch_size=8, num_classes=3)
+    data = write_folder(tmp_path / "images", {"train": 24, "validation": 12, "test": 12})
+    words = ["price", str(save_model(tmp_path / "model", model)), "--data", str(data), "--params", "0.8"]
+    main([*words, "--out", str(tmp_path / "price")])
+    printed = capsys.readouterr().out
+    main([*words, "--out", str(tmp_path / "price")])  # both models are read back
+    assert capsys.readouterr().out == printed
+    shares = [float(line.split("|")[4].removesuffix("% ")) for line in printed.splitlines() if "| 6 |" in line]
+    assert len(shares) == 2 and shares[1] <= shares[0] <= 80 and "portable / free: " in printed
+    main(["speed", "--modes", "eager", "--batches", "1", "--rounds", "2", "--out", str(tmp_path / "speed")])
+    assert re.search(r"\| eager \| 1 +\| \d+\.\d\dx", capsys.readouterr().out)
+    main(["reload", "--classes", "1", "--tags", "1", "--out", str(tmp_path / "reload")])
+    printed = capsys.readouterr().out
+    assert "transformers: 1 of 1" in printed and "timm: 1 of 1" in printed

@@ -30,6 +30,11 @@ def _timm(name: str, **more: Any) -> Callable[[int], nn.Module]:
     return lambda depth: timm.create_model(name, depth=depth, **{**SIZES, **more})
 
 
+def _open_clip(depth: int) -> nn.Module:
+    towers = pytest.importorskip("open_clip.transformer")
+    return towers.VisionTransformer(16, 8, 24, depth, 3, 64 / 24, 0.1)
+
+
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     "timm ViT": _timm("vit_tiny_patch16_224", num_classes=5),
     "timm DINOv2": _timm("vit_small_patch14_reg4_dinov2"),
@@ -40,6 +45,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
     "SigLIP": _of("SiglipVisionModel", "SiglipVisionConfig"),
     "CLIP": _of("CLIPVisionModel", "CLIPVisionConfig"),
     "torchvision": lambda depth: torchvision.models.VisionTransformer(16, 8, depth, 3, 24, 64, num_classes=5),
+    "open_clip": _open_clip,
 }
 
 

@@ -26,6 +26,7 @@ about = {{name: json.loads(text) for name, text in session.get_modelmeta().custo
 batch = session.get_inputs()[0].shape[0]
 batch = batch if isinstance(batch, int) else 1"""
 OLDEST_OPSET = 18  # of torch's exporter
+ATTENTION_OPSET = 23  # the first one that has attention in one operation
 # Protocol buffers are limited to two gigabytes; larger weights are stored in an external file.
 MOST_BYTES = 1_500_000_000
 HEADS_FIRST = (0, 2, 1, 3)  # [batch, tokens, heads, features] to [batch, heads, tokens, features] and back
@@ -64,6 +65,21 @@ class Onnx(Format):
             count = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
             return op.TopK(self, count, axis=dim, largest=int(descending), sorted=1)
 
+        def attend(
+            query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+            scale: float | None = None, enable_gqa: bool = False,
+        ) -> Any:  # fmt: skip
+            # torch's exporter copies the keys twice, and multiplies both operands by the root of the scale.
+            factor = query.shape[-1] ** -0.5 if scale is None else scale
+            if factor != 1:
+                query = op.Mul(query, op.CastLike(op.Constant(value_float=factor), query))
+            scores = op.MatMul(query, op.Transpose(key, perm=[0, 1, 3, 2]))
+            scores = scores if attn_mask is None else op.Add(scores, attn_mask)
+            return op.MatMul(op.Softmax(scores, axis=-1), value)
+
+        translations: dict[Any, Any] = {torch.ops.aten.sort.stable: sort_stable}
+        if self.opset < ATTENTION_OPSET and all(map(_is_plain, program.graph.nodes)):
+            translations[torch.ops.aten.scaled_dot_product_attention.default] = attend
         num_outputs = len(program.graph_signature.user_outputs)
         translated: Any = torch.onnx.export(
             program,
@@ -72,7 +88,7 @@ class Onnx(Format):
             input_names=[INPUT],
             dynamic_shapes=({0: BATCH},),  # its name in the graph, unless it is fixed
             output_names=[f"outputs{index}" for index in range(num_outputs)],  # until `describe` names them
-            custom_translation_table={torch.ops.aten.sort.stable: sort_stable},
+            custom_translation_table=translations,
             verbose=False,
             optimize=False,  # the exporter's rewriting rules take two thirds of an export; runtimes have their own
         )
@@ -126,6 +142,18 @@ class Onnx(Format):
         session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         # None: all outputs.
         return lambda images: tuple(map(torch.from_numpy, session.run(None, {INPUT: to_numpy(images)})))
+
+
+def _is_plain(node: Any) -> bool:
+    """Whether a node of a program is no attention, or one of four axes with a mask of numbers, if it has any."""
+    if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
+        return True
+    named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
+    named |= node.kwargs
+    mask = named.get("attn_mask")
+    is_added = mask is None or mask.meta["val"].is_floating_point()
+    is_usual = not (named.get("is_causal") or named.get("enable_gqa")) and named["query"].meta["val"].ndim == 4
+    return is_added and is_usual
 
 
 def remove_notes(model: Any) -> None:
