@@ -14,6 +14,7 @@ from attnrx.data import Splits, load_data
 from attnrx.nouns.evidence import Evidence, Finding, against_limit
 from attnrx.show.checks import Latency
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.foreign_files import open_timm
 from attnrx.support.optional import required_module
 from attnrx.support.progress import Log, no_log
 from attnrx.training import TrainingConfig, train
@@ -110,7 +111,7 @@ def small_model(splits: Splits, seed: int) -> nn.Module:
     Raises:
         InvalidInput: The images are not square.
     """
-    timm = required_module("timm", "timm", "the demonstration")
+    required_module("timm", "timm", "the demonstration")
     torch.manual_seed(seed)  # timm draws the weights from the global generator
     side = splits.image_size
     if not isinstance(side, int):
@@ -118,7 +119,7 @@ def small_model(splits: Splits, seed: int) -> nn.Module:
     # Patches must divide the side.
     patch = min((size for size in range(1, side + 1) if side % size == 0), key=lambda size: abs(size - side / PATCHES))
     shape = {"img_size": side, "patch_size": patch, "in_chans": splits.channels, **SHAPE}
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=len(splits.class_names), **shape)
+    model = open_timm("vit_tiny_patch16_224", pretrained=False, num_classes=len(splits.class_names), **shape)
     # Where attnrx reads the preprocessing of a timm model: as the images were decoded, resized without a crop.
     scale = splits.normalization
     model.pretrained_cfg.update(mean=scale.mean, std=scale.std, crop_pct=1.0, interpolation="bilinear")

@@ -204,6 +204,19 @@ def test_weights_that_are_a_pickle_say_so(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_pickles_in_a_folder_that_timm_reads_are_not_run(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    config = {"architecture": "vit_tiny_patch16_224", "num_classes": 5, "pretrained_cfg": {"num_classes": 5}}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save({"state_dict": Bomb(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    with pytest.raises(AttnrxError, match=r"folder"):
+        rx.load(f"timm:local-dir:{folder}")
+    assert not (tmp_path / "ran").exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)
+    assert (tmp_path / "ran").exists()
+
+
 def test_an_onnx_file_reads_nothing_outside_of_its_folder(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")

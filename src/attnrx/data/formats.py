@@ -2,7 +2,6 @@
 `datasets` library reads."""
 
 import errno
-import glob
 import os
 import re
 from collections import defaultdict
@@ -19,7 +18,7 @@ from attnrx.data.images import IMAGE_KEYS, LABEL_KEYS, StoredImages, likely_labe
 from attnrx.data.splits import SPLITS
 from attnrx.support.arguments import described_error, require_fields
 from attnrx.support.errors import DataError, nearest
-from attnrx.support.foreign_files import open_hub_data
+from attnrx.support.foreign_files import open_hub_data, open_tables, table_features, table_rows
 from attnrx.support.hardware import cache_folder
 from attnrx.support.optional import required_module
 from attnrx.support.records import require_regular
@@ -294,14 +293,12 @@ def require_columns(files: Sequence[Path], columns: Columns) -> None:
         DataError: A file is damaged, lacks a column, or names other classes than the others.
         NotSupported: `datasets` is not installed.
     """
-    datasets = required_module("datasets", "data", "parquet files")
-    import pyarrow.parquet as parquet
-
+    required_module("datasets", "data", "parquet files")
     first_names = None
     for file in files:
         require_regular(file, DataError)
         try:
-            features = datasets.Features.from_arrow_schema(parquet.read_schema(file))
+            features = table_features(file)
         except Exception as error:  # pyarrow's, or of the metadata
             raise DataError(
                 f"{file} is not a whole parquet file ({described_error(error)}); make or copy it again."
@@ -324,24 +321,19 @@ def open_parquet(root: Path, files: Sequence[Path], columns: Columns) -> Opened:
         DataError: A file is damaged or empty, or the labels of the files do not fit together.
         NotSupported: `datasets` is not installed.
     """
-    datasets = required_module("datasets", "data", "parquet files")
-    import pyarrow.parquet as parquet
-
+    required_module("datasets", "data", "parquet files")
     tables = {}
     for name, group in _group_by_split(files, root).items():
         # `datasets` writes a copy for the mapping into the cache folder, once. A copy for every state of the files:
         # `datasets` looks at their times alone.
-        paths = [file.absolute() for file in group if parquet.read_metadata(file).num_rows]
+        paths = [file.absolute() for file in group if table_rows(file)]
         if not paths:
             raise DataError(f"the {name or 'train'} split of {root} is empty; give it images or remove it.")
         states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         copy = cache_folder() / "datasets" / sha256(repr(states).encode()).hexdigest()[:16]
         _require_cache(copy)
         try:
-            # Names of files are patterns there.
-            tables[name] = datasets.Dataset.from_parquet(
-                [glob.escape(str(path)) for path in paths], cache_dir=str(copy)
-            )
+            tables[name] = open_tables(paths, copy)
         except Exception as error:  # damaged pages, unlike columns, a damaged copy, a full disk
             if (written := _unwritten(error)) is not None:
                 raise _no_cache(copy, written) from error

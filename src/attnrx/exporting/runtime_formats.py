@@ -15,6 +15,7 @@ import torch
 from attnrx.exporting.formats import INPUT, ROUNDING, AOTInductor, Format, Program, Run, library, run_script, to_numpy
 from attnrx.exporting.quantizing import quantized, silent, single_images
 from attnrx.support.arguments import COUNT, number, one_of, require_fields, whole
+from attnrx.support.foreign_files import open_graph, open_openvino, open_session
 from attnrx.support.registry import Registry
 from attnrx.support.shapes import Tensor
 from attnrx.support.text_parsing import TextReader
@@ -139,7 +140,7 @@ class Onnx(Format):
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 3  # errors
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        session = open_session(path, options)
         # None: all outputs.
         return lambda images: tuple(map(torch.from_numpy, session.run(None, {INPUT: to_numpy(images)})))
 
@@ -303,7 +304,7 @@ class Int8(Onnx):
         """Writes the float ONNX file, and quantizes its graph."""
         super().write(program, path, images)
         onnx = library("onnx")
-        model = onnx.load(path)  # with weights in an external file
+        model = open_graph(path)
         graph, constants = model.graph, {tensor.name for tensor in model.graph.initializer}
         # Attention is one operation, so these are the comparisons of tokens.
         floats = [node.name for node in graph.node if node.op_type == "MatMul" and constants.isdisjoint(node.input)]
@@ -530,8 +531,8 @@ class OpenVINO(Format):
             "INFERENCE_PRECISION_HINT": self._hint,
             "PERFORMANCE_HINT": "LATENCY",
         }
-        core, compiled = library("openvino", "openvino").Core(), {}
-        model = core.read_model(str(path))
+        library("openvino", "openvino")  # an error that names the extra, where it is not installed
+        (core, model), compiled = open_openvino(path), {}
 
         def run(images: Tensor) -> tuple[Tensor, ...]:
             if images.shape not in compiled:

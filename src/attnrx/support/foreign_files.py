@@ -1,4 +1,4 @@
-"""Opens what others made: models and data sets of Hugging Face, pickles, and programs of torch.
+"""Opens what others made: models of Hugging Face and timm, tables, pickles, programs of torch, files of runtimes.
 
 The functions of these libraries that read a file or a repository can run code of its author. They are called here alone
 (`tests/test_structure.py`), so that one place decides: such code runs with `trust` only, code in pickles never, and
@@ -6,9 +6,12 @@ nothing is asked on a terminal.
 """
 
 import argparse
+import glob
 import json
+import os
 import pickle
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from attnrx.support.errors import CheckpointError, InvalidInput
 
 # The files of a model that can name code of its repository, in the order in which they are read.
 SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+TENSORS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # read by torch.load
 PICKLES = ("pytorch_model.bin", "adapter_model.bin", "*.bin", "*.pt", "*.pth")
 
 
@@ -67,11 +71,75 @@ def model_from(kind: Any, config: Any, trust: bool = False) -> Any:
     return kind.from_config(config, trust_remote_code=trust) if hasattr(kind, "from_config") else kind(config)
 
 
+def open_timm(name: str, pretrained: bool, **arguments: Any) -> Any:
+    """Creates a model of timm; weights that it reads are tensors only, also where a file is a pickle.
+
+    Raises:
+        CheckpointError: The weights are a pickle that holds more than tensors.
+    """
+    from timm import create_model
+
+    before = os.environ.get(TENSORS_ONLY)
+    os.environ[TENSORS_ONLY] = "1"  # earlier versions of timm read pickles of folders whole
+    try:
+        return create_model(name, pretrained=pretrained, **arguments)
+    except pickle.UnpicklingError as error:
+        raise _not_tensors(name, error) from error
+    finally:
+        os.environ.pop(TENSORS_ONLY)
+        os.environ.update({} if before is None else {TENSORS_ONLY: before})
+
+
 def open_hub_data(name: str, folder: str | None, revision: str | None) -> Any:
     """Returns the splits of a data set of the hub; scripts of a repository are never run."""
     import datasets
 
     return datasets.load_dataset(name, data_dir=folder, revision=revision, trust_remote_code=False)
+
+
+def table_features(path: Path) -> Any:
+    """Returns the columns of a parquet file with their types, `datasets.Features`."""
+    import datasets
+    import pyarrow.parquet
+
+    return datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(path))
+
+
+def table_rows(path: Path) -> int:
+    """Returns how many rows a parquet file has."""
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_metadata(path).num_rows
+
+
+def open_tables(paths: Sequence[Path], copy: Path) -> Any:
+    """Returns parquet files as one `datasets.Dataset`, which is mapped from a copy in this folder."""
+    import datasets
+
+    # Names of files are patterns there.
+    return datasets.Dataset.from_parquet([glob.escape(str(path)) for path in paths], cache_dir=str(copy))
+
+
+def open_graph(path: Path) -> Any:
+    """Returns the graph of an ONNX file, with weights in a file beside it."""
+    import onnx
+
+    return onnx.load(path)
+
+
+def open_session(path: Path, options: Any) -> Any:
+    """Starts ONNX Runtime on a file, on the CPU: its operators are those of the runtime alone."""
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def open_openvino(path: Path) -> tuple[Any, Any]:
+    """Returns the core of OpenVINO and the model in a file, whose operators are those of the runtime alone."""
+    import openvino
+
+    core = openvino.Core()
+    return core, core.read_model(str(path))
 
 
 def open_pickle(path: Path) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.foreign_files import open_timm
 from attnrx.support.modules import of_weights
 from attnrx.support.optional import installed_versions, required_module
 from attnrx.support.preprocessing import ImageGeometry
@@ -150,7 +151,8 @@ class TimmFamily(AdoptedFamily):
         return ":" in name or bool(_timm("models").is_model(name.partition(".")[0]))
 
     def make(self, name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-        return _timm("models").create_model(name, pretrained=pretrained, **arguments)
+        _timm("models")  # an error that names the extra, where timm is not installed
+        return open_timm(name, pretrained, **arguments)
 
     def geometry(self, model: nn.Module) -> ImageGeometry:
         """Returns what timm's evaluation transform does (`timm.data.create_transform`)."""
