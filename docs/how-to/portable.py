@@ -4,8 +4,8 @@
 # # A checkpoint that loads without attnrx
 #
 # You want a smaller model that a server, a colleague or another tool loads with timm, transformers or torchvision, as
-# it loads any other checkpoint. Pass `portable=True`: the result is a model of the library's class with other sizes.
-# On the command line: `attnrx shrink timm:NAME --data DATA --params 0.7 --portable --out runs/portable`.
+# it loads any other checkpoint. Pass `portable=True`: the result is a model of the library's class with other sizes. On
+# the command line: `attnrx shrink timm:NAME --data DATA --params 0.7 --portable --out runs/portable`.
 
 # %%
 import os
@@ -69,8 +69,8 @@ print(f"largest difference: {float(difference)}")
 #
 # A library's class states its number of blocks, too. `least_needed_blocks` removes one block after the other, each time
 # the one without which the outputs change least. A plan never does this by itself: on pre-trained models a removed
-# block costs more than narrower MLPs of the same price
-# ([measured](../results/plan.md#what-does-a-removed-block-cost)). Distill such a model, with many images.
+# block costs more than narrower MLPs of the same price ([measured](../results/plan.md#what-does-a-removed-block-cost)).
+# Distill such a model, with many images.
 
 # %%
 depth = rx.planning.least_needed_blocks(model, splits.train.take(64), 1)
@@ -84,8 +84,8 @@ print(f"{after} of {before} blocks")
 # ## A file for other runtimes
 #
 # TensorRT, Core ML and NPUs run what a portable model needs: products, softmax, GELU and norms. Write an ONNX file with
-# operator set 17, which older versions of them read too, and with a fixed number of images. Pass the `multiple` of
-# [the table](runtimes.md) to `shrink`, so that the widths fill the tiles of the device.
+# operator set 17, which older versions of them read too, and with a fixed number of images. Pass the `multiple` of [the
+# table](runtimes.md) to `shrink`, so that the widths fill the tiles of the device.
 
 # %%
 file = rx.export(shrunk.model, "runs/portable.onnx", to="onnx(opset=17)", batch=1)
@@ -106,8 +106,7 @@ print("operator set", onnx.load(file.path).opset_import[0].version)
 # ### Core ML
 #
 # Shrink with `multiple=32`: the Neural Engine aligns the last axis of a buffer to 64 bytes, which are 32 numbers of
-# half precision ([Apple](https://machinelearning.apple.com/research/neural-engine-transformers)). ONNX Runtime gives
-# the file to Core ML:
+# half precision (Apple, "Deploying Transformers on the Apple Neural Engine"). ONNX Runtime gives the file to Core ML:
 #
 # ```python
 # providers = ["CoreMLExecutionProvider", "CPUExecutionProvider"]
@@ -118,9 +117,7 @@ print("operator set", onnx.load(file.path).opset_import[0].version)
 #
 # ### An NPU
 #
-# An NPU takes fixed shapes only
-# ([OpenVINO](https://docs.openvino.ai/2025/documentation/compatibility-and-support/supported-devices.html)), as in this
-# file. Shrink with `multiple=64`.
+# An NPU takes fixed shapes only (OpenVINO, "Supported Devices"), as in this file. Shrink with `multiple=64`.
 #
 # ```python
 # compiled = openvino.Core().compile_model("runs/portable.onnx", "NPU")
@@ -132,8 +129,8 @@ print("operator set", onnx.load(file.path).opset_import[0].version)
 # - All layers have one width. After the repair a width per layer is hardly better
 #   ([measured](../results/plan.md#what-does-one-width-for-all-layers-cost)). If you want it, prescribe `hidden=...`
 #   without `portable`, and save with `rx.save(small, "FOLDER", portable=True)`: the folder then has `modeling.py`, a
-#   short file that creates the model. For transformers that is remote code (`trust_remote_code=True`): whoever loads
-#   it runs that file, so let them read it.
+#   short file that creates the model. For transformers that is remote code (`trust_remote_code=True`): whoever loads it
+#   runs that file, so let them read it.
 # - Ranks of scores and values, and pruned or merged tokens, need attnrx: `rx.save(..., portable=True)` refuses them.
 # - A head that you replaced is not the one that the library creates. Create the model with the right arguments
 #   (`num_classes=10`), load the weights into that, and shrink that one.
