@@ -83,6 +83,7 @@ def test_hooks_and_settings_of_its_user_are_those_of_the_plain_one() -> None:
     fast.vit.layers[0].register_forward_pre_hook(lambda *_: calls.append("block"))
     del fast.vit.layers[1]._forward_hooks[key]
     fast.config.note, fast.vit.layers[0].flag = "changed", 3
+    model: Any
     for model in (rx.plain(fast), rx.plain(copy.deepcopy(fast))):
         calls.clear()
         model(images(model))
