@@ -125,7 +125,7 @@ import torch
 
 def tensors(output):
     values = [output] if isinstance(output, torch.Tensor) else getattr(output, "values", lambda: output)()
-    return [value for value in values if isinstance(value, torch.Tensor)]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
 for folder in map(Path, sys.argv[1:]):
     try:
