@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from attnrx.support.arguments import require_fields, whole
+from attnrx.support.arguments import checked, require_fields, whole
 from attnrx.support.display import Displayed
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.optional import required_module
@@ -566,6 +566,7 @@ class LoadedImages(Displayed, RowImages):
         return Batch(self.normalization.apply(images.float() / 255), labels, sources)
 
 
+@checked()
 def from_tensors(
     name: str,
     pixels: UInt8[Tensor, "images channels height width"],

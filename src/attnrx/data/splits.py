@@ -323,7 +323,7 @@ def _distinct_sets(splits: Splits) -> dict[str, ImageSet]:
         if not isinstance(images, MissingImages) and not any(images is other for other in sets.values()):
             sets[name] = images
     if not sets:
-        raise DataError(f"{splits.name} has no images.")
+        raise DataError(f"{splits.name} has no images: give at least one in every part.")
     return sets
 
 

@@ -42,7 +42,7 @@ from attnrx.data.images import (
     likely_labels,
     require_labelled,
 )
-from attnrx.support.arguments import user_code
+from attnrx.support.arguments import Kind, checked, user_code
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.support.preprocessing import Normalization
 from attnrx.support.shapes import Float, Int, Tensor
@@ -67,6 +67,11 @@ LABELS = {
 
 Preprocess = Callable[[Any], Float[Tensor, "channels height width"]]
 
+FORMAT_OF_INPUTS = Kind(
+    "what `Family.inputs` returns for the model, or None",
+    lambda value: value is None or (hasattr(value, "image_in") and not isinstance(value, type)),
+)
+
 # Images per batch of data without batches of their own.
 BATCH = 32
 CANDIDATES = 1_000_000  # rows that a sampler is asked for
@@ -78,6 +83,7 @@ READ_TWICE = 6
 MAX_READ_TWICE = 256
 
 
+@checked(inputs=FORMAT_OF_INPUTS)
 def image_set(
     data: ImageData,
     preprocess: Preprocess | None = None,
@@ -192,6 +198,10 @@ def _of_tensors(tensors: tuple[Tensor, ...], reading: "_ItemReader") -> "Indexed
     if any(tensor.shape[:1] != images.shape[:1] for tensor in tensors[1:]):
         raise InvalidInput(
             f"{reading.argument} has {len(images)} images and labels {list(tensors[1].shape)}: give one for each image."
+        )
+    if any(tensor.is_meta for tensor in tensors[1:]):
+        raise InvalidInput(
+            f"{reading.argument} has labels on the meta device, which have no values: give them on a CPU."
         )
     # Labels may be on another device, and are read by row.
     rows = TensorDataset(images.detach(), *(labels.detach().cpu() for labels in tensors[1:]))

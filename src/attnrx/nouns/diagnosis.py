@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from attnrx.support import arguments as kinds
+from attnrx.support.arguments import checked
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidInput
 from attnrx.support.records import MAX_HEADS, MAX_LAYERS
@@ -121,6 +122,7 @@ class LayerDiagnosis(Displayed):
     mlp: tuple[MapDiagnosis | None, ...] = ()
     hidden: HiddenDiagnosis | None = None
 
+    @checked()
     def reading(self, name: str) -> Tensor:
         """Returns one reading, whose first axis is the heads.
 
@@ -148,6 +150,7 @@ class Diagnosis(Displayed):
     fingerprint: str
     about: Mapping[str, Any]
 
+    @checked()
     def save(self, path: Path | str) -> Path:
         """Writes a JSON file, and its tensors in the same folder (`storage.write_with_tensors`); returns the path."""
         record = {
@@ -163,6 +166,7 @@ class Diagnosis(Displayed):
         return layer_tensors(map(_tensors, self.layers))
 
     @classmethod
+    @checked()
     def load(cls, path: Path | str) -> "Diagnosis":
         """Reads a JSON file written by `save`, and the tensors beside it.
 
@@ -187,6 +191,7 @@ class Diagnosis(Displayed):
             known[key] = compute()
         return known[key]
 
+    @checked()
     def require(self, fingerprint: str, what: str) -> None:
         """Checks that the diagnosis belongs to a model.
 

@@ -32,6 +32,7 @@ from attnrx.support.arguments import (
     NOT_NEGATIVE,
     SHARE,
     TEXT,
+    checked,
     each,
     one_of,
     optional,
@@ -180,6 +181,7 @@ class PlanSettings:
             )
 
     @classmethod
+    @checked()
     def preset(cls, effort: str, **changes: Any) -> "PlanSettings":
         """Returns the settings of an effort, "quick", "normal" or "thorough", with some fields changed.
 

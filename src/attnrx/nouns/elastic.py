@@ -52,6 +52,9 @@ class Size:
     latency: float | None = None
     divergence: float | None = None
 
+    def __post_init__(self):
+        kinds.require_fields(self, fingerprint=kinds.ANY_TEXT)
+
     def __str__(self) -> str:
         speed = "" if self.latency is None else f", {1 / self.latency:.2f}x the speed"
         far = "" if self.divergence is None else f", divergence {self.divergence:.4f}"
@@ -72,6 +75,7 @@ class Elastic:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
+    @kinds.checked()
     def read(cls, folder: Path | str) -> "Elastic":
         """Reads the index of the folder; raises CheckpointError if there is none or it is damaged."""
         record = read_record(Path(folder) / INDEX, KIND, SCHEMA, RECORD)
@@ -88,6 +92,7 @@ class Elastic:
     def __repr__(self) -> str:
         return "\n".join((f"Elastic({str(self.folder)!r})", *map(str, self.sizes)))
 
+    @kinds.checked(quantity=kinds.one_of("macs", "params", "latency"), limit=kinds.POSITIVE)
     def best(self, quantity: str, limit: float) -> Size:
         """Returns the size of the least divergence that costs at most the share `limit` of the original's `quantity`:
         macs, params or latency. Without measured divergences it is the one of the most MACs.

@@ -69,6 +69,9 @@ class Finding(Displayed):
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
+        counts = dict.fromkeys(("n", "deciding_n"), kinds.optional(kinds.whole(0, kinds.LARGEST)))
+        numbers = {"value": kinds.REAL, **dict.fromkeys(("limit", "low", "high"), kinds.optional(kinds.REAL))}
+        kinds.require_fields(self, check=kinds.TEXT, unit=kinds.ANY_TEXT, **counts, **numbers)
         if self.outcome not in OUTCOMES or (self.limit is None) != (self.outcome == REPORTED):
             raise InvalidInput(
                 f"finding {self.claim!r} has the limit {self.limit} and the outcome {self.outcome!r}: a claim with a "
@@ -164,6 +167,9 @@ class Evidence(Displayed):
     findings: tuple[Finding, ...]
     about: Mapping[str, Any]
 
+    def __post_init__(self):
+        kinds.require_fields(self)
+
     @property
     def outcome(self) -> str:
         """The overall outcome: the worst outcome of the claims, or reported without claims."""
@@ -224,10 +230,12 @@ class Evidence(Displayed):
         """What has to be known before the numbers are read, e.g. that the labels are at chance level."""
         return tuple(map(str, self.about.get("warnings", ())))
 
+    @kinds.checked()
     def of(self, check: str) -> tuple[Finding, ...]:
         """Returns the findings of one check, by its name."""
         return tuple(finding for finding in self.findings if finding.check == check)
 
+    @kinds.checked()
     def require(self, fingerprint: str, what: str) -> None:
         """Checks that the evidence was measured on a model.
 
@@ -243,6 +251,7 @@ class Evidence(Displayed):
         advice = "verify that model, or omit the evidence"
         require_fingerprint(measured, fingerprint, "the evidence was measured on", what, advice)
 
+    @kinds.checked()
     def save(self, path: Path | str) -> Path:
         """Writes one JSON file with a hash of its content, and returns its path."""
         return write_json(path, sealed(self.to_record()))
@@ -254,6 +263,7 @@ class Evidence(Displayed):
         return {"kind": KIND, "schema": SCHEMA, "outcome": self.outcome, "about": about, "findings": findings}
 
     @classmethod
+    @kinds.checked()
     def load(cls, path: Path | str) -> "Evidence":
         """Reads a file written by `save`.
 

@@ -9,6 +9,7 @@ from typing import Any
 from attnrx.nouns.prescription import KIND as PRESCRIPTION
 from attnrx.nouns.prescription import PREDICTIONS, Prescription
 from attnrx.support import arguments as kinds
+from attnrx.support.arguments import checked
 from attnrx.support.atomic_writes import parts_by, replacing_folder
 from attnrx.support.display import Displayed
 from attnrx.support.storage import file_kind, read_record, write_json
@@ -118,6 +119,7 @@ class Plan(Displayed):
             "about": dict(self.about),
         }
 
+    @checked()
     def save(self, folder: Path | str) -> Path:
         """Writes plan.json and prescription.json; an earlier plan in the folder is replaced atomically.
 
@@ -140,6 +142,7 @@ class Plan(Displayed):
         return Path(folder) / "plan.json"
 
     @classmethod
+    @checked()
     def load(cls, path: Path | str) -> "Plan":
         """Reads plan.json, and the prescription.json beside it.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attnrx.support import arguments as kinds
-from attnrx.support.arguments import Invalid, below
+from attnrx.support.arguments import Invalid, below, checked
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidInput
 from attnrx.support.records import MAX_DIRECTIONS, MAX_HEADS, MAX_LAYERS
@@ -377,6 +377,7 @@ class Prescription(Displayed):
         total = sum(layer.qk.directions for layer in self.layers)
         return 1 - sum(layer.qk.kept for layer in self.layers) / total if total else 0.0
 
+    @checked()
     def save(self, path: Path | str) -> Path:
         """Writes one JSON file whose floats round-trip exactly.
 
@@ -416,6 +417,7 @@ class Prescription(Displayed):
         return tensors
 
     @classmethod
+    @checked()
     def load(cls, path: Path | str) -> "Prescription":
         """Reads a JSON file written by `save`, and its tensors, if any, beside it.
 
@@ -444,6 +446,7 @@ class Prescription(Displayed):
             )
         return loaded
 
+    @checked()
     def require(self, fingerprint: str, what: str) -> None:
         """Checks that the prescription belongs to a model.
 

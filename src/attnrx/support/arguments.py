@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, wraps
 from numbers import Integral, Number, Real
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -94,7 +94,7 @@ def checked(**stated: Kind) -> Callable[[Function], Function]:
     """
 
     def decorate(function: Function) -> Function:
-        signature, hints = inspect.signature(function), get_type_hints(function)
+        signature, hints = inspect.signature(function), _hints_of_arguments(function)
         others = next((each.name for each in signature.parameters.values() if each.kind is each.VAR_KEYWORD), None)
         unknown = stated.keys() - signature.parameters.keys()
         assert others or not unknown, f"{function.__qualname__} has no argument {', '.join(unknown)}"
@@ -116,6 +116,12 @@ def checked(**stated: Kind) -> Callable[[Function], Function]:
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _hints_of_arguments(function: Callable[..., Any]) -> dict[str, Any]:
+    # Without the result: a method may return its class, which does not exist yet.
+    written = {name: hint for name, hint in function.__annotations__.items() if name != "return"}
+    return get_type_hints(SimpleNamespace(__annotations__=written), inspect.unwrap(function).__globals__)
 
 
 def _misused(
@@ -198,6 +204,8 @@ def _float_of(value: Any, name: str) -> int | float:
     return value if isinstance(value, int) else float(value)
 
 
+# Also NaN and infinity, for what was measured.
+REAL = Kind("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool), _float_of)
 COUNT = whole(1)
 NATURAL = whole(0)
 SEED = whole(0, LARGEST)
@@ -326,6 +334,23 @@ def record(
             then(values, where)
 
     return Kind("an object", lambda values: isinstance(values, Mapping), inside=inside)
+
+
+def _every_number_is_finite(value: Any, where: str, in_file: bool) -> None:
+    # With a stack of its own: files may nest deeper than Python's.
+    parts = [(value, where)]
+    while parts:
+        value, where = parts.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise Invalid(where, f"is {value}; it must be a finite number")
+        if isinstance(value, Mapping):
+            parts += [(part, below(where, name)) for name, part in value.items()]
+        elif isinstance(value, list):
+            parts += [(part, f"{where}[{index}]") for index, part in enumerate(value)]
+
+
+# JSON has no NaN and no infinity; Python reads both, and numbers that are too large as infinity.
+FINITE = Kind("a value of JSON", inside=_every_number_is_finite)
 
 
 def bounded(most: int, counted: Collection[str] = ()) -> Kind:
@@ -480,14 +505,23 @@ def kind_of(hint: Any) -> Kind:
         if parts[-1] is Ellipsis or origin is not tuple:
             return each(several, expected)
         return each(several, expected, len(parts), len(parts))
-    if hasattr(hint, "array_type"):  # of jaxtyping
-        return instance("a tensor", hint.array_type)
+    if hasattr(hint, "array_type"):  # of jaxtyping, which compares type and number of axes
+        numbers = _NUMBERS[hint.dtypes[-1]]
+        return instance(f"a tensor [{', '.join(hint.dim_str.split())}] of {numbers}", hint)
     cls = origin if origin is not None else hint
     if cls in _SIMPLE or not isinstance(cls, type):
         return _SIMPLE.get(cls, ANY)
     example = getattr(cls, "example", None)  # the code that makes one, of classes that arguments have
     return instance(f"an instance of {cls.__name__}" + (f", e.g. {example}" if example else ""), cls)
 
+
+# What a tensor holds, by the last type that an annotation of jaxtyping allows.
+_NUMBERS = {
+    "float64": "floating-point numbers",
+    "int64": "whole numbers",
+    "uint8": "bytes (uint8)",
+    "bool_": "booleans",
+}
 
 _SIMPLE: Mapping[Any, Kind] = {
     bool: FLAG,

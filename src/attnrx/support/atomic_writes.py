@@ -89,6 +89,7 @@ def temporary_folder(target: Path) -> Iterator[Path]:
     """Yields a temporary sibling folder of `target`, which is deleted at the end.
 
     Raises:
+        InvalidInput: The target is the root of the file system.
         CheckpointError: It cannot be created.
     """
     target = _prepare_target(target)
@@ -123,6 +124,7 @@ def scratch_file(target: Path) -> IO[bytes]:
     call.
 
     Raises:
+        InvalidInput: The target is the root of the file system.
         CheckpointError: Its folder cannot be created.
         OSError: It cannot be opened.
     """
@@ -301,6 +303,8 @@ def real_path(path: Path | str) -> Path:
 def _prepare_target(path: Path) -> Path:
     """Follows symbolic links, creates the folder of the target, and deletes leftovers from it."""
     target = real_path(path)
+    if not target.name:
+        raise InvalidInput(f"{path} is the root of the file system: name a folder or a file in it.")
     _create_parent(target)
     _remove_leftovers(target, target.parent)
     return target

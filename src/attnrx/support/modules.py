@@ -68,6 +68,12 @@ def _uncopied(model: nn.Module) -> str:
     return "one of its parts"
 
 
+def require_gradient_(parameter: Tensor, requires_grad: bool) -> None:
+    """Sets `requires_grad` of a parameter of any shape, also of one that was made in inference mode."""
+    with torch.inference_mode(parameter.is_inference()):
+        parameter.requires_grad_(requires_grad)
+
+
 def is_traced() -> bool:
     """Whether operations that run now become a graph of a compiler, an exporter or a trace."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()

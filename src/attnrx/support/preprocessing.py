@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from attnrx.support.arguments import described, require_fields
 from attnrx.support.errors import InvalidInput
 from attnrx.support.pictures import fit_pixels, open_picture, pixels_of
 from attnrx.support.records import to_dict
@@ -117,10 +118,10 @@ class Normalization:
     std: tuple[float, ...]
 
     def __post_init__(self):
+        require_fields(self)
         if not self.mean or len(self.mean) != len(self.std) or min(self.std) <= 0:
-            raise InvalidInput(
-                f"Normalization(mean={self.mean}, std={self.std}): give one mean and one positive std per channel."
-            )
+            given = f"mean={described(self.mean)}, std={described(self.std)}"
+            raise InvalidInput(f"Normalization({given}): give one mean and one positive std per channel.")
 
     @classmethod
     def half(cls, channels: int) -> "Normalization":

@@ -34,7 +34,7 @@ def require_regular(path: Path | str, error: type[AttnrxError] = CheckpointError
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        raise error(f"{path} does not exist.") from None
+        raise error(f"{path} does not exist; check the path.") from None
     except (OSError, ValueError) as problem:  # ValueError: a null byte in the name
         raise error(f"{str(path)!r} cannot be read: {problem}.") from None
     if not stat.S_ISREG(mode):

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
 
-from attnrx.support.arguments import Kind
+from attnrx.support.arguments import FINITE, Kind, checked, described
 from attnrx.support.atomic_writes import require_replaceable, write_atomically
 from attnrx.support.earlier_versions import converted
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
@@ -35,11 +35,13 @@ DTYPES = (
 MAX_JSON_BYTES = 2**28  # parsed JSON takes several times the memory of its text
 
 
+@checked()
 def write_text(path: Path | str, content: str) -> Path:
     """Writes a text as UTF-8, as `write_atomically` does; returns the path."""
     return write_atomically(path, lambda temporary: temporary.write_bytes(content.encode()))
 
 
+@checked()
 def write_json(path: Path | str, record: Mapping[str, Any] | list[Any]) -> Path:
     """Writes a record as `json_text`, as `write_atomically` does; returns the path."""
     return write_text(path, json_text(record))
@@ -50,6 +52,7 @@ def json_text(record: Mapping[str, Any] | list[Any]) -> str:
     return json.dumps(finite_json(record), indent=2, allow_nan=False) + "\n"
 
 
+@checked()
 def read_json(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Reads a JSON file.
 
@@ -61,20 +64,31 @@ def read_json(path: Path | str, max_bytes: int = MAX_JSON_BYTES) -> Any:
     if size > max_bytes:  # before reading, so that a wrong file cannot exhaust the memory
         raise CheckpointError(f"{path} has {size:,} bytes; a file of its kind has at most {max_bytes:,}.")
     try:
-        text = path.read_text(encoding="utf-8")
-        value = json.loads(text)
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows write a mark at the start
+        value = json.loads(text, object_pairs_hook=_object)
         # Halves of a character outside the basic plane: text that can be neither printed nor saved again.
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
         if nesting(value) > DEEPEST_JSON:
             raise ValueError(f"it nests {nesting(value)} deep; JSON files nest at most {DEEPEST_JSON} deep")
-        return value
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 4,300 digits
         raise CheckpointError(
             f"{path} is not readable JSON ({error}); it was truncated or edited. Make it again."
         ) from error
+    return validated(value, FINITE, path)
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON; raises ValueError for a name that occurs twice: which one is meant is unknown."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has the name {described(twice)} twice")
+    return found
+
+
+@checked()
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> Path:
     """Writes tensors as safetensors with text `about` them, as `write_atomically` does; returns the path."""
     content = _encoded(tensors, dict(about or {}))
@@ -85,6 +99,7 @@ def _encoded(tensors: Mapping[str, Tensor], about: dict[str, str]) -> bytes:
     return encode_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, about)
 
 
+@checked()
 def read_tensors(path: Path | str, sha256: str | None = None) -> dict[str, Tensor]:
     """Reads safetensors; their hash must be `sha256`, if it is given.
 
@@ -244,9 +259,11 @@ def check_schema(record: object, kind: str, schema: int, path: Path | str) -> No
     """Raises CheckpointError for a record of another kind or schema version."""
     found = (record.get("kind"), record.get("schema")) if isinstance(record, Mapping) else (None, None)
     if found[0] != kind:
-        raise CheckpointError(f"{path} is not an {kind} (its kind is {found[0]!r}).")
+        raise CheckpointError(f"{path} is not an {kind} (its kind is {described(found[0])}).")
     if found[1] != schema:
-        raise CheckpointError(f"{path} has {kind} schema {found[1]!r}; this version of attnrx reads schema {schema}.")
+        raise CheckpointError(
+            f"{path} has {kind} schema {described(found[1])}; this version of attnrx reads schema {schema}."
+        )
 
 
 def read_record(path: Path | str, kind: str, schema: int, fields: Kind) -> dict[str, Any]:

@@ -100,6 +100,11 @@ class TextReader:
     nested: ClassVar[type | None] = None
 
     def __init__(self, text: str):
+        if not isinstance(text, str):
+            found = type(text).__name__
+            raise self.error(
+                f"a {self.noun} of the type {found}: give a text. {self.plural} read like {self.examples}."
+            )
         self.text, self.position = text, 0
         if text.count("(") > DEEPEST:
             raise self.error(f"a {self.noun} in text may have {DEEPEST} brackets, found {text.count('(')}.")

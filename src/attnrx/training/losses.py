@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnrx.data.model_data import normalization_of
-from attnrx.support.arguments import BELOW_ONE, COUNT, POSITIVE, Kind, optional, require_fields
+from attnrx.support.arguments import BELOW_ONE, COUNT, POSITIVE, Kind, checked, optional, require_fields
 from attnrx.support.errors import InvalidInput
 from attnrx.support.registry import Registry, text_name
 from attnrx.support.shapes import Float, Int, Tensor
@@ -212,6 +212,7 @@ class _Reader(TextReader):
     examples = "target_rank:16:0.1 or distillation(runs/teacher,temperature=2)"
 
 
+@checked()
 def parse_loss(text: str, shared: Mapping[str, Any] | None = None) -> Loss:
     """Builds a loss from its text: the name of its class in snake case with knobs, e.g. `target_rank:16:0.1`.
 

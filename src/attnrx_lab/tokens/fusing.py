@@ -42,6 +42,7 @@ class Soft(Reducer):
                 f"{name} uses the scores of another reducer, and {scores_name} gives no scores; "
                 "give e.g. DynamicViT, Spot or ClassAttention."
             )
+        super().__post_init__()
         # What the scores need is measured and trained.
         for name in ("needs", "every_layer", "learned", "one_predictor"):
             object.__setattr__(self, name, getattr(self.scores, name))

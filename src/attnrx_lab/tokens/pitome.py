@@ -30,6 +30,7 @@ class PiToMe(Merging):
     alpha: float = 1.0
 
     def __post_init__(self):
+        super().__post_init__()
         if not 0 <= self.margin <= 1 or not 0 <= self.alpha < float("inf"):
             raise InvalidInput(f"{self}: give a margin from 0 to 1 and an alpha that is finite and not negative.")
 

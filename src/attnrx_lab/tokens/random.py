@@ -28,6 +28,7 @@ class Random(Selecting):
     seed: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
         if not 0 <= self.seed < SEEDS:
             raise InvalidInput(f"random(seed={self.seed}): give a seed from 0 to {SEEDS - 1}.")
 

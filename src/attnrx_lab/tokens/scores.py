@@ -73,6 +73,7 @@ class EvoViT(AttentionAverage):
     alpha: float = 0.5
 
     def __post_init__(self):
+        super().__post_init__()
         if not 0 <= self.alpha < 1:
             raise InvalidInput(f"{self}: alpha is the weight of the previous layers; give a number in [0, 1).")
 
@@ -137,6 +138,7 @@ class HaltingScores(Selecting):
     every_layer = "tokens"
 
     def __post_init__(self):
+        super().__post_init__()
         if not (math.isfinite(self.gamma) and math.isfinite(self.beta)) or self.gamma == 0:
             raise InvalidInput(f"{self}: gamma scales a feature and beta shifts it; give finite numbers, gamma not 0.")
 

@@ -111,6 +111,7 @@ class Spot(Predicting):
     needs = ("attention", "class_attention")
 
     def __post_init__(self):
+        super().__post_init__()
         if self.projected is not None and self.projected < 0:
             raise InvalidInput(f"{self}: projected counts token features; give 0 or more, or None for the width.")
         object.__setattr__(self, "every_layer", "attention" if self.mean or self.variance else "")

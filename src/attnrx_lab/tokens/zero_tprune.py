@@ -35,6 +35,7 @@ class ZeroTPrune(Reducer):
     needs = ("attention", "keys")
 
     def __post_init__(self):
+        super().__post_init__()
         if self.iterations < 1 or not 0 <= self.similar <= 1 or not 0 <= self.least < self.most:
             raise InvalidInput(
                 f"{self}: give at least one iteration, a share `similar` in [0, 1], and variances 0 <= least < most."

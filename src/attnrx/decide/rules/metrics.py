@@ -17,6 +17,7 @@ import torch
 from attnrx.change.decompositions import Balanced, balance, svd_directions
 from attnrx.nouns.diagnosis import Diagnosis, LayerDiagnosis
 from attnrx.nouns.prescription import Basis, ScoreDecision
+from attnrx.support.arguments import checked
 from attnrx.support.errors import NotSupported, UnknownName
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention import Positions
@@ -91,6 +92,7 @@ def directions_in(metric: str, layer: LayerDiagnosis) -> "Balanced | RotaryDirec
     return RotaryDirections(query @ query.mT, key @ key.mT, layer)
 
 
+@checked()
 def rewritten(diagnosis: Diagnosis, metric: str) -> tuple[Diagnosis, tuple[Basis, ...]]:
     """Returns the diagnosis with every layer's score directions rewritten in a metric, and the changes of basis.
 

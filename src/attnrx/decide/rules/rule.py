@@ -15,7 +15,19 @@ from attnrx.change.decompositions import water_fill
 from attnrx.decide.diagnostics import energy
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import DepthPrescription, ScoreDecision, TokenPrescription, parse_depth
-from attnrx.support.arguments import COUNT, NATURAL, SHARE, Kind, each, either, instance, one_of, require_fields
+from attnrx.support.arguments import (
+    COUNT,
+    NATURAL,
+    SHARE,
+    Kind,
+    checked,
+    described,
+    each,
+    either,
+    instance,
+    one_of,
+    require_fields,
+)
 from attnrx.support.errors import InvalidInput, InvalidRule, NotSupported, UnknownName
 from attnrx.support.registry import Registry, text_name
 from attnrx.support.shapes import Bool, Float, Int, Tensor
@@ -132,6 +144,7 @@ def fewest_holding(
     return largest(amount, used, ranks.clamp(min=1))
 
 
+@checked()
 def score_bound(spectrum: Spectrum, decision: ScoreDecision) -> Float[Tensor, "heads"]:
     """Bounds the change of any masked score on the same tokens: max |change of strength| * scale (SVDA, Theorem 1, Eq.
     12).
@@ -470,7 +483,7 @@ def parse_rules(rules: RulesLike) -> ParsedRules:
     """
     values_by_map = {"qk": rules} if isinstance(rules, Rule) else split_maps(rules) if isinstance(rules, str) else rules
     if not isinstance(values_by_map, Mapping):
-        raise InvalidInput(f"rules={rules!r}: give a text, e.g. 'qk=total_rank:0.5', a rule, or both by map.")
+        raise InvalidInput(f"rules={described(rules)}: give a text, e.g. 'qk=total_rank:0.5', a rule, or both by map.")
     for name in values_by_map:
         _require_map(str(name))
     rules_by_map: dict[str, Rule] = {}
@@ -480,7 +493,7 @@ def parse_rules(rules: RulesLike) -> ParsedRules:
         if isinstance(rule, Rule):
             rules_by_map[name] = rule
         elif rule is not None:
-            raise InvalidInput(f"{name}={rule!r} is not a rule; give e.g. EnergyRetention(0.9), or its text.")
+            raise InvalidInput(f"{name}={described(rule)} is not a rule; give e.g. EnergyRetention(0.9), or its text.")
     policy = values_by_map.get(TOKENS)
     policy = parse_policy(policy) if isinstance(policy, str) else policy
     if policy is not None and not isinstance(policy, TokenPolicy | TokenPrescription):

@@ -26,7 +26,7 @@ from attnrx.show.reports.results import (
     verdict,
 )
 from attnrx.show.reports.samples import MapSamples, TokenSamples, outputs, tokens
-from attnrx.support.arguments import checked
+from attnrx.support.arguments import ANY_TEXT, checked, require_fields
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidInput
 from attnrx.support.storage import write_text
@@ -91,6 +91,7 @@ class ReportContent(Displayed):
         return {name: record for name, record in records.items() if record}
 
     def __post_init__(self):
+        require_fields(self, title=ANY_TEXT)
         # By the fields themselves, so that a new part needs no change here.
         if all(part is None for name, part in vars(self).items() if name not in ("title", "about")):
             raise InvalidInput(
@@ -146,6 +147,7 @@ def write_report(
     return write_text(path, render(content))
 
 
+@checked()
 def render(content: ReportContent) -> str:
     """Returns the page as HTML, e.g. for an iframe of a notebook; all text of the content is escaped.
 
@@ -202,6 +204,7 @@ def render(content: ReportContent) -> str:
     )
 
 
+@checked(library_code=ANY_TEXT)
 def model_card(
     facts: Mapping[str, Any],
     evidence: Evidence | None = None,
@@ -230,7 +233,7 @@ def model_card(
     for name, value in facts.items():
         is_count = isinstance(value, int) and value >= COUNTED
         if name != "name":
-            rows.append((name.replace("_", " "), number(value) if is_count else plain(value)))
+            rows.append((str(name).replace("_", " "), number(value) if is_count else plain(value)))
     measured = evidence or Evidence((), {})
     in_kernels = any(KERNELS in finding.claim for finding in measured.findings)
     blocks = [

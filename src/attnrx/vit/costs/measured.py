@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from attnrx.support.arguments import COUNT, one_of, optional, require_fields, whole
+from attnrx.support.arguments import COUNT, checked, one_of, optional, require_fields, whole
 from attnrx.support.errors import InvalidInput, NotSupported, UnknownName
 from attnrx.support.estimate import Estimate
 from attnrx.support.hardware import Load, device_name
@@ -381,6 +381,7 @@ class LatencyProtocol:
         return self.clock or ("cuda" if self.conditions.on_cuda else "wall")
 
 
+@checked()
 def compare_latency(
     candidate: nn.Module,
     reference: nn.Module,
@@ -404,6 +405,7 @@ def compare_latency(
     return compare_latencies({"candidate": candidate}, reference, images, protocol, unchanged)["candidate"]
 
 
+@checked()
 def compare_latencies(
     candidates: Mapping[str, nn.Module],
     reference: nn.Module,
@@ -527,6 +529,7 @@ class MemoryComparison:
         return self.candidate.total / max(self.reference.total, 1)
 
 
+@checked()
 def compare_memory(
     candidate: nn.Module, reference: nn.Module, images: ImageBatch, conditions: Conditions | None = None
 ) -> MemoryComparison:

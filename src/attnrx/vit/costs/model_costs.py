@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import require_gradient_
 from attnrx.support.shapes import ImageBatch
 from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import Shape, TokenPolicy
@@ -283,13 +284,13 @@ def counting(model: nn.Module) -> Iterator[FlopCounterMode]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
-            parameter.requires_grad_(False)
+            require_gradient_(parameter, False)
         # Under a mode of this thread PyTorch's transformers do not take their fast path, which is not counted.
         with torch.no_grad(), BaseTorchFunctionMode(), FlopCounterMode(display=False) as counter:
             yield counter
     finally:
         for parameter in trained:
-            parameter.requires_grad_(True)
+            require_gradient_(parameter, True)
 
 
 class _Operations(TorchDispatchMode):

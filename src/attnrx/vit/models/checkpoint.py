@@ -17,7 +17,7 @@ from attnrx.support import arguments as kinds
 from attnrx.support.arguments import described
 from attnrx.support.atomic_writes import ReplacedFiles, parts_by, replacing_folder, require_absent, restore
 from attnrx.support.earlier_versions import converted, converted_names
-from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.errors import CheckpointError, InvalidInput, nearest
 from attnrx.support.foreign_files import open_pickle
 from attnrx.support.records import MAX_HEADS, validated
 from attnrx.support.seals import SEAL, check_seal, sealed
@@ -186,8 +186,8 @@ def load_weights(folder: Path | str, families: Mapping[str, Family], build: Buil
         build: Creates the model of a description, which is of this family.
 
     Raises:
-        CheckpointError: The folder is no saved model, a file was damaged or edited, or the weights do not fit.
-        UnknownName: The folder names another family.
+        CheckpointError: The folder is no saved model or one of an unknown family, a file was damaged or edited, or the
+            weights do not fit.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -233,14 +233,17 @@ def _opened(
     """Reads the record of a model, of this kind, and the weights beside it; returns them and the family of the record.
 
     Raises:
-        CheckpointError: A file was damaged or edited.
-        UnknownName: The record names another family.
+        CheckpointError: A file was damaged or edited, or the record names another family.
     """
     record = read_json(path, MOST_BYTES)
     check_schema(record, KIND, SCHEMA, path)
     check_seal(record, path)
     written, record = record, converted(record, path)
     validated(record, kind, path)
+    if record["family"] not in families:
+        raise CheckpointError(
+            f"{path}: the model family {record['family']!r:.100}: {nearest(record['family'], families)}"
+        )
     source = path.with_name("model.safetensors")
     tensors = read_tensors(source, record["weights_sha256"])
     require_finite_tensors(tensors, str(source))
@@ -251,8 +254,7 @@ def _load_stock(folder: Path, families: Mapping[str, Family]) -> nn.Module:
     """Returns the portable model of a folder: its library creates it, and the names of the weights are the library's.
 
     Raises:
-        CheckpointError: A file was damaged or edited, or the weights do not fit.
-        UnknownName: The folder names another family.
+        CheckpointError: A file was damaged or edited, the family is unknown, or the weights do not fit.
     """
     path = folder / STOCK
     record, family, tensors = _opened(path, STOCK_RECORD, families)

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from attnrx.support.arguments import checked
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import outermost
 from attnrx.support.registry import Registry
@@ -32,6 +33,7 @@ def known_family(model: nn.Module) -> Family | None:
     return next((family for family in FAMILIES.loaded if family.matches(model)), None)
 
 
+@checked()
 def family_of(model: nn.Module) -> Family:
     """Returns the family of a model.
 

@@ -230,6 +230,7 @@ class Ward(Merging):
     relevance: float = 0.0
 
     def __post_init__(self):
+        super().__post_init__()
         if not 0 <= self.relevance < 1:
             raise InvalidInput(f"relevance={self.relevance}: give a share from 0 to below 1, e.g. 0.3.")
         # Without relevance patches are compared by the tokens alone.

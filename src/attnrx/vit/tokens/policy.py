@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from attnrx.support.arguments import require_fields
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.records import from_dict
 from attnrx.support.registry import Registry
@@ -46,6 +47,7 @@ class TokenPolicy:
     num_pruned: int | None = None
 
     def __post_init__(self):
+        require_fields(self)
         if self.num_pruned is not None and self.num_pruned < 1:
             raise InvalidInput(f"{self.num_pruned} patches to prune before every layer: give 1 or more.")
         if self.num_pruned is not None and not self.layers and not self.keep:  # as in text, before `on`

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from attnrx.support.arguments import require_fields
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import is_traced, kept
 from attnrx.support.registry import text_name
@@ -155,7 +156,7 @@ class Shape:
 
 
 class Reducer(ABC):
-    """Selects or merges tokens at every stage of a policy: a frozen dataclass of its knobs.
+    """Selects or merges tokens at every stage of a policy: a frozen dataclass of its knobs, validated by their types.
 
     `needs` lists what it uses of the layer before a stage: "class_attention", "attention", "keys", "value_norms".
     `every_layer` is what it uses of every layer before its last stage, "class_attention", "attention" or "tokens" (the
@@ -175,6 +176,9 @@ class Reducer(ABC):
     every_layer: str = ""
     learned: bool = False
     one_predictor: bool = False
+
+    def __post_init__(self):
+        require_fields(self)
 
     @property
     def untrained_reason(self) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from attnrx.support.arguments import checked
 from attnrx.support.atomic_writes import ReplacedFiles
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName, nearest
 from attnrx.support.hub import NAME, download
@@ -87,6 +88,7 @@ def load_model(
     return load_folder(source, factory, weights)
 
 
+@checked()
 def build_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:
     """Builds a freshly initialized model from its name, e.g. `timm:vit_tiny_patch16_224`.
 

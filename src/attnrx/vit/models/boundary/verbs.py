@@ -1,17 +1,22 @@
 """The boundary of a public function that works on models: what it requires of them, and what it leaves unchanged."""
 
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import is_dataclass, replace
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
+from attnrx.support.arguments import described_error
+from attnrx.support.errors import AttnrxError, UserCodeError, is_out_of_memory
 from attnrx.support.hardware import restored_random_states
-from attnrx.support.modules import copy_module
+from attnrx.support.modules import copy_module, require_gradient_
 from attnrx.vit.models.boundary.working_copy import library_form, require_alike, working_copy
 from attnrx.vit.models.families import known_family
 from attnrx.vit.models.family import NamedFamily
@@ -55,10 +60,43 @@ def verb(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
                     require_unchanged(model, model, model.origin.input_shape)  # type: ignore[union-attr, arg-type]
             given = [copies.get(id(value), value) for value in args]
             named = {name: copies.get(id(value), value) for name, value in kwargs.items()}
-            result = function(*given, **named)  # type: ignore[call-arg]
+            with nullcontext() if is_inside else users_code_named(function.__name__):
+                result = function(*given, **named)  # type: ignore[call-arg]
             return result if is_inside else returned(result, models)
 
     return bounded
+
+
+@contextmanager
+def users_code_named(verb: str) -> Iterator[None]:
+    """Names code of the user's, e.g. the forward of a part of a model, in what it raises inside a verb.
+
+    The user's code is what was called by attnrx and is in no installed package: what libraries raise for tensors of
+    attnrx is a defect of attnrx.
+
+    Raises:
+        UserCodeError: The block raised an exception below such code, which is the `__cause__`.
+    """
+    try:
+        yield
+    except AttnrxError:
+        raise
+    except (Exception, SystemExit) as error:
+        files = [(each.filename, each.lineno, each.name) for each in traceback.extract_tb(error.__traceback__)]
+        last = max((index for index, (file, *_) in enumerate(files) if file.startswith(PACKAGE)), default=-1)
+        users = [each for each in files[last + 1 :] if not each[0].startswith(INSTALLED) and Path(each[0]).is_file()]
+        if not users or is_out_of_memory(error):
+            raise
+        file, line, name = users[-1]
+        raise UserCodeError(
+            f"{verb} ran {name} of your code ({Path(file).name}, line {line}), which raised {type(error).__name__}: "
+            f"{described_error(error)}"
+        ) from error
+
+
+# Where the code of attnrx is, and that of Python and its packages.
+PACKAGE = str(Path(__file__).parents[3])
+INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 @contextmanager
@@ -128,6 +166,6 @@ def restored_state(models: Sequence[nn.Module]) -> Iterator[None]:
             part.training = training
         for weight, requires_grad, gradient in gradients:
             if weight.requires_grad != requires_grad:
-                weight.requires_grad_(requires_grad)
+                require_gradient_(weight, requires_grad)
             if weight.grad is not gradient:
                 weight.grad = gradient

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.support.arguments import user_code
+from attnrx.support.arguments import checked, user_code
 from attnrx.support.earlier_versions import fingerprinted_names
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import copy_module, random_images, tensors_of
@@ -76,6 +76,7 @@ def working_copy(model: nn.Module) -> nn.Module:
     return working
 
 
+@checked()
 def model_fingerprint(model: nn.Module) -> str:
     """Returns a hash of a model's weights, as its working copy has them."""
     model = working_copy(model)
