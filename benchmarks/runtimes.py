@@ -4,11 +4,17 @@
     python benchmarks/runtimes.py --only openvino-bf16 --batches 1 --threads 1 --rounds 60
     python benchmarks/runtimes.py --models runs/slim --only onnx --batches 1   # a folder that `attnrx shrink` wrote
     python benchmarks/runtimes.py --counts                                  # operations by type alone, no timing
+    python benchmarks/runtimes.py --only int8 --shapes static --batches 1 32 --data imagenette224.parquet \\
+        --weights vit_tiny_patch16_224.safetensors --label-column imagenet1k_label --test-column ilsvrc_val
 
 The anchor is timm's own model: `openvino.convert_model`, and `torch.onnx.export` with its defaults. Every other model
 is exported by attnrx, with a dynamic batch size. "static" compiles each file for one batch size, "free" for any. The
 weights are random, those of norms and all biases too: a runtime removes a scale of 1 and an offset of 0. Cells that
 were measured before are read from the folder, so that an interrupted run goes on.
+
+With --weights and --data the weights are those of a file, and every file is compared with timm's model on 500 test
+images. Files of 8 bits need both: they are quantized on 300 training images, the anchor by the defaults of NNCF or of
+ONNX Runtime.
 """
 
 import argparse
@@ -25,8 +31,10 @@ import onnxruntime
 import openvino
 import timm
 import torch
+from safetensors.torch import load_file
 
 import attnrx as rx
+from attnrx.data.model_data import images_for
 from attnrx.support.storage import read_json, write_json
 from attnrx.support.tables import markdown_table
 from attnrx.vit.costs.measured import interleave, ratio_of
@@ -35,22 +43,30 @@ from attnrx.vit.tokens import parse_policy
 
 ANCHOR, UNCHANGED = "timm", "unchanged"
 MODELS = ("hidden=uniform_rank:0.5", "tokens=ward:0.7@4,7,10", "tokens=ward:0.4@5", "tokens=ward:13@every")
-RUNTIMES = {"openvino-f32": ".xml", "openvino-bf16": ".xml", "onnx-f32": ".onnx"}
+RUNTIMES = {"openvino-f32": "openvino", "openvino-bf16": "openvino(precision=bf16)", "onnx-f32": "onnx"}
+RUNTIMES |= {"openvino-int8": "openvino(precision=int8)", "onnx-int8": "int8"}
+CALIBRATED_ON, COMPARED_ON = 300, 500
 ROUNDS = {1: 60, 8: 20, 32: 10}
 
 
-def model_of(name: str, architecture: str) -> torch.nn.Module:
-    """Returns the model of timm, or the one of attnrx with a rule text or from a folder."""
-    if Path(name).is_dir():
-        return rx.load(name).eval()
+def library_model_of(architecture: str, weights: Path | None) -> torch.nn.Module:
+    """Returns the model of timm, with the weights of a file or random ones."""
     torch.manual_seed(0)
     library_model = timm.create_model(architecture).eval()
+    if weights is not None:
+        library_model.load_state_dict(load_file(weights))
+        return library_model
     with torch.no_grad():
         for parameter in library_model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    if name == ANCHOR:
-        return library_model
+    return library_model
+
+
+def model_of(name: str, library_model: torch.nn.Module) -> torch.nn.Module:
+    """Returns the model of timm in attnrx, after a rule text, or the model of a folder."""
+    if Path(name).is_dir():
+        return rx.load(name).eval()
     model = rx.load(library_model)
     if name.startswith("tokens="):
         attach_tokens_(model, family_of(model), parse_policy(name.removeprefix("tokens=")))
@@ -64,31 +80,50 @@ def images_of(batch: int) -> torch.Tensor:
     return torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
 
 
-def file_of(name: str, architecture: str, suffix: str, folder: Path) -> Path:
-    """Writes the file of a model, unless it exists."""
-    stem = "".join(letter if letter.isalnum() else "-" for letter in name)
-    path = folder / f"{architecture}-{stem}-{suffix[1:]}{suffix}"
+def file_of(name: str, library_model: torch.nn.Module, to: str, folder: Path, images: torch.Tensor | None) -> Path:
+    """Writes the file of a model, unless it exists; files of 8 bits are quantized on the images."""
+    form, stem = rx.exporting.parse_format(to), "".join(letter if letter.isalnum() else "-" for letter in name)
+    path = folder / f"{stem}-{''.join(letter for letter in to if letter.isalnum())}{form.suffix}"
     if path.exists():
         return path
-    model = model_of(name, architecture)
     if name != ANCHOR:
-        rx.export(model, path, "openvino" if suffix == ".xml" else "onnx")
-    elif suffix == ".xml":
-        converted = openvino.convert_model(model, example_input=images_of(2))
-        converted.reshape([-1, 3, 224, 224])
-        openvino.save_model(converted, path, compress_to_fp16=False)
-    else:
-        shapes = ({0: torch.export.Dim("batch")},)
-        program: Any = torch.onnx.export(
-            model, (images_of(2),), dynamo=True, dynamic_shapes=shapes, input_names=["images"], verbose=False
-        )
-        program.save(path)
-    return path
+        rx.export(model_of(name, library_model), path, form, calibration=images)
+        return path
+    model = rx.load(library_model)
+    calibration = None if images is None else images_for(model, images, "calibration")
+    subject = rx.exporting.ExportSubject.of(model, form, calibration=calibration)
+    return rx.exporting.vendor_file(rx.exporting.bare_subject(library_model, subject), path, form).path
 
 
-def opened(path: Path, runtime: str, batch: int, threads: int, is_static: bool) -> Callable[[], object]:
-    """Returns a function that runs the file once."""
-    images = images_of(batch).numpy()
+def data_of(library_model: torch.nn.Module, options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Returns the images to calibrate and to compare on, or None without data."""
+    if options.data is None:
+        return None
+    columns = rx.data.Columns(label_column=options.label_column, test_column=options.test_column)
+    data = rx.load_data(options.data, image_size=images_of(1).shape[-1], columns=columns)
+    data = rx.adapt_preprocessing(data, rx.load(library_model))
+    parts = data.train.take(CALIBRATED_ON), data.test.take(COMPARED_ON)
+    calibrated, compared = (torch.cat([batch.images for batch in part.batches(50)]) for part in parts)
+    return calibrated, compared
+
+
+def compared(path: Path, runtime: str, library_model: torch.nn.Module, images: torch.Tensor) -> str:
+    """Returns the KL divergence of a file's answers from those of timm's model, and how many are unchanged."""
+    run, size, found = opened(path, runtime, 25, torch.get_num_threads(), True), 25, []
+    with torch.no_grad():
+        wanted = torch.cat([library_model(batch) for batch in images.split(size)])
+    whole = images[: len(images) // size * size]
+    for batch in whole.split(size):
+        found.append(torch.from_numpy(np.array(run(batch.numpy()))))
+    answers, wanted = torch.cat(found).double().log_softmax(-1), wanted[: len(whole)].double().log_softmax(-1)
+    divergence = torch.nn.functional.kl_div(answers, wanted, reduction="batchmean", log_target=True)
+    agreement = (answers.argmax(-1) == wanted.argmax(-1)).double().mean()
+    return f"KL {float(divergence):.4f}, {100 * float(agreement):.1f} % of {len(whole)} answers unchanged"
+
+
+def opened(path: Path, runtime: str, batch: int, threads: int, is_static: bool) -> Callable[..., Any]:
+    """Returns a function that runs the file once, on noise unless it is given images."""
+    noise = images_of(batch).numpy()
     if path.suffix == ".onnx":
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = threads, 3
@@ -96,18 +131,19 @@ def opened(path: Path, runtime: str, batch: int, threads: int, is_static: bool) 
         if is_static:
             options.add_free_dimension_override_by_name("batch", batch)
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        return lambda: session.run(None, {"images": images})
+        return lambda images=noise: session.run(None, {"images": images})[0]
     core = openvino.Core()
     model = core.read_model(path)
     if is_static:
-        model.reshape(list(images.shape))
+        model.reshape(list(noise.shape))
+    precision = runtime.rpartition("-")[2]
     hints = {
         "INFERENCE_NUM_THREADS": threads,
-        "INFERENCE_PRECISION_HINT": runtime.rpartition("-")[2],
+        "INFERENCE_PRECISION_HINT": "f32" if precision == "f32" else "bf16",  # of what is not in 8 bits
         "PERFORMANCE_HINT": "LATENCY",
     }
     compiled = core.compile_model(model, "CPU", hints)
-    return lambda: np.copy(compiled(images)[0])
+    return lambda images=noise: np.copy(compiled(images)[0])
 
 
 def counts_of(path: Path) -> Counter[str]:
@@ -145,13 +181,28 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, metavar="N", help="of every cell (60, 20 or 10 by batch size)")
     parser.add_argument("--clock", default="wall", choices=["wall", "cpu"], help="cpu: of one thread on a busy machine")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="safetensors, in timm's names")
+    parser.add_argument("--data", metavar="DATA", help="images to quantize on, and to compare the files on")
+    parser.add_argument("--label-column", metavar="NAME")
+    parser.add_argument("--test-column", metavar="NAME")
     parser.add_argument("--counts", action="store_true", help="print the operations of the files and measure nothing")
     options = parser.parse_args(words)
     options.out.mkdir(parents=True, exist_ok=True)
     names, record, rows = (ANCHOR, UNCHANGED, *options.models), options.out / "speeds.json", []
     cells = read_json(record) if record.exists() else {}
+    library_model = library_model_of(options.architecture, options.weights)
+    data = data_of(library_model, options)
+    folder = options.out / f"{options.architecture}-{'random' if options.weights is None else options.weights.stem}"
+    folder.mkdir(exist_ok=True)
     for runtime in (name for name in RUNTIMES if options.only in name):
-        paths = {name: file_of(name, options.architecture, RUNTIMES[runtime], options.out) for name in names}
+        if "int8" in runtime and data is None:
+            print(f"{runtime}: left out, as it needs --weights and --data", file=sys.stderr)
+            continue
+        images = None if data is None else data[0]
+        paths = {name: file_of(name, library_model, RUNTIMES[runtime], folder, images) for name in names}
+        if data is not None:
+            for name, path in paths.items():
+                print(f"{runtime} {name}: {compared(path, runtime, library_model, data[1])}", flush=True)
         if options.counts:
             for name, path in paths.items():
                 counts = counts_of(path)
@@ -159,7 +210,7 @@ def main(words: Sequence[str] | None = None) -> None:
             continue
         for shape, batch, threads in product(options.shapes, options.batches, options.threads):
             cell = runtime, shape, batch, threads
-            key = " ".join(map(str, (options.architecture, *cell, options.clock, *options.models)))
+            key = " ".join(map(str, (folder.name, *cell, options.clock, *options.models)))
             if key not in cells:
                 cells[key] = measured(paths, cell, options.rounds, options.clock)
                 write_json(record, cells)

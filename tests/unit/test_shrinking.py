@@ -3,11 +3,9 @@
 import copy
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -167,31 +165,6 @@ def test_a_target_of_accuracy_needs_labels() -> None:
     model = cases.model(ViTConfig.uniform("dense", width=16, depth=3, heads=2, **cases.TINY))
     with pytest.raises(DataError, match="label"):
         rx.shrink(model, torch.randn(24, 1, 8, 8, dtype=torch.float32), max_drop=1.0)
-
-
-@pytest.mark.parametrize(
-    ("target", "speed", "is_changed"),
-    [
-        ("macs", 0.9, False),
-        pytest.param("macs", 1.1, True, marks=pytest.mark.slow),
-        pytest.param("params", 0.9, True, marks=pytest.mark.slow),
-    ],
-)
-def test_the_unchanged_model_is_the_result_where_the_smaller_file_is_slower(
-    target: str, speed: float, is_changed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def speeds(models: Mapping[str, torch.nn.Module], *_: Any, **__: Any) -> dict[str, float]:
-        costs = [rx.models.family_of(model).costs(model).params for model in models.values()]
-        assert list(models) == ["unchanged", "smaller"] and costs[1] < costs[0]
-        return {"unchanged": 1.0, "smaller": speed}
-
-    monkeypatch.setattr("attnrx.workflows.shrink.file_speeds", speeds)
-    lines: list[str] = []
-    request: dict[str, Any] = {target: 0.8}
-    found = rx.shrink(original(), images(48), **request, to="onnx", log=lines.append)
-    assert (found.prescription is not None) == is_changed
-    assert (model_fingerprint(found.model) != model_fingerprint(original())) == is_changed
-    assert f"as onnx: {speed:.2f}x the speed of the unchanged model" in lines
 
 
 @cache

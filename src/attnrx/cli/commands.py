@@ -60,8 +60,8 @@ def shrink(arguments: Namespace, log: Log) -> Outcome:
     log("writing the folder and model.onnx, and timing it" if onnx else "writing the folder")
     timing = {name: settings[name] for name in ("batch", "threads") if name in settings}
     version = {} if arguments.opset is None else {"opset": arguments.opset}
-    folder = shrunk.save(arguments.out, onnx, to=arguments.to, **version, original=model, **timing)
-    name = None if arguments.to is None else rx.exporting.parse_format(arguments.to).name
+    folder = shrunk.save(arguments.out, onnx, to=shrunk.form, **version, original=model, **timing)
+    name = None if shrunk.form is None else rx.exporting.parse_format(shrunk.form).name
     exported = None if name is None else rx.Evidence.load(folder / f"evidence-{name}.json")
     record = {
         "summary": shrunk.summary(),

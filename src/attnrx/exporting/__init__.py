@@ -17,6 +17,7 @@ from attnrx.exporting.exported import (
 )
 from attnrx.exporting.formats import AOTInductor, Format, Program, dtype_name
 from attnrx.exporting.runtime_formats import FORMATS, Int8, Onnx, OpenVINO, parse_format
+from attnrx.exporting.vendor import vendor_file, vendor_title, with_8_bits, with_vendor, without_8_bits
 from attnrx.exporting.writing import (
     DYNAMIC,
     ExportSubject,
@@ -34,5 +35,6 @@ __all__ = [
     "DYNAMIC", "FORMATS", "AOTInductor", "ExportSubject", "Exported", "Format", "Images", "Int8", "Onnx",
     "OpenVINO", "PatchFeatures", "Program", "Runtime", "bare_subject", "compare_with_original", "dtype_name", "export",
     "fitting_names", "is_exported", "load_exported", "parse_format", "precision_for", "present_exports",
-    "present_script", "remove_export", "require_export_path", "require_replaceable_files", "write_exported",
+    "present_script", "remove_export", "require_export_path", "require_replaceable_files", "vendor_file",
+    "vendor_title", "with_8_bits", "with_vendor", "without_8_bits", "write_exported",
 ]  # fmt: skip

@@ -29,8 +29,9 @@ from attnrx.data import (
 from attnrx.data.model_data import ModelBatches, adapt_preprocessing, splits_for
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.planning import plan_sharing
-from attnrx.decide.planning.measured_costs import file_speeds, final_protocol, timing_conditions
+from attnrx.decide.planning.measured_costs import final_protocol, timing_conditions
 from attnrx.decide.planning.planner import Planner
+from attnrx.decide.planning.space import format_of
 from attnrx.decide.planning.uniform import portable_form, require_portable
 from attnrx.exporting import Onnx, parse_format
 from attnrx.nouns.diagnosis import Diagnosis
@@ -48,6 +49,7 @@ from attnrx.vit.models import accepting, family_of, model_fingerprint
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import Divergence, Metric, judged, most_images, output_kind_of
 from attnrx.workflows.load import load_original, preflight
+from attnrx.workflows.rivals import FileRun, MeasuredFile, measure_files
 from attnrx.workflows.shrunk import Shrunk, require_result_folder, result_files, samples_of, with_accuracy
 from attnrx.workflows.verify import verify
 
@@ -116,8 +118,11 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     validation images, and the evidence is about test images. Other data are divided into three parts. No two parts have
     images of the same pixels.
 
-    You get the unchanged model if it is as fast as requested, by its kernels or by the format, or if its file in the
-    format `to` is faster than the smaller model's.
+    You get the unchanged model if it is as fast as requested, by its kernels or by the format.
+
+    With `to`, attnrx also writes the vendor's own conversion of your unchanged model, in float and in 8 bits by the
+    vendor's defaults. One run times all files and compares their outputs. If a file of the unchanged model is faster
+    than the plan's file and no farther from the original, nothing is removed. `Shrunk.form` then names its format.
 
     Args:
         model: A model, or what `load` reads.
@@ -315,12 +320,13 @@ class ShrinkRun:
             log(line)
             # The blocks are those of the original, which the prescription is about.
             chosen = replace(chosen, fingerprint=model_fingerprint(self.original))
-        if self.settings.to is not None and self._is_slower(slim, target):
-            return self.unchanged(target)
+        files = self._files(slim)
+        if files is not None and (instead := self._instead(files, target)) is not None:
+            return self.unchanged(target, files, instead)
         # `attnrx realize` and the matched controls read this record, and repeat it.
         how = {"by": "compress", "calibration_images": len(fitted), **fits_record(*fits)}
         prescription = replace(chosen, about={**chosen.about, "realized": how})
-        return self._verified(slim, target, plan, prescription, Promises(rounds=self._final_rounds))
+        return self._verified(slim, target, plan, prescription, Promises(rounds=self._final_rounds), files)
 
     @property
     def has_smaller_decoder(self) -> bool:
@@ -331,30 +337,55 @@ class ShrinkRun:
     def _final_rounds(self) -> int:
         return final_rounds(self.settings.batch, family_of(self.original).costs(self.original).macs)
 
-    def _is_slower(self, model: nn.Module, target: Target) -> bool:
-        """Whether the file of a model is slower than the original's, in place of which it is not written; a model of
-        fewer parameters is, because it need not be faster.
+    def _files(self, model: nn.Module | None) -> FileRun | None:
+        """Measures the file of a model beside the vendor's files, and attnrx's, of the unchanged model; None for a
+        target without a format.
         """
-        settings = self.settings
-        models = {"unchanged": self.original, "smaller": model}
-        # A file of the result that differed could not be saved.
-        gain = file_speeds(models, settings, self.planned, self._final_rounds, are_compared=True)["smaller"]
-        settings.log(f"as {settings.to}: {gain:.2f}x the speed of the unchanged model")
-        if gain >= 1 or target.minimized == "params":
-            return False
-        settings.log(f"as {settings.to} the smaller model is slower, so the result is the unchanged one")
-        return True
+        settings, form = self.settings, format_of(self.settings)
+        if form is None:
+            return None
+        begin("measuring speed")
+        protocol = replace(settings.protocol, rounds=self._final_rounds)
+        noise = settings.noise(self.original)
+        images = self.images.planned, self.images.verified
+        return measure_files(self.original, model, form, *images, protocol, noise, settings.log)
 
-    def unchanged(self, target: Target) -> Shrunk:
+    def _instead(self, files: FileRun, target: Target) -> MeasuredFile | None:
+        """Returns the file of the unchanged model that is better than that of the plan, or None.
+
+        It is faster, no farther from the original, and meets the target. A plan for MACs gives way to the unchanged
+        model in the same format alone, and one for parameters to none, because it need not be faster.
+        """
+        log, result = self.settings.log, files.result
+        for file in files.better():
+            log(f"{file.title} is faster than {result.title}, and no farther from the original")
+        if target.minimized == "params":
+            return None
+        if target.minimized != "latency":
+            return files.unchanged if result.gain < 1 else None
+        unchanged = self.measured["latency"].frontier.nothing  # its latency, as a share of the original's
+        return next((file for file in files.better() if file.is_own and unchanged / file.gain <= target.limit), None)
+
+    def unchanged(self, target: Target, files: FileRun | None = None, instead: MeasuredFile | None = None) -> Shrunk:
         """Returns the original with the evidence of its speed relative to its own library, and with the smaller decoder
         that it was planned with.
+
+        With `instead` it is returned in place of a plan, whose file is worse than this one.
         """
         batch = self.settings.batch
+        files = files or self._files(None)
         speed = Latency(batch, final_protocol(self.settings.conditions, batch, self.original), library=True)
-        return self._verified(self.planned_model, target, None, None, speed)
+        return self._verified(self.planned_model, target, None, None, speed, files, instead)
 
     def _verified(
-        self, model: nn.Module, target: Target, plan: Plan | None, prescription: Prescription | None, last: Check
+        self,
+        model: nn.Module,
+        target: Target,
+        plan: Plan | None,
+        prescription: Prescription | None,
+        last: Check,
+        files: FileRun | None = None,
+        instead: MeasuredFile | None = None,
     ) -> Shrunk:
         """Verifies a model against the original; `last` is the check of what was promised."""
         begin("verifying")
@@ -363,12 +394,14 @@ class ShrinkRun:
         about = {"target": str(target), **self.about}
         context = {"prescription": prescription, "seed": self.settings.seed, "batch_size": 32}
         evidence = verify(model, self.original, tested, checks, about, **context)
+        evidence = evidence if files is None else files.added_to(evidence, instead)
         samples, maps = samples_of(self.original, model, tested, names)
         # Of the blocks, which a copy with a smaller decoder shares with the original.
         diagnosis = replace(self.diagnosis, fingerprint=model_fingerprint(self.original))
         in_kernels = self.settings.to is None and self.settings.conditions.in_kernels
         parts = diagnosis, samples, names, self.images, maps, in_kernels
-        return Shrunk(model, prescription, evidence, plan, target, *parts)
+        form = self.settings.to if instead is None else str(instead.form)
+        return Shrunk(model, prescription, evidence, plan, target, *parts, form)
 
 
 def _verified_on(images: ImageParts, most: int, reason: str, log: Log) -> ImageParts:

@@ -83,6 +83,8 @@ class Shrunk:
         maps: The maps that the original and the smaller model return for some samples, for the report; None for other
             outputs.
         timed_in_kernels: Whether a target of latency is that in attnrx's kernels, so that the model is accelerated.
+        form: The format of the file to write, as text, for a target of one: that of the call, or another one in which
+            the unchanged model is better than the plan.
     """
 
     model: nn.Module
@@ -96,6 +98,7 @@ class Shrunk:
     images: ImageParts | None = None
     maps: MapSamples | None = None
     timed_in_kernels: bool = False
+    form: str | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.prescription, self.evidence))

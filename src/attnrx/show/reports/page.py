@@ -16,10 +16,12 @@ from attnrx.show.checks.costs import KERNELS
 from attnrx.show.reports.layers import changes, maps, treatment
 from attnrx.show.reports.numbers import fixed, interval, number, percent, plain, quantity, short, typeset, with_unit
 from attnrx.show.reports.results import (
+    FILE_COLUMNS,
     by_severity,
     costs,
     finding_of,
     findings,
+    measured_files,
     sentence,
     statements,
     summary_parts,
@@ -243,6 +245,7 @@ def model_card(
         markdown(", ".join(map(str, summary_parts(measured)))),
         markdown(sentence(evidence)),
         markdown_table(("", ""), rows) if rows else "",
+        *_files(measured),
         "## How to use it",
         *([PORTABLE.format(code=library_code)] if library_code else []),
         USE.format(call=call, accelerated=ACCELERATED if in_kernels else ""),
@@ -294,6 +297,12 @@ def _prescribed(prescription: Prescription) -> list[str]:
     origin = f"{rules}For the model with the fingerprint {markdown_code(prescription.fingerprint)}."
     columns = ("layer", f"directions that each head keeps, of {num_directions}")
     return ["## Prescription", origin, markdown_table(columns, rows) if rows else ""]
+
+
+def _files(evidence: Evidence) -> list[str]:
+    """Returns the table of the files that were measured beside the vendor's, for the model card."""
+    title, rows = measured_files(evidence)
+    return [f"{markdown(title)}:", markdown_table(FILE_COLUMNS, rows)] if rows else []
 
 
 def _evidence(evidence: Evidence) -> list[str]:

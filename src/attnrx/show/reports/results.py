@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks.costs import KERNELS
-from attnrx.show.reports.numbers import MISSING, TIMES, fixed, known, number, quantity, typeset, with_unit
+from attnrx.show.reports.numbers import MISSING, TIMES, fixed, interval, known, number, quantity, typeset, with_unit
 from attnrx.support.errors import CheckpointError
 from attnrx.support.storage import read_json
 from attnrx.vit.costs import factors_text, speed_text
@@ -103,7 +103,7 @@ def statements(evidence: Evidence) -> list[str]:
     if not nothing_removed(evidence):
         return warnings
     measured = speeds(evidence)
-    if not measured:
+    if not measured or evidence.of("files"):  # the files of one run state what the runtime gives
         return [*warnings, "NOTHING WAS REMOVED: this is the unchanged model"]
     runtime = measured[0].runtime
     alone = f"NOTHING WAS REMOVED: this is the unchanged model, and its speed is that of {runtime} alone"
@@ -202,6 +202,8 @@ def verdict(found: Evidence | None, records: Mapping[str, Record]) -> dict[str, 
         "after": "unchanged" if nothing_removed(evidence) else "smaller",
         "rows": list(_rows(evidence)),
         "times": _times(evidence),
+        "files": measured_files(evidence),
+        "file_columns": FILE_COLUMNS,
         "conditions": next((speed.conditions for speed in speeds(evidence)), ""),
         "notes": list(dict.fromkeys(notes)),
         "failures": list(evidence.failures),
@@ -253,6 +255,33 @@ def _rows(evidence: Evidence) -> Iterator[tuple[str, ...]]:
                 "unchanged" if old == new else with_unit(fixed(100 * (new - old) / max(old, 1), 1, signed=True), "%")
             )
             yield title, number(old / scale) + prefix, number(new / scale) + prefix, change
+
+
+FILE_COLUMNS = ("file", "speed", "divergence", "unchanged answers", "size")
+
+
+def measured_files(evidence: Evidence) -> tuple[str, list[tuple[str, ...]]]:
+    """Returns the title and the rows of the files that were measured in one run: the vendor's of the unchanged model,
+    attnrx's of it, and that of the result; no rows without such a run.
+    """
+    rows, title = [], ""
+    for finding in evidence.of("files"):
+        details = finding.details
+        divergence, agreement = details["divergence"], details["agreement"]
+        rows.append(
+            (
+                details["title"],
+                f"{finding.value:.2f}x {interval(finding.low, finding.high)}".strip(),
+                quantity(divergence["value"], divergence["unit"], divergence["low"], divergence["high"]),
+                MISSING
+                if agreement is None
+                else quantity(agreement["value"], "%", agreement["low"], agreement["high"]),
+                f"{details['bytes'] / 1e6:.1f} MB",
+            )
+        )
+        threads = f"{details['threads']} thread{'s' * (details['threads'] != 1)}"
+        title = f"Files in one run, batch {details['batch']}, {threads}, {details['hardware']}"
+    return title, rows
 
 
 def findings(evidence: Evidence) -> dict[str, Any]:

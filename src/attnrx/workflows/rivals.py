@@ -1,0 +1,213 @@
+"""The file of a result beside what a user has without a plan: the vendor's conversion of the unchanged model, its 8
+bits by the vendor's defaults, and the unchanged model as a file of attnrx, all in one run.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.change.predictions import predict
+from attnrx.data import ImageSet
+from attnrx.exporting import (
+    Exported,
+    ExportSubject,
+    Format,
+    bare_subject,
+    precision_for,
+    vendor_file,
+    vendor_title,
+    with_8_bits,
+    with_vendor,
+    without_8_bits,
+    write_exported,
+)
+from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.show.checks.statistics import mean_estimate
+from attnrx.support.errors import AttnrxError
+from attnrx.support.estimate import Estimate
+from attnrx.support.progress import Log
+from attnrx.support.records import to_dict
+from attnrx.vit.costs import LatencyProtocol, compare_latencies
+from attnrx.vit.models import family_of
+
+# The test images on which the files are compared: their mean divergence varies by some percent.
+COMPARED_IMAGES = 500
+RESULT, UNCHANGED = "this result", "nothing removed"
+
+
+@dataclass(frozen=True)
+class MeasuredFile:
+    """One file of a run.
+
+    Attributes:
+        title: What it is.
+        form: Its format.
+        is_own: Whether attnrx wrote it; else the vendor's tool did.
+        speed: Its speed relative to the vendor's conversion of the unchanged model in float.
+        gain: Its speed relative to attnrx's file of the unchanged model in the same run.
+        divergence: The mean divergence of its outputs from the original's.
+        agreement: The decisions that are the original's, in %; None for outputs without decisions.
+        bytes: Its size.
+    """
+
+    title: str
+    form: Format
+    is_own: bool
+    speed: Estimate
+    gain: float
+    divergence: Estimate
+    agreement: Estimate | None
+    bytes: int
+
+    def dominates(self, other: "MeasuredFile") -> bool:
+        """Whether it is faster than another file and its outputs are no farther from the original's."""
+        return self.speed.value > other.speed.value and self.divergence.value <= other.divergence.value
+
+    def finding(self, baseline: str, protocol: LatencyProtocol, batch: int, unit: str) -> Finding:
+        """Returns the speed as a finding, with the rest in its details."""
+        details: dict[str, Any] = {
+            "quantity": "file",
+            "title": self.title,
+            "format": to_dict(self.form),
+            "divergence": to_dict(self.divergence, typed=False) | {"unit": unit},
+            "agreement": None if self.agreement is None else to_dict(self.agreement, typed=False),
+            "bytes": self.bytes,
+            "batch": batch,
+            "threads": protocol.conditions.threads or torch.get_num_threads(),
+            "hardware": protocol.conditions.hardware,
+        }
+        low, high = self.speed.low, self.speed.high
+        claim = f"speed of {self.title} relative to {baseline}"
+        return Finding("files", claim, self.speed.value, "x", low=low, high=high, n=protocol.rounds, details=details)
+
+
+@dataclass(frozen=True)
+class FileRun:
+    """The files that were measured in one run, by their titles, and their findings; speeds are relative to the file of
+    the title `baseline`.
+    """
+
+    files: Mapping[str, MeasuredFile]
+    baseline: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def result(self) -> MeasuredFile:
+        return self.files[RESULT]
+
+    @property
+    def unchanged(self) -> MeasuredFile:
+        return self.files[UNCHANGED]
+
+    def added_to(self, evidence: Evidence, instead: MeasuredFile | None) -> Evidence:
+        """Returns the evidence with the findings, and a warning if a file of the unchanged model is better than the
+        result, or is returned `instead` of it.
+        """
+        about = dict(evidence.about)
+        if instead is not None:
+            loss = (
+                f"a divergence of {instead.divergence.value:.3f}, that of the plan {self.result.divergence.value:.3f}"
+            )
+            words = f"{instead.form} alone is {instead.speed.value:.2f}x as fast as {self.baseline} at {loss}"
+            about["warnings"] = [*about.get("warnings", ()), f"{words}, at {self.result.speed.value:.2f}x"]
+        elif RESULT in self.files and (better := self.better()):
+            words = f"{better[0].title} of the unchanged model is faster, and no farther from the original"
+            about["warnings"] = [*about.get("warnings", ()), words]
+        return Evidence((*evidence.findings, *self.findings), about)
+
+    def better(self) -> list[MeasuredFile]:
+        """Returns the files that dominate the result, the fastest first."""
+        found = [file for file in self.files.values() if file.dominates(self.result)]
+        return sorted(found, key=lambda file: -file.speed.value)
+
+
+def measure_files(
+    original: nn.Module,
+    result: nn.Module | None,
+    form: Format,
+    calibration: ImageSet,
+    tested: ImageSet,
+    protocol: LatencyProtocol,
+    noise: torch.Tensor,
+    log: Log,
+) -> FileRun:
+    """Writes and measures the files in the runtime of a format: the vendor's of the unchanged model in float and 8
+    bits, attnrx's of the unchanged model in the format and in 8 bits, and that of the `result`, if there is one.
+
+    All are timed in turns on the `noise`, calibrated on the same images, and compared on the `tested` ones. A file that
+    cannot be written is left out and logged, but for those of attnrx in the format itself.
+
+    Raises:
+        NotSupported: A file of attnrx cannot be written in the format, or the outputs of the result's file differ.
+    """
+    tested = tested.take(min(COMPARED_IMAGES, len(tested)))
+    with TemporaryDirectory() as folder:
+        written: dict[str, tuple[Exported, bool]] = {}
+        for name, file, is_own in _written(original, result, form, calibration, Path(folder), log):
+            written[name] = file, is_own
+        files = {name: file for name, (file, _) in written.items()}
+        first = next(iter(files))
+        log(f"timing the files in turns: {', '.join(files)}")
+        speeds = compare_latencies(files, files[first], noise, protocol, unchanged=files[UNCHANGED])
+        answers = predict({"original": original, **files}, tested, task="comparing files")
+        kind, measured = answers.kind, dict[str, MeasuredFile]()
+        for name, (file, is_own) in written.items():
+            agreement = None
+            if kind.has_decisions:
+                agreement = mean_estimate(answers.agreement("original", name).double(), 0).scaled(100)
+            gain = speeds[name].by_compression
+            assert gain is not None
+            divergence = mean_estimate(answers.divergence("original", name).double(), 0)
+            size = sum(path.stat().st_size for path in file.path.parent.glob(f"{file.path.stem}.*"))
+            about = speeds[name].faster, gain.value, divergence, agreement, size
+            measured[name] = MeasuredFile(name, file.form, is_own, *about)
+            log(_line(measured[name], first, kind.columns[1]))
+    findings = [file.finding(first, protocol, len(noise), kind.unit) for file in measured.values()]
+    return FileRun(measured, first, tuple(findings))
+
+
+def _line(file: MeasuredFile, baseline: str, noun: str) -> str:
+    agreement = "" if file.agreement is None else f", {file.agreement.value:.1f} % unchanged"
+    speed = f"{file.speed.value:.2f}x of {baseline}"
+    return f"{file.title}: {speed}, {noun} {file.divergence.value:.3f}{agreement}, {file.bytes / 1e6:.1f} MB"
+
+
+def _written(
+    original: nn.Module, result: nn.Module | None, form: Format, calibration: ImageSet, folder: Path, log: Log
+) -> Iterator[tuple[str, Exported, bool]]:
+    """Yields the title of every file, the file, and whether attnrx wrote it; the vendor's float file, if any, first."""
+    plain, bits = without_8_bits(form), with_8_bits(form)
+
+    def subject(model: nn.Module, form: Format) -> ExportSubject:
+        precision = precision_for(model, form)
+        return ExportSubject.of(model, form, precision=precision, calibration=calibration)
+
+    if with_vendor(form):
+        library = bare_subject(family_of(original).library_model(original), subject(original, form))
+        for index, each in enumerate(filter(None, (plain, bits))):
+            path = folder / f"vendor{index}" / f"model{form.suffix}"
+            path.parent.mkdir()
+            try:
+                yield vendor_title(each), vendor_file(library, path, each), False
+            except AttnrxError as error:
+                log(f"not compared with {vendor_title(each)}: {error}")
+    own = {UNCHANGED: (original, form)}
+    if bits is not None and bits != form:
+        own[f"{UNCHANGED}, int8"] = original, bits
+    if result is not None:
+        own[RESULT] = result, form
+    for index, (name, (model, each)) in enumerate(own.items()):
+        path = folder / f"own{index}" / f"model{each.suffix}"
+        path.parent.mkdir()
+        try:
+            # Those of the result and of its runtime are what is saved: one that differs could not be.
+            yield name, write_exported(subject(model, each), path, each, is_compared=name != UNCHANGED), True
+        except AttnrxError as error:
+            if each == form:
+                raise
+            log(f"not compared with {name}: {error}")

@@ -1,0 +1,121 @@
+"""A result with a file is measured beside what a user has without a plan, and gives way to what is better."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import attnrx as rx
+from attnrx.data.model_data import images_for
+from attnrx.decide.planning.cost_table import exact_cost_table
+from attnrx.exporting import parse_format
+from attnrx.show.reports.results import measured_files, summary_of
+from attnrx.support.estimate import Estimate
+from attnrx.vit.costs import Conditions, LatencyProtocol
+from attnrx.vit.models import model_fingerprint
+from attnrx.workflows.rivals import RESULT, UNCHANGED, FileRun, MeasuredFile, measure_files
+from support.pretrained import of_timm
+
+pytest.importorskip("onnxruntime")
+
+
+def images(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+
+
+def model() -> Any:
+    return rx.load(of_timm("vit_tiny_patch16_224", depth=3, num_classes=3)).float().eval()
+
+
+def measured(title: str, speed: float, divergence: float, to: str = "onnx", is_own: bool = True) -> MeasuredFile:
+    one, other = Estimate(speed, speed, speed), Estimate(divergence, divergence, divergence)
+    return MeasuredFile(title, parse_format(to), is_own, one, speed, other, None, 1)
+
+
+def run_of(*files: MeasuredFile) -> FileRun:
+    protocol = LatencyProtocol(Conditions(threads=1), rounds=2)
+    findings = tuple(file.finding(files[0].title, protocol, 1, "nats") for file in files)
+    return FileRun({file.title: file for file in files}, files[0].title, findings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["onnx", "openvino(precision=bf16)", "openvino(precision=int8,images=16)"])
+def test_all_files_are_measured_in_one_run(to: str) -> None:
+    pytest.importorskip("openvino"), pytest.importorskip("nncf")
+    original, lines = model(), list[str]()
+    result = rx.realize(original, rx.prescribe(rx.diagnose(original, images(16)), "hidden=uniform_rank:0.5"))
+    data = images_for(original, images(32), "images")
+    protocol = LatencyProtocol(Conditions(threads=1), rounds=3, warmup=1)
+    run = measure_files(original, result, parse_format(to), data, data, protocol, images(2), lines.append)
+    own = [file for file in run.files.values() if file.is_own]
+    vendors = [file for file in run.files.values() if not file.is_own]
+    assert [file.speed.value for file in vendors][:1] == [1.0] and len(vendors) == 2, lines
+    assert [file.form.calibrated for file in vendors] == [False, True]
+    assert run.unchanged.gain == 1.0 and run.result.divergence.value > vendors[0].divergence.value
+    assert {file.form.calibrated for file in own if file is not run.result} == (
+        {True} if "int8" in to else {False, True}
+    )
+    assert vendors[1].bytes < 0.5 * vendors[0].bytes and all(
+        file.title in " ".join(lines) for file in run.files.values()
+    )
+    evidence = run.added_to(rx.Evidence((), {}), None)
+    title, rows = measured_files(evidence)
+    assert "batch 2, 1 thread" in title and [row[0] for row in rows] == list(run.files)
+
+
+def test_a_file_is_better_if_it_is_faster_and_no_farther() -> None:
+    vendor, unchanged = measured("vendor", 1.0, 0.0, is_own=False), measured(UNCHANGED, 1.1, 0.0)
+    bits = measured("int8", 1.5, 0.01, "int8")
+    plan = measured(RESULT, 1.4, 0.02)
+    run = run_of(vendor, unchanged, bits, plan)
+    assert run.better() == [bits]
+    assert run_of(vendor, unchanged, bits, replace(plan, divergence=Estimate(0.005, 0.005, 0.005))).better() == []
+    assert run_of(vendor, unchanged, bits, replace(plan, speed=Estimate(1.0, 1.0, 1.0))).better() == [bits, unchanged]
+    about = run.added_to(rx.Evidence((), {"warnings": ["other"]}), bits).about
+    assert about["warnings"][0] == "other" and "int8 alone is 1.50x as fast as vendor" in about["warnings"][1]
+
+
+def measuring(monkeypatch: pytest.MonkeyPatch, *files: MeasuredFile) -> None:
+    """Lets every run measure these files, and the result's only if there is one."""
+
+    def measure(original: Any, result: Any, *_: Any) -> FileRun:
+        return run_of(*(file for file in files if result is not None or file.title != RESULT))
+
+    monkeypatch.setattr("attnrx.workflows.shrink.measure_files", measure)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("speed", "divergence", "is_better"), [(9.0, 0.0, True), (9.0, 1.0, False)])
+def test_no_plan_is_returned_that_a_file_of_the_unchanged_model_is_better_than(
+    speed: float, divergence: float, is_better: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bits = measured(f"{UNCHANGED}, int8", speed, divergence, "int8")
+    vendor = measured("vendor", 0.5, 0.0, is_own=False)
+    measuring(monkeypatch, vendor, measured(UNCHANGED, 1.0, 0.0), bits, measured(RESULT, 1.2, 0.5))
+    # The plan is one for this share of the MACs, whatever its file's speed is on this machine.
+    planner = "attnrx.decide.planning.planner"
+    monkeypatch.setattr(f"{planner}.PlanTimer.cost_table", lambda self: exact_cost_table(self.space, "macs"))
+    monkeypatch.setattr(f"{planner}.Planner._by_timing", lambda self, target: self._searched(0.8))
+    shrunk = rx.shrink(model(), images(48), faster=1.0001, batch=2, threads=1, to="onnx")
+    assert (shrunk.prescription is None, shrunk.form) == (is_better, "int8" if is_better else "onnx")
+    assert ("int8 alone is 9.00x as fast as vendor" in summary_of(shrunk.evidence)) == is_better
+    assert [finding.value for finding in shrunk.evidence.of("files")] == [0.5, 1.0, speed, 1.2]
+
+
+@pytest.mark.parametrize(
+    ("target", "speed", "is_changed"),
+    [
+        ("macs", 0.9, False),
+        pytest.param("macs", 1.1, True, marks=pytest.mark.slow),
+        pytest.param("params", 0.9, True, marks=pytest.mark.slow),
+    ],
+)
+def test_the_unchanged_model_is_the_result_where_the_smaller_file_is_slower(
+    target: str, speed: float, is_changed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measuring(monkeypatch, measured(UNCHANGED, 1.0, 0.0), measured(RESULT, speed, 0.5))
+    request: dict[str, Any] = {target: 0.8}
+    found = rx.shrink(model(), images(48), **request, to="onnx")
+    assert (found.prescription is not None) == is_changed and found.form == "onnx"
+    assert (model_fingerprint(found.model) != model_fingerprint(model())) == is_changed
