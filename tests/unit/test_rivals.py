@@ -42,7 +42,8 @@ def run_of(*files: MeasuredFile) -> FileRun:
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["onnx", "openvino(precision=bf16)", "openvino(precision=int8,images=16)"])
 def test_all_files_are_measured_in_one_run(to: str) -> None:
-    pytest.importorskip("openvino"), pytest.importorskip("nncf")
+    for library in ("openvino", "nncf"):
+        pytest.importorskip(library)
     original, lines = model(), list[str]()
     result = rx.realize(original, rx.prescribe(rx.diagnose(original, images(16)), "hidden=uniform_rank:0.5"))
     data = images_for(original, images(32), "images")
@@ -52,13 +53,13 @@ def test_all_files_are_measured_in_one_run(to: str) -> None:
     vendors = [file for file in run.files.values() if not file.is_own]
     assert [file.speed.value for file in vendors][:1] == [1.0] and len(vendors) == 2, lines
     assert [file.form.calibrated for file in vendors] == [False, True]
-    assert run.unchanged.gain == 1.0 and run.result.divergence.value > vendors[0].divergence.value
+    assert run.unchanged.gain == 1.0 and run.result.divergence.value > 0
     assert {file.form.calibrated for file in own if file is not run.result} == (
         {True} if "int8" in to else {False, True}
     )
-    assert vendors[1].bytes < 0.5 * vendors[0].bytes and all(
-        file.title in " ".join(lines) for file in run.files.values()
-    )
+    # Of the model itself, whose files differ by rounding.
+    assert vendors[0].divergence.value < 1e-4 > run.unchanged.divergence.value or "int8" in to
+    assert all(title in " ".join(lines) for title in run.files)
     evidence = run.added_to(rx.Evidence((), {}), None)
     title, rows = measured_files(evidence)
     assert "batch 2, 1 thread" in title and [row[0] for row in rows] == list(run.files)

@@ -19,9 +19,9 @@ def quantized(model: Any, inputs: Iterable[Any], floats: Sequence[str] = (), *, 
     """Returns a graph whose matrix products have 8 bits, by NNCF's scheme for transformers: SmoothQuant, corrected
     biases, and ranges of activations from the `inputs`, each one call of the graph.
 
-    Operations with the names `floats` stay as they are. The range of an activation is that of all inputs, unless
-    `by_defaults`: NNCF's own is the mean of the ranges of single inputs, outside of which the outliers of pre-trained
-    models are.
+    Operations with the names `floats` stay as they are. The range of an activation covers all inputs. With
+    `by_defaults` it is NNCF's own: the mean of the ranges of single inputs, which cuts the outliers of pre-trained
+    models off.
 
     Raises:
         NotSupported: NNCF is not installed.

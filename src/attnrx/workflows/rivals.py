@@ -33,7 +33,7 @@ from attnrx.support.estimate import Estimate
 from attnrx.support.progress import Log
 from attnrx.support.records import to_dict
 from attnrx.vit.costs import LatencyProtocol, compare_latencies
-from attnrx.vit.models import family_of
+from attnrx.vit.models import timed_form
 
 # The test images on which the files are compared: their mean divergence varies by some percent.
 COMPARED_IMAGES = 500
@@ -110,11 +110,10 @@ class FileRun:
         """
         about = dict(evidence.about)
         if instead is not None:
-            loss = (
-                f"a divergence of {instead.divergence.value:.3f}, that of the plan {self.result.divergence.value:.3f}"
-            )
-            words = f"{instead.form} alone is {instead.speed.value:.2f}x as fast as {self.baseline} at {loss}"
-            about["warnings"] = [*about.get("warnings", ()), f"{words}, at {self.result.speed.value:.2f}x"]
+            speed, loss = f"{instead.speed.value:.2f}x", f"{instead.divergence.value:.3f}"
+            words = f"{instead.form} alone is {speed} as fast as {self.baseline}, at a divergence of {loss}"
+            of_plan = f"the plan {self.result.speed.value:.2f}x, at {self.result.divergence.value:.3f}"
+            about["warnings"] = [*about.get("warnings", ()), f"{words}; {of_plan}"]
         elif RESULT in self.files and (better := self.better()):
             words = f"{better[0].title} of the unchanged model is faster, and no farther from the original"
             about["warnings"] = [*about.get("warnings", ()), words]
@@ -137,10 +136,10 @@ def measure_files(
     log: Log,
 ) -> FileRun:
     """Writes and measures the files in the runtime of a format: the vendor's of the unchanged model in float and 8
-    bits, attnrx's of the unchanged model in the format and in 8 bits, and that of the `result`, if there is one.
+    bits, attnrx's files of it in the format and in 8 bits, and the file of the `result`, if there is one.
 
     All are timed in turns on the `noise`, calibrated on the same images, and compared on the `tested` ones. A file that
-    cannot be written is left out and logged, but for those of attnrx in the format itself.
+    cannot be written is left out and logged. Files of attnrx in the format itself have to be written.
 
     Raises:
         NotSupported: A file of attnrx cannot be written in the format, or the outputs of the result's file differ.
@@ -164,7 +163,8 @@ def measure_files(
             assert gain is not None
             divergence = mean_estimate(answers.divergence("original", name).double(), 0)
             size = sum(path.stat().st_size for path in file.path.parent.glob(f"{file.path.stem}.*"))
-            about = speeds[name].faster, gain.value, divergence, agreement, size
+            speed = Estimate(1.0, 1.0, 1.0) if name == first else speeds[name].faster
+            about = speed, gain.value, divergence, agreement, size
             measured[name] = MeasuredFile(name, file.form, is_own, *about)
             log(_line(measured[name], first, kind.columns[1]))
     findings = [file.finding(first, protocol, len(noise), kind.unit) for file in measured.values()]
@@ -188,7 +188,10 @@ def _written(
         return ExportSubject.of(model, form, precision=precision, calibration=calibration)
 
     if with_vendor(form):
-        library = bare_subject(family_of(original).library_model(original), subject(original, form))
+        if bits is None:
+            log("not compared with files of 8 bits: pip install 'attnrx[int8]'")
+        # Not the model of its library that latencies are relative to: that one has other weights.
+        library = bare_subject(timed_form(original, in_kernels=False), subject(original, form))
         for index, each in enumerate(filter(None, (plain, bits))):
             path = folder / f"vendor{index}" / f"model{form.suffix}"
             path.parent.mkdir()
@@ -205,7 +208,7 @@ def _written(
         path = folder / f"own{index}" / f"model{each.suffix}"
         path.parent.mkdir()
         try:
-            # Those of the result and of its runtime are what is saved: one that differs could not be.
+            # A file that differs from its model could not be saved.
             yield name, write_exported(subject(model, each), path, each, is_compared=name != UNCHANGED), True
         except AttnrxError as error:
             if each == form:

@@ -351,7 +351,7 @@ class ShrinkRun:
         return measure_files(self.original, model, form, *images, protocol, noise, settings.log)
 
     def _instead(self, files: FileRun, target: Target) -> MeasuredFile | None:
-        """Returns the file of the unchanged model that is better than that of the plan, or None.
+        """Returns the file of the unchanged model that is better than the plan's file, or None.
 
         It is faster, no farther from the original, and meets the target. A plan for MACs gives way to the unchanged
         model in the same format alone, and one for parameters to none, because it need not be faster.

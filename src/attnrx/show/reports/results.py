@@ -261,8 +261,8 @@ FILE_COLUMNS = ("file", "speed", "divergence", "unchanged answers", "size")
 
 
 def measured_files(evidence: Evidence) -> tuple[str, list[tuple[str, ...]]]:
-    """Returns the title and the rows of the files that were measured in one run: the vendor's of the unchanged model,
-    attnrx's of it, and that of the result; no rows without such a run.
+    """Returns the title and the rows of the files that were measured in one run: the vendor's and attnrx's files of the
+    unchanged model, and the result's. There are no rows without such a run.
     """
     rows, title = [], ""
     for finding in evidence.of("files"):
