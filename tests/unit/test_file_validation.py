@@ -151,12 +151,12 @@ def test_numbers_that_contradict_each_other_are_refused_by_field(
 
 
 @pytest.mark.parametrize(("field", "value", "message"), NUMBERS)
-def test_files_without_a_hash_are_read_if_their_numbers_fit(
+def test_files_of_schema_2_without_a_hash_are_read_if_their_numbers_fit(
     field: str, value: Any, message: str, measured: Path, tmp_path: Path
 ) -> None:
     """As earlier versions wrote them."""
     record = {name: part for name, part in read_json(measured).items() if name != SEAL}
-    earlier = write_json(tmp_path / "earlier.json", record)
+    earlier = write_json(tmp_path / "earlier.json", record | {"schema": 2})
     assert Evidence.load(earlier) == Evidence.load(measured)
     changed = write_edited(tmp_path / "evidence.json", earlier, field, value)
     if "hash" in message:
@@ -164,6 +164,12 @@ def test_files_without_a_hash_are_read_if_their_numbers_fit(
         return
     with pytest.raises(CheckpointError, match=re.escape(message)):
         Evidence.load(changed)
+
+
+def test_evidence_of_which_the_hash_was_removed_is_refused(measured: Path, tmp_path: Path) -> None:
+    record = {name: part for name, part in read_json(measured).items() if name != SEAL}
+    with pytest.raises(CheckpointError, match=f"{SEAL} is missing"):
+        Evidence.load(write_json(tmp_path / "evidence.json", record))
 
 
 def test_a_difference_that_is_not_candidate_minus_reference_is_refused(measured: Path, tmp_path: Path) -> None:

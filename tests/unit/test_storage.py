@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from attnrx.support.errors import CheckpointError
-from attnrx.support.storage import fingerprint, read_json, read_tensors, write_atomically, write_json, write_tensors
+from attnrx.support.storage import (
+    fingerprint,
+    read_json,
+    read_tensors,
+    write_atomically,
+    write_json,
+    write_tensors,
+    write_text,
+)
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -34,6 +42,11 @@ def test_a_full_disk_leaves_the_old_file_and_says_so(tmp_path: Path) -> None:
         write_atomically(path, full)
     assert read_json(path) == {"value": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_text_may_be_empty(tmp_path: Path) -> None:
+    """The history of a run that was stopped before its first epoch is."""
+    assert write_text(tmp_path / "history.jsonl", "").read_bytes() == b""
 
 
 def test_json_holds_no_nan(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from attnrx.support.seals import SEAL, check_seal, sealed
 from attnrx.support.storage import read_record, require_fingerprint, write_json
 from attnrx.support.tables import aligned_table
 
-KIND, SCHEMA = "attnrx evidence", 2
+KIND, SCHEMA = "attnrx evidence", 3
 HOLDS, FAILS, UNDECIDED, REPORTED = OUTCOMES = ("holds", "fails", "undecided", "reported")
 
 

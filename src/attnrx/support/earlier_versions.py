@@ -77,10 +77,10 @@ def _plan(record: Entries, path: Path) -> dict[str, Any]:
 
 
 def _evidence(record: Entries, path: Path) -> dict[str, Any]:
-    """Seals evidence that was written before there were seals, as it is converted."""
-    if SEAL in record:
+    """Evidence of schema 2 had no seal: it is sealed as it is converted, with schema 3."""
+    if record.get("schema") != 2:
         return dict(record)
-    return sealed({name: _of_types(value) for name, value in record.items()})
+    return sealed({name: _of_types(value) for name, value in record.items() if name != SEAL} | {"schema": 3})
 
 
 def _elastic(record: Entries, path: Path) -> dict[str, Any]:

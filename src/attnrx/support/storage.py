@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as decode_tensors
 from safetensors.torch import save as encode_tensors
 
-from attnrx.support.arguments import FINITE, Kind, checked, described
+from attnrx.support.arguments import ANY_TEXT, FINITE, Kind, checked, described
 from attnrx.support.atomic_writes import require_replaceable, write_atomically
 from attnrx.support.earlier_versions import converted
 from attnrx.support.errors import CheckpointError, FingerprintMismatch, InvalidInput
@@ -35,7 +35,7 @@ DTYPES = (
 MAX_JSON_BYTES = 2**28  # parsed JSON takes several times the memory of its text
 
 
-@checked()
+@checked(content=ANY_TEXT)
 def write_text(path: Path | str, content: str) -> Path:
     """Writes a text as UTF-8, as `write_atomically` does; returns the path."""
     return write_atomically(path, lambda temporary: temporary.write_bytes(content.encode()))
@@ -273,9 +273,10 @@ def read_record(path: Path | str, kind: str, schema: int, fields: Kind) -> dict[
         CheckpointError: The file is missing, damaged, of another kind or version, or a field is not valid.
     """
     record = read_json(path)
+    if isinstance(record, Mapping) and record.get("kind") == kind:
+        record = converted(record, path)
     # Kind and version first: the fields of another kind of file would be reported as damaged ones.
     check_schema(record, kind, schema, path)
-    record = converted(record, path)
     validated({name: value for name, value in record.items() if name not in ("kind", "schema")}, fields, path)
     return record
 
