@@ -274,9 +274,19 @@ def require_export_path(path: Path, form: Format, with_script: bool) -> None:
 
 def require_replaceable_files(path: Path, files: Iterable[Path]) -> None:
     """Raises InvalidInput for an existing one of `files` that is none of an earlier export at the path."""
-    facts = present_facts(path)
-    own = set() if facts is None else {path.with_name(name) for name in facts["files"]}
-    require_absent(list(files), own.__contains__)
+    require_absent(list(files), stated_files(path).__contains__)
+
+
+def stated_files(path: Path) -> list[Path]:
+    """Returns the unchanged files that the facts of a path state, also of an export that was interrupted."""
+    try:
+        facts = read_json(facts_path(path))
+        stated = facts["files"] if facts["kind"] == KIND else {}
+        files = {path.with_name(name): sha256 for name, sha256 in stated.items()}
+    # The facts are not validated here, so any of their fields may be missing or of another type.
+    except (CheckpointError, AttributeError, KeyError, TypeError, ValueError):
+        return []
+    return [file for file, sha256 in files.items() if file.is_file() and file_sha256(file) == sha256]
 
 
 def present_exports(folder: Path) -> dict[Path, dict[str, Any]]:
@@ -292,8 +302,12 @@ def files_of_export(path: Path, facts: Mapping[str, Any]) -> list[Path]:
 
 
 def remove_export(path: Path) -> None:
-    """Deletes an export: its facts, its files and its script, unless they were changed."""
-    facts = present_facts(path)
-    # The facts first: files without facts are not taken for an export.
-    for each in [] if facts is None else files_of_export(path, facts):
+    """Deletes an export, also an interrupted one: its files and its script, unless they were changed, and its facts."""
+    # The facts last: they tell whose the files are if this is interrupted. The main file first: without it there is no
+    # export.
+    for each in sorted(stated_files(path), key=lambda file: file != path):
         each.unlink(missing_ok=True)
+    if (script := present_script(path)) is not None:
+        script.unlink(missing_ok=True)
+    if file_kind(facts_path(path)) == KIND:
+        facts_path(path).unlink(missing_ok=True)

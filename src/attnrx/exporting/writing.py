@@ -573,24 +573,23 @@ def _put(room: Path, path: Path, facts: Mapping[str, Any]) -> None:
 
     A file and its facts cannot be replaced in one step. Between the two steps the facts contain the earlier export's
     too, and the hash of the file decides which are valid. Of several files no hash decides: the earlier export is
-    removed first, and the facts make the new one valid at the end.
+    removed first. The facts come before the files, so that files of an interrupted export are known as its own.
     """
     files = facts["files"]
     if len(files) > 1:
         require_replaceable_files(path, [path.with_name(name) for name in files])
         remove_export(path)
     earlier = present_facts(path)
-    # Without an earlier export the facts are written last: a file without facts is not taken for an export.
-    if earlier is not None:
-        write_json(facts_path(path), {**facts, "earlier": earlier})
+    # Facts without their files are not taken for an export.
+    write_json(facts_path(path), facts if earlier is None else {**facts, "earlier": earlier})
     for name in files:
         # Content before name, as in `write_atomically`: after a power failure a new name must not point to nothing.
         flush(room / name)
         (room / name).replace(path.with_name(name))
-    write_json(facts_path(path), facts)
-    # Files that only the earlier export had.
-    for name in {} if earlier is None else earlier["files"].keys() - files.keys():
-        path.with_name(name).unlink(missing_ok=True)
+    if earlier is not None:
+        write_json(facts_path(path), facts)
+        for name in earlier["files"].keys() - files.keys():  # files that only the earlier export had
+            path.with_name(name).unlink(missing_ok=True)
 
 
 class _Answer(nn.Module):
