@@ -285,6 +285,7 @@ def ran(words: Sequence[object], root: Path, scratch: Path, stop: Stop | None = 
     began, texts = time.monotonic(), [str(word) for word in words]
     if fresh:
         environment = {**os.environ, "TMPDIR": str(scratch), "ATTNRX_CACHE": str(scratch.with_name("cache"))}
+        environment["ATTNRX_BUILD"] = "0"  # a compiler runs on to its end, once per machine
         with log.open("wb") as out:
             command = [sys.executable, "-m", "attnrx", *texts]
             child = subprocess.Popen(

@@ -122,11 +122,7 @@ class Subprocess:
 
     def close(self) -> None:
         """Ends the process, and the process of a call that it runs."""
-        if POSIX:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGTERM)
-        else:
-            self.process.terminate()
+        _end_group(self.process)
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             with suppress(BrokenPipeError):
@@ -244,20 +240,39 @@ def run_program(command: Sequence[str], timeout: int | float) -> subprocess.Comp
     Raises:
         OSError: It cannot be started, or has not ended after `timeout` seconds.
     """
-    try:
+    # Compilers have a folder for their temporary files, which they leave there if they are ended.
+    with scratch_folder() as scratch:
         # In the root folder, because compilers read empty entries of CPATH and its like as the current folder.
-        return subprocess.run(
+        process = subprocess.Popen(
             command,
-            env={**os.environ, "PATH": _program_path()},
+            env={**os.environ, "PATH": _program_path(), "TMPDIR": str(scratch)},
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
-            timeout=timeout,
+            start_new_session=POSIX,
         )
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError(f"{command[0]} timed out after {timeout} seconds") from error
+        with process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired as error:
+                _end_group(process)
+                raise TimeoutError(f"{command[0]} timed out after {timeout} seconds") from error
+            except BaseException:  # Ctrl-C ends the program, and the programs that it started
+                _end_group(process)
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _end_group(process: "subprocess.Popen[str]") -> None:
+    """Ends a process that has a session of its own, and those that it started."""
+    if POSIX:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    else:
+        process.terminate()
 
 
 def _program_path() -> str:
