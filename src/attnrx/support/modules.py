@@ -5,7 +5,7 @@ A tree is several tensors in tuples, lists, mappings and the output classes of l
 
 import copy
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -66,6 +66,37 @@ def _uncopied(model: nn.Module) -> str:
             except Exception:
                 return f"its attribute {f'{name}.{attribute}'.lstrip('.')} ({type(value).__name__})"
     return "one of its parts"
+
+
+def shared_weights(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Returns the weights of a module that have several names, with these."""
+    names = dict[nn.Parameter, list[str]]()
+    for name, weight in module.named_parameters(remove_duplicate=False):
+        names.setdefault(weight, []).append(name)  # by identity, as torch hashes tensors
+    return {weight: found for weight, found in names.items() if len(found) > 1}
+
+
+def share_again_(module: nn.Module, names: Iterable[Sequence[str]]) -> None:
+    """Makes one weight of the names of each group again, where their values are equal."""
+    for first, *others in names:
+        weight = module.get_parameter(first)
+        for path, _, name in (other.rpartition(".") for other in others):
+            owner = module.get_submodule(path)
+            other = getattr(owner, name)
+            if other.shape == weight.shape and (weight.is_meta or torch.equal(other, weight)):
+                setattr(owner, name, weight)
+
+
+def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Puts tensors in the place of the weights of a module, without a copy. Names of one weight stay so, if their
+    tensors are equal.
+
+    Raises:
+        RuntimeError: The tensors do not fit.
+    """
+    names = shared_weights(module).values()
+    module.load_state_dict(tensors, strict=True, assign=True)
+    share_again_(module, names)
 
 
 def require_gradient_(parameter: Tensor, requires_grad: bool) -> None:

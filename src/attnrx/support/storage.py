@@ -96,7 +96,11 @@ def write_tensors(path: Path | str, tensors: Mapping[str, Tensor], about: Mappin
 
 
 def _encoded(tensors: Mapping[str, Tensor], about: dict[str, str]) -> bytes:
-    return encode_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, about)
+    written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # safetensors holds no memory of two names.
+    first = {tensor.data_ptr(): name for name, tensor in reversed(written.items())}
+    is_first = {name: first[tensor.data_ptr()] == name or not tensor.numel() for name, tensor in written.items()}
+    return encode_tensors({name: each if is_first[name] else each.clone() for name, each in written.items()}, about)
 
 
 @checked()

@@ -32,6 +32,7 @@ from attnrx.support.errors import AttnrxError
 from attnrx.support.estimate import Estimate
 from attnrx.support.progress import Log
 from attnrx.support.records import to_dict
+from attnrx.support.shapes import ImageBatch
 from attnrx.vit.costs import LatencyProtocol, compare_latencies
 from attnrx.vit.models import timed_form
 
@@ -132,7 +133,7 @@ def measure_files(
     calibration: ImageSet,
     tested: ImageSet,
     protocol: LatencyProtocol,
-    noise: torch.Tensor,
+    noise: ImageBatch,
     log: Log,
 ) -> FileRun:
     """Writes and measures the files in the runtime of a format: the vendor's of the unchanged model in float and 8

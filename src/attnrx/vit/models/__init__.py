@@ -16,16 +16,16 @@ from attnrx.vit.models.boundary.working_copy import (
     working_copy,
 )
 from attnrx.vit.models.checkpoint import is_model_file, require_model_folder
-from attnrx.vit.models.families import FAMILIES, LIBRARIES, family_of, known_family, model_names, own_family
-from attnrx.vit.models.family import (
-    STATED_OUTPUTS,
-    Family,
-    NamedFamily,
-    num_outputs,
+from attnrx.vit.models.families import (
+    FAMILIES,
+    LIBRARIES,
+    family_of,
+    known_family,
+    model_names,
+    own_family,
     require_ordinary_weights,
-    state_outputs_,
-    stated_outputs,
 )
+from attnrx.vit.models.family import STATED_OUTPUTS, Family, NamedFamily, num_outputs, state_outputs_, stated_outputs
 from attnrx.vit.models.input_validation import InputValidation
 from attnrx.vit.models.observation_hooks import (
     ModuleCall,

@@ -19,6 +19,7 @@ from attnrx.support.atomic_writes import ReplacedFiles, parts_by, replacing_fold
 from attnrx.support.earlier_versions import converted, converted_names
 from attnrx.support.errors import CheckpointError, InvalidInput, nearest
 from attnrx.support.foreign_files import open_pickle
+from attnrx.support.modules import load_tensors_
 from attnrx.support.records import MAX_HEADS, validated
 from attnrx.support.seals import SEAL, check_seal, sealed
 from attnrx.support.shapes import Tensor
@@ -33,7 +34,7 @@ from attnrx.support.storage import (
     write_tensors,
 )
 from attnrx.vit.maps import REALIZATIONS
-from attnrx.vit.models.family import Family, require_ordinary_weights, state_outputs_, stated_outputs
+from attnrx.vit.models.family import Family, require_ordinary_tensors, state_outputs_, stated_outputs
 from attnrx.vit.models.working.token_hooks import attach_tokens_, described_tokens
 from attnrx.vit.tokens import policy_from_dict
 
@@ -113,7 +114,7 @@ def save_weights(
         InvalidInput: Weights are missing, not finite, or of several types.
     """
     folder = Path(folder)
-    require_ordinary_weights(model)
+    require_ordinary_tensors(model, family.block_names(model))
     tensors = dict(model.state_dict())
     require_finite_tensors(tensors, "the model to save")
     # Last comes the file without which the folder is no model.
@@ -215,8 +216,8 @@ def load_weights(folder: Path | str, families: Mapping[str, Family], build: Buil
     except Exception as error:  # timm and transformers build from the record too and raise their own errors
         raise CheckpointError(f"{folder}: the model of config.json cannot be built: {error}") from error
     try:
-        model.load_state_dict(tensors, strict=True, assign=True)
-        require_ordinary_weights(model)
+        load_tensors_(model, tensors)
+        require_ordinary_tensors(model, family.block_names(model))
     except Exception as error:  # torch raises several types
         raise CheckpointError(
             f"{folder}: the weights of {source} do not fit config.json ({error}). The two files are of different "

@@ -6,7 +6,7 @@ from attnrx.support.arguments import checked
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import outermost
 from attnrx.support.registry import Registry
-from attnrx.vit.models.family import Family, NamedFamily
+from attnrx.vit.models.family import Family, NamedFamily, require_ordinary_tensors
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.libraries.huggingface_family import HuggingFaceFamily
 from attnrx.vit.models.libraries.timm_family import TimmFamily
@@ -59,6 +59,17 @@ def family_of(model: nn.Module) -> Family:
         f"use {', '.join(kinds)}, timm:NAME, hf:ID, torchvision:NAME, open_clip:NAME or a folder saved by attnrx. "
         "For a model of your own state where its parts are: attnrx.load(model, reader=attnrx.Reader(...))."
     )
+
+
+def require_ordinary_weights(model: nn.Module) -> None:
+    """Raises an error for a model whose weights cannot be read, compared and stored one by one.
+
+    Raises:
+        NotSupported: As `require_ordinary_tensors`, with the blocks of its family.
+        InvalidInput: Weights on the meta device, or of several floating-point types.
+    """
+    family = known_family(model)
+    require_ordinary_tensors(model, () if family is None else family.block_names(model))
 
 
 def trunks_of(model: nn.Module) -> list[tuple[str, AdoptedFamily]]:

@@ -1,7 +1,7 @@
 """The interface of a model family: where the attention layers are, and how a model is described and rebuilt."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -323,15 +323,20 @@ def num_outputs(head: nn.Module) -> int:
     return next((part.out_features for part in reversed(parts) if isinstance(part, nn.Linear)), 0)
 
 
-def require_ordinary_weights(model: nn.Module) -> None:
+def require_ordinary_tensors(model: nn.Module, blocks: Iterable[str] = ()) -> None:
     """Raises an error for models whose weights cannot be read, compared and stored one by one.
 
+    Args:
+        model: The model.
+        blocks: The paths of its blocks, which are changed one by one. Outside of them two names may share a weight.
+
     Raises:
-        NotSupported: Quantized modules, whose weights are packed, two names that share one tensor, a tensor that is
+        NotSupported: Quantized modules, whose weights are packed, a weight of a block with two names, a tensor that is
             sparse, quantized, complex or not initialized, or a parameter of integers or of 8-bit numbers.
         InvalidInput: Weights on the meta device, or of several floating-point types.
     """
     name, first = type(model).__name__, {}
+    inside = tuple(f"{path}." if path else "" for path in blocks)
     for path, part in model.named_modules():
         if ".nn.quantized." in type(part).__module__:
             raise NotSupported(
@@ -357,7 +362,7 @@ def require_ordinary_weights(model: nn.Module) -> None:
             first.setdefault(value.dtype, key)
         # One dict for both: a dtype and the id of a tensor are different keys.
         shared = first.setdefault(id(value), key)
-        if shared != key:
+        if shared != key and isinstance(value, nn.Parameter) and (shared.startswith(inside) or key.startswith(inside)):
             raise NotSupported(
                 f"{name} shares one tensor between {shared} and {key}, so one cannot be changed without the other. "
                 f"Give each its own: model.get_parameter({key!r}) must be a copy."

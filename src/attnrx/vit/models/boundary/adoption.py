@@ -20,7 +20,7 @@ from attnrx.support.modules import copy_module, random_images, tensors_of
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.models.families import LIBRARIES, family_of, known_family, require_no_supported_part, trunks_of
-from attnrx.vit.models.family import require_ordinary_weights
+from attnrx.vit.models.family import require_ordinary_tensors
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, output_sizes
 from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
 from attnrx.vit.models.parts.module_inputs import ATTRIBUTE, ModuleInputs
@@ -94,7 +94,7 @@ def adopt_any(
     if library is None and takes_images:
         require_no_supported_part(model)
     require_plain_code(model)
-    require_ordinary_weights(model)
+    require_ordinary_tensors(model)
     refusals = () if library is None else tuple(library.refusals(model))
     inside = partial(adopt, factory=factory, creation=creation)  # a module of a user
     units = partial(inside, UnitsFamily(), model, "")
@@ -166,7 +166,7 @@ def adopt(
     require_plain_code(model)
     with reading_parts(model, "its parts"):
         family.require_supported(model.get_submodule(path or ""))
-    require_ordinary_weights(model)
+    require_ordinary_tensors(model)
     require_finite_tensors(model.state_dict(), model_name(model))
     facts = dict(facts or {})
     origin = family.stated_origin(model, path, facts, stated)
@@ -177,9 +177,11 @@ def adopt(
         around = Surroundings(class_name(model), factory and _function_name(factory), path, (), {}, "", 0)
     with reading_parts(model, "its parts"):
         opened, places = family.opened(aliased(original), path or "", facts)
-        layers = family.layers(opened.get_submodule(path or ""))  # before their attention is replaced
+        trunk = opened.get_submodule(path or "")
+        layers = family.layers(trunk)  # before their attention is replaced
         if around is not None:
             around = replace(around, read_blocks=tuple(range(len(layers) // 2)))  # as long as it is not known
+        require_ordinary_tensors(opened, [f"{path or ''}.{each}".strip(".") for each in family.block_paths(trunk)])
         working = family.installed(original, opened, places, Record(family.name, origin, around, facts))
     if not path:  # other parts have no code of a user's, or it is lost when the model is saved
         require_unchanged(original, partial(working.answering(), original), working.input_shape)

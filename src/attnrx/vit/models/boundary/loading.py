@@ -11,13 +11,13 @@ from attnrx.support.arguments import checked
 from attnrx.support.atomic_writes import ReplacedFiles
 from attnrx.support.errors import AttnrxError, CheckpointError, InvalidInput, NotSupported, UnknownName, nearest
 from attnrx.support.hub import NAME, download
+from attnrx.support.modules import load_tensors_
 from attnrx.support.records import from_dict
 from attnrx.support.storage import read_tensors, require_finite_tensors
 from attnrx.vit.models.boundary.adoption import adopt, adopt_any, adopted_instance
 from attnrx.vit.models.boundary.working_copy import WORKING, library_form, plain_form, require_alike, working_copy
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
-from attnrx.vit.models.families import FAMILIES, LIBRARIES, family_of, model_names, own_family
-from attnrx.vit.models.family import require_ordinary_weights
+from attnrx.vit.models.families import FAMILIES, LIBRARIES, family_of, model_names, own_family, require_ordinary_weights
 from attnrx.vit.models.libraries.huggingface_family import HuggingFaceFamily, is_transformers_folder
 from attnrx.vit.models.parts.surroundings import Surroundings
 from attnrx.vit.models.parts.vit_parts import reading_parts
@@ -223,7 +223,7 @@ def _with_weights(model: nn.Module, weights: Path) -> nn.Module:
         names = family_of(model).saved_names(model)
         tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
     try:
-        model.load_state_dict(tensors, strict=True, assign=True)
+        load_tensors_(model, tensors)
         require_ordinary_weights(model)
     except Exception as error:  # torch raises several types
         raise CheckpointError(f"the weights of {source} do not fit the model of the folder ({error}).") from error

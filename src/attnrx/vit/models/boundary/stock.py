@@ -27,8 +27,8 @@ from attnrx.support.storage import file_sha256, require_finite_tensors, write_js
 from attnrx.vit.models.boundary.loading import require_same
 from attnrx.vit.models.boundary.working_copy import answer, library_form, working_copy
 from attnrx.vit.models.checkpoint import KIND, LIBRARY_FILES, PARTS, SCHEMA, STOCK, is_model_file, write_processor
-from attnrx.vit.models.families import LIBRARIES, family_of
-from attnrx.vit.models.family import require_ordinary_weights, stated_outputs
+from attnrx.vit.models.families import LIBRARIES, family_of, require_ordinary_weights
+from attnrx.vit.models.family import stated_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.libraries.timm_family import is_layer
 from attnrx.vit.models.observation_hooks import evaluating

@@ -16,13 +16,13 @@ from torch import nn
 from attnrx.support.arguments import checked, user_code
 from attnrx.support.earlier_versions import fingerprinted_names
 from attnrx.support.errors import NotSupported
-from attnrx.support.modules import copy_module, random_images, tensors_of
+from attnrx.support.modules import copy_module, random_images, share_again_, shared_weights, tensors_of
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.support.storage import fingerprint
 from attnrx.vit.attention import Attention
 from attnrx.vit.attention.attention import BACKENDS
-from attnrx.vit.models.families import FAMILIES, family_of, known_family
-from attnrx.vit.models.family import called_with_images, require_ordinary_weights, state_outputs_, stated_outputs
+from attnrx.vit.models.families import FAMILIES, family_of, known_family, require_ordinary_weights
+from attnrx.vit.models.family import called_with_images, state_outputs_, stated_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.parts.mlp import Halves, LowRankLinear, write_linear_
@@ -267,9 +267,11 @@ def _library_form(model: Adopted, in_blocks: bool) -> nn.Module:
     if in_blocks:
         result, facts = family.in_blocks(result, model.path, facts)
         places = {}
+    shared = shared_weights(result).values()
     handled = set(_put_attention_(family, model, result, places))
     handled |= set(_put_maps_(model, result, places))
     _put_others_(model.source, result, handled, places)
+    share_again_(result, shared)
     _put_modes_(model.source, result, places)
     vars(result)[RECORD] = Record(family.name, model.origin, model.around, facts, stated_outputs(model))
     _attach_tokens_of_(result, model)

@@ -13,7 +13,7 @@ from torch import nn
 
 from attnrx.support.arguments import user_code
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.modules import random_images, tensors_of
+from attnrx.support.modules import load_tensors_, random_images, tensors_of
 from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.vit.attention import Attention
@@ -447,7 +447,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             created = self.create(origin.architecture, origin.arguments)
         resize_linears_(created, linears)
         names = self.saved_names(created) if state.keys() != created.state_dict().keys() else {}
-        created.load_state_dict({names.get(name, name): tensor for name, tensor in state.items()}, assign=True)
+        load_tensors_(created, {names.get(name, name): tensor for name, tensor in state.items()})
         self._recompute_buffers_(created)
         self.state_format_(created, origin)
         vars(created)[RECORD] = Record(self.name, origin, outputs=outputs)

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from attnrx.support.arguments import described_error, user_code
 from attnrx.support.errors import NotSupported
-from attnrx.support.modules import containing, random_images, tensors_of
+from attnrx.support.modules import containing, random_images, shared_weights, tensors_of
 from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention import Attention
@@ -437,6 +437,13 @@ def _separate(model: nn.Module, images: Tensor, around: str | None) -> tuple[dic
         made = [path for path, (_, _, output) in trace.maps.items() if output.data_ptr() == tensor.data_ptr()]
         head = made[-1] if made and trace.maps[made[-1]][1].numel() == tensor.numel() else ""
     pairs = [pair for pair in _candidates(model, trace, around) if around is not None or pair.second != head]
+    # A map whose weights have another name cannot be changed without that part.
+    shared = shared_weights(model)
+    pairs = [
+        pair
+        for pair in pairs
+        if not any(weight in shared for path in (pair.first, pair.second) for weight in named[path].parameters())
+    ]
     work = {
         pair: _positions(named[pair.first], trace.maps[pair.first][1])
         * sum(named[path].weight.numel() for path in (pair.first, pair.second))  # type: ignore[operator, union-attr]
