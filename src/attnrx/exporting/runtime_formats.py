@@ -311,6 +311,7 @@ class Int8(Onnx):
         is_free = not graph.input[0].type.tensor_type.shape.dim[0].dim_value
         batches = single_images(map(to_numpy, images), is_free)
         made = quantized(model, ({graph.input[0].name: batch} for batch in batches), floats)
+        use_unsigned_activations(made)
         for file in path.parent.glob(f"{path.name}*"):
             file.unlink()
         onnx.save(made, path, save_as_external_data=made.ByteSize() > MOST_BYTES, location=f"{path.name}.data")
@@ -323,6 +324,26 @@ class Int8(Onnx):
     def limit(self, dtype: torch.dtype) -> float:
         """Returns `most_difference`, because quantization errors exceed rounding."""
         return self.most_difference
+
+
+def use_unsigned_activations(model: Any) -> None:
+    """Makes signed 8-bit activations unsigned, with zero points that are larger by 128: the same numbers.
+
+    ONNX Runtime does so itself, and refuses a file where it has moved such an operation before a reshape: the signed
+    type stays beside it (1.31).
+    """
+    onnx, arrays = library("onnx"), library("onnx.numpy_helper")
+    points = {each.name: each for each in model.graph.initializer}
+    unsigned = set[str]()
+    for node in model.graph.node:
+        point = points.get(node.input[2]) if node.op_type == "QuantizeLinear" else None
+        if point is not None and point.data_type == onnx.TensorProto.INT8:
+            shifted = arrays.to_array(point).astype(np.int16) + 128
+            point.CopyFrom(arrays.from_array(shifted.astype(np.uint8), point.name))
+            unsigned |= {point.name, node.output[0]}
+    for value in model.graph.value_info:
+        if value.name in unsigned:
+            value.type.tensor_type.elem_type = onnx.TensorProto.UINT8
 
 
 # OpenVINO -------------------------------------------------------------------------------------------------------------

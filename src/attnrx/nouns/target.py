@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from attnrx.support.arguments import NOT_NEGATIVE, checked, one_of, require_fields
+from attnrx.support.arguments import ANY_TEXT, NOT_NEGATIVE, checked, one_of, require_fields
 from attnrx.support.errors import InvalidInput
 from attnrx.support.text_parsing import NAME, NUMBER
 
@@ -40,7 +40,7 @@ class Target:
         return f"{self.quantity}={self.limit:g}{'pt' if self.quantity == DROP else 'x'}"
 
     @classmethod
-    @checked()
+    @checked(text=ANY_TEXT)
     def parse(cls, text: str) -> "Target":
         """Parses a target: `quantity=number unit`; `faster=1.6`, `1.6x` and `1.6x faster` are 1 / 1.6 of the latency.
 

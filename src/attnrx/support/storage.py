@@ -277,7 +277,7 @@ def read_record(path: Path | str, kind: str, schema: int, fields: Kind) -> dict[
         CheckpointError: The file is missing, damaged, of another kind or version, or a field is not valid.
     """
     record = read_json(path)
-    if isinstance(record, Mapping) and record.get("kind") == kind:
+    if isinstance(record, dict) and record.get("kind") == kind:
         record = converted(record, path)
     # Kind and version first: the fields of another kind of file would be reported as damaged ones.
     check_schema(record, kind, schema, path)

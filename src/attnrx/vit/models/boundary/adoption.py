@@ -36,6 +36,7 @@ from attnrx.vit.models.working.adoption_proof import (
     PLAIN_PACKAGES,
     difference_of,
     differing_block,
+    first_not_finite,
     not_finite,
     outputs_of,
     require_equal_attention,
@@ -265,18 +266,19 @@ def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, imag
             f"{name} cannot be adopted: for 2 images it returns {shapes or 'no tensor of real numbers'}, and every "
             "tensor must have one entry per image."
         )
+    # The blocks of a structure that was found are none of the module itself.
+    has_blocks = not isinstance(family, StructureFamily)
+    trunks = (original.get_submodule(working.path), working.trunk) if has_blocks else ()
+    layers = [family.layers(trunk) for trunk in trunks]
     for place, tensor in expected.items():
         if problem := not_finite(tensor):
-            raise NotSupported(f"{name} cannot be adopted: output {place}".rstrip() + f" has {problem}.")
+            where = first_not_finite(original, partial(answer, images), layers[0] if layers else ())
+            raise NotSupported(f"{name} cannot be adopted: output {place}".rstrip() + f" has {problem}.{where}")
     for when, found in others.items():
         size = len(passes[when])
         if difference := difference_of({place: tensor[:size] for place, tensor in expected.items()}, found):
             raise NotSupported(f"{name} cannot be adopted: an image has other outputs {when}: {difference}.")
     if difference := difference_of(expected, actual):
-        # The blocks of a structure that was found are none of the module itself.
-        has_blocks = not isinstance(family, StructureFamily)
-        trunks = (original.get_submodule(working.path), working.trunk) if has_blocks else ()
-        layers = [family.layers(trunk) for trunk in trunks]
         runs = ((original, partial(answer, images)), (working, partial(working._forward_chunk, images)))
         because, where = differing_block(runs, layers, OTHER_ATTENTION)
         raise NotSupported(f"{name} cannot be adopted: {because}. On random images {difference}.{where}")

@@ -195,6 +195,21 @@ def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]]
     )
 
 
+def first_not_finite(model: nn.Module, run: Run, layers: Sequence[nn.Module]) -> str:
+    """Returns a sentence about the first block whose outputs are not finite numbers; `layers` are the attention and the
+    block of every layer, one after the other.
+    """
+    with evaluating((model,)), recording_calls(layers, lambda call: (call.module, call.output_tokens)) as calls:
+        run()
+    found, blocks = dict(calls), layers[1::2]
+    index = next((index for index, block in enumerate(blocks) if block in found and not_finite(found[block])), None)
+    if index is None:
+        return " The outputs of all its blocks are finite." if blocks else ""
+    attention = layers[2 * index]
+    where = ", in its attention" if attention in found and not_finite(found[attention]) else ""
+    return f" It is first in block {index + 1} of {len(blocks)}{where}."
+
+
 def require_equal_outputs(models: tuple[Adopted, Adopted], layers: Sequence[Sequence[nn.Module]], because: str) -> None:
     """Raises NotSupported unless both models return the same for the same random images, up to rounding.
 
