@@ -23,8 +23,8 @@ from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.outputs import PatchTable, patch_features
 from attnrx.show.checks.statistics import mean_change, mean_share
 from attnrx.support.errors import DataError, NotSupported
+from attnrx.support.modules import evaluating
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.vit.models import evaluating
 
 
 @dataclass(frozen=True)

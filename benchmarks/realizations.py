@@ -24,8 +24,9 @@ import attnrx as rx
 from attnrx.decide.rules import EnergyRetention
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.errors import NoOpPrescription
+from attnrx.support.modules import evaluating
 from attnrx.support.storage import read_json, write_json
-from attnrx.vit.models import build_model, evaluating
+from attnrx.vit.models import build_model
 from attnrx_lab.papers.table import t_interval
 
 KINDS = ("mask", "exact", "renormalized", "refit")

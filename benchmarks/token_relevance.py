@@ -26,11 +26,12 @@ from attnrx.data import ImageSet
 from attnrx.show.checks.statistics import mean_estimate
 from attnrx.support.errors import AttnrxError, InvalidInput
 from attnrx.support.estimate import Estimate
+from attnrx.support.modules import evaluating
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.support.storage import write_json
 from attnrx.vit.attention import Observation
 from attnrx.vit.costs import device_name
-from attnrx.vit.models import attach_tokens_, evaluating, family_of, model_fingerprint, observing, reduction_of
+from attnrx.vit.models import attach_tokens_, family_of, model_fingerprint, observing, reduction_of
 from attnrx.vit.tokens import REDUCERS, TokenLayout, TokenPolicy, parse_policy
 from attnrx.vit.tokens.reducer import best
 from attnrx_lab.clutter import patches_left

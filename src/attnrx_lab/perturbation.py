@@ -14,6 +14,7 @@ from attnrx.decide.diagnostics import effective_rank
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.support.arguments import COUNT, POSITIVE, Kind, checked, number
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import evaluating
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.training.losses import LOSSES, Loss, LossContext
@@ -21,7 +22,6 @@ from attnrx.vit.attention import Observation
 from attnrx.vit.models import (
     InputValidation,
     TokenReduction,
-    evaluating,
     family_of,
     model_fingerprint,
     observing,

@@ -185,7 +185,8 @@ def test_nncf(case: str, files: Callable[[str, str], Path]) -> None:
 @pytest.mark.parametrize("to", ["int8(images=64)", "openvino(precision=int8,images=64)"])
 @pytest.mark.parametrize("case", REDUCED)
 def test_formats_of_8_bits(case: str, to: str, tmp_path: Path) -> None:
-    pytest.importorskip("openvino"), pytest.importorskip("nncf", reason="nncf is not installed")
+    pytest.importorskip("openvino")
+    pytest.importorskip("nncf")
 
     def answers(name: str) -> torch.Tensor:
         path = tmp_path / f"{name}{rx.exporting.parse_format(to).suffix}".replace(" ", "-")

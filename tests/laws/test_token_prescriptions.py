@@ -18,16 +18,9 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.show.checks import Comparison
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import evaluating
 from attnrx.vit.costs import count_params, count_product_macs
-from attnrx.vit.models import (
-    attach_tokens_,
-    counted_by_spec,
-    evaluating,
-    family_of,
-    load_model,
-    model_fingerprint,
-    save_model,
-)
+from attnrx.vit.models import attach_tokens_, counted_by_spec, family_of, load_model, model_fingerprint, save_model
 from attnrx.vit.models.boundary.adoption import adopt
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 from attnrx_lab.checks import Bounds

@@ -12,7 +12,7 @@ import attnrx as rx
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import tensors_of
 from attnrx.vit.models import answer, family_of
-from attnrx.vit.models.users.whole import needed_to_load
+from attnrx.vit.models.boundary.whole import needed_to_load
 from support.users_models import CASES, SIZE, made
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -9,7 +9,8 @@ from torch import nn
 from attnrx.data import LoadedImages, Normalization, from_tensors
 from attnrx.show.checks import Comparison
 from attnrx.support.errors import InvalidInput
-from attnrx.vit.models import attach_tokens_, evaluating, family_of, load_model
+from attnrx.support.modules import evaluating
+from attnrx.vit.models import attach_tokens_, family_of, load_model
 from attnrx.vit.tokens import AttentionReceived, TokenPolicy
 from attnrx_lab.checks import Transfer
 from attnrx_lab.checks.transfer import head_features

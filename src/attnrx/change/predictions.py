@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from attnrx.data import ImageSet, require_labelled
-from attnrx.support.modules import rows_of
+from attnrx.support.modules import evaluating, rows_of
 from attnrx.support.progress import track
 from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.vit.attention import Observation
-from attnrx.vit.models import InputValidation, answer, evaluating, family_of, observing
+from attnrx.vit.models import InputValidation, answer, family_of, observing
 from attnrx.vit.outputs import KINDS, OutputKind, output_kind_of
 
 BATCH = 64  # images at once where the caller states nothing

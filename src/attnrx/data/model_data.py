@@ -13,9 +13,10 @@ from attnrx.data.splits import SPLITS, VALIDATION_IS_TEST, with_missing
 from attnrx.data.user_data import TARGETS, training_set
 from attnrx.support.arguments import checked, described_error, instance, optional, user_code
 from attnrx.support.errors import DataError, InvalidInput, ScaleWarning
+from attnrx.support.modules import evaluating
 from attnrx.support.preprocessing import SMALL, ImageGeometry, Preprocessing
 from attnrx.support.shapes import Tensor
-from attnrx.vit.models import ModuleInputs, accepting, evaluating, family_of, num_outputs
+from attnrx.vit.models import ModuleInputs, accepting, family_of, num_outputs
 from attnrx.vit.models.input_validation import require_channels_first
 from attnrx.vit.outputs import Logits, current_judgement, output_kind_of
 

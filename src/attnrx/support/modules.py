@@ -105,6 +105,22 @@ def require_gradient_(parameter: Tensor, requires_grad: bool) -> None:
         parameter.requires_grad_(requires_grad)
 
 
+@contextmanager
+def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Sets evaluation mode and disables gradients; restores the mode of every module at the end."""
+    models = tuple(models)
+    # By module: a model in training may have frozen parts in evaluation mode, which model.train() would change.
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        with torch.no_grad():
+            for model in models:
+                model.eval()
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def is_traced() -> bool:
     """Whether operations that run now become a graph of a compiler, an exporter or a trace."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()

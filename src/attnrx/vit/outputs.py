@@ -16,9 +16,9 @@ from torch import nn
 
 from attnrx.support.arguments import described, user_code
 from attnrx.support.errors import InvalidInput, UserCodeError
-from attnrx.support.modules import from_rows, mapped
+from attnrx.support.modules import evaluating, from_rows, mapped
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.vit.models import evaluating, family_of, known_family, num_outputs, stated_outputs
+from attnrx.vit.models import family_of, known_family, num_outputs, stated_outputs
 from attnrx.vit.models.parts.record import record_of
 
 # Images among which the nearest neighbours of an embedding are sought. A neighbour is harder to keep among more images,

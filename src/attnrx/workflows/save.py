@@ -20,8 +20,8 @@ from attnrx.vit.models import family_of, model_fingerprint, save_model
 from attnrx.vit.models.boundary.loading import load_folder
 from attnrx.vit.models.boundary.stock import loading_code, save_stock, stock_form
 from attnrx.vit.models.boundary.verbs import verb
+from attnrx.vit.models.boundary.whole import needed_to_load
 from attnrx.vit.models.checkpoint import STOCK
-from attnrx.vit.models.users.whole import needed_to_load
 from attnrx.vit.outputs import output_kind_of
 
 OWNER_NAME = Kind("OWNER/NAME, e.g. 'me/slim'", lambda text: bool(re.fullmatch(r"[\w.-]+/[\w.-]+", text)))

@@ -7,9 +7,10 @@ import torch
 
 from attnrx.change.decompositions import compensated
 from attnrx.nouns.prescription import Basis, HiddenDecision, LayerPrescription, ScoreDecision
+from attnrx.support.modules import evaluating
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.attention import Observation
-from attnrx.vit.models import evaluating, family_of, observing
+from attnrx.vit.models import family_of, observing
 from attnrx_lab.baselines.compressor import PrescribedBaseline
 
 # The penalty of both regressions, relative to the mean diagonal of their normal equations.

@@ -14,11 +14,12 @@ from torch import nn
 from attnrx.change.decompositions import Directions, Weight, break_even_rank, checked_gram, output_basis, plain_svd
 from attnrx.data import ImageSet
 from attnrx.support.errors import InvalidInput, NotSupported
+from attnrx.support.modules import evaluating
 from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.vit.attention import Eager, using
 from attnrx.vit.attention.head_linear import HeadLinear, OutputProjection
 from attnrx.vit.costs import ModelCosts, PartCosts
-from attnrx.vit.models import LowRankLinear, evaluating, family_of
+from attnrx.vit.models import LowRankLinear, family_of
 from attnrx_lab.baselines.compressor import ModelCompressor
 
 # The smallest scale, as a share of the largest: features that are always zero need an invertible scale, too.

@@ -12,9 +12,10 @@ import torch
 from attnrx.decide.diagnostics import effective_rank
 from attnrx.nouns.evidence import FAILS, HOLDS, Finding
 from attnrx.show.checks.check import Check, Comparison
+from attnrx.support.modules import evaluating
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.attention import Observation
-from attnrx.vit.models import evaluating, family_of, model_fingerprint, observing, require_all_tokens
+from attnrx.vit.models import family_of, model_fingerprint, observing, require_all_tokens
 from attnrx.vit.spec import Spectrum
 
 CLAIMS = {

@@ -12,8 +12,9 @@ from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.statistics import mcnemar, mean_change, paired_change, proportion
 from attnrx.support.errors import InvalidInput, UnknownName
+from attnrx.support.modules import evaluating
 from attnrx.support.shapes import Int, Tensor
-from attnrx.vit.models import evaluating, family_of
+from attnrx.vit.models import family_of
 from attnrx_lab.corruptions import CORRUPTION_GROUPS, CORRUPTIONS, SEVERITIES
 
 # Pixels may lie this far outside [0, 1] after the normalization is inverted: rounding.

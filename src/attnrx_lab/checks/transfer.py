@@ -13,8 +13,9 @@ from attnrx.nouns.evidence import Finding
 from attnrx.show.checks.check import Check, Comparison
 from attnrx.show.checks.statistics import mean_change, mean_share
 from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.modules import evaluating
 from attnrx.support.shapes import Float, ImageBatch, Int, Tensor
-from attnrx.vit.models import evaluating, family_of, recording_calls
+from attnrx.vit.models import family_of, recording_calls
 
 # That of the paper's other trainings; the rest is not stated there, and is PyTorch's default.
 BATCH_SIZE = 512

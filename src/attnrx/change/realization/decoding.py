@@ -22,13 +22,13 @@ from attnrx.change.predictions import predict
 from attnrx.change.realization.distillation import HELD_OUT, descend_, improve_
 from attnrx.data import ImageSet
 from attnrx.nouns.effort import DecoderFit
-from attnrx.support.modules import copy_module, rows_of
+from attnrx.support.modules import copy_module, evaluating, rows_of
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.models import ModuleCall, evaluating, family_of, observing_calls
+from attnrx.vit.models import ModuleCall, family_of, observing_calls
+from attnrx.vit.models.boundary.whole import keep_units_around_, pairs_around
 from attnrx.vit.models.libraries.adopted_family import weights_around
 from attnrx.vit.models.parts.mlp import Pair
 from attnrx.vit.models.users.units import input_weight, units_last
-from attnrx.vit.models.users.whole import keep_units_around_, pairs_around
 from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.outputs import Map, output_kind_of
 

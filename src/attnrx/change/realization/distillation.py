@@ -17,10 +17,10 @@ from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.support.arguments import COUNT, RATE, SEED, checked, each, require_fields, whole
 from attnrx.support.errors import InvalidInput
-from attnrx.support.modules import copy_module
+from attnrx.support.modules import copy_module, evaluating
 from attnrx.support.progress import track
 from attnrx.support.shapes import Bool, Float, Tensor
-from attnrx.vit.models import InputValidation, evaluating, family_of
+from attnrx.vit.models import InputValidation, family_of
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import output_kind_of
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from attnrx.change.decompositions import compensated, gram, unit_losses
 from attnrx.data import ImageSet
-from attnrx.vit.models import evaluating, observing_calls
+from attnrx.support.modules import evaluating
+from attnrx.vit.models import observing_calls
 from attnrx.vit.models.parts.mlp import write_linear_
 
 IMAGES = 128

@@ -19,7 +19,7 @@ from attnrx.nouns.effort import MIN_REPAIR_IMAGES
 from attnrx.support.arguments import COUNT, NATURAL, POSITIVE, RATE, SEED, checked, each, optional, require_fields
 from attnrx.support.errors import InvalidInput, NotSupported, ScaleWarning
 from attnrx.support.hardware import bfloat16_products, has_fast_bfloat16
-from attnrx.support.modules import copy_module, rows_of
+from attnrx.support.modules import copy_module, evaluating, rows_of
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import (
@@ -27,7 +27,6 @@ from attnrx.vit.models import (
     LowRankLinear,
     ModuleCall,
     blocks_of,
-    evaluating,
     family_of,
     recording_calls,
     replacing_forward,

@@ -10,9 +10,9 @@ from attnrx.decide.planning.sensitivity import Answers
 from attnrx.nouns.prescription import DepthPrescription
 from attnrx.support.arguments import COUNT, checked
 from attnrx.support.errors import InvalidInput
-from attnrx.support.modules import random_images
+from attnrx.support.modules import evaluating, random_images
 from attnrx.support.progress import track
-from attnrx.vit.models import blocks_of, evaluating, family_of, recording_calls, require_all_tokens
+from attnrx.vit.models import blocks_of, family_of, recording_calls, require_all_tokens
 from attnrx.vit.models.boundary.shallower import passing
 from attnrx.vit.models.boundary.verbs import verb
 

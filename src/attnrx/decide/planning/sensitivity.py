@@ -20,6 +20,7 @@ from attnrx.data.images import UNLABELLED
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, PlanSettings, Space
 from attnrx.support.errors import AttnrxError, DataError
 from attnrx.support.hardware import bfloat16_products, has_fast_bfloat16
+from attnrx.support.modules import evaluating
 from attnrx.support.progress import Log, track
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.models import (
@@ -27,7 +28,6 @@ from attnrx.vit.models import (
     ModuleCall,
     attach_tokens_,
     blocks_of,
-    evaluating,
     family_of,
     recording_calls,
     replacing_forward,

@@ -19,9 +19,9 @@ from attnrx.nouns.target import Target
 from attnrx.support.arguments import described_error
 from attnrx.support.display import Displayed
 from attnrx.support.errors import InvalidRule, MissingMoments, NoOpPrescription, NotSupported
-from attnrx.support.modules import copy_module, random_images
+from attnrx.support.modules import copy_module, evaluating, random_images
 from attnrx.vit.maps import HIDDEN, LINEAR_MAPS, TOKENS
-from attnrx.vit.models import attach_tokens_, evaluating, family_of, hidden_units
+from attnrx.vit.models import attach_tokens_, family_of, hidden_units
 from attnrx.vit.models.working.adopted import Adopted
 from attnrx.vit.spec import Spectrum
 from attnrx.vit.tokens import Reducer, Shape, TokenLayout, TokenPolicy, Ward, parse_reducer

@@ -14,6 +14,7 @@ from attnrx.show.checks.statistics import mean_change, mean_estimate, mean_share
 from attnrx.support.arguments import Kind, number, optional
 from attnrx.support.errors import InvalidInput
 from attnrx.support.estimate import Estimate
+from attnrx.support.modules import evaluating
 from attnrx.support.progress import begin
 from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.vit.costs import (
@@ -25,7 +26,7 @@ from attnrx.vit.costs import (
     count_product_macs,
 )
 from attnrx.vit.costs.measured import PROCESSES
-from attnrx.vit.models import counted_by_spec, evaluating, family_of, timed_form
+from attnrx.vit.models import counted_by_spec, family_of, timed_form
 
 # The runtimes of models that are no exported files.
 KERNELS, PYTORCH = "attnrx's kernels", "PyTorch"

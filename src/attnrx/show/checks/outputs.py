@@ -28,8 +28,9 @@ from attnrx.show.checks.statistics import (
 from attnrx.support.arguments import Kind, each, number, optional, whole
 from attnrx.support.errors import InvalidInput
 from attnrx.support.estimate import Estimate
+from attnrx.support.modules import evaluating
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.models import evaluating, family_of
+from attnrx.vit.models import family_of
 from attnrx.vit.outputs import GROUP, Multilabel, current_judgement, name_of, nearest_neighbours
 
 PatchTable = Float[Tensor, "images patches features"]

@@ -15,9 +15,9 @@ from attnrx.data import ImageSet
 from attnrx.data.model_data import normalization_of
 from attnrx.show.reports.numbers import number
 from attnrx.support.errors import InvalidInput
-from attnrx.support.modules import tensors_of
+from attnrx.support.modules import evaluating, tensors_of
 from attnrx.support.shapes import Bool, Float, ImageBatch, Int, Tensor, UInt8
-from attnrx.vit.models import TokenReduction, TokenRun, answer, evaluating, family_of, reduction_of, token_run
+from attnrx.vit.models import TokenReduction, TokenRun, answer, family_of, reduction_of, token_run
 from attnrx.vit.tokens import TokenPolicy
 from attnrx.vit.tokens.merging import Merging
 

@@ -162,22 +162,6 @@ def counted_by_spec(model: nn.Module, family: Family) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Sets evaluation mode and disables gradients; restores the mode of every module at the end."""
-    models = tuple(models)
-    # By module: a model in training may have frozen parts in evaluation mode, which model.train() would change.
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    try:
-        with torch.no_grad():
-            for model in models:
-                model.eval()
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
 def blocks_of(model: nn.Module, family: Family) -> tuple[nn.Module, ...]:
     """Returns the blocks of the model, in order."""
     return tuple(model.get_submodule(name) for name in family.block_names(model))

@@ -16,13 +16,14 @@ from torch import nn
 
 from attnrx.support.arguments import described, described_error
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
-from attnrx.support.modules import copy_module, random_images, tensors_of
+from attnrx.support.modules import copy_module, evaluating, random_images, tensors_of
 from attnrx.support.shapes import Tensor
 from attnrx.support.storage import require_finite_tensors
+from attnrx.vit.models.boundary.whole import created_by_library, library_creation
 from attnrx.vit.models.families import LIBRARIES, family_of, known_family, require_no_supported_part, trunks_of
 from attnrx.vit.models.family import require_ordinary_tensors
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, output_sizes
-from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
+from attnrx.vit.models.observation_hooks import ModuleCall, recording_calls
 from attnrx.vit.models.parts.module_inputs import ATTRIBUTE, ModuleInputs
 from attnrx.vit.models.parts.record import RECORD, Record
 from attnrx.vit.models.parts.surroundings import IMAGE_METHODS, Surroundings, answered
@@ -30,7 +31,6 @@ from attnrx.vit.models.parts.vit_parts import model_name, reading_parts
 from attnrx.vit.models.users.output_kinds import kind_of_outputs
 from attnrx.vit.models.users.reader import Factory, StructureFamily, class_name, imported_class
 from attnrx.vit.models.users.units import UnitsFamily, unmixed
-from attnrx.vit.models.users.whole import created_by_library, library_creation
 from attnrx.vit.models.working.adopted import Adopted, PlainShape, aliased, remove_capturing_
 from attnrx.vit.models.working.adoption_proof import (
     PLAIN_PACKAGES,
@@ -272,7 +272,7 @@ def _compared(family: AdoptedFamily, original: nn.Module, working: Adopted, imag
     layers = [family.layers(trunk) for trunk in trunks]
     for place, tensor in expected.items():
         if problem := not_finite(tensor):
-            where = first_not_finite(original, partial(answer, images), layers[0] if layers else ())
+            where = first_not_finite((original, partial(answer, images)), layers[0] if layers else ())
             raise NotSupported(f"{name} cannot be adopted: output {place}".rstrip() + f" has {problem}.{where}")
     for when, found in others.items():
         size = len(passes[when])

@@ -15,6 +15,7 @@ from attnrx.support.modules import load_tensors_
 from attnrx.support.records import from_dict
 from attnrx.support.storage import read_tensors, require_finite_tensors
 from attnrx.vit.models.boundary.adoption import adopt, adopt_any, adopted_instance
+from attnrx.vit.models.boundary.whole import created_again, named_function, needed_to_load, restate_creation_
 from attnrx.vit.models.boundary.working_copy import WORKING, library_form, plain_form, require_alike, working_copy
 from attnrx.vit.models.checkpoint import is_model_folder, load_weights, save_weights
 from attnrx.vit.models.families import FAMILIES, LIBRARIES, family_of, model_names, own_family, require_ordinary_weights
@@ -22,7 +23,6 @@ from attnrx.vit.models.libraries.huggingface_family import HuggingFaceFamily, is
 from attnrx.vit.models.parts.surroundings import Surroundings
 from attnrx.vit.models.parts.vit_parts import reading_parts
 from attnrx.vit.models.users.reader import Factory, ModuleFamily, Reader
-from attnrx.vit.models.users.whole import created_again, named_function, needed_to_load, restate_creation_
 from attnrx.vit.models.working.adopted import Adopted
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import NotSupported
-from attnrx.support.modules import random_images, tensors_of
+from attnrx.support.modules import evaluating, random_images, tensors_of
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models.boundary.stock import Stock, copy_modes_
 from attnrx.vit.models.boundary.working_copy import answer, library_form
 from attnrx.vit.models.family import stated_outputs
-from attnrx.vit.models.observation_hooks import evaluating, recording_calls, replacing_forward
+from attnrx.vit.models.observation_hooks import recording_calls, replacing_forward
 from attnrx.vit.models.working.adoption_proof import difference_of
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from attnrx.support.atomic_writes import ReplacedFiles, parts_by, replacing_folder
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
-from attnrx.support.modules import random_images, tensors_of
+from attnrx.support.modules import evaluating, random_images, tensors_of
 from attnrx.support.records import to_dict
 from attnrx.support.seals import sealed
 from attnrx.support.storage import file_sha256, require_finite_tensors, write_json, write_tensors, write_text
@@ -31,7 +31,6 @@ from attnrx.vit.models.families import LIBRARIES, family_of, require_ordinary_we
 from attnrx.vit.models.family import stated_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
 from attnrx.vit.models.libraries.timm_family import is_layer
-from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.parts.mlp import hidden_units
 from attnrx.vit.models.parts.record import RECORD, Record
 from attnrx.vit.models.parts.token_reduction import reduction_of

@@ -16,7 +16,7 @@ from torch import nn
 from attnrx.support.arguments import checked, user_code
 from attnrx.support.earlier_versions import fingerprinted_names
 from attnrx.support.errors import NotSupported
-from attnrx.support.modules import copy_module, random_images, share_again_, shared_weights, tensors_of
+from attnrx.support.modules import copy_module, evaluating, random_images, share_again_, shared_weights, tensors_of
 from attnrx.support.shapes import ImageBatch, Tensor
 from attnrx.support.storage import fingerprint
 from attnrx.vit.attention import Attention
@@ -24,7 +24,6 @@ from attnrx.vit.attention.attention import BACKENDS
 from attnrx.vit.models.families import FAMILIES, family_of, known_family, require_ordinary_weights
 from attnrx.vit.models.family import called_with_images, state_outputs_, stated_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
-from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.parts.mlp import Halves, LowRankLinear, write_linear_
 from attnrx.vit.models.parts.module_inputs import PatchInputs
 from attnrx.vit.models.parts.record import KEPT_HEADS, RECORD, Record, record_of

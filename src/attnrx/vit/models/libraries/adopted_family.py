@@ -13,7 +13,7 @@ from torch import nn
 
 from attnrx.support.arguments import user_code
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.modules import load_tensors_, random_images, tensors_of
+from attnrx.support.modules import evaluating, load_tensors_, random_images, tensors_of
 from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Bool, Float, ImageBatch, Tensor
 from attnrx.vit.attention import Attention
@@ -23,7 +23,7 @@ from attnrx.vit.maps import LINEAR_MAPS
 from attnrx.vit.models.family import Family, LayerShapes, called_with_images, num_outputs
 from attnrx.vit.models.libraries.attention_conversion import AttentionConversion
 from attnrx.vit.models.libraries.library_models import LibraryModels
-from attnrx.vit.models.observation_hooks import ModuleCall, counted_by_spec, evaluating, recording_calls
+from attnrx.vit.models.observation_hooks import ModuleCall, counted_by_spec, recording_calls
 from attnrx.vit.models.parts.mlp import (
     FusedMLP,
     LowRankLinear,

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import nn
 
+from attnrx.support.modules import evaluating
 from attnrx.support.shapes import ImageBatch
 from attnrx.vit.costs import PartCosts
 from attnrx.vit.costs.model_costs import counting
-from attnrx.vit.models.observation_hooks import evaluating
 from attnrx.vit.models.parts.module_inputs import called
 from attnrx.vit.models.parts.record import TOKENS
 

@@ -14,10 +14,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnrx.support.errors import NotSupported
-from attnrx.support.modules import tensors_of
+from attnrx.support.modules import evaluating, tensors_of
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models.libraries.huggingface_family import PROBLEMS
-from attnrx.vit.models.observation_hooks import evaluating
 
 # Operations behind which the one is that made the numbers: choices and copies, then sums and factors.
 CHOICES = frozenset(

@@ -32,11 +32,11 @@ from attnrx.support.arguments import (
     user_code,
 )
 from attnrx.support.errors import InvalidInput, NotSupported
-from attnrx.support.modules import containing, copy_module, outermost, random_images
+from attnrx.support.modules import containing, copy_module, evaluating, outermost, random_images
 from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Tensor, TokenBatch
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily, unsaved_buffers
-from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls
+from attnrx.vit.models.observation_hooks import ModuleCall, recording_calls
 from attnrx.vit.models.parts.module_costs import num_params
 from attnrx.vit.models.parts.record import Record
 from attnrx.vit.models.parts.vit_parts import Refusal, ViTParts, last_linear, model_name, require_parts

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from attnrx.support.arguments import described_error, user_code
 from attnrx.support.errors import NotSupported
-from attnrx.support.modules import containing, random_images, shared_weights, tensors_of
+from attnrx.support.modules import containing, evaluating, random_images, shared_weights, tensors_of
 from attnrx.support.records import from_dict, to_dict
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.attention import Attention
@@ -33,7 +33,7 @@ from attnrx.vit.costs import ModelCosts, PartCosts, layer_costs
 from attnrx.vit.kernels.native_products import NativeLinear, native_
 from attnrx.vit.models.family import LayerShapes, num_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
-from attnrx.vit.models.observation_hooks import ModuleCall, evaluating, recording_calls, replacing_forward
+from attnrx.vit.models.observation_hooks import ModuleCall, recording_calls, replacing_forward
 from attnrx.vit.models.parts.mlp import CONVOLUTIONS, Pair, halve_, hidden_units, keep_units_of_, sides_of
 from attnrx.vit.models.parts.module_costs import macs_by_part, matrix_entries, mlp_costs, num_params
 from attnrx.vit.models.parts.module_inputs import called, inputs_of

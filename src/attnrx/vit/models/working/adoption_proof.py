@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map
 
 from attnrx.support.arguments import described_error
 from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported
-from attnrx.support.modules import random_images, rounding_limits, tensors_of
+from attnrx.support.modules import evaluating, random_images, rounding_limits, tensors_of
 from attnrx.support.shapes import Float, Tensor
-from attnrx.vit.models.observation_hooks import evaluating, recording_calls
+from attnrx.vit.models.observation_hooks import recording_calls
 from attnrx.vit.models.working.adopted import Adopted
 
 # Functions of these packages are no changes by a user.
@@ -195,12 +195,13 @@ def differing_block(runs: tuple[Run, Run], layers: Sequence[Sequence[nn.Module]]
     )
 
 
-def first_not_finite(model: nn.Module, run: Run, layers: Sequence[nn.Module]) -> str:
+def first_not_finite(run: Run, layers: Sequence[nn.Module]) -> str:
     """Returns a sentence about the first block whose outputs are not finite numbers; `layers` are the attention and the
     block of every layer, one after the other.
     """
+    model, answer = run
     with evaluating((model,)), recording_calls(layers, lambda call: (call.module, call.output_tokens)) as calls:
-        run()
+        answer()
     found, blocks = dict(calls), layers[1::2]
     index = next((index for index, block in enumerate(blocks) if block in found and not_finite(found[block])), None)
     if index is None:
