@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,11 @@ REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 # Deterministic products of matrices on CUDA need it, before the first one.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# A shell starts what runs in the background with signals that are ignored, and attnrx leaves ignored ones so.
+for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _default)
 
 QUICK_CASES = 4  # of one parametrized test, evenly spaced, in `make test`
 LEAST_CASES = 2  # of every value of every parameter, in `make test-all`; one parameter alone has all its values

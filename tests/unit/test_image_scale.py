@@ -89,8 +89,10 @@ def test_whatever_is_decided_on_images_warns_once_and_refuses_what_cannot_be_rea
     assert len([each for each in heard if each.category is ScaleWarning]) == 1
     with pytest.raises(DataError, match=r"1 x 12 x 12 .* 1 x 8 x 8"):
         show(speckles(CONFIGS["dense"], size=12))
+    broken = Normalization((0.0,), (1.0,))
+    object.__setattr__(broken, "mean", (float("nan"),))  # which no normalization of a user has
     with pytest.raises(DataError, match=f"{verb} was given images with NaN"):
-        show(speckles(config, normalization=Normalization((float("nan"),), (1.0,))))
+        show(speckles(config, normalization=broken))
 
 
 def test_the_note_stays_with_the_record_and_is_shown(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,8 +43,8 @@ def test_what_is_measured_beside_others_is_measured_again_and_says_so(monkeypatc
         return 1.5
 
     monkeypatch.setattr(measured.Load, "taken", taken)
-    model, images = nn.Linear(4, 4), torch.randn(2, 4)
-    once = compare_latency(model, nn.Linear(4, 4), images, LatencyProtocol(rounds=2, warmup=1))
+    model, images = nn.Flatten(), torch.randn(2, 1, 2, 2)
+    once = compare_latency(model, nn.Flatten(), images, LatencyProtocol(rounds=2, warmup=1))
     assert once.taken == 1.5 and len(rounds) == 1
     assert str(once).endswith("measured beside other processes, which took 1.5 of the processors that it needs")
     assert "beside" not in str(replace(once, taken=0.1)) and "beside" not in str(replace(once, taken=None))
@@ -55,7 +55,7 @@ def test_what_is_measured_beside_others_is_measured_again_and_says_so(monkeypatc
         return [(dict.fromkeys(("candidate", measured.REFERENCE), torch.ones(2)), 1, 1.0 / len(runs))] * 2
 
     monkeypatch.setattr(measured, "_runs", run)
-    evidence = compare_latency(model, nn.Linear(4, 4), images, LatencyProtocol(rounds=4, warmup=1, processes=2))
+    evidence = compare_latency(model, nn.Flatten(), images, LatencyProtocol(rounds=4, warmup=1, processes=2))
     assert len(runs) == 2 and evidence.taken == 0.5
 
 
