@@ -18,8 +18,9 @@ REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # A shell starts what runs in the background with signals that are ignored, and attnrx leaves ignored ones so.
-for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-    if signal.getsignal(_number) is signal.SIG_IGN:
+for _name, _default in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+    _number = getattr(signal, _name, None)  # Windows has no SIGHUP
+    if _number is not None and signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _default)
 
 QUICK_CASES = 4  # of one parametrized test, evenly spaced, in `make test`
