@@ -28,7 +28,7 @@ class Stubborn:
         raise RuntimeError("no truth")
 
 
-def _raising(*positional: Any, **named: Any) -> Any:
+def raising(*positional: Any, **named: Any) -> Any:
     raise ZeroDivisionError("of the user")
 
 
@@ -57,7 +57,7 @@ VALUES: Mapping[str, Any] = {
     "set": {1, 2},
     "object": object(),
     "class": int,
-    "function": _raising,
+    "function": raising,
     "stubborn": Stubborn(),
     "array": np.zeros(3),
     "tensor": torch.zeros(3),

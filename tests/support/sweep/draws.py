@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from support import wrong_arguments
+
 Item = TypeVar("Item")
 
 
@@ -29,29 +31,14 @@ class Whole(int):
     """A number of a class of the user's."""
 
 
-class Stubborn:
-    """An object whose repr and comparisons raise."""
-
-    __hash__ = object.__hash__
-
-    def __repr__(self) -> str:
-        raise RuntimeError("no repr")
-
-    def __eq__(self, other: object) -> bool:
-        raise RuntimeError("no comparison")
-
-    def __bool__(self) -> bool:
-        raise RuntimeError("no truth")
+class Stubborn(wrong_arguments.Stubborn):
+    """One whose length and items raise, too."""
 
     def __len__(self) -> int:
         raise RuntimeError("no length")
 
     def __iter__(self) -> Any:
         raise RuntimeError("no items")
-
-
-def _raising(*_: Any, **__: Any) -> Any:
-    raise ZeroDivisionError("of the user")
 
 
 def _exiting(*_: Any, **__: Any) -> Any:
@@ -139,7 +126,7 @@ VALUES: Mapping[str, Callable[[], Any]] = {
     "range": lambda: range(3),
     "iterator": lambda: iter([1, 2]),
     "generator": lambda: (number for number in range(2)),
-    "function": lambda: _raising,
+    "function": lambda: wrong_arguments.raising,
     "function that exits": lambda: _exiting,
     "class": lambda: int,
     "exception": lambda: ValueError("a"),
