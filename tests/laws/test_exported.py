@@ -232,6 +232,27 @@ def test_int8_is_calibrated_and_judged(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run_small.py", "small.onnx", "small.onnx.json"]
 
 
+@pytest.mark.parametrize("batch", [None, 1])
+@pytest.mark.slow
+def test_products_have_8_bits_in_the_runtime_also_at_fixed_sizes(batch: int | None, tmp_path: Path) -> None:
+    """ONNX Runtime may join a product and its bias in an operation that it has in float alone."""
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    model, path, made = copy.deepcopy(deep()).float(), tmp_path / "int8.onnx", tmp_path / "optimized.onnx"
+    rx.export(model, path, "int8(images=16)", calibration=images_for(model, 16), batch=batch)
+    options = runtime.SessionOptions()
+    options.optimized_model_filepath, options.log_severity_level = str(made), 3
+    runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    graph = onnx.load(made).graph
+    sizes = {tensor.name: len(tensor.dims) for tensor in graph.initializer}
+    converted = {
+        node.output[0]
+        for node in graph.node
+        if node.op_type == "DequantizeLinear" and sizes.get(node.input[0]) == 2  # the weight of a map, in every call
+    }
+    users = [node for node in graph.node if node.op_type in ("MatMul", "Gemm") and converted & {*node.input}]
+    assert len(users) <= 1  # the classifier, of one token
+
+
 @pytest.mark.slow
 def test_images_of_another_shape_or_precision_are_refused(tmp_path: Path) -> None:
     exported = rx.export(realized(None, "compress"), tmp_path / "small.onnx", batch=1)

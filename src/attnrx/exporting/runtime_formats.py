@@ -3,6 +3,7 @@
 import ctypes
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -312,6 +313,7 @@ class Int8(Onnx):
         batches = single_images(map(to_numpy, images), is_free)
         made = quantized(model, ({graph.input[0].name: batch} for batch in batches), floats)
         use_unsigned_activations(made)
+        keep_biases_apart(made)
         for file in path.parent.glob(f"{path.name}*"):
             file.unlink()
         onnx.save(made, path, save_as_external_data=made.ByteSize() > MOST_BYTES, location=f"{path.name}.data")
@@ -344,6 +346,27 @@ def use_unsigned_activations(model: Any) -> None:
     for value in model.graph.value_info:
         if value.name in unsigned:
             value.type.tensor_type.elem_type = onnx.TensorProto.UINT8
+
+
+def keep_biases_apart(model: Any) -> None:
+    """Gives the biases of linear maps the axes of the tokens that they are added to, [features] as [1, 1, features].
+
+    ONNX Runtime computes the product in 8 bits and adds the bias later. But where all sizes are fixed, it makes one
+    operation of a product and a bias of one axis, which it only has in float: it then converts every weight in every
+    call, and the file takes 2.3 times as long (1.31).
+    """
+    arrays = library("onnx.numpy_helper")
+    tensors = {each.name: each for each in model.graph.initializer}
+    axes = {each.name: len(each.type.tensor_type.shape.dim) for each in model.graph.value_info}
+    products = {node.output[0] for node in model.graph.node if node.op_type == "MatMul"}
+    uses = Counter(name for node in model.graph.node for name in node.input)
+    for node in model.graph.node:
+        added = [name for name in node.input if name in products and axes.get(name, 0) > 2]
+        for name in node.input if node.op_type == "Add" and added else ():
+            bias = tensors.get(name)
+            if bias is not None and len(bias.dims) == 1 and uses[name] == 1:
+                shape = [1] * (axes[added[0]] - 1) + [-1]
+                bias.CopyFrom(arrays.from_array(arrays.to_array(bias).reshape(shape), name))
 
 
 # OpenVINO -------------------------------------------------------------------------------------------------------------
