@@ -4,6 +4,7 @@ the runtime of a file format.
 
 import copy
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
@@ -20,7 +21,16 @@ from attnrx.change.realization import realize
 from attnrx.data import ImageSet
 from attnrx.decide.planning.cost_table import CostTable, corrected, never_slower
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space, format_of
-from attnrx.exporting import ExportSubject, Format, Runtime, dtype_name, parse_format, precision_for, write_exported
+from attnrx.exporting import (
+    Exported,
+    ExportSubject,
+    Format,
+    Runtime,
+    dtype_name,
+    parse_format,
+    precision_for,
+    write_exported,
+)
 from attnrx.nouns.effort import LONG_PASS, MIN_TIMED_IMAGES, ROUND_FACTOR, PlanSettings, final_rounds
 from attnrx.support.atomic_writes import scratch_folder
 from attnrx.support.errors import AttnrxError, NotSupported
@@ -58,6 +68,8 @@ STAGE_LAYER, STAGE_KEEP = 2, 0.75
 # The successive blocks that are timed as one in the runtime of a format, where a call costs as much as a part of a
 # block, of which the time of a call without blocks is a half.
 BLOCKS_OF_FORMAT = 4
+# The images that files of 8 bits are quantized on to be timed: their time does not depend on the ranges.
+TIMED_ON = 8
 # Tables that are measured before a plan gives up; the largest spread of timings of a table that is kept, and the
 # largest latency of the unchanged model relative to the original's: beside other processes kernels wait for threads.
 ATTEMPTS, STEADY, SLOWEST = 3, 0.3, 1.3
@@ -452,6 +464,7 @@ class PlanTimer:
 
     def __init__(self, space: Space, requested: PlanSettings, images: ImageSet):
         self.space, self.requested, self.images, self.log = space, requested, images, requested.log
+        self._written: tuple[nn.Module, Exported] | None = None  # the last plan, and its file
 
     @cached_property
     def settings(self) -> PlanSettings:
@@ -512,52 +525,54 @@ class PlanTimer:
     def of_file(self, model: nn.Module) -> float:
         """Returns how much faster the file of a model is than the unchanged model's."""
         # Not than the library's model, whose time in one process varies by a fifth with the memory that is retained.
-        models, settings = {"unchanged": self.space.model, "file": model}, self.settings
-        return file_speeds(models, settings, self.images, ROUND_FACTOR * settings.whole_rounds)["file"]
+        if self._written is None or self._written[0] is not model:  # a timing may be repeated
+            self._written = model, self._file(model, self._folder, "plan")
+        files = {"file": self._written[1]}
+        return self._file_speeds(files, self.unchanged_file, ROUND_FACTOR * self.settings.whole_rounds)["file"]
 
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
         """Returns the latency of models, or of their files, relative to the library's model, in turns."""
         settings = self.settings
         if settings.to is not None:
-            speeds = file_speeds(models, settings, self.images, rounds, self.library_model)
+            with scratch_folder() as folder:
+                files = {
+                    name: self._file(each, folder, str(index)) for index, (name, each) in enumerate(models.items())
+                }
+                speeds = self._file_speeds(files, self.library_model, rounds)
             return {name: 1 / speed for name, speed in speeds.items()}
         models = {name: timed_form(model, settings.conditions.in_kernels) for name, model in models.items()}
         sides = models, self.library_model, settings.noise(self.space.model), replace(settings.protocol, rounds=rounds)
         timed = run_in_subprocess(compare_latencies, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
         return {name: 1 / comparison.faster.value for name, comparison in timed.items()}
 
+    @cached_property
+    def _folder(self) -> Path:
+        """A folder for the life of this timer: files are read while they are timed."""
+        stack = ExitStack()
+        weakref.finalize(self, stack.close)
+        return stack.enter_context(scratch_folder())
 
-def file_speeds(
-    models: Mapping[str, nn.Module],
-    settings: PlanSettings,
-    images: ImageSet,
-    rounds: int,
-    reference: nn.Module | None = None,
-    are_compared: bool = False,
-) -> dict[str, float]:
-    """Returns how much faster the files of models are, in the format of the settings and calibrated on `images`: than a
-    reference's, or without one than the first model's; all are timed in turns.
+    @cached_property
+    def unchanged_file(self) -> Exported:
+        """The file of the unchanged model, which the files of all plans are timed beside."""
+        return self._file(self.space.model, self._folder, "unchanged")
 
-    If `are_compared`, the outputs of the files are compared with the models', as for a result.
+    def _file(self, model: nn.Module, folder: Path, name: str) -> Exported:
+        """Writes a file to be timed alone: a few images to quantize it on give it the operations that it will have.
 
-    Raises:
-        NotSupported: A model cannot be written in the format, or the outputs of a file differ.
-    """
-    form = format_of(settings)
-    assert form is not None
-    settings.log(f"timing files of {settings.to}: {', '.join(models)}")
-    # In this process, because the runtime of a file allocates its memory itself, and reads the file while it is timed.
-    with scratch_folder() as folder:
-        files = {
-            name: write_exported(
-                ExportSubject.of(model, form, precision=precision_for(model, form), calibration=images),
-                folder / f"{index}{form.suffix}",
-                form,
-                are_compared,
-            )
-            for index, (name, model) in enumerate(models.items())
-        }
-        first, noise = next(iter(models)), settings.noise(next(iter(models.values())))
-        against = files.pop(first) if reference is None else reference
-        speeds = compare_latencies(files, against, noise, replace(settings.protocol, rounds=rounds))
-    return {name: speed.faster.value for name, speed in speeds.items()}
+        Raises:
+            NotSupported: The model cannot be written in the format.
+        """
+        form = format_of(self.settings)
+        assert form is not None
+        images = self.images.take(min(TIMED_ON, len(self.images)))
+        subject = ExportSubject.of(model, form, precision=precision_for(model, form), calibration=images)
+        return write_exported(subject, folder / f"{name}{form.suffix}", form, is_compared=False)
+
+    def _file_speeds(self, files: Mapping[str, Exported], against: nn.Module, rounds: int) -> dict[str, float]:
+        """Returns how much faster files are than a reference; all are timed in turns."""
+        # In this process, because the runtime of a file allocates its memory itself.
+        self.log(f"timing files of {self.settings.to}: {', '.join(files)}")
+        protocol = replace(self.settings.protocol, rounds=rounds)
+        speeds = compare_latencies(files, against, self.settings.noise(self.space.model), protocol)
+        return {name: speed.faster.value for name, speed in speeds.items()}
