@@ -232,7 +232,7 @@ def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, sensitivi
     assert not any(found.choices.qk) and any(found.choices.num_pruned)
 
 
-@pytest.mark.parametrize("target", ["macs=0.6x", "params=0.8x", "max-drop=20pt", "latency=0.9x"])
+@pytest.mark.parametrize("target", ["macs=0.6x", "params=0.8x", "max-drop=20pt", "max-kl=0.001", "size=0.04MB", "latency=0.9x"])
 @pytest.mark.slow
 def test_a_plan_keeps_its_target_and_is_the_same_again(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, target: str, tmp_path: Path
@@ -252,7 +252,9 @@ def test_a_plan_keeps_its_target_and_is_the_same_again(
     assert found.predictions == again.predictions and str(found.prescription) == str(again.prescription)
     slim = realize(model, found.prescription)
     costs, before = (family_of(each).costs(each) for each in (slim, model))
-    if not target.startswith("max-drop"):
+    if target.startswith("size"):
+        assert sum(tensor.nbytes for tensor in slim.state_dict().values()) <= 40_000
+    elif not target.startswith("max-"):
         spent = getattr(costs, found.minimized) / getattr(before, found.minimized)
         assert spent == pytest.approx(found.cost) and spent <= Target.parse(target).limit
     assert found.explained
@@ -471,6 +473,10 @@ def test_a_limit_that_cannot_be_missed_is_no_claim(model: VisionTransformer) -> 
         ("latency=0.6pt", "wrong unit"),
         ("speed=2x", "one of latency"),
         ("max-drop=200pt", "percentage points"),
+        ("max-kl=0", "above 0"),
+        ("max-kl=5%", "wrong unit"),
+        ("size=50%", "wrong unit"),
+        ("size=0MB", "above 0"),
     ],
 )
 def test_targets_that_are_none_are_refused(text: str, message: str) -> None:
@@ -479,7 +485,7 @@ def test_targets_that_are_none_are_refused(text: str, message: str) -> None:
 
 
 def test_targets_as_text() -> None:
-    for text in ("latency=0.6x", "macs=0.5x", "params=0.7x", "max-drop=1pt"):
+    for text in ("latency=0.6x", "macs=0.5x", "params=0.7x", "size=4MB", "max-kl=0.05", "max-drop=1pt"):
         assert str(Target.parse(text)) == text
     for text in ("faster=1.6", "1.6x", "1.6x faster", "faster = 1.6x", "latency=62.5%"):
         assert Target.parse(text) == Target("latency", 0.625)

@@ -21,7 +21,7 @@ from attnrx.nouns.effort import EFFORTS
 from attnrx.nouns.target import target_of
 from attnrx.show.checks import Costs
 from attnrx.show.reports import summary_of
-from attnrx.support.errors import DataError, InvalidInput
+from attnrx.support.errors import DataError, InvalidInput, NotSupported
 from attnrx.vit.models import model_fingerprint
 from attnrx.vit.outputs import output_kind_of
 from attnrx.workflows.shrunk import Shrunk
@@ -52,6 +52,8 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Shrunk, list[
         ({"macs": 0.5}, Target("macs", 0.5)),
         ({"params": 0.7}, Target("params", 0.7)),
         ({"max_drop": 1.0}, Target("max-drop", 1.0)),
+        ({"max_kl": 0.05}, Target("max-kl", 0.05)),
+        ({"size": 4}, Target("size", 4.0)),
     ],
 )
 def test_a_target_is_one_number(given: dict[str, float], target: Target) -> None:
@@ -159,6 +161,35 @@ def test_an_effort_with_distillation_comes_nearer_to_the_original(
     with torch.no_grad():
         before, after = (kind.softened(original()(every), each(every)).mean() for each in (plain.model, loaded))
     assert after < before
+
+
+@pytest.mark.slow
+def test_an_allowed_divergence_is_kept_on_other_images() -> None:
+    found = rx.shrink(original(), images(96), max_kl=1e-4)
+    (claim,) = [each for each in found.evidence.findings if each.details.get("quantity") == "divergence"]
+    assert claim.limit == 1e-4 and claim.value <= 3e-4  # other images than those that it was chosen on
+    costs = [rx.models.family_of(model).costs(model).macs for model in (found.model, original())]
+    assert costs[0] < 0.5 * costs[1]  # as few as are allowed
+    with pytest.raises(NotSupported, match="the least that one loses is"):
+        rx.shrink(original(), images(96), max_kl=1e-20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", [None, "int8(images=16)"])
+def test_a_file_is_as_small_as_requested(to: str | None, tmp_path: Path) -> None:
+    model = copy.deepcopy(original()).float()
+    name = "model.safetensors" if to is None else "model-int8.onnx"
+    if to is not None:
+        pytest.importorskip("onnxscript")
+    batches = [(pixels.float(), labels) for pixels, labels in images(96)]
+    whole = rx.shrink(model, batches, size=9.0, to=to)  # the unchanged model
+    assert whole.plan is None
+    limit = 0.85 * (whole.save(tmp_path / "whole", to=to, original=model) / name).stat().st_size / 1e6
+    found = rx.shrink(model, batches, size=limit, to=to)
+    path = found.save(tmp_path / "small", to=to, original=model) / name
+    assert found.plan is not None and 0.8 * limit < path.stat().st_size / 1e6 < 1.03 * limit
+    with pytest.raises(NotSupported, match=r"the smallest that .* could be made is"):
+        rx.shrink(model, batches, size=0.002, to=to)
 
 
 def test_a_target_of_accuracy_needs_labels() -> None:

@@ -27,14 +27,15 @@ __all__ = ["COMMANDS"]  # those of attnrx are in it once this module is imported
 Part = TypeVar("Part")
 
 # The quantities of the claims about a target that is measured; MACs and parameters are met by construction.
-MEASURED_TARGETS = {"latency": ("promised speed", "speed"), "max-drop": ("promised_change",)}
+MEASURED_TARGETS = {"latency": ("promised speed", "speed"), "max-drop": ("promised_change",), "max-kl": ("divergence",)}
 
 
 def _shrink_options(parser: Parser) -> None:
     options.add_model(parser, "the model to make smaller")
     options.add_data(parser, "the images to plan and to verify on")
     target = parser.add_mutually_exclusive_group(required=True)
-    options.add_arguments(target, "shrink", faster="TIMES", macs="SHARE", params="SHARE", max_drop=options.POINTS)
+    shares = {"faster": "TIMES", "macs": "SHARE", "params": "SHARE", "max_kl": "DIVERGENCE", "size": "MB"}
+    options.add_arguments(target, "shrink", **shares, max_drop=options.POINTS)
     options.add_out(
         parser, "the folder of the model, its evidence, report, card and model.onnx", "runs/shrunk", folder=True
     )

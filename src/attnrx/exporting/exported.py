@@ -115,6 +115,12 @@ class Exported(nn.Module):
         """The numbers per image of every output, by their names, where there are several."""
         return self.facts.get("outputs", {})
 
+    @property
+    def bytes(self) -> int:
+        """The size of the files that the runtime reads."""
+        names = self.facts.get("files") or [path.name for path in self.form.files(self.path)]
+        return sum(self.path.with_name(name).stat().st_size for name in names)
+
     def forward(self, images: Float[Tensor, "batch channels height width"]) -> Any:
         """Returns the logits, or the features of all patches, on the device of the images: a tensor [batch, ...], or
         several by their names.

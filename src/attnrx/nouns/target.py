@@ -1,43 +1,52 @@
-"""The target of a plan: an upper limit of a cost, or of what accuracy may lose."""
+"""The target of a plan: an upper limit of a cost, of the size of the file, or of what the answers may lose."""
 
 import re
 from dataclasses import dataclass
+from math import inf
 
 from attnrx.support.arguments import ANY_TEXT, NOT_NEGATIVE, checked, one_of, require_fields
 from attnrx.support.errors import InvalidInput
 from attnrx.support.text_parsing import NAME, NUMBER
 
 COSTS = ("latency", "macs", "params")
-DROP = "max-drop"
-EXAMPLES = "faster=1.6, latency=0.6x, macs=50%, params=0.7x or max-drop=1pt"
-FORM = re.compile(rf"\s*(?:({NAME})\s*=)?\s*({NUMBER})\s*(x|pt|%)?(\s+faster)?\s*")
+DROP, DIVERGENCE, SIZE = "max-drop", "max-kl", "size"
+LOSSES = (DROP, DIVERGENCE)
+EXAMPLES = "faster=1.6, latency=0.6x, macs=50%, params=0.7x, size=4MB, max-kl=0.05 or max-drop=1pt"
+FORM = re.compile(rf"\s*(?:({NAME})\s*=)?\s*({NUMBER})\s*(x|pt|%|MB)?(\s+faster)?\s*")
+# The units that each quantity may be written with, and the one that it is printed with.
+UNITS = {DROP: ("", "pt"), DIVERGENCE: ("",), SIZE: ("", "MB"), "faster": ("", "x")}
+PRINTED = {DROP: "pt", DIVERGENCE: "", SIZE: "MB"}
+MINIMIZED = {DROP: "macs", DIVERGENCE: "macs", SIZE: "params"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """An upper limit: a share of the original's latency, MACs or parameters, or a drop of top-1 accuracy in points, for
-    which `quantity` is "max-drop".
+    """An upper limit: a share of the original's latency, MACs or parameters; the size of the file in megabytes; the
+    mean divergence of the outputs from the original's ("max-kl", in nats for classes); or a drop of top-1 accuracy in
+    points ("max-drop").
     """
 
     quantity: str
     limit: float
 
     def __post_init__(self):
-        require_fields(self, quantity=one_of(*COSTS, DROP), limit=NOT_NEGATIVE)
+        require_fields(self, quantity=one_of(*COSTS, SIZE, *LOSSES), limit=NOT_NEGATIVE)
         if self.quantity in COSTS and not 0 < self.limit < 1:
             raise InvalidInput(
                 f"{self.quantity}={self.limit:g}x: give a share of the original's below 1, e.g. {self.quantity}=0.6x."
             )
+        if self.quantity in (DIVERGENCE, SIZE) and not 0 < self.limit < inf:
+            raise InvalidInput(f"{self.quantity}={self.limit:g}: give a number above 0, e.g. {self.quantity}=0.05.")
         if self.quantity == DROP and self.limit > 100:
             raise InvalidInput(f"max-drop={self.limit:g}pt: give percentage points from 0 to 100, e.g. max-drop=1pt.")
 
     @property
     def minimized(self) -> str:
-        """The cost that a plan minimizes: the quantity, or MACs within a drop of accuracy."""
-        return "macs" if self.quantity == DROP else self.quantity
+        """The cost that a plan minimizes: the quantity, MACs within a loss, or parameters for a size."""
+        return MINIMIZED.get(self.quantity, self.quantity)
 
     def __str__(self) -> str:
-        return f"{self.quantity}={self.limit:g}{'pt' if self.quantity == DROP else 'x'}"
+        return f"{self.quantity}={self.limit:g}{PRINTED.get(self.quantity, 'x')}"
 
     @classmethod
     @checked(text=ANY_TEXT)
@@ -52,7 +61,7 @@ class Target:
             raise InvalidInput(f"the target {text!r:.300} cannot be read. Targets read like {EXAMPLES}.")
         quantity, number, unit = read[1] or "faster", float(read[2]), read[3] or ""
         is_speed = quantity == "faster"
-        if unit not in {DROP: ("", "pt")}.get(quantity, ("", "x") if is_speed else ("", "x", "%")):
+        if unit not in UNITS.get(quantity, ("", "x", "%")):
             raise InvalidInput(f"the target {text!r} has the wrong unit {unit!r}. Targets read like {EXAMPLES}.")
         if is_speed and number <= 1:
             raise InvalidInput(f"the target {text!r}: a speed is above 1, and a share needs its quantity: macs=50%.")
@@ -60,19 +69,25 @@ class Target:
 
 
 def target_of(
-    faster: float | None = None, macs: float | None = None, params: float | None = None, max_drop: float | None = None
+    faster: float | None = None,
+    macs: float | None = None,
+    params: float | None = None,
+    max_drop: float | None = None,
+    max_kl: float | None = None,
+    size: float | None = None,
 ) -> Target:
     """Returns the target of exactly one of the arguments.
 
     Raises:
         InvalidInput: None or several are given, or the one is no number in its range.
     """
-    arguments = {"faster": faster, "macs": macs, "params": params, "max_drop": max_drop}
+    arguments = {"faster": faster, "macs": macs, "params": params}
+    arguments |= {"max_drop": max_drop, "max_kl": max_kl, "size": size}
     named = {name: value for name, value in arguments.items() if value is not None}
     if len(named) != 1:
         raise InvalidInput(
-            f"{' and '.join(named) or 'no target'} given: give exactly one of faster=1.6, macs=0.5, params=0.7 or "
-            "max_drop=1."
+            f"{' and '.join(named) or 'no target'} given: give exactly one of faster=1.6, macs=0.5, params=0.7, "
+            "max_drop=1, max_kl=0.05 or size=4."
         )
     ((name, value),) = named.items()
     return Target.parse(f"{name.replace('_', '-')}={value}")

@@ -13,7 +13,7 @@ from attnrx.data.loading import SIDES, locate
 from attnrx.data.model_data import ModelBatches
 from attnrx.exporting import Format, is_exported, load_exported
 from attnrx.nouns.elastic import Elastic, Size, is_elastic
-from attnrx.nouns.target import DROP, Target, target_of
+from attnrx.nouns.target import COSTS, Target, target_of
 from attnrx.support.arguments import (
     FASTER,
     MODEL,
@@ -177,7 +177,7 @@ def size_of(source: str | Path | nn.Module, target: Target | None = None) -> tup
             source, target = folder, Target.parse(text)
         if is_elastic(source):
             elastic = Elastic.read(source)
-            if target is None or target.quantity == DROP:
+            if target is None or target.quantity not in COSTS:
                 raise InvalidInput(f"{elastic}\nGive macs=0.6, params=0.7 or faster=1.4, or the folder of one size.")
             return elastic, elastic.best(target.quantity, target.limit)
     if target is not None:

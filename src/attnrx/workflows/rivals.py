@@ -163,9 +163,8 @@ def measure_files(
             gain = speeds[name].by_compression
             assert gain is not None
             divergence = mean_estimate(answers.divergence("original", name).double(), 0)
-            size = sum(path.stat().st_size for path in file.path.parent.glob(f"{file.path.stem}.*"))
             speed = Estimate(1.0, 1.0, 1.0) if name == first else speeds[name].faster
-            about = speed, gain.value, divergence, agreement, size
+            about = speed, gain.value, divergence, agreement, file.bytes
             measured[name] = MeasuredFile(name, file.form, is_own, *about)
             log(_line(measured[name], first, kind.columns[1]))
     findings = [file.finding(first, protocol, len(noise), kind.unit) for file in measured.values()]

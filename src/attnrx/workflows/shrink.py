@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from attnrx.change.predictions import predict
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.change.realization.realizing import fits_record, realize_with_effort
 from attnrx.data import (
@@ -33,15 +34,15 @@ from attnrx.decide.planning.measured_costs import final_protocol, timing_conditi
 from attnrx.decide.planning.planner import Planner
 from attnrx.decide.planning.space import format_of
 from attnrx.decide.planning.uniform import portable_form, require_portable
-from attnrx.exporting import Onnx, parse_format
+from attnrx.exporting import ExportSubject, Onnx, parse_format, precision_for, write_exported
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.effort import EFFORTS, Effort, PlanSettings, final_rounds
 from attnrx.nouns.plan import Plan, TargetMet
 from attnrx.nouns.prescription import Prescription
-from attnrx.nouns.target import DROP, Target, target_of
-from attnrx.show.checks import Check, Costs, Fidelity, Latency, Promises
+from attnrx.nouns.target import DIVERGENCE, DROP, Target, target_of
+from attnrx.show.checks import Check, Costs, Latency, Promises
 from attnrx.support.arguments import COUNT, FASTER, checked, instance, number, optional
-from attnrx.support.atomic_writes import file_lock
+from attnrx.support.atomic_writes import file_lock, scratch_folder
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.progress import Log, begin, no_log, phases
 from attnrx.support.subprocess_runner import shared_subprocess
@@ -50,11 +51,15 @@ from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import Divergence, Metric, judged, most_images, output_kind_of
 from attnrx.workflows.load import load_original, preflight
 from attnrx.workflows.rivals import FileRun, MeasuredFile, measure_files
-from attnrx.workflows.shrunk import Shrunk, require_result_folder, result_files, samples_of, with_accuracy
+from attnrx.workflows.shrunk import Shrunk, fidelity_for, require_result_folder, result_files, samples_of, with_accuracy
 from attnrx.workflows.verify import verify
 
 # A target of latency that saves less is planned with the whole decoder, which could otherwise meet it alone.
 LARGEST_DECODER = 0.2
+
+# The plans that are made for an allowed divergence, the share of it that is enough, the share that the next plan aims
+# at, and the most by which its limit is raised.
+CORRECTIONS, ENOUGH, AIMED, FARTHEST = 3, 0.8, 0.95, 1.6
 
 # The phases of `shrink` and their usual shares of the time of a quick call for MACs (`progress.Phases`). Those before
 # the repair are seconds of CPU time of a ViT-Tiny at 224 pixels on one thread of a loaded machine (2026-11).
@@ -83,6 +88,8 @@ POINTS = number(0.0, 100.0, "points of accuracy from 0 to 100, e.g. 1", above=Fa
     macs=optional(BELOW_ONE),
     params=optional(BELOW_ONE),
     max_drop=optional(POINTS),
+    max_kl=optional(number(0.0)),
+    size=optional(number(0.0)),
     multiple=optional(COUNT),
 )
 @judged
@@ -95,6 +102,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     macs: float | None = None,
     params: float | None = None,
     max_drop: float | None = None,
+    max_kl: float | None = None,
+    size: float | None = None,
     batch: int = 32,
     threads: int | None = None,
     effort: Literal["quick", "normal", "thorough"] = "quick",
@@ -112,11 +121,11 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
 ) -> Shrunk:
     """Makes a model smaller for one target, without labels, and verifies it on images that the plan has not seen.
 
-    Pass one target: `faster`, `macs`, `params` or `max_drop`. attnrx reads your data once: as many images as the effort
-    needs, and at most 10,000 to verify on (with the effort "quick" as many as take 6e12 multiply-accumulates, or 256).
-    Random transforms and samplers are one draw of `seed`. If your data have splits, the plan sees training and
-    validation images, and the evidence is about test images. Other data are divided into three parts. No two parts have
-    images of the same pixels.
+    Pass one target: `faster`, `macs`, `params`, `size`, `max_kl` or `max_drop`. attnrx reads your data once: as many
+    images as the effort needs, and at most 10,000 to verify on (with the effort "quick" as many as take 6e12
+    multiply-accumulates, or 256). Random transforms and samplers are one draw of `seed`. If your data have splits, the
+    plan sees training and validation images, and the evidence is about test images. Other data are divided into three
+    parts. No two parts have images of the same pixels.
 
     You get the unchanged model if it is as fast as requested, by its kernels or by the format.
 
@@ -131,6 +140,9 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         macs: The share of the MACs that stays, e.g. 0.5.
         params: The share of the parameters that stays, e.g. 0.7.
         max_drop: The points of accuracy that may be lost, e.g. 1pt.
+        max_kl: The mean divergence from the original's outputs that is allowed, e.g. 0.05 (nats; for other outputs than
+            classes their own divergence), of the file with `to`: fewer MACs are planned as long as it allows them.
+        size: The megabytes of the file with `to`, or of the weights, e.g. 4.
         batch: Images per forward pass whose latency is measured.
         threads: CPU threads of that forward pass (torch's default).
         effort: How much is measured: quick (minutes), normal or thorough; both also distill the model from the
@@ -168,7 +180,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         >>> answers = shrunk.model(torch.randn(1, 3, 32, 32))
         >>> folder = shrunk.save("faster")
     """
-    target = target_of(faster, macs, params, max_drop)
+    target = target_of(faster, macs, params, max_drop, max_kl, size)
     form = None if to is None else parse_format(to)
     portability = portable_settings(portable, multiple)
     preflight(data=data, columns=columns, folder=folder, formats=() if form is None else (form,))
@@ -302,11 +314,71 @@ class ShrinkRun:
         """Returns the smaller model of a target: plans, realizes, fits and verifies it; or that the unchanged model
         meets the target.
         """
-        log, images = self.settings.log, (self.planned, self.images.predicted)
-        shared = {"settings": self.settings, "reference": self.original}
-        plan = plan_sharing(self.planned_model, self.diagnosis, target, *images, self.measured, **shared)
-        if isinstance(plan, TargetMet):
-            return plan
+        if target.quantity == DIVERGENCE:
+            made = self._within(target)
+        else:
+            plan = self._planned(target)
+            if isinstance(plan, TargetMet):
+                return plan
+            made = self._realized(plan)
+        files = self._files(made.model)
+        if files is not None and (instead := self._instead(files, target)) is not None:
+            return self.unchanged(target, files, instead)
+        last = Promises(rounds=self._final_rounds)
+        return self._verified(made.model, target, made.plan, made.prescription, last, files)
+
+    def _within(self, target: Target) -> "_Made":
+        """Returns the plan and the model with the fewest MACs whose divergence on other images is within the target:
+        that of its file, if there is a format.
+
+        Raises:
+            NotSupported: No plan is.
+        """
+        # A plan is chosen by its divergence before the repair and in float, so the limit of the next one is corrected
+        # by what was measured.
+        limit, best, last, measured = target.limit, None, None, list[float]()
+        for _ in range(CORRECTIONS):
+            plan = self._planned(replace(target, limit=limit))
+            assert isinstance(plan, Plan)  # the unchanged model meets targets of cost alone
+            if last is not None and (plan.cost, plan.explained) == (last.cost, last.explained):
+                break
+            last, made = plan, self._realized(plan)
+            measured.append(self._divergence_of(made.model))
+            self.settings.log(f"divergence on other images: {measured[-1]:.3g}, and {target.limit:g} is allowed")
+            if measured[-1] <= target.limit:
+                best = made
+                if measured[-1] >= ENOUGH * target.limit:
+                    break
+            elif best is not None:
+                break
+            limit *= min(AIMED * target.limit / measured[-1], FARTHEST)
+        if best is None:
+            least = min(measured)
+            raise NotSupported(
+                f"{target}: the results of {len(measured)} plans diverge by {least:.3g} or more on other images. Allow "
+                f"at least max_kl={1.1 * least:.2g}, or take a greater effort."
+            )
+        return best
+
+    def _divergence_of(self, model: nn.Module) -> float:
+        """Returns the mean divergence of a model, or of its file, on the images that predictions are made on."""
+        form, images = format_of(self.settings), self.images.predicted
+        with scratch_folder() as folder:
+            candidate = model
+            if form is not None:
+                precision, calibration = precision_for(model, form), self.images.planned
+                subject = ExportSubject.of(model, form, precision=precision, calibration=calibration)
+                candidate = write_exported(subject, folder / f"model{form.suffix}", form)
+            answers = predict({"original": self.original, "result": candidate}, images, task="comparing outputs")
+        return answers.divergence("original", "result").double().mean().item()
+
+    def _planned(self, target: Target) -> Plan | TargetMet:
+        images, shared = (self.planned, self.images.predicted), {"settings": self.settings, "reference": self.original}
+        return plan_sharing(self.planned_model, self.diagnosis, target, *images, self.measured, **shared)
+
+    def _realized(self, plan: Plan) -> "_Made":
+        """Realizes the smaller model of a plan, and fits it."""
+        log = self.settings.log
         begin("realizing and repairing")
         chosen = plan.with_predictions
         # In bfloat16 if plans were compared in it.
@@ -320,13 +392,9 @@ class ShrinkRun:
             log(line)
             # The blocks are those of the original, which the prescription is about.
             chosen = replace(chosen, fingerprint=model_fingerprint(self.original))
-        files = self._files(slim)
-        if files is not None and (instead := self._instead(files, target)) is not None:
-            return self.unchanged(target, files, instead)
         # `attnrx realize` and the matched controls read this record, and repeat it.
         how = {"by": "compress", "calibration_images": len(fitted), **fits_record(*fits)}
-        prescription = replace(chosen, about={**chosen.about, "realized": how})
-        return self._verified(slim, target, plan, prescription, Promises(rounds=self._final_rounds), files)
+        return _Made(plan, slim, replace(chosen, about={**chosen.about, "realized": how}))
 
     @property
     def has_smaller_decoder(self) -> bool:
@@ -390,7 +458,7 @@ class ShrinkRun:
         """Verifies a model against the original; `last` is the check of what was promised."""
         begin("verifying")
         tested, names = self.images.verified, self.class_names
-        checks = with_accuracy(tested, self.original, Fidelity(), Costs(), last)
+        checks = with_accuracy(tested, self.original, fidelity_for(target), Costs(), last)
         about = {"target": str(target), **self.about}
         context = {"prescription": prescription, "seed": self.settings.seed, "batch_size": 32}
         evidence = verify(model, self.original, tested, checks, about, **context)
@@ -402,6 +470,15 @@ class ShrinkRun:
         parts = diagnosis, samples, names, self.images, maps, in_kernels
         form = self.settings.to if instead is None else str(instead.form)
         return Shrunk(model, prescription, evidence, plan, target, *parts, form)
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """A plan, the model that was realized and fitted by it, and its prescription."""
+
+    plan: Plan
+    model: nn.Module
+    prescription: Prescription
 
 
 def _verified_on(images: ImageParts, most: int, reason: str, log: Log) -> ImageParts:

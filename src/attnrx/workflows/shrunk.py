@@ -26,7 +26,7 @@ from attnrx.nouns.evidence import KIND as EVIDENCE
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.plan import Plan
 from attnrx.nouns.prescription import Prescription
-from attnrx.nouns.target import Target
+from attnrx.nouns.target import DIVERGENCE, Target
 from attnrx.show.checks import Accuracy, Check, Fidelity, Latency
 from attnrx.show.reports import (
     MapSamples,
@@ -216,7 +216,7 @@ class Shrunk:
         tested, latency = images.verified, Latency(batch, protocol, speed, library=True)
         about = {"target": str(self.target), "file": path.name, "format": to}
         try:
-            checks = with_accuracy(tested, original, Fidelity(), latency)
+            checks = with_accuracy(tested, original, fidelity_for(self.target), latency)
             evidence = verify(file, original, tested, checks, about, batch_size=32)
         except AttnrxError:
             exporting.remove_export(path)  # no file without evidence
@@ -253,6 +253,11 @@ def samples_of(
         return samples, None
     shown, labels = samples[0][:REPORT_MAPS], samples[1][:REPORT_MAPS]
     return samples, sample_maps({"original": original, "this model": model}, shown, labels)
+
+
+def fidelity_for(target: Target) -> Fidelity:
+    """Returns the check of the outputs, with the limit of a target of their divergence."""
+    return Fidelity(most_divergence=target.limit if target.quantity == DIVERGENCE else None)
 
 
 def with_accuracy(images: ImageSet, model: nn.Module, *checks: Check) -> tuple[Check, ...]:

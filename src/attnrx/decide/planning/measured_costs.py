@@ -70,6 +70,7 @@ STAGE_LAYER, STAGE_KEEP = 2, 0.75
 BLOCKS_OF_FORMAT = 4
 # The images that files of 8 bits are quantized on to be timed: their time does not depend on the ranges.
 TIMED_ON = 8
+HEADER = 64  # bytes of a safetensors file for every tensor, beside its name
 # Tables that are measured before a plan gives up; the largest spread of timings of a table that is kept, and the
 # largest latency of the unchanged model relative to the original's: beside other processes kernels wait for threads.
 ATTEMPTS, STEADY, SLOWEST = 3, 0.3, 1.3
@@ -529,6 +530,15 @@ class PlanTimer:
             self._written = model, self._file(model, self._folder, "plan")
         files = {"file": self._written[1]}
         return self._file_speeds(files, self.unchanged_file, ROUND_FACTOR * self.settings.whole_rounds)["file"]
+
+    def megabytes(self, model: nn.Module) -> float:
+        """Returns the size of a model's file in the format of the settings, or of its weights without one."""
+        if self.settings.to is None:
+            named = model.state_dict().items()
+            tensors = {tensor.data_ptr(): tensor.nbytes + len(name) + HEADER for name, tensor in named}
+            return sum(tensors.values()) / 1e6
+        with scratch_folder() as folder:
+            return self._file(model, folder, "size").bytes / 1e6
 
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
         """Returns the latency of models, or of their files, relative to the library's model, in turns."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +28,7 @@ from attnrx.decide.planning.uniform import UniformCosts, UniformFrontier, Unifor
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.effort import AXES, PlanSettings
 from attnrx.nouns.plan import Plan, PredictedQuantity, TargetMet, limits_of
-from attnrx.nouns.target import DROP, Target
+from attnrx.nouns.target import COSTS, DROP, SIZE, Target
 from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported
 from attnrx.support.progress import begin, phases, track
@@ -59,8 +60,10 @@ FEW_STAGES = 5
 EVEN, MOST_VARIED, ATTEMPTS = 6, 3, 40
 # The most outputs of an image that are kept, per plan: not those of dense models, which are as many as pixels.
 KEPT = 4096
-# Bisection steps of the search for an accuracy drop: the cost is found to 1 / 64.
+# Bisection steps of the search for an allowed loss: the cost is found to 1 / 64.
 HALVINGS = 6
+# A plan for a size is not corrected if its file is at most so much smaller.
+NEARLY = 0.98
 
 
 @checked(target=instance("a Target, or its text, e.g. 'macs=0.5x' or 'faster=1.6'", Target, str))
@@ -300,20 +303,22 @@ class Planner:
         )
 
     def best(self, target: Target) -> Trial | TargetMet:
-        """Returns the best plan of a target: for latency by repeated measurement, for a drop the cheapest one; or that
-        the unchanged model meets the target.
+        """Returns the best plan of a target: for latency and size by repeated measurement, for a loss the cheapest one;
+        or that the unchanged model meets the target.
 
         Raises:
             NotSupported: No plan is cheap enough or keeps the drop within the limit, or the measured latencies are too
                 far from the predicted ones for a promise.
         """
         self.trials = ()
-        if target.quantity != DROP:
+        if target.quantity in COSTS:
             self._require_reachable(target.limit)
         self.frontier  # noqa: B018  (costs and sensitivities are measured first: phases of their own)
         begin("searching plans")
-        if target.quantity == DROP:
-            return self._cheapest(target.limit)
+        if target.quantity == SIZE:
+            return self._by_size(target)
+        if target.quantity not in COSTS:
+            return self._cheapest(target)
         return self._by_timing(target) if self.minimized == "latency" else self._searched(target.limit)
 
     def _require_reachable(self, limit: float) -> None:
@@ -487,15 +492,47 @@ class Planner:
         self.log(f"{tried} on {len(answers)} images: divergence {best.divergence:.3g}{unit}")
         return best
 
-    def _cheapest(self, drop: float) -> Trial:
-        """Returns the cheapest plan whose drop on the images is within this one, by bisection over the cost.
+    def _by_size(self, target: Target) -> Trial | TargetMet:
+        """Repeats planning with a share of the parameters corrected by the size of the plan's file, and returns the
+        plan with the least divergence whose file is small enough, unless the unchanged model's is.
 
         Raises:
-            NotSupported: No plan keeps the drop within the limit.
+            NotSupported: No file is so small.
+        """
+        # Not all parameters can be removed, nor take as many bytes as the others.
+        whole, limit = self.timer.megabytes(self.space.model), target.limit
+        what = "the weights" if self.settings.to is None else f"the file in {self.settings.to}"
+        if whole <= limit:
+            return TargetMet(f"{target} is met by the unchanged model, of {whole:.3g} MB.")
+        share, least, found = limit / whole, self.frontier.reachable, list[tuple[Trial, float]]()
+        for _ in range(self.settings.attempts):
+            trial = self._searched(min(max(share, least), LARGEST))
+            size = self.timer.megabytes(self.realized(trial.step.choices))
+            self.log(f"{what} of this plan: {size:.3g} of {whole:.3g} MB")
+            found.append((trial, size))
+            if NEARLY * limit <= size <= limit or (size > limit and share <= least):
+                break
+            # Megabytes by removed share of the parameters, aimed at a little less than the limit.
+            slope = max(whole - size, 1e-9) / (1 - trial.step.cost)
+            share = 1 - (whole - (1 + NEARLY) / 2 * limit) / slope
+        fitting = [trial for trial, size in found if size <= limit]
+        if not fitting:
+            smallest = min(size for _, size in found)
+            advice = "" if self.settings.to else " Files of 8 bits take a quarter: give to='int8', too."
+            raise NotSupported(
+                f"{target}: the smallest that {what} could be made is {smallest:.3g} of {whole:.3g} MB.{advice}"
+            )
+        return min(fitting, key=lambda trial: trial.divergence)
+
+    def _cheapest(self, target: Target) -> Trial:
+        """Returns the cheapest plan whose loss on the images is within the target, by bisection over the cost.
+
+        Raises:
+            NotSupported: No plan keeps the loss within the limit.
         """
         # Closed forms only: a search at every step would be repeated for every cost. `low` costs too little, `high` is
-        # the smallest cost so far that keeps the accuracy, at which a search follows.
-        low, high, cheapest = 0.0, 1.0, None
+        # the smallest cost so far whose loss is allowed, at which a search follows.
+        low, high, cheapest, least = 0.0, 1.0, None, inf
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             try:
@@ -504,26 +541,30 @@ class Planner:
             except NotSupported:
                 low = middle
                 continue
-            if self._keeps_accuracy(step, drop):
+            loss = self._loss(step, target)
+            least = min(loss, least)
+            if loss <= target.limit:
                 high, cheapest = middle, step
             else:
                 low = middle
         if cheapest is None:
-            raise NotSupported(f"no plan keeps the drop within {drop:g} points; allow more.")
+            raise NotSupported(f"no plan keeps {target}: the least that one loses is {least:.3g}. Allow more.")
         found = self._searched(high)
         # The search is for the lowest divergence, and its plan may lose more accuracy than that of the closed form.
-        if not self._keeps_accuracy(found.step, drop):
+        if self._loss(found.step, target) > target.limit:
             found = self.trial(cheapest, self.answers)
         return found
 
-    def _keeps_accuracy(self, step: Step, drop: float) -> bool:
-        """Whether the accuracy of a plan on the images drops by no more than this."""
-        changes = self.deviation(step.choices, self.answers).change
-        assert changes is not None  # `plan` has required labels
-        change = changes.mean().item()
-        cost = f"{100 * step.cost:.1f} % of the {self.minimized}"
-        self.log(f"a plan of {cost}: {100 * change:+.1f} points of accuracy")
-        return -100 * change <= drop
+    def _loss(self, step: Step, target: Target) -> float:
+        """Returns what a plan loses on the images: points of accuracy, or the mean divergence."""
+        deviation, cost = self.deviation(step.choices, self.answers), f"{100 * step.cost:.1f} % of the {self.minimized}"
+        if target.quantity != DROP:
+            self.log(f"a plan of {cost}: {self.answers.kind.distance} {deviation.mean:.3g}")
+            return deviation.mean
+        assert deviation.change is not None  # `plan` has required labels
+        change = 100 * deviation.change.mean().item()
+        self.log(f"a plan of {cost}: {change:+.1f} points of accuracy")
+        return -change
 
 
 class UniformPlanner(Planner):

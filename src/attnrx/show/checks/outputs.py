@@ -157,12 +157,14 @@ class Fidelity(Check):
     relative to the variance, and there is no agreement (`attnrx.vit.outputs`).
 
     The paper compares the compressed model with the masked one only; here both are compared with the reference too.
-    `most_discrepancy` (a share) and `least_agreement` (in %) are limits for the candidate against the reference.
+    `most_discrepancy` (a share), `least_agreement` (in %) and `most_divergence` are limits for the candidate against
+    the reference.
     """
 
     kinds: ClassVar[Mapping[str, Kind]] = {"least_agreement": optional(PERCENT)}
     most_discrepancy: float | None = None
     least_agreement: float | None = None
+    most_divergence: float | None = None
 
     def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
         """Returns three findings per pair of models, of labels four and of a regression two.
@@ -174,7 +176,8 @@ class Fidelity(Check):
                 f"fidelity(least_agreement={self.least_agreement:g}): this model returns {comparison.kind.returns}, "
                 "which make no decision; omit it."
             )
-        findings = self._compared("reference", "candidate", comparison, self.most_discrepancy, self.least_agreement)
+        limits = self.most_discrepancy, self.least_agreement, self.most_divergence
+        findings = self._compared("reference", "candidate", comparison, *limits)
         if comparison.masked is not None and comparison.masked is not comparison.candidate:
             findings += self._compared("reference", "masked", comparison)
             findings += self._compared("masked", "candidate", comparison)
@@ -208,6 +211,7 @@ class Fidelity(Check):
         comparison: Comparison,
         most_discrepancy: float | None = None,
         least_agreement: float | None = None,
+        most_divergence: float | None = None,
     ) -> tuple[Finding, ...]:
         """Compares the model of the role `other` with the one of the role `base`; what has no limit is reported."""
         predictions, seed = comparison.predictions, comparison.seed
@@ -226,7 +230,8 @@ class Fidelity(Check):
                 share = mean_share((agreeing == 1).double(), seed).scaled(100.0)
                 findings.append(self.finding("exact agreement", words, share, "%", n=n, details=roles))
         mean, words = mean_estimate(predictions.divergence(base, other), seed), f"mean {kind.distance}, {pair}"
-        return *findings, self.finding("divergence", words, mean, kind.unit, n=n, seed=seed, details=roles)
+        limit = {"limit": most_divergence, "side": "<=", "seed": seed, "details": roles}
+        return *findings, self.finding("divergence", words, mean, kind.unit, n=n, **limit)
 
 
 def squared_distances(
