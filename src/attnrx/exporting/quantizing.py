@@ -2,14 +2,13 @@
 
 import io
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import numpy as np
 
-from attnrx.support.optional import required_module
+from attnrx.support.optional import environment, required_module
 
 # The variable of the environment with which NNCF reports its use to nobody; it is read at the import.
 UNREPORTED = "NNCF_CI"
@@ -49,14 +48,8 @@ def imported() -> Any:
     Raises:
         NotSupported: It is not installed.
     """
-    given = os.environ.get(UNREPORTED)
-    os.environ[UNREPORTED] = "1"
-    try:
+    with environment(UNREPORTED, "1"):
         return required_module("nncf", "int8", "a file of 8 bits")
-    finally:
-        os.environ.pop(UNREPORTED)
-        if given is not None:
-            os.environ[UNREPORTED] = given
 
 
 def single_images(batches: Iterable[np.ndarray], is_free: bool) -> Iterator[np.ndarray]:

@@ -8,7 +8,6 @@ nothing is asked on a terminal.
 import argparse
 import glob
 import json
-import os
 import pickle
 import re
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import torch
 
 from attnrx.support.arguments import described_error
 from attnrx.support.errors import CheckpointError, InvalidInput
+from attnrx.support.optional import environment
 
 # The files of a model that can name code of its repository, in the order in which they are read.
 SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -79,15 +79,11 @@ def open_timm(name: str, pretrained: bool, **arguments: Any) -> Any:
     """
     from timm import create_model
 
-    before = os.environ.get(TENSORS_ONLY)
-    os.environ[TENSORS_ONLY] = "1"  # earlier versions of timm read pickles of folders whole
     try:
-        return create_model(name, pretrained=pretrained, **arguments)
+        with environment(TENSORS_ONLY, "1"):  # earlier versions of timm read pickles of folders whole
+            return create_model(name, pretrained=pretrained, **arguments)
     except pickle.UnpicklingError as error:
         raise _not_tensors(name, error) from error
-    finally:
-        os.environ.pop(TENSORS_ONLY)
-        os.environ.update({} if before is None else {TENSORS_ONLY: before})
 
 
 def open_hub_data(name: str, folder: str | None, revision: str | None) -> Any:

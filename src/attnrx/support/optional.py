@@ -3,7 +3,9 @@
 import importlib
 import importlib.metadata
 import importlib.util
-from contextlib import suppress
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -23,6 +25,18 @@ def required_module(module: str, extra: str, purpose: str, package: str = "") ->
         library, install = module.partition(".")[0], package or f"'attnrx[{extra}]'"
         # With the original error: an installed library may lack a library of its own.
         raise NotSupported(f"{purpose} needs {library} ({error}): pip install {install}.") from error
+
+
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Sets a variable of the environment that another library reads, and restores it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        os.environ.update({} if before is None else {name: before})
 
 
 def require_installed(extra: str, purpose: str, *libraries: str) -> None:
