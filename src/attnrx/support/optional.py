@@ -35,7 +35,7 @@ def environment(name: str, value: str) -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.pop(name)
+        os.environ.pop(name, None)
         os.environ.update({} if before is None else {name: before})
 
 

@@ -351,7 +351,7 @@ class ShrinkRun:
                     break
             elif best is not None:
                 break
-            limit *= min(AIMED * target.limit / measured[-1], FARTHEST)
+            limit *= min(AIMED * target.limit / max(measured[-1], 1e-30), FARTHEST)
         if best is None:
             least = min(measured)
             raise NotSupported(
