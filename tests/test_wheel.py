@@ -47,7 +47,7 @@ import attnrx as rx
 from torch.profiler import profile
 from attnrx.vit.kernels.compilation import native_library
 
-model, images = rx.load("vit"), torch.randn(1, 3, 64, 64)
+model, images = rx.accelerate(rx.load("vit")), torch.randn(1, 3, 64, 64)
 with torch.inference_mode(), profile() as recorded:
     model(images)
 is_native = any(event.key.startswith("attnrx::native_") for event in recorded.key_averages())

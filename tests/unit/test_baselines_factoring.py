@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import attnrx as rx
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
+from attnrx.data.model_data import images_for
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.rules.prescribing import prescribe
 from attnrx.support.errors import NotSupported
@@ -17,6 +19,7 @@ from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.models import family_of
 from attnrx_lab.baselines import FACTORS, FactoringBaseline, MapStatistics, TorchPruningBaseline
 from attnrx_lab.baselines.factoring import LowRank, linear_at, map_addresses, svd, weights_at, with_factors
+from attnrx_lab.comparison.methods import Method, MethodBench
 from attnrx_lab.vision_transformer import VisionTransformer
 from support import cases
 from support.comparisons import logits, pixels
@@ -26,6 +29,22 @@ CONFIGS = ("dense", "svda")
 
 def model_of(name: str) -> VisionTransformer:
     return cases.model(cases.CONFIGS[name])
+
+
+def test_baselines_change_a_model_of_a_library() -> None:
+    """`load` returns the library's own module, whose attention is one map for query, key and value."""
+    torch.manual_seed(0)
+    timm = pytest.importorskip("timm")
+    shape = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 3, "num_classes": 5}
+    model = rx.load(timm.create_model("vit_tiny_patch16_224", **shape).eval())
+    pixels = torch.randn(16, 3, 32, 32)
+    images = images_for(model, pixels, "calibration")
+    bench = MethodBench(model, rx.diagnose(model, images), images, images)
+    for name in FACTORS:
+        made = bench.compressor(Method.parse(f"x=baseline:{name}")).make(0.5)
+        with torch.no_grad():
+            assert (made(pixels) - model(pixels)).abs().max() > 1e-4
+        assert sum(each.numel() for each in made.parameters()) < sum(each.numel() for each in model.parameters())
 
 
 def statistics_of(model: VisionTransformer, images: ImageSet) -> MapStatistics:

@@ -90,6 +90,7 @@ def cache(compiled: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest
     )
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
+    monkeypatch.delenv(compilation.BUILD, raising=False)
     monkeypatch.setenv("ATTNRX_CACHE", str(tmp_path))
     yield Cache(tmp_path, tmp_path / "result", planted, marker)
     compilation.native_library.cache_clear()

@@ -232,7 +232,9 @@ def test_nothing_is_promised_that_the_prices_do_not_show(space: Space, sensitivi
     assert not any(found.choices.qk) and any(found.choices.num_pruned)
 
 
-@pytest.mark.parametrize("target", ["macs=0.6x", "params=0.8x", "max-drop=20pt", "max-kl=0.001", "size=0.04MB", "latency=0.9x"])
+@pytest.mark.parametrize(
+    "target", ["macs=0.6x", "params=0.8x", "max-drop=20pt", "max-kl=0.001", "size=0.04MB", "latency=0.9x"]
+)
 @pytest.mark.slow
 def test_a_plan_keeps_its_target_and_is_the_same_again(
     model: VisionTransformer, diagnosis: Diagnosis, images: ImageSet, target: str, tmp_path: Path

@@ -21,6 +21,7 @@ from attnrx.support.text_parsing import split_named
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.maps import FITS, TOKENS
 from attnrx.vit.models import family_of
+from attnrx.vit.models.boundary.working_copy import working_copy
 from attnrx.vit.tokens import parse_policy
 from attnrx_lab.baselines import (
     BASELINES,
@@ -192,21 +193,27 @@ class MethodBench:
         """Returns the compressor of one method; baselines share their calibration statistics."""
         if method.baseline is None:
             return RuleCompressor(self, method)
+        model = self._working
         if method.baseline in FACTORS:
-            return FactoringBaseline(self.model, method.baseline, self._statistics)
+            return FactoringBaseline(model, method.baseline, self._statistics)
         if method.baseline in PRESCRIBED:
-            return PRESCRIBED[method.baseline](self.model, self.diagnosis, self.calibration, self.seed)
+            return PRESCRIBED[method.baseline](model, self.diagnosis, self.calibration, self.seed)
         if method.baseline == "diffrate":
-            return DiffRateBaseline(self.model, self.calibration, self.seed)
+            return DiffRateBaseline(model, self.calibration, self.seed)
         if method.baseline == "wdpruning":
-            return GatedBaseline(self.model, self.calibration, self.seed)
-        return TorchPruningBaseline(self.model, self.calibration)
+            return GatedBaseline(model, self.calibration, self.seed)
+        return TorchPruningBaseline(model, self.calibration)
+
+    @cached_property
+    def _working(self) -> nn.Module:
+        """The model in attnrx's own parts, which baselines read and replace."""
+        return working_copy(self.model)
 
     # A cached property writes into the instance's __dict__, which a frozen dataclass allows.
     @cached_property
     def _statistics(self) -> MapStatistics:
         # Small batches: the inputs of every map are converted to float64.
-        return MapStatistics(self.model, self.calibration, min(self.batch_size, 32))
+        return MapStatistics(self._working, self.calibration, min(self.batch_size, 32))
 
     def describe(self, methods: Sequence[Method]) -> dict[str, Any]:
         described = [asdict(method) for method in methods]
