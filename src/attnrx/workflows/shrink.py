@@ -313,6 +313,9 @@ class ShrinkRun:
     def result(self, target: Target) -> Shrunk | TargetMet:
         """Returns the smaller model of a target: plans, realizes, fits and verifies it; or that the unchanged model
         meets the target.
+
+        Raises:
+            NotSupported: No plan meets it, or a file of attnrx cannot be written in the format.
         """
         if target.quantity == DIVERGENCE:
             made = self._within(target)
