@@ -34,8 +34,8 @@ def _shrink_options(parser: Parser) -> None:
     options.add_model(parser, "the model to make smaller")
     options.add_data(parser, "the images to plan and to verify on")
     target = parser.add_mutually_exclusive_group(required=True)
-    shares = {"faster": "TIMES", "macs": "SHARE", "params": "SHARE", "max_kl": "DIVERGENCE", "size": "MB"}
-    options.add_arguments(target, "shrink", **shares, max_drop=options.POINTS)
+    limits = {"faster": "TIMES", "macs": "SHARE", "params": "SHARE", "max_kl": "DIVERGENCE", "size": "MB"}
+    options.add_arguments(target, "shrink", **limits, max_drop=options.POINTS)
     options.add_out(
         parser, "the folder of the model, its evidence, report, card and model.onnx", "runs/shrunk", folder=True
     )

@@ -28,6 +28,7 @@ from attnrx.exporting.writing import (
     export,
     fitting_names,
     precision_for,
+    subject_of,
     write_exported,
 )
 
@@ -35,6 +36,6 @@ __all__ = [
     "DYNAMIC", "FORMATS", "AOTInductor", "ExportSubject", "Exported", "Format", "Images", "Int8", "Onnx",
     "OpenVINO", "PatchFeatures", "Program", "Runtime", "bare_subject", "compare_with_original", "dtype_name", "export",
     "fitting_names", "is_exported", "load_exported", "parse_format", "precision_for", "present_exports",
-    "present_script", "remove_export", "require_export_path", "require_replaceable_files", "vendor_file",
+    "present_script", "remove_export", "require_export_path", "require_replaceable_files", "subject_of", "vendor_file",
     "vendor_title", "with_8_bits", "with_vendor", "without_8_bits", "write_exported",
 ]  # fmt: skip

@@ -252,6 +252,11 @@ def precision_for(model: nn.Module, form: Format) -> str | None:
     return None if dtype in form.dtypes and dtype_name(dtype) in TIMED_PRECISIONS else "float32"
 
 
+def subject_of(model: nn.Module, form: Format, calibration: ImageSet) -> ExportSubject:
+    """Returns a model as the subject of a file for any number of images, at the precision that it is timed at."""
+    return ExportSubject.of(model, form, precision=precision_for(model, form), calibration=calibration)
+
+
 @verb
 def compare_with_original(
     exported: Exported,

@@ -15,10 +15,9 @@ from attnrx.change.predictions import predict
 from attnrx.data import ImageSet
 from attnrx.exporting import (
     Exported,
-    ExportSubject,
     Format,
     bare_subject,
-    precision_for,
+    subject_of,
     vendor_file,
     vendor_title,
     with_8_bits,
@@ -183,15 +182,11 @@ def _written(
     """Yields the title of every file, the file, and whether attnrx wrote it; the vendor's float file, if any, first."""
     plain, bits = without_8_bits(form), with_8_bits(form)
 
-    def subject(model: nn.Module, form: Format) -> ExportSubject:
-        precision = precision_for(model, form)
-        return ExportSubject.of(model, form, precision=precision, calibration=calibration)
-
     if with_vendor(form):
         if bits is None:
             log("not compared with files of 8 bits: pip install 'attnrx[int8]'")
         # Not the model of its library that latencies are relative to: that one has other weights.
-        library = bare_subject(timed_form(original, in_kernels=False), subject(original, form))
+        library = bare_subject(timed_form(original, in_kernels=False), subject_of(original, form, calibration))
         for index, each in enumerate(filter(None, (plain, bits))):
             path = folder / f"vendor{index}" / f"model{form.suffix}"
             path.parent.mkdir()
@@ -209,7 +204,11 @@ def _written(
         path.parent.mkdir()
         try:
             # A file that differs from its model could not be saved.
-            yield name, write_exported(subject(model, each), path, each, is_compared=name != UNCHANGED), True
+            yield (
+                name,
+                write_exported(subject_of(model, each, calibration), path, each, is_compared=name != UNCHANGED),
+                True,
+            )
         except AttnrxError as error:
             if each == form:
                 raise

@@ -34,7 +34,7 @@ from attnrx.decide.planning.measured_costs import final_protocol, timing_conditi
 from attnrx.decide.planning.planner import Planner
 from attnrx.decide.planning.space import format_of
 from attnrx.decide.planning.uniform import portable_form, require_portable
-from attnrx.exporting import ExportSubject, Onnx, parse_format, precision_for, write_exported
+from attnrx.exporting import Onnx, parse_format, subject_of, write_exported
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.effort import EFFORTS, Effort, PlanSettings, final_rounds
 from attnrx.nouns.plan import Plan, TargetMet
@@ -369,8 +369,7 @@ class ShrinkRun:
         with scratch_folder() as folder:
             candidate = model
             if form is not None:
-                precision, calibration = precision_for(model, form), self.images.planned
-                subject = ExportSubject.of(model, form, precision=precision, calibration=calibration)
+                subject = subject_of(model, form, self.images.planned)
                 candidate = write_exported(subject, folder / f"model{form.suffix}", form)
             answers = predict({"original": self.original, "result": candidate}, images, task="comparing outputs")
         return answers.divergence("original", "result").double().mean().item()

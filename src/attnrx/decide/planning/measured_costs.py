@@ -23,12 +23,12 @@ from attnrx.decide.planning.cost_table import CostTable, corrected, never_slower
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space, format_of
 from attnrx.exporting import (
     Exported,
-    ExportSubject,
     Format,
     Runtime,
     dtype_name,
     parse_format,
     precision_for,
+    subject_of,
     write_exported,
 )
 from attnrx.nouns.effort import LONG_PASS, MIN_TIMED_IMAGES, ROUND_FACTOR, PlanSettings, final_rounds
@@ -534,9 +534,8 @@ class PlanTimer:
     def megabytes(self, model: nn.Module) -> float:
         """Returns the size of a model's file in the format of the settings, or of its weights without one."""
         if self.settings.to is None:
-            named = model.state_dict().items()
-            tensors = {tensor.data_ptr(): tensor.nbytes + len(name) + HEADER for name, tensor in named}
-            return sum(tensors.values()) / 1e6
+            # Weights of several names are stored once for each.
+            return sum(each.nbytes + len(name) + HEADER for name, each in model.state_dict().items()) / 1e6
         with scratch_folder() as folder:
             return self._file(model, folder, "size").bytes / 1e6
 
@@ -576,8 +575,7 @@ class PlanTimer:
         form = format_of(self.settings)
         assert form is not None
         images = self.images.take(min(TIMED_ON, len(self.images)))
-        subject = ExportSubject.of(model, form, precision=precision_for(model, form), calibration=images)
-        return write_exported(subject, folder / f"{name}{form.suffix}", form, is_compared=False)
+        return write_exported(subject_of(model, form, images), folder / f"{name}{form.suffix}", form, is_compared=False)
 
     def _file_speeds(self, files: Mapping[str, Exported], against: nn.Module, rounds: int) -> dict[str, float]:
         """Returns how much faster files are than a reference; all are timed in turns."""
