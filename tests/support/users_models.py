@@ -95,6 +95,38 @@ class Depth(nn.Module):
         return self.decoder(torch.cat(features, 1)).squeeze(1)
 
 
+def windowed_detector(name: str, windows: dict[str, Any], **options: Any) -> Any:
+    """LwDetr or RfDetr, whose blocks are called with 2 x 2 windows, and attend to each or to all of them."""
+    transformers = pytest.importorskip("transformers")
+    backbone = getattr(transformers, f"{name}ViTConfig" if name == "LwDetr" else f"{name}Dinov2Config")(
+        hidden_size=WIDTH, num_hidden_layers=3, num_attention_heads=2, mlp_ratio=2, image_size=SIZE, patch_size=8,
+        out_indices=[1, 3], **windows,
+    )  # fmt: skip
+    sizes: dict[str, Any] = {"decoder_self_attention_heads": 2, "decoder_cross_attention_heads": 2, "group_detr": 1}
+    config = getattr(transformers, f"{name}Config")(
+        backbone_config=backbone, d_model=16, decoder_layers=1, decoder_ffn_dim=32, num_queries=6, num_labels=CLASSES,
+        **sizes, **options,
+    )  # fmt: skip
+    return getattr(transformers, f"{name}ForObjectDetection")(config)
+
+
+def lw_detr() -> Any:
+    windows = {"num_windows": 4, "window_block_indices": [0, 2], "pretrain_image_size": SIZE}
+    return windowed_detector("LwDetr", windows, projector_scale_factors=[1.0])
+
+
+def rf_detr() -> Any:
+    return windowed_detector("RfDetr", {"num_windows": 2, "window_block_indexes": [0, 1]})
+
+
+def detections(model: Any) -> Callable[[Tensor], dict[str, Tensor]]:
+    def of_images(images: Tensor) -> dict[str, Tensor]:
+        outputs = model(images)
+        return {"logits": outputs["logits"], "pred_boxes": outputs["pred_boxes"]}
+
+    return of_images
+
+
 # Structures without a library.
 
 
@@ -493,6 +525,8 @@ CASES: dict[str, Case] = {
     "two heads": Case(two_heads),
     "detector": Case(Detector, needs_factory=False),
     "depth": Case(Depth, needs_factory=False),
+    "LW-DETR": Case(lw_detr, needs_factory=False, of_images=detections),
+    "RF-DETR": Case(rf_detr, needs_factory=False, of_images=detections),
     "encoder of torch": Case(lambda: OfEncoder(norm_first=True, activation="gelu")),
     "encoder of torch, tokens first": Case(lambda: OfEncoder(batch_first=False, dropout=0.0)),
     "layers of torch": Case(OfLayers, needs_factory=False),

@@ -216,17 +216,21 @@ Tokens = Float[Tensor, "images tokens width"]
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """A block, its attention, the two maps of its MLP, and the arguments that its model passes beside the tokens."""
+    """A block, its attention, the two maps of its MLP, and the arguments that its model passes beside the tokens.
+
+    The tokens of an image are side by side here, whatever the number of its `windows` is.
+    """
 
     module: nn.Module
     attention: nn.Module
     maps: tuple[Any, Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    windows: int
 
     def run(self, tokens: Tokens) -> Tokens:
-        output = self.module(tokens, *self.args, **self.kwargs)
-        return output if isinstance(output, Tensor) else output[0]
+        output = self.module(_in_windows(tokens, self.windows), *self.args, **self.kwargs)
+        return _by_image(output if isinstance(output, Tensor) else output[0], self.windows)
 
     def run_all(self, tokens: Tokens) -> Tokens:
         """Returns the outputs for all images."""
@@ -240,7 +244,7 @@ class _Block:
         with recording_calls(self.maps[1:], lambda call: call.output) as added:
             for part in tokens.split(CHUNK):
                 outputs.append(self.run(part))
-                without_mlp.append(outputs[-1] - added.pop() * scale)
+                without_mlp.append(outputs[-1] - added.pop().reshape_as(outputs[-1]) * scale)
         return torch.cat(without_mlp), torch.cat(outputs)
 
     @contextmanager
@@ -316,11 +320,21 @@ def _blocks(model: nn.Module, images: ImageSet) -> Iterator[_Block]:
     """Returns the blocks of a model, with the arguments that it passes to them."""
     # Two images suffice: the arguments (positions, masks) are those of every image.
     family, blocks = family_of(model), blocks_of(model, family_of(model))
+    windows = family.windows(model)
     with recording_calls(blocks, lambda call: (call.module, (call.args, call.kwargs))) as calls:
         model(next(iter(images.take(2).batches(2, device=_weight(model).device))).images.to(_weight(model).dtype))
     arguments = dict(calls)
     for block, attention, maps in zip(blocks, family.attention(model), family.mlp(model), strict=True):
-        yield _Block(block, attention, maps, *arguments[block])
+        yield _Block(block, attention, maps, *arguments[block], windows)
+
+
+def _by_image(tokens: Float[Tensor, "sequences tokens width"], windows: int) -> Tokens:
+    """Returns the tokens of an image side by side, which are in so many sequences."""
+    return tokens if windows == 1 else tokens.unflatten(0, (-1, windows)).flatten(1, 2)
+
+
+def _in_windows(tokens: Tokens, windows: int) -> Float[Tensor, "sequences tokens width"]:
+    return tokens if windows == 1 else tokens.unflatten(1, (windows, -1)).flatten(0, 1)
 
 
 def _are_equal(block: nn.Module, other: nn.Module) -> bool:
@@ -362,7 +376,7 @@ def _tokens_before(model: nn.Module, block: nn.Module, images: ImageSet) -> tupl
         warnings.simplefilter("ignore", ScaleWarning)  # the notes have it
         batches = (validation.take(batch.images) for batch in images.batches(CHUNK, device=weight.device))
         tokens = [_input_of(block, partial(model, pixels)).detach() for pixels in batches]
-        return torch.cat(tokens), validation.notes()
+        return _by_image(torch.cat(tokens), family.windows(model)), validation.notes()
 
 
 def _input_of(part: nn.Module, run: Callable[[], object]) -> Tensor:
@@ -394,6 +408,7 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
     # One sampled class per image estimates the diagonal of the Fisher matrix without a pass per class, and without
     # labels. Its root fits better than the square (docs/results/hidden.md).
     family, generator = family_of(model), torch.Generator().manual_seed(0)
+    windows = family.windows(model)
     blocks = blocks_of(model, family)
     sums: dict[nn.Module, Tensor] = {}
     kind = output_kind_of(model)
@@ -411,11 +426,13 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
         slopes = {id(output): slope for output, slope in zip(known, found, strict=True) if slope is not None}
         for call in calls:
             # A module may call a block several times; its fit is that of sequences as in the first call.
-            total = sums.setdefault(call.module, call.tokens.new_zeros(call.tokens.shape[1]))
+            count = windows * call.tokens.shape[1]
+            total = sums.setdefault(call.module, call.tokens.new_zeros(count))
             slope = slopes.get(id(call.output_tokens))
-            if slope is not None and call.tokens.shape[1] == len(total):
+            if slope is not None and count == len(total):
                 # The last block of a class-token model may compute that token only.
-                total[: slope.shape[1]] += slope.square().sum((0, -1))
+                squares = _by_image(slope, windows).square().sum((0, -1))
+                total[: len(squares)] += squares
     roots = [sums[block].sqrt() for block in blocks]
     return [(1 - EVEN) * root / root.mean().clamp_min(1e-30) + EVEN for root in roots]
 
@@ -474,7 +491,8 @@ class _BlockFit:
         inputs, outputs = (
             torch.cat(rows) for rows in zip(*((call.tokens, call.output) for call in calls), strict=True)
         )
-        args, kwargs = calls[-1].args, calls[-1].kwargs
+        args, kwargs, windows = calls[-1].args, calls[-1].kwargs, len(inputs) // len(stream)  # of this attention
+        inputs, outputs = _by_image(inputs, windows), _by_image(outputs, windows)
         del calls  # as large as the tokens of all images
         # The attention's output that would make the block's output equal to the target, [images, tokens, width].
         targets = outputs + (without_mlp - stream) / scale
@@ -484,7 +502,8 @@ class _BlockFit:
             # Whole images, because attention mixes the tokens of one; few, because these are many tokens.
             images = fitted[torch.randint(len(fitted), (number,), generator=generator)]
             # Times the scale again: features that LayerScale hardly adds count as little as they do in the block.
-            missed = (block.attention(inputs[images], *args, **kwargs) - targets[images]) * scale
+            mixed = _by_image(block.attention(_in_windows(inputs[images], windows), *args, **kwargs), windows)
+            missed = (mixed - targets[images]) * scale
             return (weight[:, None] * missed.square()).mean()
 
         self._descend(block.attention, self._block_error, images_error)
@@ -495,7 +514,7 @@ class _BlockFit:
         mlp = nn.Sequential(block.features(self.tokens[:2]), block.maps[1])
         scale = block.scale(self.tokens[:2], block.maps[1])
         stream, calls = block.run_recorded(self.tokens, block.maps[0])
-        inputs = torch.cat([call.tokens for call in calls])
+        inputs = torch.cat([call.tokens for call in calls]).reshape_as(stream)
         del calls
         targets, shares = (self.targets - stream) / scale, weight.cpu()
 

@@ -230,6 +230,10 @@ class Family(ABC):
         stored = max((head + 1 for spec in specs for head in spec.heads), default=0)
         return Shape(specs[0].width, heads or stored, self.token_layout(model), depth=len(specs))
 
+    def windows(self, model: nn.Module) -> int:
+        """Returns into how many sequences the tokens of an image are divided between blocks."""
+        return 1
+
     @abstractmethod
     def num_tokens(self, model: nn.Module) -> int:
         """Returns the number of tokens of an image in every layer without a token policy."""

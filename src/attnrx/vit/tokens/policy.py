@@ -27,6 +27,8 @@ from attnrx.vit.tokens.reducer import AttentionReceived, ClassAttention, Reducer
 
 EXAMPLES = "ward:0.7@4,7,10, ward(relevance=0.3):0.7@4,7,10, class_attention:0.8/0.5@4,7, tome:13@every"
 EVERY = "every"
+PER_TOKEN = ("keys", "tokens")
+"""What a reducer may need of a layer in which each window is a sequence of its own, or all together are one."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ class TokenPolicy:
 
         Raises:
             InvalidInput: The model has too few layers or patches.
-            NotSupported: The reducer needs a class token, and the model has none.
+            NotSupported: The reducer needs a class token, and the model has none; or maps of attention, which runs in
+                windows.
         """
         policy, patches = self, layout.patches
         if self.num_pruned is not None:
@@ -111,6 +114,12 @@ class TokenPolicy:
             raise NotSupported(
                 f"{type(self.reducer).__name__} needs the attention of the class token, and this model has none; use a "
                 "reducer without class attention, e.g. random, attention_received or tome."
+            )
+        others = sorted({*self.reducer.needs, *self.reducer.every_layer.split()} - set(PER_TOKEN))
+        if layout.windows > 1 and others:
+            raise NotSupported(
+                f"{type(self.reducer).__name__} needs {', '.join(others)}, and the attention of this model runs in "
+                f"{layout.windows} windows per image; use a reducer without attention maps, e.g. ward, tome or random."
             )
         policy.counts(patches)  # raises if the last stage would keep no patch
         return policy

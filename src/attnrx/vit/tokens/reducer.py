@@ -96,13 +96,16 @@ class TokenLayout:
 
     `class_token`: whether the first of them is a class token. `pooled`: the input of the classifier: "class" for prefix
     tokens only, "mean" for the mean of the patches, "max" for the maximum over the patch logits; "mean" and "max" with
-    or without prefix tokens.
+    or without prefix tokens. Where an image is divided into `windows`, all counts are per window, and the layers with
+    the indices `joined` attend to all windows of an image.
     """
 
     prefix: int
     patches: int
     class_token: bool
     pooled: str
+    windows: int = 1
+    joined: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:

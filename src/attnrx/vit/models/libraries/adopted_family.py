@@ -605,7 +605,8 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         with counted_by_spec(adopted, self), recording_calls(layers, _sequences) as recorded:
             macs = macs_by_part(adopted, random_images(adopted, adopted.input_shape)[:1])
         lengths = tuple(tuple(n for part, each in recorded if part is layer for n in each) for layer in layers)
-        usual = all(each == (self.num_tokens(adopted),) * around.calls for each in lengths)
+        count = self.num_tokens(adopted)
+        usual = all(each == parts.sequences(layer, count) * around.calls for layer, each in enumerate(lengths))
         adopted.around = replace(around, lengths=() if usual else lengths, head_calls=1, macs=0)
         # The classifier has a price where it runs once per image, on the tokens that it pools; else it is of the rest.
         priced = self.costs(adopted).classifier_macs * around.calls
@@ -699,7 +700,8 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 f"{adopted.origin.architecture} pools its tokens by {parts.pooling!r}; tokens can be pruned only where "
                 "the head takes a token before the patches, or the mean of the patches."
             )
-        return TokenLayout(parts.prefix_tokens, self.positions(adopted), parts.has_class_token, pooling)
+        patches = self.positions(adopted) // parts.windows
+        return TokenLayout(parts.prefix_tokens, patches, parts.has_class_token, pooling, parts.windows, parts.joined)
 
     def patch_features(self, model: nn.Module, images: ImageBatch) -> Float[Tensor, "batch patches features"]:
         adopted = self._adopted(model)
@@ -766,9 +768,14 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         geometry = zip(sides, patches.kernel_size, patches.stride, pads, strict=True)
         return math.prod(max((side + 2 * pad - kernel) // stride + 1, 0) for side, kernel, stride, pad in geometry)
 
+    def windows(self, model: nn.Module) -> int:
+        adopted = self._adopted(model)
+        return self.parts(adopted.trunk).windows
+
     def num_tokens(self, model: nn.Module) -> int:
         adopted = self._adopted(model)
-        return self.positions(adopted) + self.parts(adopted.trunk).prefix_tokens
+        parts = self.parts(adopted.trunk)
+        return self.positions(adopted) // parts.windows + parts.prefix_tokens
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
         """Returns the costs; all parameters before the first layer (tokens and position embeddings too) count as
@@ -777,15 +784,14 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         """
         adopted = self._adopted(model)
         plain, around = self.trunk_costs(adopted, shapes), adopted.around
+        tokens, calls = shapes.tokens.tokens, 1 if around is None else around.calls
+        lengths = [self.parts(adopted.trunk).sequences(*each) * calls for each in enumerate(tokens)]
         if around is None:
-            return plain
-        before = self.num_tokens(adopted)
-        full = around.lengths or ((before,) * around.calls,) * len(plain.layers)
-        # A policy removes the same number of tokens from every sequence.
-        lengths = [
-            [length - before + layer.tokens for length in each] for layer, each in zip(plain.layers, full, strict=True)
-        ]
-        costs = plain.called(lengths, around.calls, around.calls if around.head_calls is None else around.head_calls)
+            return plain.called(lengths, 1, 1)
+        if around.lengths:  # a policy removes the same number of tokens from every sequence
+            before = self.num_tokens(adopted)
+            lengths = [[n - before + count for n in each] for count, each in zip(tokens, around.lengths, strict=True)]
+        costs = plain.called(lengths, calls, calls if around.head_calls is None else around.head_calls)
         outside = PartCosts(sum(weight.numel() for weight in weights_around(adopted)), around.macs)
         return replace(costs, classifier=costs.classifier + outside)
 
@@ -818,7 +824,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
             embeddings=PartCosts(0, sum(map(bias_macs, blocks))),
             classifier=PartCosts(classifier),
             classifier_macs=self.head_macs(adopted, tokens.tokens[-1]),
-            predictors=tokens.predictors,
+            predictors=replace(tokens.predictors, macs=parts.windows * tokens.predictors.macs),
         )
 
     def _heads(self, source: nn.Module) -> list[nn.Module]:

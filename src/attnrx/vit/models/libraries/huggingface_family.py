@@ -60,13 +60,23 @@ class ModelReader:
     """Where the parts of a class are, how it pools its tokens, and which of its outputs is its answer.
 
     The parts are where `layout` says in the body, the module with the embeddings and the layers. `answer` is a field of
-    the output, or one of ANSWERS.
+    the output, or one of ANSWERS. `windowed` are the fields of the configuration with the number of windows per side of
+    an image, and with the indices of the blocks that attend to one window each.
     """
 
     layout: ViTParts = LAYOUT
     pooling: str = "class"
     answer: str = "logits"
     takes_any_size: bool = False
+    windowed: tuple[str, str] | None = None
+
+    def windows(self, config: Any) -> tuple[int, tuple[int, ...]]:
+        """Returns the windows of an image between blocks, and the blocks that attend to all of them."""
+        if not self.windowed:
+            return 1, ()
+        side, blocks = (getattr(config, name) for name in self.windowed)
+        joined = tuple(index for index in range(config.num_hidden_layers) if index not in blocks)
+        return (side * side, joined) if side > 1 else (1, ())
 
     def answer_of(self, output: Any) -> Tensor:
         """Returns the answer, [batch, classes or features]."""
@@ -101,9 +111,10 @@ class ModelReader:
         if not getattr(source.config, "use_mean_pooling", True):
             # BEiT and Data2Vec then take the first token, a class token; VideoMAE, which has none, a patch.
             pooling = "class" if pooling == "mean" else "the first patch"
+        windows, joined = self.windows(body.config)
         return replace(
-            layout, blocks=blocks, patches=patches, norm=norm,
-            mlp_classes=(f"{word}MLP", f"{word}Intermediate"),
+            layout, blocks=blocks, patches=patches, norm=norm if layout.norm else "", windows=windows, joined=joined,
+            mlp_classes=(f"{word}MLP", f"{word}Mlp", f"{word}Intermediate"),
             gated=dict.fromkeys((f"{word}SwiGLUFFN", f"{word}GatedMLP"), GATED),
             heads=(*HEADS, *OTHER_HEADS, norm, head, pooler),
             num_heads=body.config.num_attention_heads,
@@ -120,6 +131,10 @@ DINO3 = replace(
 TOWER = replace(
     LAYOUT, blocks="encoder.layers", attention="self_attn", patches="embeddings.patch_embedding",
     norm="post_layernorm", projections=("q_proj", "k_proj", "v_proj", "out_proj"),
+)  # fmt: skip
+LW_DETR = replace(
+    LAYOUT, blocks="encoder.layer", patches="embeddings.projection", norm="", mlp=("intermediate",),
+    maps=("intermediate.fc1", "intermediate.fc2"),
 )  # fmt: skip
 # Classes whose attention consists of two modules, and whose MLP too.
 NESTED = replace(
@@ -146,6 +161,12 @@ _READERS: Mapping[str, ModelReader] = {
     "Dinov2Model Dinov2WithRegistersModel": ModelReader(DINO, answer=CLASS_TOKEN, takes_any_size=True),
     "Dinov2Backbone Dinov2WithRegistersBackbone": ModelReader(DINO, answer=MAPS, takes_any_size=True),
     "DINOv3ViTModel": ModelReader(DINO3, answer=CLASS_TOKEN, takes_any_size=True),
+    "LwDetrViTBackbone": ModelReader(
+        LW_DETR, "mean", MAPS, takes_any_size=True, windowed=("num_windows_side", "window_block_indices")
+    ),
+    "RfDetrDinov2Backbone": ModelReader(
+        DINO, "mean", MAPS, takes_any_size=True, windowed=("num_windows", "window_block_indexes")
+    ),
     "DINOv3ViTBackbone": ModelReader(DINO3, answer=MAPS, takes_any_size=True),
     "CLIPVisionModel": ModelReader(TOWER, answer="pooler_output"),
     "CLIPVisionModelWithProjection": ModelReader(TOWER, answer="image_embeds"),

@@ -13,6 +13,7 @@ from attnrx.vit.models.parts.module_inputs import ModuleInputs, called, inputs_o
 from attnrx.vit.models.parts.vit_parts import require_parts
 
 IMAGE_METHODS = ("get_image_features", "encode_image")  # of models of images and texts
+DETECTIONS = ("logits", "pred_boxes", "pred_masks")
 # What was taken, why, and what else it may be, with the statement for that (`load(model, outputs=...)`).
 DOUBTS = {
     "logits": "the outputs are taken as logits of classes, because a linear map makes them; if they are an embedding, "
@@ -127,8 +128,14 @@ class OfImages(nn.Module):
 
 
 def answered(call: str, module: nn.Module, images: Tensor) -> Any:
-    """Returns what a user's module returns if this method gets only images [batch, channels, height, width]."""
+    """Returns what a user's module returns if this method gets only images [batch, channels, height, width].
+
+    Of a detector of transformers these are its detections, and not the states of its decoder.
+    """
     if call == "forward":
-        return called(module, images)
+        answer = called(module, images)
+        is_of_library = isinstance(answer, Mapping) and type(answer).__module__.startswith("transformers.")
+        is_detector = is_of_library and answer.keys() >= {"logits", "pred_boxes"}
+        return {name: answer[name] for name in DETECTIONS if name in answer} if is_detector else answer
     features = getattr(module, call)(images)
     return getattr(features, "pooler_output", features)

@@ -289,15 +289,20 @@ class TokenReduction(nn.Module):
         """Whether attention needs the sizes of the tokens."""
         return self.by == "mask" or self.policy.reducer.proportional or self.samples_patches
 
-    def sizes(self) -> Float[Tensor, "batch tokens"] | None:
-        """Returns the token sizes for proportional attention; None where all sizes count as 1."""
-        return self._run.sizes if self.counts_sizes else None
+    def sizes(self, windows: int = 1) -> Float[Tensor, "batch tokens"] | None:
+        """Returns the token sizes for proportional attention, of so many windows side by side; None where all sizes
+        count as 1.
+        """
+        sizes = self._run.sizes if self.counts_sizes else None
+        return sizes if sizes is None or windows == 1 else sizes.reshape(-1, windows * sizes.shape[1])
 
-    def log_sizes(self) -> Float[Tensor, "batch tokens"] | None:
+    def log_sizes(self, windows: int = 1) -> Float[Tensor, "batch tokens"] | None:
         """Returns the logarithms of `sizes`, computed once per stage."""
         run, sizes = self._run, self.sizes()
         if sizes is None:
             return None
+        if windows > 1:
+            return sizes.log().reshape(-1, windows * sizes.shape[1])
         if is_recorded():
             return sizes.log()
         if run.logarithms is None or run.logarithms[0] is not sizes:
@@ -323,7 +328,8 @@ class TokenReduction(nn.Module):
         blocks = self.restored_blocks if self.call.restored_blocks is None else self.call.restored_blocks
         # In training every patch stays in its place, so none has to be restored.
         run = TokenRun(blocks, bool(blocks or self.call.tracked) and not self.samples_patches)
-        self.call.run, run.image_keys = run, self.policy.reducer.image_keys(images)
+        keys, windows = self.policy.reducer.image_keys(images), self.shape.layout.windows
+        self.call.run, run.image_keys = run, keys if keys is None else keys.repeat_interleave(windows)
 
     def enter(self, stage: int | None, adds: bool, tokens: TokenBatch) -> Float[Tensor, "batch kept width"] | None:
         """Returns the tokens for a block, after the stage before it, if any; None for those that it is called with.
@@ -356,14 +362,18 @@ class TokenReduction(nn.Module):
         """Adds a quantity of one layer to the reducer's statistic of all layers."""
         self._run.statistic = self.policy.reducer.add_layer(self._run.statistic, observed)
 
-    def add_capture(self, heads: tuple[int, ...], captured: CapturedAttention, decides: bool = True) -> None:
-        """Adds the captured attention of a layer with these heads of the original model.
+    def add_capture(
+        self, heads: tuple[int, ...], captured: CapturedAttention, decides: bool = True, windows: int = 1
+    ) -> None:
+        """Adds the captured attention of a layer with these heads of the original model, to so many windows at once.
 
         A compressed layer stores its heads in another order and omits removed ones. The reducer receives every head at
         its original index; a removed head attends uniformly, as in the masked model. The capture is stored only where
         the next stage `decides` by it.
         """
         run, sizes = self._run, self.sizes()
+        if windows > 1 and captured.keys is not None:
+            captured = replace(captured, keys=captured.keys.unflatten(1, (windows, -1)).flatten(0, 1))
         if heads != tuple(range(self.shape.heads)):
             captured = replace(
                 captured,

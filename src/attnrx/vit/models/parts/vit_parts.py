@@ -78,6 +78,10 @@ class ViTParts:
 
     `prefix_tokens` are before the patches (class, distillation and register tokens), the first of them a class token
     if the model has one. `pooling` is "class", "mean", or another name for an unsupported kind of pooling.
+
+    Blocks are called with [batch * windows, tokens, width], where the patches of an image are divided into `windows` of
+    equal size, each with prefix tokens of its own. The blocks with the indices `joined` attend to all of them, in
+    sequences of windows * tokens.
     """
 
     blocks: str | tuple[str, ...]
@@ -98,6 +102,12 @@ class ViTParts:
     prefix_tokens: int = 0
     has_class_token: bool = False
     pooling: str = "class"
+    windows: int = 1
+    joined: tuple[int, ...] = ()
+
+    def sequences(self, layer: int, tokens: int) -> tuple[int, ...]:
+        """Returns the lengths of the sequences of an image to which a layer attends, with so many tokens per window."""
+        return (tokens * self.windows,) if layer in self.joined else (tokens,) * self.windows
 
     def compresses(self, mlp: nn.Module | None) -> bool:
         """Returns whether only an activation is between the two maps of an MLP of this class."""

@@ -82,9 +82,11 @@ def attach_tokens_(
         layer.kept_patches = reduction.kept_patches
         if captures:
             stored = layer.spec.heads if layer.spec.attends else ()
-            receive = partial(reduction.add_capture, stored, decides=decides)
+            windows = layout.windows if index - 1 in layout.joined else 1
+            receive = partial(reduction.add_capture, stored, decides=decides, windows=windows)
             wanted = tuple(sorted(quantities))
-            layer.backend = AttentionCapture(reduction.sizes, receive, wanted, reduction.log_sizes)
+            sizes, logarithms = partial(reduction.sizes, windows), partial(reduction.log_sizes, windows)
+            layer.backend = AttentionCapture(sizes, receive, wanted, logarithms)
             if quantities and not stored:
                 layer.register_forward_hook(partial(capture_uniform, layer.backend))
     if layout.pooled != "class":  # "mean" or "max": pruned patches must not count
