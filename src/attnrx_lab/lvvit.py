@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnrx.support.errors import CheckpointError, InvalidInput, UnknownName
-from attnrx.support.preprocessing import IMAGENET
+from attnrx.support.preprocessing import IMAGENET, ImageGeometry
 from attnrx.support.shapes import Float, ImageBatch, Logits, Tensor, TokenBatch
 from attnrx.support.storage import require_finite_tensors
 from attnrx.vit.costs import ModelCosts, PartCosts, TokenCosts, linear_costs
@@ -20,6 +20,7 @@ from attnrx.vit.spec import AttentionSpec
 from attnrx.vit.tokens import TokenLayout
 from attnrx_lab.vision_transformer import AttnrxFamily, Layer, Transformer, TransformerConfig, full_spec, norm_costs
 
+CROP = 0.9  # the share of the resized picture that the published weights are measured on
 PATCH_SHARE = 0.5
 """Weight of the maximum over the patch logits; the class token's logits have weight 1, as published."""
 
@@ -216,7 +217,7 @@ class LVViTFamily(AttnrxFamily[LVViTConfig]):
 
     def load(self, name: str, weights: Path | str, **changes: Any) -> LVViT:
         """Creates a model with the weights of a published file (safetensors, or a torch checkpoint), in evaluation
-        mode.
+        mode, and with the preprocessing that they were published with: a crop of 0.9 of the bicubic picture.
 
         `changes` override fields of its configuration, e.g. `image_size=384` for weights trained at that size.
 
@@ -225,6 +226,8 @@ class LVViTFamily(AttnrxFamily[LVViTConfig]):
                 named.
         """
         config = self.config(name, **changes)
+        if config.geometry is None:
+            config = replace(config, geometry=published_geometry(config.image_size, config.channels))
         with torch.device("meta"):  # all weights come from the file
             model = LVViT(config)
         path = Path(weights)
@@ -253,6 +256,12 @@ def lvvit_config(size: str, **changes: Any) -> LVViTConfig:
     if size not in SIZES:
         raise UnknownName("size of LV-ViT", size, SIZES)
     return LVViTConfig.uniform(**{**SIZES[size], **changes})
+
+
+def published_geometry(side: int, channels: int = 3) -> ImageGeometry:
+    """Returns the preprocessing of the authors' evaluation: the shorter side to side / 0.9 by bicubic, the center."""
+    resized = int(side / CROP)  # timm's rounding: 248 for 224
+    return ImageGeometry((side, side), channels, "shortest_edge", (resized, resized), "bicubic")
 
 
 def renamed(tensors: Mapping[str, Tensor], model: LVViT, problem: str) -> dict[str, Tensor]:

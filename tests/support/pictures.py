@@ -115,3 +115,12 @@ def speckles(
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     scale = normalization or Normalization(config.mean, config.std)
     return from_tensors("speckles", pixels, torch.arange(count) % config.classes, scale)
+
+
+def write_tree(root: Path, folders: str, count: int = 3) -> Path:
+    """Writes images into every folder of a text such as `train/cat test/cat`."""
+    for number, name in enumerate(folders.split()):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for index in range(count):
+            (root / name / f"{number}-{index}.png").write_bytes(encoded(number % 3, index))
+    return root

@@ -77,18 +77,18 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def environments(processes: int) -> list[dict[str, str]]:
+    """Returns the environment of every process, as `torchrun` and `accelerate launch` set it."""
+    common = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    common |= {"ACCELERATE_USE_CPU": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    added = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(processes)]
+    return [{**os.environ, **{name: str(value) for name, value in each.items()}} for each in added]
+
+
 def start(folder: Path, cases: tuple[str, ...], processes: int = 2) -> list[subprocess.Popen]:
-    """Starts processes with the environment that `torchrun` and `accelerate launch` set."""
-    port = free_port()
-    environment = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    environment |= {"ACCELERATE_USE_CPU": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    started = []
-    for rank in range(processes):
-        own = {**environment, "RANK": rank, "LOCAL_RANK": rank}
-        environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
-        command = [sys.executable, "-m", "support.shared_runs", str(folder), *cases]
-        started.append(subprocess.Popen(command, env=environment))
-    return started
+    """Starts processes that run the cases together."""
+    command = [sys.executable, "-m", "support.shared_runs", str(folder), *cases]
+    return [subprocess.Popen(command, env=each) for each in environments(processes)]
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ from attnrx.support.errors import DataError
 from support.pictures import (
     CLASSES,
     assert_labels_belong,
-    encoded,
     everything,
     grey,
     rows,
     sizes,
     write_folder,
     write_parquet,
+    write_tree,
 )
 
 
@@ -116,6 +116,10 @@ def test_digits_need_nothing() -> None:
     assert (splits.channels, splits.image_size, len(splits.class_names)) == (1, 16, 10)
     assert sum(sizes(splits)) == 1797
     assert sizes(splits)[2] == 359
+    whole = load_data("digits", validation_share=0)
+    assert len(whole.train) == 1797 - 359
+    with pytest.raises(DataError, match="no validation images"):
+        len(whole.validation)
     assert load_data("digits", image_size=8).train.batches(4).__next__().images.shape == (4, 1, 8, 8)
     images = torch.cat([batch.images for batch in load_data("digits", image_size=8).train.batches(500)])
     assert abs(float(images.mean())) < 0.02
@@ -277,15 +281,6 @@ def test_keys_of_items_that_may_be_labels_are_named() -> None:
 
 
 # folders that may be read in two ways
-
-
-def write_tree(root: Path, folders: str, count: int = 3) -> Path:
-    """Writes images into every folder of a text such as `train/cat test/cat`."""
-    for number, name in enumerate(folders.split()):
-        (root / name).mkdir(parents=True, exist_ok=True)
-        for index in range(count):
-            (root / name / f"{number}-{index}.png").write_bytes(encoded(number % 3, index))
-    return root
 
 
 @pytest.mark.parametrize(

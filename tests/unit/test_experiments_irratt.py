@@ -12,7 +12,7 @@ from attnrx.support.progress import no_log
 from attnrx.vit.models import build_model
 from attnrx.workflows.save import save
 from attnrx_lab.papers.fusion import FusionExperiment, blocks
-from attnrx_lab.papers.irratt import IrrattExperiment, IrrattMethod, paper_price, realized_price
+from attnrx_lab.papers.irratt import FACTORS, Factors, IrrattExperiment, IrrattMethod, paper_price, realized_price
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 
@@ -82,6 +82,19 @@ def test_fine_tuning_trains_the_candidate_and_never_the_original(experiment: Irr
     assert [path.name for path in (tmp_path / "tuned" / "train").iterdir()] == ["truncatt"]
     measured = [run.measure("truncatt", "measured", "divergence_to_original") for run in (plain, tuned)]
     assert measured[0] is not None and measured[1] is not None and measured[0]["value"] != measured[1]["value"]
+
+
+@pytest.mark.parametrize("factors", ["weights", "data"])
+def test_values_and_mlp_are_factored_by_the_weights_or_on_data(
+    factors: Factors, experiment: IrrattExperiment, tmp_path: Path
+):
+    own = replace(experiment, methods=(HALF[4],), factors=factors)
+    run = own.run(tmp_path)
+    model = experiment.original(tmp_path, no_log)
+    diagnosis = diagnose(model, own.splits(model).train.take(32), batch_size=50, seed=own.seed)
+    rules = {text for text in map(str, HALF[4].prescription(model, diagnosis, 0, factors).rules.values()) if text}
+    assert all(f"metric={FACTORS[factors]}" in text for text in rules) and rules
+    assert any("calibration images" in note for note in run.record["data"]["notes"]) == (factors == "data")
 
 
 def test_blocks_of_a_fusion_matrix():

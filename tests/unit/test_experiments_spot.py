@@ -8,6 +8,7 @@ import torch
 
 from attnrx.data import Normalization, load_data
 from attnrx.support.errors import CheckpointError
+from attnrx.training.losses import Task
 from attnrx.vit.models import reduction_of
 from attnrx.workflows.load import load
 from attnrx_lab.clutter import object_finding
@@ -54,6 +55,8 @@ def test_what_every_method_learns_by():
     config = configs["spot"]
     assert [loss.weight for loss in config.losses] == [1.0, 0.5, 2.0, 10.0]  # Eq. 15, Appendix 6.2
     assert (config.learning_rate, config.predictor_learning_rate, config.seed) == (1e-3, 10.0, 1)
+    assert config.losses[0] == Task(label_smoothing=0.0)  # Eq. 11
+    assert config.gradient_clip is None
     unlabelled = replace(tuned, tuning=FineTuning(task=False), method=RANDOM)
     assert not unlabelled.training("teacher").reads_labels
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from attnrx.data import DATASETS
 from attnrx.nouns.evidence import Evidence
-from attnrx.support.errors import CheckpointError, UnknownName
+from attnrx.support.errors import CheckpointError, DataError, UnknownName
 from attnrx_lab.papers import Run, reproduce
 from attnrx_lab.papers.svda import CONTROL_KINDS, RATIO, SvdaExperiment
+from support.pictures import write_tree
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 
@@ -91,3 +93,27 @@ def test_every_table_takes_the_scenarios_that_it_has(tmp_path: Path):
     assert [len(table.rows) for table in (first, second)] == [2, 3]
     with pytest.raises(UnknownName, match=r"scenario of the recipe svda/table1, svda/table2.*fashion_mnist"):
         reproduce(names, only=("cifar10", "fashion"), **tiny)
+
+
+def test_data_may_be_given_by_a_path_and_another_dataset_is_refused(tmp_path: Path):
+    """A folder of the classes of a subject is read at its size and scale; its name tells whether it is a copy."""
+    root = write_tree(
+        tmp_path / "pictures", " ".join(f"{split}/c{n}" for split in ("train", "test") for n in range(10)), 3
+    )
+    given = SvdaExperiment("fashion_mnist", dataset=str(root))
+    splits = given.images()
+    assert (splits.channels, splits.image_size, len(splits.class_names)) == (1, 32, 10)
+    assert splits.normalization == DATASETS["fashion_mnist"].normalization
+    assert given.deviations(SvdaExperiment("fashion_mnist")) == [
+        f"fashion_mnist: dataset = {root} instead of the default"
+    ]
+    copy = SvdaExperiment("fashion_mnist", dataset=str(tmp_path / "fashion_mnist"))
+    assert copy.deviations(SvdaExperiment("fashion_mnist")) == []
+    with pytest.raises(DataError, match="has 10 classes, and cifar100 has 100"):
+        SvdaExperiment("cifar100", dataset=str(root)).images()
+
+
+def test_what_no_paper_states_is_said_to_be_chosen():
+    protocol = SvdaExperiment("cifar10")
+    (text,) = protocol.changed({"draws": 3}).deviations(protocol)
+    assert text == "cifar10: draws = 3; the default is 10, and the paper states none"

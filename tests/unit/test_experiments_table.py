@@ -28,12 +28,13 @@ RECIPE = Recipe(
     name="paper/table",
     paper="A paper.",
     expected={"ten": {"lost": Expected.of("0.4 pp")}},
+    states_seeds=True,
 )
 
 
 def run(seed: int, change: float, notes: Sequence[str] = ()) -> Run:
     measures = {"accuracy_change": {"value": change, "low": change - 1, "high": change + 2}}
-    record = {"rules": {"rho-0.90": {"refit": measures}}, "data": {"notes": list(notes)}}
+    record = {"rules": {"rho-0.90": {"refit": measures}}, "data": {"notes": list(notes), "images": 1234}}
     return Run(Path("nowhere"), record, SvdaExperiment("cifar10", seed=seed))
 
 
@@ -56,7 +57,33 @@ def test_mean_deviation_and_interval_over_seeds():
 def test_one_seed_keeps_its_own_interval_turned_round_with_the_sign():
     cell = table([-0.8]).cell("ten", "lost")
     assert cell is not None and (cell.low, cell.value, cell.high) == pytest.approx((-1.2, 0.8, 1.8))
-    assert cell.deviation is None and cell.predicted == (cell.low, cell.high)
+    assert cell.deviation is None and cell.predicted is None
+
+
+def test_numbers_of_a_paper_without_seeds_are_those_of_one_run():
+    """A single further run varies more than the mean of three."""
+    runs = [run(42 + index, change) for index, change in enumerate([-0.5, -0.2, -0.8])]
+    widths = []
+    for states_seeds in (True, False):
+        cell = make_table(replace(RECIPE, states_seeds=states_seeds), runs).cell("ten", "lost")
+        assert cell is not None and cell.predicted is not None
+        widths.append(cell.predicted[1] - cell.predicted[0])
+    assert widths[1] / widths[0] == pytest.approx((4 / 2) ** 0.5)  # sqrt(1 + 3/1) and sqrt(1 + 3/3)
+
+
+@pytest.mark.parametrize(("change", "verdict"), [(-0.4, "agrees"), (-0.44, "agrees"), (-0.8, "undecided")])
+def test_one_seed_is_never_off(change: float, verdict: str):
+    """Its interval is over images and says nothing about other seeds, which the paper's number is from."""
+    cell = table([change]).cell("ten", "lost")
+    assert cell is not None and cell.verdict == verdict
+
+
+def test_the_caption_has_the_seeds_and_images_that_were_used():
+    found = table([-0.4, -0.5])
+    assert "- cifar10: n = 1,234 test images, seeds 42, 43\n" in found.to_markdown()
+    record = found.to_records()
+    assert record["samples"] == {"cifar10": {"seeds": [42, 43], "images": 1234}}
+    assert [cell["images"] for cell in record["cells"]] == [1234]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from attnrx.support.storage import write_tensors
 from attnrx.training import train
 from attnrx.vit.models import attach_tokens_, build_model, family_of, recording_tokens
 from attnrx.vit.tokens import TokenPolicy
-from attnrx_lab.lvvit import SIZES, LVViT, LVViTConfig, LVViTFamily, published_names
+from attnrx_lab.lvvit import SIZES, LVViT, LVViTConfig, LVViTFamily, published_geometry, published_names
 from attnrx_lab.tokens import Random
 from attnrx_lab.vision_transformer import initialize_
 from support.cases import LVVITS, images, own
@@ -211,3 +211,16 @@ def test_stopped_and_resumed_is_never_stopped(tmp_path: Path) -> None:
     assert same(run("stopped"), whole)
     stem = whole.model.stem  # type: ignore[union-attr]
     assert not torch.equal(stem.norms[0].running_mean, torch.zeros(STEM))  # type: ignore[union-attr, arg-type]
+
+
+def test_published_weights_have_their_preprocessing(tmp_path: Path) -> None:
+    """The authors measure on a crop of 0.9 of the bicubic picture, 248 pixels for 224; a model without weights has
+    none, because its data decide.
+    """
+    write_tensors(tmp_path / "weights.safetensors", published())
+    family = LVViTFamily()
+    geometry = family.geometry(family.load("lvvit:t", tmp_path / "weights.safetensors", **SMALL))
+    assert geometry is not None
+    assert (geometry.resize, geometry.interpolation, geometry.size) == ("shortest_edge", "bicubic", (32, 32))
+    assert published_geometry(224).resize_to == (248, 248)
+    assert family.geometry(build_model("lvvit:t", **SMALL)) is None

@@ -12,7 +12,7 @@ import torch
 from attnrx.data.formats import Columns, Opened, open_folder, open_hub, open_parquet, require_columns
 from attnrx.data.images import UNLABELLED, Augmentation, ImageSet, LoadedImages, StoredImages, evenly_spaced, hold_out
 from attnrx.data.splits import SPLITS, VALIDATION_IS_TEST, Splits, padding_for, with_missing
-from attnrx.support.arguments import PATH, RATE, SIDE, Kind, checked, each, either, optional
+from attnrx.support.arguments import BELOW_ONE, PATH, SIDE, Kind, checked, each, either, optional
 from attnrx.support.errors import DataError, nearest
 from attnrx.support.optional import required_module
 from attnrx.support.preprocessing import IMAGENET, SMALL, ImageGeometry, Normalization
@@ -150,7 +150,7 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
     if requested.startswith(HUB):
         hub_id = requested.removeprefix(HUB)
         return DatasetLocation(hub_id, requested, partial(open_hub, hub_id, columns))
-    names = {spelling: name for name, card in DATASETS.items() for spelling in (name, *card.other_names)}
+    names = _spellings()
     # A Path names files, also if it is spelt like a dataset.
     if isinstance(name_or_path, str) and requested in names:
         return _locate_known(names[requested], columns)
@@ -172,6 +172,18 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
     if known is not None:
         card, notes = DATASETS[known], (f"size and normalization are those of {known}, by the name of the file",)
     return DatasetLocation(name, requested, _opener(path, columns), card, notes)
+
+
+def _spellings() -> dict[str, str]:
+    """Returns the name in the catalogue for every way to spell it."""
+    return {spelling: name for name, card in DATASETS.items() for spelling in (name, *card.other_names)}
+
+
+def catalogue_name(name_or_path: str | Path) -> str | None:
+    """Returns the known dataset that a name, or the name of a file or a folder, stands for; None for others."""
+    path = Path(name_or_path)
+    spelling = path.stem if path.suffix == ".parquet" else path.name
+    return _spellings().get(spelling.lower())
 
 
 def _locate_known(name: str, columns: Columns) -> DatasetLocation:
@@ -206,7 +218,7 @@ def _opener(path: Path, columns: Columns) -> Callable[[], Opened]:
 @checked(
     name_or_path=Kind("the name of a dataset, a file or a folder", PATH.accepts),
     image_size=optional(either("the side of the model's input in pixels, or (height, width)", SIDE, SIDES)),
-    validation_share=RATE,
+    validation_share=BELOW_ONE,
 )
 def load_data(
     name_or_path: str | Path,
@@ -230,7 +242,8 @@ def load_data(
             folder of images, with JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images.
         image_size: The side of the input in pixels, or (height, width).
         geometry: How pictures become pixels, in full.
-        validation_share: The share of each class that is held out of train where there is no validation split.
+        validation_share: The share of each class that is held out of train where there is no validation split; with 0
+            there are no validation images.
         seed: Decides which images are held out; nothing else is random.
         columns: The names of the columns of a table; by default the usual ones.
 
@@ -345,7 +358,7 @@ def assign(
         notes.append(VALIDATION_IS_TEST)
     # The test is taken first, so that it does not depend on the share and the seed of the validation split.
     for split, wanted, by in (("test", TEST_SHARE, 0), ("validation", share, seed)):
-        if split in parts or "train" not in parts:
+        if split in parts or "train" not in parts or not wanted:
             continue
         rows = parts["train"][1]
         named: list[str | int] = [opened.keys[row] if opened.keys else row for row in map(int, rows.tolist())]

@@ -55,7 +55,7 @@ from attnrx.vit.models import (
 from attnrx.vit.models.parts.record import record_of
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
 
 KIND, SCHEMA = "attnrx training run", 1
 ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")  # distributed types of Accelerate that do not shard the model
@@ -237,6 +237,16 @@ def num_logits(model: nn.Module) -> int:
     return num_outputs(heads[0]) if heads else 0
 
 
+def connect_processes(**settings: Any) -> "PartialState":
+    """Returns the state of the launched processes, after connecting them if nothing did before; `settings` are those of
+    `torch.distributed.init_process_group`.
+    """
+    accelerate = required_module("accelerate", "train", "training")
+    # Accelerate connects processes without a GPU only if it is told to; otherwise each would train on its own.
+    cpu = not torch.accelerator.is_available() or accelerate.utils.parse_flag_from_env("ACCELERATE_USE_CPU")
+    return accelerate.PartialState(cpu=cpu, **settings)
+
+
 def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
     """Returns the Accelerate object of the launched processes, after checking their parallel mode and number.
 
@@ -248,6 +258,7 @@ def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
     unused = any(not parameter.numel() for parameter in model.parameters())
     # The config sets the precision, not Accelerate, so that a run does not depend on how it was launched.
     accelerate = required_module("accelerate", "train", "training")
+    connect_processes()
     parallel = accelerate.DistributedDataParallelKwargs(find_unused_parameters=unused)
     accelerator = accelerate.Accelerator(mixed_precision="no", kwargs_handlers=[parallel])
     if accelerator.distributed_type.value not in ONE_COPY:

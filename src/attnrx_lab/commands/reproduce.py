@@ -27,6 +27,7 @@ KNOBS: Mapping[str, tuple[Any, str]] = {
     "train_images": (COUNT, "train on fewer images"),
     "test_images": (COUNT, "validate and measure on fewer images"),
     "control_images": (COUNT, "measure the controls on fewer test images"),
+    "factors": (("weights", "data"), "values and MLP by the SVD of the weights, or on the calibration images"),
     "calibration_images": (COUNT, "diagnose on so many training images"),
     "batch_size": (BATCH, "images in a step of training"),
     "model": ("MODEL", "a pre-trained model: timm:NAME, hf:ID or a saved folder"),

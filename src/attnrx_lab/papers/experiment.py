@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from attnrx.data import ImageSet
+from attnrx.data.loading import catalogue_name
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks import Check, Comparison
-from attnrx.support.atomic_writes import file_lock
 from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.progress import Log, no_log
 from attnrx.support.records import to_dict, without_folders
 from attnrx.support.storage import check_schema, read_json, write_json
+from attnrx_lab.papers.processes import agreed, is_first, shared_lock
 
 SCHEMA = 1  # of settings.json and result.json
 
@@ -47,11 +48,13 @@ class Run:
 class Experiment(ABC):
     """One run of a protocol, as a frozen dataclass of its settings; a subclass measures, the rest is here.
 
-    `kind` names the folder of the runs, and `knobs` the settings that a user may change.
+    `kind` names the folder of the runs, `knobs` the settings that a user may change, and `chosen` those of them that no
+    paper states.
     """
 
     kind: ClassVar[str]
     knobs: ClassVar[tuple[str, ...]]
+    chosen: ClassVar[tuple[str, ...]] = ("precision", "draws", "calibration_images")
     subject: str
     seed: int  # of every draw
     tiny: bool
@@ -69,6 +72,11 @@ class Experiment(ABC):
     def place(self) -> Path:
         return Path(self.kind) / (f"{self.scenario}-tiny" if self.tiny else self.scenario) / f"seed-{self.seed}"
 
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """What is done otherwise than the paper states, whatever a user asks for; a table lists it."""
+        return ()
+
     @abstractmethod
     def as_tiny(self) -> "Experiment":
         """The same run on generated images or weights, in a second or two."""
@@ -84,28 +92,31 @@ class Experiment(ABC):
     def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
         """Returns the `data`, the `rules` with their numbers, and other parts of result.json.
 
-        Only the requested stages are measured; those already in the folder are read back. It claims the folder once
-        model and data are loaded.
+        `data` has the `name`, the number of `images` that were measured on, and `notes` for readers. Only the requested
+        stages are measured; those already in the folder are read back. It claims the folder once model and data are
+        loaded.
         """
 
     def run(self, folder: Path | str, log: Log = no_log, keys: Collection[MeasureKey] | None = None) -> Run:
         """Makes the run, continues it, or reads it back; a folder that holds another one is refused.
 
         With `keys` it measures the stages that hold these numbers only. The result contains the stages of all calls, so
-        several tables share one run.
+        several tables share one run. The processes of one launch make it together (`processes`).
         """
         folder = Path(folder)
         result, stages = folder / "result.json", self.stages(keys)
-        with file_lock(folder, -1):  # a second process waits here, and then reads the result of the first
+        with shared_lock(folder):  # another launch waits here, and then reads the result of the first
             self.require(folder)
-            stored = frozenset(read_json(result).get("stages", ())) if result.exists() else frozenset()
+            stored = agreed(frozenset(read_json(result).get("stages", ())) if result.exists() else None)
             # A run without stages is complete once it has a result.
-            if not result.exists() or not stages <= stored:
+            if stored is None or not stages <= stored:
                 # The stored stages again, so that one result has all of them; their evidence is read back.
-                stages |= stored
+                stages |= stored or frozenset()
                 numbers = self.measured(folder, log, stages)
-                write_json(result, {**self._header(), "stages": sorted(stages), **numbers})
+                if is_first():
+                    write_json(result, {**self._header(), "stages": sorted(stages), **numbers})
                 log(f"{self.name}: done, {result}")
+            agreed(None)  # the result is there
         return Run(folder, read_json(result), self)
 
     def seeded(self, seed: int) -> "Experiment":
@@ -138,12 +149,17 @@ class Experiment(ABC):
         if self.tiny:
             what = "numbers measured on a tiny model and generated data show that the recipe runs, and nothing else"
             return [f"{self.scenario}: {what}"]
-        pairs = {name: (getattr(self, name), getattr(protocol, name)) for name in self.knobs}
-        return [
-            f"{self.scenario}: {name} = {value} instead of {paper_value}"
-            for name, (value, paper_value) in pairs.items()
-            if value != paper_value
-        ]
+        texts = []
+        for name in self.knobs:
+            value, default = getattr(self, name), getattr(protocol, name)
+            if value == default or (name == "dataset" and catalogue_name(value) == (default or protocol.subject)):
+                continue
+            default_text = "the default" if default is None else default
+            if name in self.chosen:
+                texts.append(f"{name} = {value}; the default is {default_text}, and the paper states none")
+            else:
+                texts.append(f"{name} = {value} instead of {default_text}")
+        return [f"{self.scenario}: {text}" for text in texts]
 
     def require(self, folder: Path) -> None:
         """Checks that the folder is empty or holds this run.
@@ -170,7 +186,8 @@ class Experiment(ABC):
 
     def claim(self, folder: Path) -> None:
         """Stores the settings with the first stage; called after model and data were loaded with them."""
-        write_json(folder / "settings.json", self._header())
+        if is_first():
+            write_json(folder / "settings.json", self._header())
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings for files, which name no folder of this machine."""
@@ -200,12 +217,13 @@ def first_images(images: ImageSet, count: int | None) -> ImageSet:
 
 
 def evidence_at(path: Path, make: Callable[[], Evidence]) -> Evidence:
-    """Reads existing evidence, or computes and saves it."""
-    if path.exists():
-        return Evidence.load(path)
-    evidence = make()
-    evidence.save(path)
-    return evidence
+    """Reads existing evidence, or computes and saves it; every process of a launch computes it, and the first saves."""
+    if not agreed(path.exists()):
+        evidence = make()
+        if is_first():
+            evidence.save(path)
+        agreed(None)
+    return Evidence.load(path)
 
 
 def evidence_by(checks: Sequence[Check], comparison: Comparison, own: Experiment, **about: Any) -> Evidence:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 
@@ -46,10 +46,15 @@ EMA = 0.99996
 METRIC = "augmented"  # the scores are decomposed with their biases
 BATCH = 50  # images at a time, for measuring and diagnosing
 
-NOTES = (
-    "values and MLP keep what matters most on the calibration images, not the largest singular values of the weights "
-    "alone",
-    "the query's bias is decomposed with the weights; the paper does not state its treatment",
+NOTES = ("the query's bias is decomposed with the weights; the paper does not state its treatment",)
+
+Factors = Literal["weights", "data"]
+# The metric of the rules of values and MLP for each kind of factors.
+FACTORS: Mapping[Factors, str] = {"weights": "weights", "data": "centered"}
+
+EQ_7 = (
+    "rows marked by a dagger: S S^T = I of Eq. 7 is a penalty, and the columns of S have length one in place of its "
+    "rows; both let every direction have one head, and its length moves into the query"
 )
 
 # The rule text of each form of Compression for a number of directions: of each head for truncatt, of all heads
@@ -92,17 +97,18 @@ class IrrattMethod:
             None if self.mlp is None else _part(self.mlp, spec.width),
         )
 
-    def prescription(self, model: nn.Module, diagnosis: Diagnosis, seed: int) -> Prescription:
+    def prescription(self, model: nn.Module, diagnosis: Diagnosis, seed: int, factors: Factors) -> Prescription:
         """Prescribes it for a model whose layers all have one shape."""
         ranks = self.compression(family_of(model).attention(model)[0].spec)
         form, _, rank = ranks.qk.partition(":")
         scores = RULES[form].format(rank=rank, seed=seed) if form in RULES else None
-        vo, mlp = (None if own is None else f"uniform_rank:{own}" for own in (ranks.vo, ranks.mlp))
+        metric = FACTORS[factors]
+        vo, mlp = (None if own is None else f"uniform_rank:{own},metric={metric}" for own in (ranks.vo, ranks.mlp))
         return prescribe(diagnosis, {"qk": scores, "vo": vo, "fc1": mlp, "fc2": mlp})
 
-    def candidate(self, model: nn.Module, diagnosis: Diagnosis, seed: int) -> nn.Module:
+    def candidate(self, model: nn.Module, diagnosis: Diagnosis, seed: int, factors: Factors = "weights") -> nn.Module:
         """Returns the smaller model; the original itself if nothing is compressed."""
-        return realize(model, self.prescription(model, diagnosis, seed)) if self.changes else model
+        return realize(model, self.prescription(model, diagnosis, seed, factors)) if self.changes else model
 
 
 def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
@@ -131,18 +137,19 @@ def _part(share: float, whole: int) -> int:
 class IrrattExperiment(sources.DatasetExperiment):
     """One pre-trained model: every method prescribes for it, and its model is fine-tuned for `epochs` and measured.
 
-    Values and MLP are prescribed on the first `calibration_images` of the training images, which the seed divides from
-    the validation images; the scores by the weights, with the seed for every start. Nothing is fine-tuned by default:
-    if the data has few of a model's classes, training on it would let every method gain by forgetting the others. A
-    constrained CP is trained for `epochs` before its fine-tuning. `ema` is the decay of the mean of the weights. The
-    costs are always the model's own, also if a `tiny` one is measured.
+    Scores, values and MLP are factored by the weights, as in the paper, with the seed for the start of the scores. With
+    the `factors` "data", values and MLP keep what matters most on the first `calibration_images` of the training
+    images, which the seed divides from the validation images. Nothing is fine-tuned by default: if the data has few of
+    a model's classes, training on it would let every method gain by forgetting the others. A constrained CP is trained
+    for `epochs` before its fine-tuning. `ema` is the decay of the mean of the weights. The costs are always the model's
+    own, also if a `tiny` one is measured.
     """
 
     kind: ClassVar[str] = "irratt"
     knobs: ClassVar[tuple[str, ...]] = (
         *MODEL_KNOBS,
         *DATA_KNOBS,
-        *("epochs", "batch_size", "calibration_images", "test_images"),
+        *("epochs", "batch_size", "factors", "calibration_images", "test_images"),
     )
 
     methods: tuple[IrrattMethod, ...]
@@ -150,7 +157,13 @@ class IrrattExperiment(sources.DatasetExperiment):
     batch_size: int = 256
     calibration_images: int = 96
     learning_rate: float = 5e-5
+    gradient_clip: float | None = None
     ema: float | None = EMA
+    factors: Factors = "weights"
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        return (EQ_7,) if any(method.by_training for method in self.methods) else ()
 
     def as_tiny(self) -> "IrrattExperiment":
         """The same methods on a tiny model, in seconds, without fine-tuning."""
@@ -187,6 +200,7 @@ class IrrattExperiment(sources.DatasetExperiment):
             weight_decay=0.0,
             # Five of the paper's sixty epochs; less of a shorter training.
             warmup_epochs=min(5.0, self.epochs / 10),
+            gradient_clip=self.gradient_clip,
             ema=self.ema,
             seed=self.seed,
         )
@@ -212,7 +226,7 @@ class IrrattExperiment(sources.DatasetExperiment):
             if method.by_training:
                 candidate = self._constrained(method, model, diagnosis, splits, calibration, folder)
             else:
-                candidate = method.candidate(model, diagnosis, self.seed)
+                candidate = method.candidate(model, diagnosis, self.seed, self.factors)
             if self.epochs and method.changes:  # the original is never trained
                 trained = train(candidate, splits, self.training(), folder / "train" / method.name, log=log)
                 candidate = load(trained.folder)
@@ -223,6 +237,8 @@ class IrrattExperiment(sources.DatasetExperiment):
             return evidence_by([Accuracy(most_drop=None), Fidelity()], compared, self, **about)
 
         outline, rules, notes = self._outline(), {}, [*splits.notes, *NOTES]
+        if self.factors == "data":
+            notes.append(f"values and MLP keep what matters most on n = {len(calibration)} calibration images")
         for method in (method for method in self.methods if method.name in stages):
             # Costs of the paper's shapes also in a tiny run, and of methods that cannot be made without training.
             rules[method.name] = {"paper": plain_measures(paper_price(outline, method))}
@@ -234,7 +250,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         if not self.epochs and any(method.by_training for method in self.methods):
             notes.append("ranks from training with constraints (Eq. 7) are priced and not measured: give --epochs")
         return {
-            "data": {"name": splits.name, "test": test.fingerprint, "notes": notes},
+            "data": {"name": splits.name, "images": len(test), "test": test.fingerprint, "notes": notes},
             "model": {"fingerprint": diagnosis.fingerprint},
             "rules": rules,
         }
@@ -251,7 +267,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         """Trains a CP until every direction has one head (IrrAtt, Eq. 7), and gives it to that head (Eqs. 5 and 6)."""
         # IrrAtt, Section 3.3: non-negative fusion weights, and at most one head for every direction, while the task is
         # trained.
-        joint = replace(method, qk="cp").candidate(model, diagnosis, self.seed)
+        joint = replace(method, qk="cp").candidate(model, diagnosis, self.seed, self.factors)
         settings = replace(self.training(), losses=(Task(), FusionOwnership()))
         with nonnegative_fusion(joint):
             run = train(joint, splits, settings, folder / "train" / f"{method.name}-constraints")

@@ -83,8 +83,9 @@ class Recipe:
     """A table of a paper: its rows, its columns, and the protocol of the runs it is made from.
 
     A scenario may have several runs: a row is filled by those that measured its rule. `table` is its number in the
-    paper, `not_stated` lists the choices that the paper does not state, and `seeds` come from the paper's protocol.
-    `load_recipe` adds its name, the paper, and the `expected` numbers by row label and column key.
+    paper, `not_stated` lists the choices that the paper does not state, and `seeds` are the default. With
+    `states_seeds` they are the paper's own; else its numbers are taken as those of one run. `load_recipe` adds its
+    name, the paper, and the `expected` numbers by row label and column key.
     """
 
     title: str
@@ -94,9 +95,15 @@ class Recipe:
     table: str
     not_stated: str
     seeds: tuple[int, ...] = (42, 43, 44)
+    states_seeds: bool = False
     name: str = ""
     paper: str = ""
     expected: Mapping[str, Mapping[str, Expected]] = field(default_factory=dict)
+
+    @property
+    def paper_runs(self) -> int:
+        """The number of runs behind each of the paper's numbers, as far as it states them."""
+        return len(self.seeds) if self.states_seeds else 1
 
     def keys(self, scenario: str) -> frozenset[MeasureKey]:
         """Returns the numbers that the rows of a scenario show."""

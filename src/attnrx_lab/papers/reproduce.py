@@ -10,6 +10,7 @@ from attnrx.support.errors import UnknownName
 from attnrx.support.progress import Log, no_log
 from attnrx_lab.papers import irratt_tables, spot_tables, svda_tables
 from attnrx_lab.papers.experiment import Experiment
+from attnrx_lab.papers.processes import is_first
 from attnrx_lab.papers.recipe import Expected, Recipe
 from attnrx_lab.papers.table import ReproducedTable, make_table
 
@@ -49,8 +50,9 @@ def reproduce(
     """Makes the tables of recipes, training where necessary; a table lists every difference from the paper.
 
     Runs are stored in `FOLDER/KIND/SCENARIO/seed-SEED`, are shared by all recipes, and continue after an interruption;
-    each recipe measures the numbers of its own table. Several processes may work in one folder: one that needs a run
-    of another waits for it. A table is saved as NAME.json and NAME.md in the folder.
+    each recipe measures the numbers of its own table. Several calls may work in one folder: one that needs a run of
+    another waits for it. The processes of one launch (`torchrun`, `accelerate launch`) make each run together. A table
+    is saved as NAME.json and NAME.md in the folder.
 
     Args:
         names: A recipe or several, e.g. "svda/table1".
@@ -86,7 +88,8 @@ def reproduce(
         if runs:
             # Exact quantities are compared with the paper whatever else was changed, but not those of another model.
             tables.append(make_table(recipe, runs, deviations, same_shapes="model" not in changes))
-            tables[-1].save(folder)
+            if is_first():
+                tables[-1].save(folder)
     return tuple(tables)
 
 

@@ -1,6 +1,6 @@
 """What experiments load from their settings: the shapes of a model, data, and tiny replacements of both."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,9 +11,10 @@ from attnrx.data import Augmentation, Columns, Normalization, Splits, from_tenso
 from attnrx.support.shapes import Bool, Tensor
 from attnrx.vit.models import build_model, family_of
 from attnrx.workflows.load import load
-from attnrx_lab.papers.experiment import Experiment
+from attnrx_lab.papers.experiment import Experiment, first_images
 
 TINY_DIRECTIONS, TINY_SIDE, TINY_CLASSES = 8, 8, 4
+WATCHED = 10_000  # images whose accuracy a training reports where none is held out
 SIZES = {"train": 96, "validation": 32, "test": 64}
 
 
@@ -49,7 +50,9 @@ class DatasetExperiment(Experiment):
 
     `subject` is the name of the original, `model` and `weights` the arguments of `load`; without a model the original
     is one of `spot.ORIGINALS`, which is trained first. `dataset` and the columns of labels and test rows are the
-    arguments of `load_data`. `tiny` uses a tiny model and generated images.
+    arguments of `load_data`. `held_out` is the share of the training images that validate, where the dataset has no
+    images for it: with 0 all are trained on, as by the papers, and the accuracy during training is over some of them.
+    `tiny` uses a tiny model and generated images.
     """
 
     subject: str
@@ -61,6 +64,7 @@ class DatasetExperiment(Experiment):
     label_column: str | None = None
     test_column: str | None = None
     test_images: int | None = None
+    held_out: float = 0.1
     tiny: bool = False
 
     def pretrained(self) -> nn.Module:
@@ -71,7 +75,11 @@ class DatasetExperiment(Experiment):
         """Loads the data at the size of a model."""
         _, size, _ = family_of(model).input_shape(model)
         columns = Columns(label_column=self.label_column, test_column=self.test_column)
-        return load_data(self.dataset, image_size=size, seed=seed, columns=columns)
+        splits = load_data(self.dataset, image_size=size, seed=seed, validation_share=self.held_out, columns=columns)
+        if self.held_out:
+            return splits
+        note = f"no image is held out of training: its validation accuracy is over {WATCHED:,} images that it trains on"
+        return replace(splits, validation=first_images(splits.train, WATCHED), notes=(*splits.notes, note))
 
 
 def generated_splits(name: str, channels: int, classes: int, side: int) -> Splits:

@@ -14,7 +14,6 @@ from attnrx.data import Normalization, Splits
 from attnrx.data.model_data import adapt_preprocessing
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.checks import Accuracy, Fidelity
-from attnrx.support.atomic_writes import file_lock
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.shapes import Bool, Int, Tensor
@@ -37,6 +36,7 @@ from attnrx_lab.papers.experiment import (
     measures,
     plain_measures,
 )
+from attnrx_lab.papers.processes import shared_lock
 from attnrx_lab.papers.similarity import TokenSimilarity
 from attnrx_lab.tokens import KeepRatio, Random
 
@@ -153,7 +153,7 @@ class SmallOriginal:
 
     def trained(self, splits: Splits, place: Path, log: Log) -> nn.Module:
         """Returns the trained model, which is made in the folder if it is not there."""
-        with file_lock(place, -1):  # runs of several methods and seeds may need it at the same time
+        with shared_lock(place):  # runs of several methods and seeds may need it at the same time
             log(f"the original, {place}")
             trained = train(self.build(splits.normalization), splits, self.training(), place, log=log)
         return load(trained.folder).eval()
@@ -219,7 +219,8 @@ class FineTuning:
     """The fine-tuning of a model with pruned tokens: Eq. 15 with the paper's weights, AdamW, a cosine.
 
     With `task` the labels are used too. `similarity` is the weight of Eq. 14: 0 for DeiT, 10 for LV-ViT.
-    Predictors learn at `predictor_factor` times the rate. `images` of the training split are used, all if None.
+    Predictors learn at `predictor_factor` times the rate. The labels are not smoothed and the gradients not clipped, as
+    the paper states neither. `images` of the training split are used, all if None.
     """
 
     learning_rate: float = 1e-3
@@ -229,6 +230,8 @@ class FineTuning:
     keep_ratio: float = 2.0
     distillation: float = 0.5
     similarity: float = 0.0
+    label_smoothing: float = 0.0
+    gradient_clip: float | None = None
     precision: Literal["bf16", "fp32"] = "bf16"
     images: int | None = None
 
@@ -291,7 +294,7 @@ class SpotExperiment(sources.DatasetExperiment):
         """The fine-tuning, the original as the teacher; Eqs. 12 and 14 of SPOT apply to methods with sampled masks."""
         # A teacher that was trained here is a folder with its weights.
         tuning, weights = self.tuning, None if self.made else self.weights
-        losses: list[Loss] = [Task()] if tuning.task else []
+        losses: list[Loss] = [Task(tuning.label_smoothing)] if tuning.task else []
         losses.append(Distillation(teacher, weight=tuning.distillation, weights=weights))
         if self.method.learned:
             losses.append(KeepRatio(tuning.keep_ratio))
@@ -303,6 +306,7 @@ class SpotExperiment(sources.DatasetExperiment):
             learning_rate=tuning.learning_rate,
             predictor_learning_rate=tuning.predictor_factor,  # a multiple of the rate of the other weights
             weight_decay=tuning.weight_decay,
+            gradient_clip=tuning.gradient_clip,
             precision=tuning.precision,
             losses=tuple(losses),
             seed=self.seed,
@@ -323,7 +327,12 @@ class SpotExperiment(sources.DatasetExperiment):
         log(f"{self.name}: top-1 {numbers['accuracy']['value']:.2f} %")
         price = plain_measures(token_price(outline_for(self.model, self.subject), self.method))
         return {
-            "data": {"name": splits.name, "test": evidence.about["data"], "notes": [*splits.notes, *self._notes()]},
+            "data": {
+                "name": splits.name,
+                "images": evidence.about["images"],
+                "test": evidence.about["data"],
+                "notes": [*splits.notes, *self._notes()],
+            },
             "model": {"fingerprint": model_fingerprint(original)},
             "rules": {self.method.name: {"paper": price, "measured": numbers}},
         }

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attnrx.change.realization import realize
-from attnrx.data import ImageSet, Splits, load_data
+from attnrx.data import DATASETS, ImageSet, Splits, load_data
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.rules import EnergyRetention, Rule
 from attnrx.decide.rules.prescribing import prescribe
@@ -18,7 +18,7 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.checks import Accuracy, Comparison, Costs, Fidelity
-from attnrx.support.errors import NoOpPrescription, UnknownName
+from attnrx.support.errors import DataError, NoOpPrescription, UnknownName
 from attnrx.support.progress import Log
 from attnrx.training import TrainingConfig, train
 from attnrx.vit.models import build_model
@@ -36,7 +36,7 @@ from attnrx_lab.papers.experiment import (
 )
 from attnrx_lab.papers.sources import generated_splits
 from attnrx_lab.rules import TopRank, control_prescriptions
-from attnrx_lab.vision_transformer import SCENARIOS
+from attnrx_lab.vision_transformer import SCENARIOS, named_config
 
 KINDS = ("mask", "renormalized", "exact", "refit")  # `realized`
 CONTROL_KINDS = ("mask", "renormalized", "refit")  # how controls are realized
@@ -68,16 +68,21 @@ class SvdaExperiment(Experiment):
     `TrainingConfig`'s, and `draws` and the numbers of images are chosen here. `strength_init` and
     `strength_learning_rate` are the start value and the learning-rate factor of the strengths in `TrainingConfig`.
     `train_images` limits the training images, `test_images` the images of the validation and the test split, and
-    `control_images` the test images of the controls; None means the whole split.
+    `control_images` the test images of the controls; None means the whole split. `dataset` is where the images are, if
+    not where `load_data` finds those of the subject; they are resized and normalized as the subject's.
     """
 
     kind: ClassVar[str] = "svda"
     knobs: ClassVar[tuple[str, ...]] = (
         *("epochs", "batch_size", "precision", "strength_init", "strength_learning_rate", "draws"),
-        *("train_images", "test_images", "control_images", "calibration_images"),
+        *("train_images", "test_images", "control_images", "calibration_images", "dataset"),
+    )
+    chosen: ClassVar[tuple[str, ...]] = (
+        *Experiment.chosen,
+        *("strength_init", "strength_learning_rate", "control_images"),
     )
 
-    dataset: str
+    subject: str
     seed: int = 42
     epochs: int = 80
     batch_size: int = 256
@@ -89,24 +94,35 @@ class SvdaExperiment(Experiment):
     test_images: int | None = None
     control_images: int | None = None
     calibration_images: int = 512
+    dataset: str | None = None
     tiny: bool = False
 
     def __post_init__(self):
-        if self.dataset not in SCENARIOS:
-            raise UnknownName("dataset of the SVDA experiment", self.dataset, SCENARIOS)
-
-    @property
-    def scenario(self) -> str:
-        return self.dataset
+        if self.subject not in SCENARIOS:
+            raise UnknownName("dataset of the SVDA experiment", self.subject, SCENARIOS)
 
     def as_tiny(self) -> "SvdaExperiment":
         return replace(self, tiny=True, epochs=2, batch_size=16, draws=3, calibration_images=32)
 
     def splits(self) -> Splits:
+        """Loads the images of the subject, or those of `dataset` at its size and scale.
+
+        Raises:
+            DataError: `dataset` has another number of classes.
+        """
         if self.tiny:
-            channels = SCENARIOS[self.dataset].get("channels", 3)
-            return generated_splits(self.dataset, channels, TINY_CLASSES, TINY_MODEL["image_size"])
-        return load_data(self.dataset)
+            channels = SCENARIOS[self.subject].get("channels", 3)
+            return generated_splits(self.subject, channels, TINY_CLASSES, TINY_MODEL["image_size"])
+        if self.dataset is None:
+            return load_data(self.subject)
+        card = DATASETS[self.subject]
+        splits = load_data(self.dataset, geometry=card.geometry).renormalized(card.normalization)
+        if (found := len(splits.class_names)) != (expected := named_config("svda", self.subject).classes):
+            raise DataError(
+                f"{self.dataset} has {found} classes, and {self.subject} has {expected}: give a copy of "
+                f"{self.subject}, or choose the scenario of these images with --only."
+            )
+        return splits
 
     def images(self) -> Splits:
         """Returns the images of this run: the whole dataset, or as many as its settings state."""
@@ -122,7 +138,7 @@ class SvdaExperiment(Experiment):
         """Returns a new model with the normalization of the data."""
         changes = {**TINY_MODEL, "classes": TINY_CLASSES} if self.tiny else {}
         scale = splits.normalization
-        return build_model(f"svda:{self.dataset}", seed=self.seed, mean=scale.mean, std=scale.std, **changes)
+        return build_model(f"svda:{self.subject}", seed=self.seed, mean=scale.mean, std=scale.std, **changes)
 
     def training(self) -> TrainingConfig:
         """Returns the training: SVDA's Table 4 by default, with the other defaults of this package."""
@@ -167,11 +183,14 @@ class SvdaExperiment(Experiment):
             parts = {stage.removeprefix(f"{name}/") for stage in stages if stage.startswith(f"{name}/")}
             if parts:
                 rules[name] = bench.examined(rule(directions), folder / "evidence" / name, parts, log)
-        return {
-            "data": {"name": splits.name, "test": splits.test.fingerprint, "notes": list(splits.notes)},
-            "model": {"fingerprint": diagnosis.fingerprint},
-            "rules": rules,
-        }
+        notes = list(splits.notes)
+        if any(CONTROLS in stage for stage in stages):
+            controlled = first_images(splits.test, self.control_images)
+            notes.append(
+                f"controls: {self.draws} random draws for each prescription, n = {len(controlled):,} test images"
+            )
+        data = {"name": splits.name, "images": len(splits.test), "test": splits.test.fingerprint, "notes": notes}
+        return {"data": data, "model": {"fingerprint": diagnosis.fingerprint}, "rules": rules}
 
 
 def _parts(kind: str, quantity: str) -> tuple[str, ...]:

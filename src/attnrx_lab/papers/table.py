@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -20,7 +20,7 @@ from attnrx.support.tables import Marked, markdown_table
 from attnrx_lab.papers.experiment import Measure, Run
 from attnrx_lab.papers.recipe import Column, Expected, Recipe, Row
 
-KIND, SCHEMA = "attnrx reproduced table", 2
+KIND, SCHEMA = "attnrx reproduced table", 3
 
 # The outcomes of comparing a cell with the paper's number.
 AGREES, OFF, UNDECIDED, NOT_AT_PROTOCOL = VERDICTS = ("agrees", "off", "undecided", "not at protocol")
@@ -32,8 +32,9 @@ LEGEND = (
     "In brackets the 95 % interval: over the seeds where there are several, else over the test images; of a difference "
     "between two rows, paired, over both. In parentheses the paper's number. ! marks a number that is off: no value "
     "that rounds to the paper's lies in the 95 % interval for the mean of as many further seeds as the paper has (one "
-    "number in twenty is off by chance); ? one whose interval includes no effect as well; ~ one that was not made at "
-    "the paper's protocol, and is not compared. A dash marks what was not measured."
+    "number in twenty is off by chance); ? one whose interval includes no effect as well, or that is one seed's and "
+    "rounds to another number, because one seed does not show how much seeds differ; ~ one that was not made at the "
+    "paper's protocol, and is not compared. A dash marks what was not measured."
 )
 
 
@@ -42,8 +43,9 @@ class Cell:
     """One measured number: the mean over the seeds, their standard deviation and their 95 % t interval.
 
     With one seed the interval is its own measurement's, over test images. `expected` is the paper's number, `predicted`
-    the 95 % interval in which it lies if the paper's runs are further draws of ours, and `verdict` one of VERDICTS;
-    None where the paper has no number.
+    the 95 % interval in which it lies if the paper's runs are further draws of ours (None with one seed), and `verdict`
+    one of VERDICTS; None where the paper has no number. `images` is the number of test images, None where the number
+    follows from the shapes alone.
     """
 
     row: str
@@ -56,13 +58,15 @@ class Cell:
     predicted: tuple[float, float] | None
     expected: Expected | None
     verdict: str | None
+    images: int | None = None
 
 
 @dataclass(frozen=True)
 class ReproducedTable:
     """A table of a paper, made again; `rows` are those that were run.
 
-    `deviations` list everything that was not done as the paper states, `notes` how the data were read and runs made.
+    `deviations` list everything that was not done as the paper states, `notes` how the data were read and runs made,
+    `samples` the seeds and the number of test images of every scenario.
     """
 
     recipe: Recipe
@@ -71,6 +75,7 @@ class ReproducedTable:
     seeds: tuple[int, ...]
     deviations: tuple[str, ...]
     notes: tuple[str, ...]
+    samples: Mapping[str, Mapping[str, Any]]
 
     @property
     def verdicts(self) -> dict[str, int]:
@@ -98,6 +103,7 @@ class ReproducedTable:
             "title": self.recipe.title,
             "source": self.source,
             "seeds": list(self.seeds),
+            "samples": {scenario: dict(sample) for scenario, sample in self.samples.items()},
             "deviations": list(self.deviations),
             "verdicts": self.verdicts,
             "cells": [asdict(cell) for cell in self.cells],
@@ -114,7 +120,8 @@ class ReproducedTable:
         rows = [[row, *(Marked(self._text(row, column)) for column in columns)] for row in self.rows]
         table = markdown_table(["", *(column.title for column in columns)], rows)
         parts = [f"### {self.recipe.title}", table]
-        parts.append(f"{self.source} Seeds: {', '.join(map(str, self.seeds))}. {LEGEND}")
+        parts.append(f"{self.source} {LEGEND}")
+        parts.append("\n".join(f"- {_sample_text(scenario, sample)}" for scenario, sample in self.samples.items()))
         if any(self.verdicts.values()):
             counts = ", ".join(f"{count} {verdict}" for verdict, count in self.verdicts.items())
             parts.append(f"Numbers of the paper: {counts}.")
@@ -147,10 +154,12 @@ def make_table(
 ) -> ReproducedTable:
     """Fills a recipe's table from finished runs; rows of scenarios without runs are skipped.
 
-    `deviations` lists by scenario what was not done as the paper states: its rows are then not compared with the paper,
-    but for exact quantities, as long as the runs have the `same_shapes` as the paper.
+    `deviations` lists by scenario what was not run as the paper states: its rows are then not compared with the paper,
+    but for exact quantities, as long as the runs have the `same_shapes` as the paper. The table lists them together
+    with the `differences` of the experiments, which are the same in every run.
     """
     deviations = deviations or {}
+    differences = [f"{run.experiment.scenario}: {each}" for run in runs for each in run.experiment.differences]
     # A run of one scenario is enough: `only` makes a part of a table.
     rows = [row for row in recipe.rows if any(run.experiment.scenario == row.scenario for run in runs)]
     cells = []
@@ -160,17 +169,36 @@ def make_table(
             at_protocol = same_shapes if column.exact else not deviations.get(row.scenario)
             values, interval = _differences(runs, row, column, rows) if column.against else _measured(runs, row, column)
             if values:
-                cells.append(_cell(values, interval, row, column, recipe, at_protocol))
+                cell = _cell(values, interval, row, column, recipe, at_protocol)
+                cells.append(replace(cell, images=None if column.exact else _images(runs, row.scenario)))
     return ReproducedTable(
         recipe,
         rows=tuple(row.label for row in rows),
         cells=tuple(cells),
         seeds=tuple(sorted({run.experiment.seed for run in runs})),
-        deviations=tuple(dict.fromkeys(each for several in deviations.values() for each in several)),
+        deviations=tuple(dict.fromkeys([*(each for several in deviations.values() for each in several), *differences])),
         notes=tuple(
             dict.fromkeys(f"{run.experiment.scenario}: {note}" for run in runs for note in run.record["data"]["notes"])
         ),
+        samples={
+            scenario: {
+                "seeds": sorted({run.experiment.seed for run in runs if run.experiment.scenario == scenario}),
+                "images": _images(runs, scenario),
+            }
+            for scenario in dict.fromkeys(run.experiment.scenario for run in runs)
+        },
     )
+
+
+def _images(runs: Sequence[Run], scenario: str) -> int | None:
+    """Returns the number of test images of a scenario's runs; None if they were measured on none."""
+    return next((run.record["data"].get("images") for run in runs if run.experiment.scenario == scenario), None)
+
+
+def _sample_text(scenario: str, sample: Mapping[str, Any]) -> str:
+    seeds = sample["seeds"]
+    on = "no images" if sample["images"] is None else f"n = {sample['images']:,} test images"
+    return f"{scenario}: {on}, seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
 def _measured(runs: Sequence[Run], row: Row, column: Column) -> tuple[list[float], Estimate | None]:
@@ -222,14 +250,16 @@ def _cell(
     low, high = (None, None) if interval is None else (interval.low, interval.high)
     # A mean of m further seeds has the variance s^2 (1/n + 1/m) about a mean of n: the t interval, sqrt(1 + n/m) times
     # as wide.
-    wider = (1 + len(values) / len(recipe.seeds)) ** 0.5 if len(values) > 1 else 1.0
+    wider = (1 + len(values) / recipe.paper_runs) ** 0.5
     predicted = None
-    if interval is not None and not column.exact:
+    if interval is not None and not column.exact and len(values) > 1:
         predicted = (mean - wider * (mean - interval.low), mean + wider * (interval.high - mean))
     expected = recipe.expected.get(row.label, {}).get(column.key)
     verdict = None
     if expected is not None:
         verdict = _verdict(expected, predicted or (mean, mean), column.null) if at_protocol else NOT_AT_PROTOCOL
+        if verdict == OFF and len(values) == 1 and not column.exact:
+            verdict = UNDECIDED
     return Cell(row.label, column.key, mean, deviation, low, high, tuple(values), predicted, expected, verdict)
 
 
@@ -237,7 +267,8 @@ def _verdict(expected: Expected, predicted: tuple[float, float], null: float) ->
     """Returns how a number compares with the paper's.
 
     It is off where no value that rounds to the printed one lies in the predicted interval. It is undecided where that
-    interval includes the null value too, and the printed number excludes it: noise is no agreement.
+    interval includes the null value too, and the printed number excludes it: noise is no agreement. One seed has no
+    interval: its value either rounds to the printed number, or `_cell` leaves it undecided.
     """
     low, high = predicted
     # Two ranges that do not overlap: the predicted interval, and the values that round to the printed number.
