@@ -57,8 +57,18 @@ print(trials.to_markdown())
 
 # %% [markdown]
 # A method that cannot reach the target is listed with its smallest cost. `shares=[0.5]` compares at equal shares
-# instead. The file has every number.
+# instead. The file has every number. A trained model is a method, too: `spot=runs/spot` names its folder.
 #
+# ## Figures
+#
+# One call draws the trade-off with its intervals, and the spectra, as SVG and PDF. The CSV files hold the numbers, if
+# you draw by yourself. It needs `attnrx[figures]`.
+
+# %%
+drawn = rx.figures(["comparison.json", bench.diagnosis], "figures", formats=["svg", "csv"])
+print(*(path.name for path in drawn if path.suffix == ".svg"))
+
+# %% [markdown]
 # ## Measured latency
 #
 # `compare_speeds` times all methods in turns, round by round, beside the model's own library, so that other load slows
@@ -84,7 +94,8 @@ print(speeds.to_markdown())
 # attnrx compare timm:vit_tiny_patch16_224 --data path/to/images --macs 0.9,0.8,0.7 --out comparison.json \
 #     --methods 'svd=baseline:svd' \
 #     'ranks=qk=total_rank:{share} vo=total_rank:{share} fc1=uniform_rank:{share} fc2=uniform_rank:{share}' \
-#     'tome=tokens=tome:{share}@4,7,10'
+#     'tome=tokens=tome:{share}@4,7,10' 'spot=runs/spot'
+# attnrx figures comparison.json --out figures
 # attnrx bench timm:vit_tiny_patch16_224 --macs 0.8 --batches 1,8,64 --threads 1,2 --out speeds.json \
 #     --methods 'svd=baseline:svd' 'tome=tokens=tome:{share}@4,7,10'
 # ```

@@ -17,9 +17,25 @@ import attnrx as rx
 # %% [markdown]
 # ## The class
 #
-# `Selecting` keeps the patches of the highest `relevance` [batch, patches]. `needs` names the statistics of attention
-# that the state must have; a field is a knob in texts. This one keeps the patches whose features are the largest, in a
-# norm of choice.
+# `Selecting` keeps the patches of the highest `relevance` [batch, patches]. A field is a knob in texts. This one keeps
+# the patches whose features are the largest, in a norm of choice. `state` always has
+#
+# | field | shape | is |
+# |---|---|---|
+# | `tokens` | [batch, tokens, width] | all tokens; the first `prefix` are no patches |
+# | `patches` | [batch, patches, width] | the others |
+# | `sizes` | [batch, tokens] | how many patches of the image a token stands for; 0 if it is masked |
+# | `patch_indices` | [batch, patches] | the place of every patch in the image |
+# | `stage`, `layer`, `depth` | numbers | where the stage is |
+#
+# and, if the class names them in `needs = ("keys",)`, what the layer before computed:
+#
+# | value of `needs` | shape |
+# |---|---|
+# | `class_attention` | [batch, heads, tokens], from the class token |
+# | `attention` | [batch, heads, tokens, tokens] |
+# | `keys` | [batch, tokens, directions], averaged over the heads |
+# | `value_norms` | [batch, heads, tokens] |
 
 
 # %%
@@ -60,6 +76,11 @@ with torch.no_grad():
     print(f"bit for bit: {torch.equal(again(images), small(images))}")
 
 # %% [markdown]
+# ## On the command line
+#
+# Put the class into a file, and name it in any command: `attnrx compare ... --plugin largest_features.py`. An installed
+# package names its modules as entry points of the group `attnrx.parts`, and needs no option.
+#
 # ## In the package
 #
 # A reducer of the package is such a class in `src/attnrx/vit/tokens/`, one line in `REDUCERS`, one export, and one line

@@ -34,6 +34,7 @@ HOMES = {
     "distill": "attnrx.change.realization.distillation",
     "elastic": "attnrx.workflows.elastic",
     "export": "attnrx.exporting",
+    "figures": "attnrx.show.figures",
     "load": "attnrx.workflows.load",
     "load_data": "attnrx.data",
     "adapt_preprocessing": "attnrx.data.model_data",
@@ -86,6 +87,7 @@ if TYPE_CHECKING:  # isort: off
     from attnrx.nouns.evidence import Evidence as Evidence, Finding as Finding
     from attnrx.nouns.prescription import Prescription as Prescription
     from attnrx.show import checks as checks, reports as reports
+    from attnrx.show.figures import figures as figures
     from attnrx.show.reports import write_report as write_report
     from attnrx.support import storage as serialization  # noqa: F401
     from attnrx.support.errors import AttnrxError as AttnrxError

@@ -1,6 +1,7 @@
 """Methods as text, and what is measured of them."""
 
 import re
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from attnrx.change.realization import realize
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.rules.prescribing import prescribe
 from attnrx.nouns.prescription import Prescription
-from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported, UnknownName
-from attnrx.support.storage import read_json
+from attnrx.support.errors import CheckpointError, InvalidInput, NoOpPrescription, NotSupported, UnknownName
+from attnrx.support.storage import read_json, write_json
 from attnrx.vit.maps import LAYER_MAPS
 from attnrx.vit.models import family_of
-from attnrx_lab.comparison import Method, MethodBench, compare_methods
+from attnrx.workflows.save import save
+from attnrx_lab.comparison import Method, MethodBench, MethodComparison, compare_methods, require_comparable
 from attnrx_lab.comparison.comparing import ImageResults, paired_differences
 from support import cases
 from support.comparisons import pixels
@@ -90,7 +92,43 @@ def test_keeping_more_loses_less_and_costs_more(tmp_path: Path) -> None:
     assert most.change.low <= most.change.value <= most.change.high
     record = read_json(trials.save(tmp_path / "comparison.json"))
     assert [trial["method"] for trial in record["trials"]] == ["mix", "mix", "fixed"]
-    assert trials.to_markdown().count("\n") == 4
+    assert trials.to_markdown().count("\n") == 5
+    assert trials.rows[0][:3] == ("the original", "-", f"{trials.accuracy.value:.1f} %")
+    read = MethodComparison.load(tmp_path / "comparison.json")
+    assert (read.trials, read.accuracy, read.rows) == (trials.trials, trials.accuracy, trials.rows)
+    record["trials"][0]["macs_share"] = "half"
+    write_json(tmp_path / "edited.json", record)
+    with pytest.raises(CheckpointError, match=re.escape("trials[0].macs_share")):
+        MethodComparison.load(tmp_path / "edited.json")
+
+
+def test_a_trained_folder_is_a_method(tmp_path: Path) -> None:
+    own = bench()
+    small = realize(own.model, prescribe(own.diagnosis, "total_rank:0.5"))
+    folder = save(small, tmp_path / "trained")
+    texts = [f"trained={folder}", "same=total_rank:0.5", "mix=total_rank:{share}"]
+    trained, same, _ = compare_methods(own, [Method.parse(text) for text in texts], (0.5,)).trials
+    assert (trained.share, trained.macs) == (None, same.macs)
+    # Files hold weights in their own precision, which the model of the case has, too.
+    assert trained.divergence.value == pytest.approx(same.divergence.value, abs=1e-9)
+    other = save(cases.model(replace(DENSE, classes=5)), tmp_path / "other")
+    with pytest.raises(InvalidInput, match="outputs of 5, and the original of"):
+        require_comparable(own.model, own.test, [Method.parse(f"other={other}")])
+    with pytest.raises(InvalidInput, match="a trained model takes no rules"):
+        Method("trained", "total_rank:0.5", folder=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("own=tokens=spot:0.5@2", "needs training"),
+        ("late=tokens=ward:0.5@9", "layers"),
+        ("rule=qk=total_rnk:{share}", "did you mean 'total_rank'"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_without_a_diagnosis(text: str, message: str) -> None:
+    with pytest.raises((InvalidInput, NotSupported, UnknownName), match=message):
+        require_comparable(cases.model(DENSE), pixels(DENSE, 8), [Method.parse(text)])
 
 
 def test_methods_at_one_budget_are_compared_image_by_image() -> None:

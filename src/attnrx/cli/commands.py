@@ -461,6 +461,26 @@ def verify(arguments: Namespace, log: Log) -> Outcome:
     return Outcome(record, (str(evidence), written, evidence.summary), code=1 if evidence.failures else 0)
 
 
+def _figures_options(parser: Parser) -> None:
+    kinds = "diagnoses, prescriptions, elastic indexes and comparisons"
+    parser.add_argument("results", nargs="+", metavar="PATH", help=f"the files of {kinds}, or folders that hold some")
+    options.add_out(parser, "the folder of the figures; those of the same names are replaced", folder=True)
+    option(parser, "--formats", ("svg", "pdf", "csv"), "the files of every figure (all)", nargs="+")
+
+
+@command(
+    "draw spectra, ranks, tokens and trade-offs as SVG and PDF for a paper, with their numbers as CSV",
+    "attnrx figures diagnosis.json comparison.json runs/shrunk --out figures",
+    _figures_options,
+)
+def figures(arguments: Namespace, log: Log) -> Outcome:
+    named = {} if arguments.formats is None else {"formats": list(dict.fromkeys(arguments.formats))}
+    written = rx.figures(arguments.results, arguments.out, **named)
+    names = list(dict.fromkeys(path.stem for path in written))
+    record = {"folder": arguments.out, "files": [path.name for path in written]}
+    return Outcome(record, (f"{len(names)} figures: {', '.join(names)}", f"folder: {arguments.out}"))
+
+
 FORMATS = (
     "onnx, program (torch.export), aotinductor, openvino or int8, with knobs in brackets: onnx(opset=18), "
     "int8(images=128), openvino(precision=bf16), openvino(precision=int8)"

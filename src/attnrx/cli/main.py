@@ -27,6 +27,7 @@ from attnrx.support.errors import (
     is_out_of_memory,
     nearest,
 )
+from attnrx.support.optional import import_file
 from attnrx.support.signals import STOPPING, handling
 
 # 70 is EX_SOFTWARE of sysexits.h; from 128 on, 128 + the number of the signal.
@@ -152,6 +153,8 @@ def _run(words: list[str]) -> int:
     command, parser, arguments = parsed(words)
     # Before the command runs, so that no work is lost by a path that cannot be written.
     require_out(arguments, parser)
+    for plugin in arguments.plugin:
+        import_file(plugin)
     require_inputs(arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("always", ScaleWarning)  # Python shows a repeated warning once only

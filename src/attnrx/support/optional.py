@@ -4,12 +4,15 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from attnrx.support.errors import NotSupported
+from attnrx.support.errors import InvalidInput, NotSupported, UserCodeError
 
 
 def required_module(module: str, extra: str, purpose: str, package: str = "") -> Any:
@@ -68,3 +71,30 @@ def import_plugins(group: str = "attnrx.parts") -> None:
     # Sorted, because the order of entry points depends on how the packages were installed.
     for entry in sorted(importlib.metadata.entry_points(group=group)):
         entry.load()
+
+
+def import_file(path: Path | str) -> ModuleType:
+    """Runs a file of Python as a module, whose parts register themselves; one that was run already is returned.
+
+    Raises:
+        InvalidInput: There is no such file of Python.
+        UserCodeError: Its code raises.
+    """
+    path = Path(path)
+    name = f"attnrx_plugin_{path.stem}"
+    known = sys.modules.get(name)
+    if known is not None and known.__file__ == str(path):
+        return known
+    found = importlib.util.spec_from_file_location(name, path) if path.is_file() else None
+    if found is None or found.loader is None:
+        raise InvalidInput(f"{path} is no file of Python (NAME.py) that could be run as a plug-in; check the path.")
+    # A dataclass looks its module up there.
+    module = sys.modules[name] = importlib.util.module_from_spec(found)
+    try:
+        found.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise UserCodeError(f"the plug-in {path} fails: {type(error).__name__}: {error}") from error
+    return module

@@ -50,6 +50,8 @@ def compare(arguments: Namespace, log: Log) -> Outcome:
     methods = comparison.parse_methods(arguments.methods)
     model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = splits_argument(model, arguments, log)
+    test = chosen_images(splits, arguments)
+    comparison.require_comparable(model, test, methods)
     calibration = splits.train.take(min(arguments.calibration_images, len(splits.train)))
     log(f"diagnosing {arguments.model} on {len(calibration):,} training images")
     # With moments for a model of any form: rules of values, heads and MLP need them.
@@ -68,7 +70,6 @@ def compare(arguments: Namespace, log: Log) -> Outcome:
         priced = calibration.take(min(len(calibration), 24))
         log(f"measuring the divergence at every rank on {len(priced)} images")
         diagnosis = measure_divergence(model, diagnosis, priced)
-    test = chosen_images(splits, arguments)
     bench = comparison.MethodBench(model, diagnosis, calibration, test, arguments.seed, arguments.batch_size)
     trials = comparison.compare_methods(bench, methods, shares, log, arguments.out, macs)
     path = arguments.out
@@ -77,5 +78,5 @@ def compare(arguments: Namespace, log: Log) -> Outcome:
         rows = tuple(each.cells for each in trials.differences)
         title = "differences between methods, paired over the images; p-values are corrected for their number"
         tables.append(aligned_table(trials.difference_columns, rows, title))
-    original = f"the original: {trials.accuracy.value:.1f} % on {len(test):,} images; intervals are 95 %"
-    return Outcome(rx.serialization.read_json(path), (*tables, original, f"comparison: {path}"))
+    about = f"on {len(test):,} images; intervals are 95 %"
+    return Outcome(rx.serialization.read_json(path), (*tables, about, f"comparison: {path}"))

@@ -8,9 +8,10 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from attnrx.change.predictions import Predictions, predict
-from attnrx.data import require_labels
+from attnrx.data import ImageSet, require_labels
 from attnrx.show.checks.check import chance_notes
 from attnrx.show.checks.statistics import chunks, mcnemar, mean_estimate, mean_share, paired_change, proportion
 from attnrx.support.errors import InvalidInput, NotSupported
@@ -22,7 +23,15 @@ from attnrx.vit.maps import TOKENS
 from attnrx.vit.models import family_of
 from attnrx.vit.outputs import Logits, output_kind_of
 from attnrx.vit.tokens import parse_policy
-from attnrx_lab.comparison.methods import Method, MethodBench, ModelCompressor, points, require_points
+from attnrx_lab.comparison.methods import (
+    Method,
+    MethodBench,
+    ModelCompressor,
+    TrainedModel,
+    points,
+    require_points,
+    token_policy,
+)
 from attnrx_lab.comparison.record import Difference, MethodComparison, MethodTrial, Unreached
 
 FLIPS = 9999  # random swaps of a permutation test
@@ -63,11 +72,9 @@ def compare_methods(
     """
     shares, targets = tuple(shares), tuple(macs)
     require_points(shares, targets)
-    if not methods:
-        raise InvalidInput("a comparison needs at least one method; give NAME=RULES.")
+    require_comparable(bench.model, bench.test, methods)
     for method in methods:
         bench.compressor(method)  # invalid methods are refused before anything is measured
-        _require_meaning(method)
     original = _Original.measured(bench)
     kind, labels = original.predictions.kind, original.predictions.labels
     notes = chance_notes(original.accuracy, labels) if isinstance(kind, Logits) else []
@@ -99,9 +106,31 @@ def compare_methods(
     return trials
 
 
+def require_comparable(model: nn.Module, test: ImageSet, methods: Sequence[Method]) -> None:
+    """Checks what can be known before the model is diagnosed.
+
+    Raises:
+        InvalidInput: There is no method, the model makes no decisions, the images have no labels, a policy does not fit
+            the model, or a trained model is another one.
+        NotSupported: A method has token reducers that need training.
+    """
+    if not methods:
+        raise InvalidInput("a comparison needs at least one method; give NAME=RULES.")
+    kind = output_kind_of(model)
+    if not kind.has_decisions:
+        raise InvalidInput(f"methods are compared by accuracy, and this model returns {kind.returns}.")
+    require_labels(test)
+    for method in methods:
+        _require_meaning(method)
+        if method.folder is not None:
+            TrainedModel(model, method.folder)
+        elif method.baseline is None:
+            token_policy(method.template, 1.0, model)
+
+
 def _require_meaning(method: Method) -> None:
     """Raises NotSupported for tokens selected by what only a training makes meaningful, and no training follows."""
-    tokens = method.template.at(1.0).get(TOKENS) if method.baseline is None else None
+    tokens = method.template.at(1.0).get(TOKENS) if method.has_rules else None
     if tokens is None or method.distilled:
         return
     reducer = parse_policy(tokens).reducer
@@ -123,10 +152,7 @@ class _Original:
 
     @classmethod
     def measured(cls, bench: MethodBench) -> "_Original":
-        model, kind = bench.model, output_kind_of(bench.model)
-        if not kind.has_decisions:
-            raise InvalidInput(f"methods are compared by accuracy, and this model returns {kind.returns}.")
-        require_labels(bench.test)
+        model = bench.model
         return cls(bench, family_of(model).costs(model), predict({"original": model}, bench.test, bench.batch_size))
 
     @cached_property

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import floor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from attnrx.change.realization.realizing import fits_of, realize_and_fit
 from attnrx.data import ImageSet
+from attnrx.data.model_data import normalization_of
 from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.rules import parse_rules, prescribe_maps, split_maps
 from attnrx.decide.rules.prescribing import prescribe
@@ -20,9 +22,10 @@ from attnrx.support.errors import InvalidInput, NoOpPrescription, UnknownName
 from attnrx.support.text_parsing import split_named
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.maps import FITS, TOKENS
-from attnrx.vit.models import family_of
+from attnrx.vit.models import family_of, num_outputs
 from attnrx.vit.models.boundary.working_copy import working_copy
 from attnrx.vit.tokens import parse_policy
+from attnrx.workflows.load import load
 from attnrx_lab.baselines import (
     BASELINES,
     FACTORS,
@@ -75,7 +78,7 @@ def least_share(model: nn.Module, template: Template) -> float:
         return 1 / GRID
     family = family_of(model)
     layout, depth = family.token_layout(model), len(family.attention(model))
-    _policy(template, 1.0, model)  # raises for errors that do not depend on the share
+    token_policy(template, 1.0, model)  # raises for errors that do not depend on the share
 
     def is_too_small(share: float) -> bool:
         try:
@@ -93,14 +96,15 @@ def costs_at(model: nn.Module, diagnosis: Diagnosis, template: Template, share: 
     """Returns the costs at one share of the template; for a no-op prescription the unchanged model's."""
     rules = parse_rules(template.at(share)).maps
     try:
-        prescription = prescribe_maps(diagnosis, {**rules, TOKENS: _policy(template, share, model)})
+        prescription = prescribe_maps(diagnosis, {**rules, TOKENS: token_policy(template, share, model)})
     # Near a share of 1 the rules may keep everything, which `prescribe_maps` refuses; the bisection needs a cost there.
     except NoOpPrescription:
         return family_of(model).costs(model)
     return prescribed_costs(model, prescription)
 
 
-def _policy(template: Template, share: float, model: nn.Module) -> TokenPrescription | None:
+def token_policy(template: Template, share: float, model: nn.Module) -> TokenPrescription | None:
+    """Returns the token policy of a template at a share; raises InvalidInput for one that does not fit the model."""
     tokens = parse_rules({TOKENS: template.at(share).get(TOKENS)}).tokens
     if tokens is not None:
         family = family_of(model)
@@ -110,7 +114,8 @@ def _policy(template: Template, share: float, model: nn.Module) -> TokenPrescrip
 
 @dataclass(frozen=True)
 class Method:
-    """One way of compressing: the text of its rules, in which {share} is replaced by the kept share, or a baseline.
+    """One way of compressing: the text of its rules, in which {share} is replaced by the kept share, a baseline, or a
+    trained model in a `folder`, which is measured as it is.
 
     `repaired` is the number of steps of a repair per block on the calibration images afterwards, and `distilled` the
     number of passes of a distillation over those images. A `baseline` is one of BASELINES.
@@ -121,24 +126,29 @@ class Method:
     repaired: int = 0
     distilled: int = 0
     baseline: str | None = None
+    folder: str | None = None
 
     def __post_init__(self):
-        if self.baseline is None:
-            self.template  # noqa: B018, refuses maps that do not exist
-        elif self.baseline not in BASELINES:
+        if self.has_rules:
+            parse_rules(self.template.at(1.0))  # refuses maps and rules that do not exist
+            return
+        if self.baseline is not None and self.baseline not in BASELINES:
             raise UnknownName("baseline", self.baseline, BASELINES)
-        elif self.rules or self.repaired or self.distilled:
-            raise InvalidInput(f"{self.name}: a baseline takes no rules and no fits; make them methods.")
+        if self.rules or self.repaired or self.distilled:
+            what = "a baseline" if self.folder is None else "a trained model"
+            raise InvalidInput(f"{self.name}: {what} takes no rules and no fits; make them methods.")
 
     @classmethod
     def parse(cls, text: str) -> "Method":
-        """Parses `NAME=RULES [repair=STEPS] [distill=EPOCHS]`, with the RULES of `prescribe`, or
-        `NAME=baseline:NAME`.
+        """Parses `NAME=RULES [repair=STEPS] [distill=EPOCHS]`, with the RULES of `prescribe`, `NAME=baseline:NAME`, or
+        `NAME=FOLDER` of a trained model.
 
         Raises:
             InvalidInput: The text has another form.
         """
         name, _, rest = text.partition("=")  # at the first sign: the rules have others
+        if name.strip() and rest.strip() and Path(rest.strip()).is_dir():
+            return cls(name.strip(), folder=rest.strip())
         before, parts = split_named(rest)
         fits = [(fit, steps) for fit, steps in parts if fit in FITS]
         rules = " ".join(filter(None, (before, *(f"{map_}={rule}" for map_, rule in parts if map_ not in FITS))))
@@ -155,13 +165,18 @@ class Method:
         return cls(name.strip(), rules, repaired, distilled)
 
     @property
+    def has_rules(self) -> bool:
+        """Whether the method is rules, and neither a baseline nor a trained model."""
+        return self.baseline is None and self.folder is None
+
+    @property
     def template(self) -> Template:
         """Its rules, with the share still open."""
         return Template.parse(self.rules)
 
     @property
     def varies(self) -> bool:
-        return self.baseline is not None or self.template.varies
+        return self.baseline is not None or (self.has_rules and self.template.varies)
 
 
 def parse_methods(texts: Sequence[str]) -> list[Method]:
@@ -191,6 +206,8 @@ class MethodBench:
 
     def compressor(self, method: Method) -> ModelCompressor:
         """Returns the compressor of one method; baselines share their calibration statistics."""
+        if method.folder is not None:
+            return TrainedModel(self.model, method.folder)
         if method.baseline is None:
             return RuleCompressor(self, method)
         model = self._working
@@ -219,6 +236,35 @@ class MethodBench:
         described = [asdict(method) for method in methods]
         about = dict(self.diagnosis.about)
         return {"diagnosis": about, "seed": self.seed, "methods": described, "torch": torch.__version__}
+
+
+class TrainedModel(ModelCompressor):
+    """A model of a folder, e.g. one that was trained with SPOT: nothing is compressed, and it has no share.
+
+    Raises:
+        InvalidInput: It takes other images, or returns other outputs, than the model that it is compared with.
+        CheckpointError: The folder has no model of attnrx.
+    """
+
+    def __init__(self, model: nn.Module, folder: str):
+        self.model = load(folder)
+        pairs = {
+            "images": tuple(family_of(each).input_shape(each) for each in (model, self.model)),
+            "a scale of pixels": tuple(normalization_of(each) for each in (model, self.model)),
+            "outputs": tuple(num_outputs(*family_of(each).heads(each)) for each in (model, self.model)),
+        }
+        for what, (expected, found) in pairs.items():
+            if found != expected:
+                raise InvalidInput(
+                    f"{folder} cannot be compared: its model has {what} of {found}, and the original of {expected}. "
+                    "Give a model that was made from the original, or trained like it."
+                )
+
+    def costs(self, share: float) -> ModelCosts:
+        return family_of(self.model).costs(self.model)
+
+    def make(self, share: float) -> nn.Module:
+        return self.model
 
 
 class RuleCompressor(ModelCompressor):

@@ -1,16 +1,58 @@
 """A comparison of several ways of compressing one model: costs and quality of each on the same images."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from attnrx.show.figures import DRAWN, Drawing, Figure, Panel, Series
+from attnrx.support import arguments as kinds
 from attnrx.support.estimate import Estimate
-from attnrx.support.storage import write_json
+from attnrx.support.storage import read_record, write_json
 from attnrx.support.tables import markdown_table
 from attnrx.vit.outputs import KINDS, OutputKind
 
 KIND, SCHEMA = "attnrx comparison", 2
+
+NUMBER = kinds.finite()
+SHARE = kinds.optional(kinds.finite(0.0, 1.0))
+ESTIMATE = kinds.record({"value": NUMBER, "low": NUMBER, "high": NUMBER})
+COUNT = kinds.whole(0, kinds.LARGEST)
+TRIAL = kinds.record(
+    {
+        "method": kinds.ANY_TEXT,
+        "share": SHARE,
+        "params": COUNT,
+        "macs": COUNT,
+        "params_share": kinds.finite(0.0),
+        "macs_share": kinds.finite(0.0),
+        **dict.fromkeys(("accuracy", "change", "agreement", "divergence"), ESTIMATE),
+        "n": COUNT,
+        "seconds": kinds.finite(0.0),
+        "target": SHARE,
+    }
+)
+DIFFERENCE = kinds.record(
+    {
+        "first": kinds.ANY_TEXT,
+        "second": kinds.ANY_TEXT,
+        "share": SHARE,
+        "target": SHARE,
+        **dict.fromkeys(("divergence", "accuracy"), ESTIMATE),
+        **dict.fromkeys(("divergence_p", "accuracy_p"), kinds.finite(0.0, 1.0)),
+        "n": COUNT,
+    }
+)
+UNREACHED = kinds.record({"method": kinds.ANY_TEXT, "target": NUMBER, "least": NUMBER})
+RECORD = kinds.record(
+    {
+        "trials": kinds.each(TRIAL),
+        "accuracy": ESTIMATE,
+        "about": kinds.record({"outputs": kinds.one_of(*KINDS)}, open=True),
+        "unreached": kinds.each(UNREACHED),
+        "differences": kinds.each(DIFFERENCE),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -131,12 +173,12 @@ class MethodComparison:
 
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:
-        """The rows of the table: one per trial and per unreached target, method by method."""
+        """The rows of the table: the original, then one per trial and per unreached target, method by method."""
         # Both kinds of rows, in the order in which the methods were given.
         order = [method["name"] for method in self.about["methods"]]
-        return tuple(
-            each.cells for each in sorted((*self.trials, *self.unreached), key=lambda each: order.index(each.method))
-        )
+        original = ("the original", "-", f"{self.accuracy.value:.1f} %", "-", "-", "-", "100 %", "100 %")
+        rows = sorted((*self.trials, *self.unreached), key=lambda each: order.index(each.method))
+        return original, *(each.cells for each in rows)
 
     def to_markdown(self) -> str:
         """Returns a table of the trials, and where there are any a second one of the differences."""
@@ -148,6 +190,41 @@ class MethodComparison:
     def save(self, path: Path | str) -> Path:
         """Writes the JSON file, and returns its path."""
         return write_json(path, {"kind": KIND, "schema": SCHEMA, **asdict(self)})
+
+    @classmethod
+    def load(cls, path: Path | str) -> "MethodComparison":
+        """Reads a JSON file written by `save`.
+
+        Raises:
+            CheckpointError: It is missing, damaged or of another kind.
+        """
+        record = read_record(path, KIND, SCHEMA, RECORD)
+        trials = tuple(MethodTrial(**_with_estimates(each)) for each in record["trials"])
+        unreached = tuple(Unreached(**each) for each in record["unreached"])
+        differences = tuple(Difference(**_with_estimates(each)) for each in record["differences"])
+        return cls(trials, Estimate(**record["accuracy"]), record["about"], unreached, differences)
+
+
+def _with_estimates(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: Estimate(**value) if isinstance(value, dict) else value for name, value in record.items()}
+
+
+def _figures(comparison: MethodComparison) -> Iterator[Figure]:
+    """Yields the trade-off of every method: divergence, and the quality, by the share of the MACs."""
+    quality, divergence = comparison.outputs.columns
+    methods = list(dict.fromkeys(trial.method for trial in comparison.trials))
+    for name, label, field in (("trade-off", divergence, "divergence"), ("quality", quality, "accuracy")):
+        lines = list[Series]()
+        for method in methods:
+            trials = sorted((each for each in comparison.trials if each.method == method), key=lambda each: each.macs)
+            points = [getattr(each, field) for each in trials]
+            ends = tuple(each.low for each in points), tuple(each.high for each in points)
+            shares, values = tuple(each.macs_share for each in trials), tuple(each.value for each in points)
+            lines.append(Series(method, shares, values, *ends))
+        yield Figure(name, "MACs, share of the original", label, (Panel(tuple(lines)),), marks="points")
+
+
+DRAWN.register(Drawing(KIND, MethodComparison, MethodComparison.load, _figures))
 
 
 def kept_text(share: float | None) -> str:

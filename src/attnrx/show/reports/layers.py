@@ -196,13 +196,7 @@ def _rank_cells(layer: int, columns: Sequence[str], row: Sequence[Rank]) -> Iter
 
 def maps(diagnosis: Diagnosis) -> dict[str, Any] | None:
     """Returns effective ranks and selectivity as open figures, and other readings as folded ones, if there are any."""
-    layers = diagnosis.layers
-    # Readings with one number per head that all layers have, because a map needs a row for every layer.
-    per_head = [
-        {name for name, reading in layer.readings.items() if tuple(reading.shape) == (len(layer.spectrum.heads),)}
-        for layer in layers
-    ]
-    names = set.intersection(*per_head) if per_head else set()
+    names = readings_per_head(diagnosis)
     if not names:
         return None
     figures = [
@@ -211,6 +205,15 @@ def maps(diagnosis: Diagnosis) -> dict[str, Any] | None:
     ]
     summary = ", ".join(figure.title for figure in figures)
     return {"main": figures[:OPEN_FIGURES], "rest": figures[OPEN_FIGURES:], "steps": LEVELS, "summary": summary}
+
+
+def readings_per_head(diagnosis: Diagnosis) -> set[str]:
+    """Returns the readings with one number per head that all layers have: a map needs a row for every layer."""
+    per_head = [
+        {name for name, reading in layer.readings.items() if tuple(reading.shape) == (len(layer.spectrum.heads),)}
+        for layer in diagnosis.layers
+    ]
+    return set[str]().union(*per_head[:1]).intersection(*per_head)
 
 
 def _reading_figure(name: str, diagnosis: Diagnosis) -> HeatMap:
