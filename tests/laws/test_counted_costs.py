@@ -12,9 +12,11 @@ import attnrx as rx
 from attnrx.support.errors import NotSupported
 from attnrx.support.modules import random_images
 from attnrx.vit.costs import count_product_macs
-from attnrx.vit.models import family_of
+from attnrx.vit.models import family_of, library_form
 from attnrx.vit.models.observation_hooks import counted_by_spec
+from attnrx.vit.tokens import TokenPolicy, ToMe
 from support import pretrained, users_models
+from support.token_models import original, reduced
 from support.users_models import CLASSES, WIDTH, Around
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -36,6 +38,13 @@ def library_model(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("name", [name for name in pretrained.CASES if name != GROUPED])
 def test_the_closed_form_of_a_library_s_model_is_the_count_of_it(name: str) -> None:
     require_counted(pretrained.adopted_once(name)[2])
+
+
+@pytest.mark.parametrize("name", ["vit, attention pooling", "hf siglip tower", "open_clip, attention pooling"])
+def test_a_pooling_by_attention_costs_the_tokens_that_are_left(name: str) -> None:
+    small = reduced(name, TokenPolicy(ToMe(), (2,), (0.5,)), "compress")
+    assert family_of(small).costs(small).product_macs < family_of(small).costs(original(name)).product_macs
+    require_counted(small, library_form(small))
 
 
 @pytest.mark.parametrize("name", [name for name, case in users_models.CASES.items() if not case.is_slow])

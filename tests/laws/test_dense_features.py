@@ -10,22 +10,24 @@ from torch import nn
 
 from attnrx.exporting import PatchFeatures, export
 from attnrx.support.errors import NotSupported
-from attnrx.vit.models import answer, family_of, library_form, recording_tokens, reduction_of
+from attnrx.vit.models import answer, attach_tokens_, family_of, library_form, recording_tokens, reduction_of
+from attnrx.vit.models.boundary.adoption import adopt
+from attnrx.vit.models.parts.vit_parts import POOLINGS
 from attnrx.vit.tokens import TokenPolicy, ToMe
 from support import cases
 from support.cases import REDUCTIONS
-from support.pretrained import CASES, HF, TIMM, adopted_once, inputs
+from support.pretrained import CASES, HF, TIMM, VIT, adopted_once, inputs, of_timm
 from support.token_models import KINDS, original, reduced
 
 OF_TIMM = [name for name, (family, _) in CASES.items() if family is TIMM]
 OF_HF = [name for name, (family, _) in CASES.items() if family is HF]
 HALF = TokenPolicy(ToMe(), (2,), (0.5,))
-OTHER_INPUTS = ("hf ast", "hf vivit")  # spectrograms, and frames of videos one after another
+OTHER_INPUTS = ("hf ast", "hf vivit", "hf siglip2 tower")  # spectrograms, frames of videos, and patches
 
 
 def supports_tokens(name: str) -> bool:
     family, _, adopted = adopted_once(name)
-    return family.parts(adopted.source).pooling in ("class", "mean")
+    return family.parts(adopted.source).pooling in POOLINGS
 
 
 def shapes(found: Any) -> Any:
@@ -120,12 +122,32 @@ def test_requested_features_do_not_change_the_answer(name: str) -> None:
         return
     if name in OF_HF:
         output = model(pixel_values=images, output_hidden_states=True)
-        if "logits" in output:
+        for field in {"logits", "pooler_output"} & output.keys():
             # Up to rounding: without hidden states the last block computes only the class token.
-            torch.testing.assert_close(output.logits, model(pixel_values=images).logits, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(output[field], model(pixel_values=images)[field], rtol=1e-12, atol=1e-12)
     else:
         model.forward_intermediates(images)
     assert torch.equal(answer(model, images), before)
+
+
+@pytest.mark.parametrize("by", ["mask", "compress"])
+@pytest.mark.parametrize("pooling", ["token", "avg", "map"])
+@torch.no_grad()
+def test_features_of_some_depths_do_not_change_the_answer(pooling: str, by: str) -> None:
+    model: Any = adopt(TIMM, of_timm(VIT, depth=4, img_size=32, global_pool=pooling))
+    attach_tokens_(model, TIMM, TokenPolicy(ToMe(), (2,), (0.5,)), by)
+    images, tokens = inputs(model), list[int]()
+    blocks = model.source.blocks
+    for block in blocks:
+        block.register_forward_hook(lambda module, given, found: tokens.append(found.shape[1]))
+    expected = model(images)
+    for depths in ((1,), (1, 2), (1, 3), (3,)):
+        tokens.clear()
+        with model.forward_pass(depths):
+            found = model.source(images)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        left = 17 if by == "mask" else 9
+        assert tokens == [17, *(17 if depth in depths else left for depth in (1, 2, 3))]
 
 
 @pytest.mark.parametrize("kind", KINDS)

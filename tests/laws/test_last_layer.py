@@ -21,6 +21,7 @@ POOLING = ("vit, norms after", "vit, no class token", "vit, mean pooled", "hf cl
 POOLING += ("open_clip, mean pooled", "open_clip, mean before the norm")
 POOLING += ("hf beit", "hf beit, one bias", "hf data2vec", "hf yolos", "hf dpt", "hf videomae", "hf siglip2 tower")
 POOLING += ("hf ijepa", "hf ijepa, backbone", "hf dinov2", "hf dinov2, gated MLP", "hf dinov2, registers")
+POOLING += ("open_clip, attention pooling",)
 POOLING += tuple(
     name for name, (family, make) in CASES.items() if family is TIMM and family.parts(make()).pooling != "class"
 )

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from attnrx.change.realization import realize
-from attnrx.exporting import export
-from attnrx.vit.models import attach_tokens_, family_of
+from attnrx.exporting import FORMATS, export
+from attnrx.vit.models import answer, attach_tokens_, family_of
 from attnrx.vit.tokens import TokenPolicy
 from support import cases
 from support.cases import PATTERNS, REDUCTIONS
@@ -24,6 +24,8 @@ PAIRS += [
     for column, kind in enumerate(KINDS)
     if (row + column) % 3 == 0 and fits(name, REDUCTIONS[kind])
 ]
+POOLERS = ("timm siglip", "hf siglip tower", "open_clip, attention pooling")
+PAIRS += [(name, kind) for name in POOLERS for kind in ("ward", "random")]
 STAGED = ("random", "tome", "ward", "spot")
 
 
@@ -44,6 +46,18 @@ def require_same(model: nn.Module, program: nn.Module, count: int = 3) -> None:
 def test_exported_equals_eager(name: str, kind: str) -> None:
     model = reduced(name, TokenPolicy(REDUCTIONS[kind], (2,), (0.5,)), "compress")
     require_same(model, exported(model, dynamic=False))
+
+
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@pytest.mark.parametrize("name", POOLERS)
+@pytest.mark.slow
+def test_a_pooling_by_attention_has_the_sizes_of_tokens_in_files(name: str, to: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime" if to == "onnx" else to)
+    model = reduced(name, TokenPolicy(REDUCTIONS["ward"], (2,), (0.5,)), "compress").float()
+    images = inputs(model, 5).float()
+    with torch.no_grad():
+        found = export(model, tmp_path / f"small{FORMATS[to].suffix}", to)(images)
+        torch.testing.assert_close(found, answer(model, images), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", STAGED)

@@ -1,11 +1,14 @@
 """Tokens that leave: all stay == the original, mask == compress, and the laws that every reducer must keep."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from attnrx.support.errors import NotSupported
 from attnrx.vit.models import answer, family_of, library_form, observing, reduction_of, token_run
+from attnrx.vit.models.parts.vit_parts import POOLINGS
 from attnrx.vit.tokens import REDUCERS, Reducer, TokenPolicy
 from attnrx_lab.tokens import DTPS, HaltingScores, MapMoments, Spot
 from attnrx_lab.tokens.scores import scores_of
@@ -17,6 +20,8 @@ from support.token_models import KINDS, fits, original, reduced
 # One of each way of pooling, of tokens before the patches, and of scaling what a layer adds.
 FAMILIES = ("vit", "vit, no class token", "deit, distilled", "dinov2, registers", "hf vit", "hf dinov2")
 FAMILIES += ("dinov3", "rotary, mixed", "beit, bias per layer", "relative positions")
+FAMILIES += ("vit, attention pooling", "timm siglip", "hf siglip tower", "hf siglip2 tower")
+FAMILIES += ("open_clip, attention pooling",)
 
 
 def logits(model: nn.Module) -> torch.Tensor:
@@ -93,7 +98,7 @@ def test_a_stage_can_leave_few(kind: str) -> None:
 @pytest.mark.parametrize("by", ["mask", "compress"])
 def test_all_tokens_are_the_original_bit_for_bit(name: str, by: str) -> None:
     model = original(name)
-    if name in CASES and CASES[name][0].parts(adopted_once(name)[2].source).pooling not in ("class", "mean"):
+    if name in CASES and CASES[name][0].parts(adopted_once(name)[2].source).pooling not in POOLINGS:
         with pytest.raises(NotSupported, match="pools its tokens by"):
             reduced(name, TokenPolicy(REDUCTIONS["random"], (2,), (1.0,)), by)
         return
@@ -101,6 +106,27 @@ def test_all_tokens_are_the_original_bit_for_bit(name: str, by: str) -> None:
     kept = reduced(name, TokenPolicy(reducer, (2,), (1.0,)), by)
     assert torch.equal(logits(kept), logits(model))
     assert torch.equal(logits(library_form(kept)), logits(library_form(model)))
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "attention" in name or "siglip" in name])
+@torch.no_grad()
+def test_a_pooling_by_attention_counts_a_merged_token_as_its_patches(name: str) -> None:
+    model: Any = reduced(name, TokenPolicy(REDUCTIONS["tome"], (2,), (0.5,)), "compress")
+    pooler: Any = family_of(model).pooler(model)
+    calls = list[Any]()
+    pooler.register_forward_hook(lambda *call: calls.append(call[1:]), with_kwargs=True)
+    logits(model)
+    ((tokens, options, found),) = calls
+    keys = tokens[min(len(tokens) - 1, 1)]
+    sizes = next(options[name] for name in ("key_padding_mask", "attn_mask") if name in options).exp().round().long()
+    assert sizes.max() > 1
+    for index, count in enumerate(sizes.flatten(1)):
+        repeated = keys[index].repeat_interleave(count, 0)[None]
+        given = (repeated,) if len(tokens) == 1 else (tokens[0][index : index + 1], repeated, repeated)
+        expected = pooler.forward(*given)
+        pairs = zip(*((each if isinstance(each, tuple) else (each,))[:1] for each in (found, expected)), strict=True)
+        for mine, theirs in pairs:
+            torch.testing.assert_close(mine[index : index + 1], theirs, rtol=1e-10, atol=1e-10)
 
 
 # Random scores are hashes of indices, merging by turns and sampling along the patches go by their order.

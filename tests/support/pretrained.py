@@ -249,6 +249,10 @@ CASES: dict[str, tuple[AdoptedFamily, Callable[[], Any]]] = {
         OPEN_CLIP,
         partial(of_open_clip, pool_type="avg", final_ln_after_pool=True, ls_init_value=0.1),
     ),
+    "open_clip, attention pooling": (
+        OPEN_CLIP,
+        partial(of_open_clip, output_dim=8, attentional_pool=True, attn_pooler_queries=3, attn_pooler_heads=2),
+    ),
     "own": (MODULE, lambda: shaken(OwnViT())),
     "hf vivit": (HF, partial(of_hf, "VivitForVideoClassification")),
     "hf videomae": (HF, partial(of_hf, "VideoMAEForVideoClassification")),
@@ -261,6 +265,7 @@ SAME_BLOCKS = {
     "hf dinov2, backbone", "hf dinov2, registers, backbone", "hf clip tower, projected", "hf clip", "hf siglip",
     "hf siglip2 tower", "hf mae", "hf beit, class token", "hf data2vec", "hf ast", "hf dpt", "hf vivit",
     "torchvision, two linear maps after", "open_clip, mean pooled", "open_clip, mean before the norm",
+    "open_clip, attention pooling",
 }  # fmt: skip
 BLOCKS = [name for name in CASES if name not in SAME_BLOCKS]
 

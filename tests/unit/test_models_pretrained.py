@@ -328,7 +328,7 @@ def test_masks_and_attention_weights_are_refused() -> None:
         adopted.source(images(HF, adopted))
 
 
-@pytest.mark.parametrize("name", ["hf yolos", "hf dpt", "hf videomae", "hf siglip2 tower"])
+@pytest.mark.parametrize("name", ["hf yolos", "hf dpt", "hf videomae"])
 def test_tokens_are_not_pruned_where_the_answer_needs_all_of_them(name: str) -> None:
     family, _, adopted = adopted_once(name)
     with pytest.raises(NotSupported, match=f"{adopted.origin.architecture} pools its tokens by"):

@@ -20,13 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 LACKING = {
     "vit, norms of query and key": {"qk"},
     "vit, norm of the outputs": {"vo"},
-    "vit, attention pooling": {"tokens"},
-    "timm siglip": {"tokens"},
     "beit3, norm of the outputs": {"vo"},
     "sapiens2, grouped heads": {"qk"},
     "hf clip": {"tokens"},
-    "hf siglip tower": {"tokens"},
-    "hf siglip2 tower": {"tokens"},
     "hf yolos": {"tokens"},
     "hf dpt": {"tokens"},
     "hf videomae": {"tokens"},
@@ -88,6 +84,6 @@ def test_images_of_few_patches_are_planned(size: int, patches: int) -> None:
 
 
 def test_a_reducer_that_is_named_is_not_left_out() -> None:
-    model = pretrained.adopted_once("timm siglip")[2]
+    model = pretrained.adopted_once("hf clip")[2]
     with pytest.raises(NotSupported, match="pruned only where"):
         plan_of(model, reducer="ward")

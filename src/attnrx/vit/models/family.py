@@ -217,6 +217,10 @@ class Family(ABC):
     def pooled_norm(self, model: nn.Module) -> nn.Module:
         """Returns the module whose output tokens are pooled."""
 
+    def pooler(self, model: nn.Module) -> nn.Module | None:
+        """Returns the attention that pools these tokens; None where the model pools them otherwise."""
+        return None
+
     @abstractmethod
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
         """Returns the classifiers of the whole image, which take one token or a mean; () where the model has none.

@@ -41,6 +41,7 @@ from attnrx.vit.models.parts.record import RECORD, TOKENS, Record
 from attnrx.vit.models.parts.surroundings import DOUBTS, Cut, OfImages, Surroundings
 from attnrx.vit.models.parts.token_reduction import reduction_of
 from attnrx.vit.models.parts.vit_parts import (
+    POOLINGS,
     Refusal,
     ViTParts,
     changed_linears,
@@ -693,12 +694,12 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                 f"{adopted.name} gives its blocks sequences of {', '.join(map(str, others))} tokens, and an image "
                 f"has {usual} with those before its patches; tokens can be pruned only where all sequences are these."
             )
-        if pooling not in ("class", "mean") and adopted.around is not None and parts.prefix_tokens:
+        if pooling not in POOLINGS and adopted.around is not None and parts.prefix_tokens:
             pooling = "class"  # all patches are restored where they are read, so the module pools as ever
-        if pooling not in ("class", "mean"):
+        if pooling not in POOLINGS:
             raise NotSupported(
                 f"{adopted.origin.architecture} pools its tokens by {parts.pooling!r}; tokens can be pruned only where "
-                "the head takes a token before the patches, or the mean of the patches."
+                "the head takes a token before the patches, the mean of the patches, or attention to them."
             )
         patches = self.positions(adopted) // parts.windows
         return TokenLayout(parts.prefix_tokens, patches, parts.has_class_token, pooling, parts.windows, parts.joined)
@@ -713,6 +714,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
 
     def pooled_norm(self, model: nn.Module) -> nn.Module:
         return self.last_norm(self._adopted(model).trunk)
+
+    def pooler(self, model: nn.Module) -> nn.Module | None:
+        trunk = self._adopted(model).trunk
+        path = self.parts(trunk).pooler
+        return trunk.get_submodule(path) if path else None
 
     def heads(self, model: nn.Module) -> tuple[nn.Module, ...]:
         """Returns the classifiers of a model without other parts around; those of others are not known."""

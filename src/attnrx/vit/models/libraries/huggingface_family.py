@@ -120,6 +120,7 @@ class ModelReader:
             num_heads=body.config.num_attention_heads,
             norm_before=next((name for block in last_block for name in NORMS_BEFORE if hasattr(block, name)), None),
             prefix_tokens=prefix_tokens, has_class_token=prefix_tokens > 0, pooling=pooling,
+            pooler=f"{head}.attention" if pooling == "attention" else "",
         )  # fmt: skip
 
 

@@ -299,7 +299,10 @@ class TimmFamily(AdoptedFamily):
     def parts(self, source: nn.Module) -> ViTParts:
         model: Any = source
         pooling = {"token": "class", "avg": "mean"}.get(str(model.global_pool), str(model.global_pool))
-        if getattr(model, "pool_include_prefix", False):
+        is_attention = type(getattr(model, "attn_pool", None)).__name__ == "AttentionPoolLatent"
+        if is_attention:
+            pooling = "attention"
+        elif getattr(model, "pool_include_prefix", False):
             pooling = f"{model.global_pool} with the tokens before the patches"
         post_norm = any(type(block).__name__ in POST_NORM for block in model.blocks)
         own = next((block.attn for block in model.blocks if not isinstance(block.attn, Adapter)), None)
@@ -310,6 +313,7 @@ class TimmFamily(AdoptedFamily):
             projections=FUSED if is_fused else SEPARATE, scale="scale",
             norm_before=None if post_norm else "norm1", prefix_tokens=int(model.num_prefix_tokens),
             has_class_token=getattr(model, "cls_token", None) is not None, pooling=pooling,
+            pooler="attn_pool" if is_attention else "",
         )  # fmt: skip
 
     def projected(self, source: nn.Module, module: nn.Module) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -130,18 +130,21 @@ class OpenClipFamily(AdoptedFamily):
     def parts(self, source: nn.Module) -> ViTParts:
         tower: Any = source
         pooling = {"tok": "class", "avg": "mean"}.get(tower.pool_type, str(tower.pool_type))
-        pooling = pooling if tower.attn_pool is None else "attention"
         # The mean before the last norm.
         pooling = "mean without a norm" if tower.final_ln_after_pool and pooling == "mean" else pooling
+        is_attention = tower.attn_pool is not None  # CoCa, whose first query is the embedding
         # The head, a projection, is a parameter (`head_macs`).
         return ViTParts(
             blocks="transformer.resblocks", attention="attn", norm_before="ln_1", maps=("mlp.c_fc", "mlp.c_proj"),
-            patches="conv1", norm="ln_post", heads=("ln_post",), prefix_tokens=1, has_class_token=True, pooling=pooling,
+            patches="conv1", norm="attn_pool.ln_k" if is_attention else "ln_post",
+            heads=("attn_pool", "ln_post") if is_attention else ("ln_post",), prefix_tokens=1, has_class_token=True,
+            pooling="attention" if is_attention else pooling, pooler="attn_pool.attn" if is_attention else "",
         )  # fmt: skip
 
     def answered_blocks(self, adopted: Adopted) -> Container[int]:
         source: Any = adopted.trunk
-        return (len(self.block_paths(source)) - 1,) if source.output_tokens else ()
+        # The tokens that a pooling by attention returns are those of its queries.
+        return (len(self.block_paths(source)) - 1,) if source.output_tokens and source.attn_pool is None else ()
 
     def names(self) -> Sequence[str]:
         return _open_clip("").list_models()
@@ -164,6 +167,8 @@ class OpenClipFamily(AdoptedFamily):
             if type(block).__name__ != "ResidualAttentionBlock":
                 yield Refusal(f"the block {type(block).__name__} has no reader")
                 return
+        if tower.attn_pool is not None and tower.attn_pool_contrastive is not None:
+            yield Refusal("two poolings by attention", "A tower with attentional_pool=True is adopted.")
         kinds = type(tower.transformer.resblocks[0].mlp.gelu).__name__, type(tower.ln_post).__name__
         if kinds[0] not in ACTIVATIONS or kinds[1] not in NORMS:
             yield Refusal(f"the activation {kinds[0]} or the norm {kinds[1]} of another library")
@@ -184,6 +189,9 @@ class OpenClipFamily(AdoptedFamily):
             "final_ln_after_pool": tower.final_ln_after_pool, "act_layer": type(block.mlp.gelu).__name__,
             "norm_layer": type(tower.ln_post).__name__,
         }  # fmt: skip
+        if tower.attn_pool is not None:
+            queries, heads = len(tower.attn_pool.query), tower.attn_pool.attn.num_heads
+            arguments |= {"attentional_pool": True, "attn_pooler_queries": queries, "attn_pooler_heads": heads}
         # open_clip.create_model stores it on the tower.
         found = getattr(tower, "preprocess_cfg", None) or {}
         mean, std = (tuple(found.get(name) or own) for name, own in zip(("mean", "std"), CLIP, strict=True))
@@ -213,9 +221,9 @@ class OpenClipFamily(AdoptedFamily):
         return towers.VisionTransformer(**{**arguments, "image_size": tuple(arguments["image_size"])})
 
     def head_macs(self, adopted: Adopted, tokens: int) -> int:
-        """Returns the MACs of the projection, which is a parameter and no module."""
+        """Returns the MACs of the projection, which is a parameter and no module, and of a pooling by attention."""
         projection: Any = adopted.trunk.proj
-        return 0 if projection is None else projection.numel()
+        return super().head_macs(adopted, tokens) + (0 if projection is None else projection.numel())
 
 
 def _open_clip(module: str) -> Any:

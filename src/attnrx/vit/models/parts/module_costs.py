@@ -32,13 +32,17 @@ def bias_macs(block: nn.Module) -> int:
 
 
 def classifier_macs(head: nn.Module, tokens: int) -> int:
-    """Returns the MACs of a classifier on one token; a pooling by attention has one query and keys of all tokens."""
-    total = matrix_entries(head)
+    """Returns the MACs of a classifier on one token; a pooling by attention has keys of all tokens, and one query or
+    those of open_clip's AttentionalPooler.
+    """
+    total, queries = matrix_entries(head), 1
     for part in head.modules():
-        if isinstance(part, nn.MultiheadAttention):
-            # Its fused projection of query, key and value is a parameter and no Linear, so `matrix_entries` lacks it.
-            width = part.embed_dim
-            total += (1 + 2 * tokens) * width**2 + 2 * tokens * width
+        if type(part).__name__ == "AttentionalPooler":
+            queries = len(part.query)  # type: ignore[arg-type]
+        elif isinstance(part, nn.MultiheadAttention):
+            # Its projections of query, key and value are parameters and no Linear, so `matrix_entries` lacks them.
+            width, keys = part.embed_dim, part.kdim + part.vdim
+            total += (2 * queries - 1) * width**2 + tokens * keys * width + 2 * queries * tokens * width
         elif type(part).__name__ == "AttentionPoolLatent":
             latent: Any = part  # one query
             # `matrix_entries` has its projections of one token; keys and values are of all tokens, and both products

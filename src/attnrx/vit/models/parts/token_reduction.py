@@ -12,7 +12,7 @@ to the next one.
 
 import sys
 import threading
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +38,8 @@ from attnrx.vit.tokens import (
     gathered_rows,
 )
 from attnrx.vit.tokens.reducer import stable_order
+
+TINY = 1e-20  # a size whose token has no weight in a sum, but a gradient
 
 
 @dataclass
@@ -120,7 +122,8 @@ class TokenRun:
     `sizes` is None until a token is pruned. `patches` is the number of patches of an image, known from the first stage
     on. `patch_indices` holds the index of every patch token in the image, -1 for tokens added by a stage; `trail` holds
     those indices after each stage. `stages` is None unless features of all patches are requested, which are those after
-    `restored_blocks`, or patches are tracked; `present` are the tokens after a block whose output is restored.
+    `restored_blocks`, or patches are tracked; `present` are the tokens after a block whose output is restored, `pooled`
+    those after the last one and its norm.
     `image_keys` are the reducer's. In training, `sampled` holds the mask sampled at each stage: 1 for a kept patch, 0
     for a pruned one, with a gradient; a stage that keeps every patch samples none.
     """
@@ -129,6 +132,7 @@ class TokenRun:
         self.restored_blocks = restored_blocks
         self.stages: list[RestorableStage] | None = [] if is_tracked else None
         self.present: TokenBatch | None = None
+        self.pooled: TokenBatch | None = None
         self.sizes: Float[Tensor, "batch tokens"] | None = None
         self.logarithms: tuple[Tensor, Tensor] | None = None  # some sizes, and their logarithms
         self.patches = 0
@@ -139,11 +143,6 @@ class TokenRun:
         self.trail: list[Int[Tensor, "batch kept"]] = []
         self.sampled: dict[int, Float[Tensor, "batch patches"]] = {}
         self.is_past_blocks = False
-
-    @property
-    def restores(self) -> bool:
-        """Whether the tokens of all patches are restored after some blocks."""
-        return bool(self.restored_blocks) and self.stages is not None
 
     def representatives(self, layer: int | None = None) -> Int[Tensor, "batch patches"] | None:
         """Returns the index, among the patch tokens in a layer (the last one), of the one that represents each patch of
@@ -354,7 +353,7 @@ class TokenReduction(nn.Module):
             restored = torch.cat([tokens[:, :prefix], patches], dim=1)
         run.is_past_blocks = block + 1 == self.shape.depth
         # Restored tokens are pooled unchanged, and so is a class token: `pooled` needs no run.
-        if run.is_past_blocks and (self.shape.layout.pooled == "class" or run.restores):
+        if run.is_past_blocks and (self.shape.layout.pooled == "class" or run.present is not None):
             self._end_outside()
         return restored
 
@@ -480,7 +479,7 @@ class TokenReduction(nn.Module):
         if run.is_past_blocks:  # a method of a library may call the norm after several blocks
             self._end_outside()
         # Restored tokens are those of all patches, so every one counts.
-        if run.sizes is None or run.restores:
+        if run.sizes is None or run.present is not None:
             return tokens
         prefix = self.shape.layout.prefix
         patches, sizes = tokens[:, prefix:], run.sizes[:, prefix:]
@@ -495,6 +494,31 @@ class TokenReduction(nn.Module):
             first = remains.to(torch.uint8).argmax(1)[:, None, None].expand(-1, 1, patches.shape[-1])
             patches = torch.where(remains[..., None], patches, patches.gather(1, first))
         return torch.cat([tokens[:, :prefix], patches], dim=1)
+
+    def normalized(self, norm: Callable[[Tensor], Tensor]) -> None:
+        """Normalizes the tokens that are left after the last block, where its output has those of all patches."""
+        run = self._run
+        if run.is_past_blocks and run.present is not None:
+            run.pooled = norm(run.present)
+
+    def attended(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns the tokens that a pooling by attention attends to, their patches, and the logarithms of their sizes.
+
+        These tokens are the ones that are left, also where those of all patches were restored for other parts. Patches
+        and sizes are None where no token was pruned, the sizes also where all count as 1.
+        """
+        run = self._run
+        if run.is_past_blocks:
+            self._end_outside()
+        if run.sizes is None:
+            return tokens, None, None
+        # Tokens before the patches may be left out.
+        present = run.sizes.shape[1] if run.pooled is None else self.shape.layout.prefix + run.patches
+        skipped = present - tokens.shape[1]
+        tokens = tokens if run.pooled is None else run.pooled[:, skipped:]
+        # A sampled size of 0 needs a gradient, which the logarithm of 0 has not.
+        scores = (run.sizes + TINY).log() if self.samples_patches else self.log_sizes()
+        return tokens, run.patch_indices, None if scores is None else scores[:, skipped:]
 
 
 def reduction_of(model: nn.Module) -> TokenReduction | None:

@@ -12,6 +12,9 @@ from attnrx.support.errors import AttnrxError, InvalidInput, NotSupported, UserC
 # The attention of a library's own block, and what it is part of; not something that a user can create otherwise.
 NOT_PLAIN = "Only softmax attention of queries and keys, rotated or not, with or without a bias, can be adopted."
 
+# The kinds of pooling of models whose tokens can be pruned.
+POOLINGS = ("class", "mean", "attention")
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -77,7 +80,8 @@ class ViTParts:
     `returns_weights`: whether the attention returns a pair, whose second element is None here.
 
     `prefix_tokens` are before the patches (class, distillation and register tokens), the first of them a class token
-    if the model has one. `pooling` is "class", "mean", or another name for an unsupported kind of pooling.
+    if the model has one. `pooling` is "class", "mean", "attention", or another name for an unsupported kind of pooling.
+    `pooler` is the attention that pools the tokens: an nn.MultiheadAttention, or an AttentionPoolLatent of timm.
 
     Blocks are called with [batch * windows, tokens, width], where the patches of an image are divided into `windows` of
     equal size, each with prefix tokens of its own. The blocks with the indices `joined` attend to all of them, in
@@ -102,6 +106,7 @@ class ViTParts:
     prefix_tokens: int = 0
     has_class_token: bool = False
     pooling: str = "class"
+    pooler: str = ""
     windows: int = 1
     joined: tuple[int, ...] = ()
 

@@ -89,9 +89,18 @@ def attach_tokens_(
             layer.backend = AttentionCapture(sizes, receive, wanted, logarithms)
             if quantities and not stored:
                 layer.register_forward_hook(partial(capture_uniform, layer.backend))
-    if layout.pooled != "class":  # "mean" or "max": pruned patches must not count
-        family.pooled_norm(model).register_forward_hook(TokenHook(reduction.pooled), with_kwargs=True)
+    _attach_pooling_(model, family, reduction)
     return reduction.train(model.training)
+
+
+def _attach_pooling_(model: nn.Module, family: Family, reduction: TokenReduction) -> None:
+    """Attaches hooks with which the tokens that are left are pooled as all patches would be."""
+    pooler = family.pooler(model)
+    if pooler is not None:
+        family.pooled_norm(model).register_forward_hook(NormHook(reduction.normalized), with_kwargs=True)
+        pooler.register_forward_pre_hook(PoolerHook(reduction.attended), with_kwargs=True)
+    elif reduction.shape.layout.pooled != "class":  # "mean" or "max": pruned patches must not count
+        family.pooled_norm(model).register_forward_hook(TokenHook(reduction.pooled), with_kwargs=True)
 
 
 NO_CHECKPOINTS = (
@@ -153,7 +162,7 @@ class PassHook:
         if not self.reduction.call.outer:  # the pass did not begin
             return None
         self.reduction.leave_pass()
-        is_mean = self.reduction.shape.layout.pooled != "class" and not self.restored_blocks
+        is_mean = self.reduction.shape.layout.pooled in ("mean", "max") and not self.restored_blocks
         if not (is_mean and isinstance(output, Mapping) and _wants_states(model, kwargs)):
             return None
         # The mean over restored patches is not the one that the classifier takes.
@@ -178,7 +187,7 @@ class TokenHook:
 
     by_image = True
 
-    def __init__(self, run: Callable[[Tensor], Tensor | None]):
+    def __init__(self, run: Callable[..., Any]):
         self.run = run
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *outputs: Any) -> Any:
@@ -197,6 +206,32 @@ class TokenHook:
         if tokens is None:
             return None
         return ((tokens, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": tokens})
+
+
+class NormHook(TokenHook):
+    """Passes the norm before a pooling by attention to `run`, which computes it for the tokens that are left."""
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *outputs: Any) -> None:
+        self.run(module.forward)
+
+
+class PoolerHook(TokenHook):
+    """Replaces the tokens that an attention pools by `run(tokens)`, and adds to its scores what that returns beside
+    them.
+    """
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *outputs: Any) -> Any:
+        is_latent = not isinstance(module, nn.MultiheadAttention)  # of timm: its query is no argument
+        entering = args[0] if is_latent else args[1]
+        tokens, patches, scores = self.run(entering)
+        options = dict(kwargs)
+        if patches is not None and options.get("attn_mask") is not None:  # of padding: [..., tokens]
+            mask = options["attn_mask"]
+            rows = patches.repeat_interleave(mask.shape[0] // len(patches), 0)[:, None].expand(-1, mask.shape[1], -1)
+            options["attn_mask"] = mask.gather(2, rows)
+        if scores is not None:
+            options |= {"attn_mask": scores[:, None, None]} if is_latent else {"key_padding_mask": scores}
+        return ((tokens, *args[1:]) if is_latent else (args[0], tokens, tokens, *args[3:])), options
 
 
 def _first_(module: nn.Module, run: Callable[[Tensor], Tensor | None], returned: bool = False) -> None:
