@@ -60,6 +60,15 @@ def test_a_target_is_one_number(given: dict[str, float], target: Target) -> None
     assert target_of(**given) == target
 
 
+def test_shares_are_numbers_or_percent() -> None:
+    for given in ("60%", " 60.0 % ", 0.6):
+        assert vars(rx.shrink)["kinds"]["macs"].checked(given, "shrink", "macs") == 0.6
+    assert vars(rx.elastic)["kinds"]["macs"].checked(["80%", 0.6], "elastic", "macs") == (0.8, 0.6)
+    for wrong in ("160%", "0%", "60", "60 MB", 1.2):
+        with pytest.raises(InvalidInput, match="give a share"):
+            rx.shrink(original(), images(8), macs=wrong)
+
+
 @pytest.mark.parametrize("given", [{}, {"faster": 1.6, "macs": 0.5}, {"faster": 1.0}, {"macs": 1.5}])
 def test_other_targets_are_refused(given: dict[str, float]) -> None:
     with pytest.raises(InvalidInput):

@@ -70,8 +70,8 @@ class Target:
 
 def target_of(
     faster: float | None = None,
-    macs: float | None = None,
-    params: float | None = None,
+    macs: float | str | None = None,
+    params: float | str | None = None,
     max_drop: float | None = None,
     max_kl: float | None = None,
     size: float | None = None,

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, wraps
 from numbers import Integral, Number, Real
 from pathlib import Path
@@ -193,6 +193,22 @@ def number(least: float, most: float = math.inf, expected: str = "", above: bool
         return _is_real(value) and (least < value if above else least <= value) and value <= most
 
     return Kind(expected, accepts, _float_of, classes=(int, float))
+
+
+def or_percent(kind: Kind) -> Kind:
+    """The shares of a kind, or their texts in percent, which become numbers."""
+
+    def read(value: Any) -> Any:
+        is_percent = isinstance(value, str) and re.fullmatch(r"\s*\d+(\.\d+)?\s*%\s*", value)
+        return float(value.strip()[:-1]) / 100 if is_percent else value
+
+    return replace(
+        kind,
+        expected=f"{kind.expected}, or a text in percent, e.g. '60%'",
+        allows=lambda value: kind.accepts(read(value)),
+        convert=lambda value, name: kind.convert(read(value), name),
+        classes=(),
+    )
 
 
 def finite(least: float = -LARGEST_FLOAT32, most: float = LARGEST_FLOAT32) -> Kind:

@@ -177,8 +177,8 @@ def _not_tensors(path: Path | str, error: BaseException) -> CheckpointError:
         words = reason[0] if reason else described_error(error)
         what = f"is damaged, or a pickle that holds more than tensors ({words}) and can run any code of its author"
     return CheckpointError(
-        f"{path} {what}. Nothing of it was run, and --trust does not open it: ask for a safetensors file. If you trust "
-        "its author, make one with torch.load(FILE, weights_only=False) and safetensors.torch.save_file."
+        f"{path} {what}. Nothing of it was run, and --trust does not open it. If it is yours, save model.state_dict() "
+        "in place of the model; else ask for a safetensors file."
     )
 
 

@@ -18,7 +18,7 @@ from attnrx.nouns.elastic import INDEX, KIND, ORIGINAL, Elastic, Size
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.plan import TargetMet
 from attnrx.nouns.target import Target, target_of
-from attnrx.support.arguments import COUNT, FASTER, checked, each, optional
+from attnrx.support.arguments import COUNT, FASTER, checked, each, optional, or_percent
 from attnrx.support.atomic_writes import file_lock, require_absent
 from attnrx.support.errors import InvalidInput, NoOpPrescription
 from attnrx.support.progress import Log, no_log, phases
@@ -33,7 +33,7 @@ from attnrx.workflows.shrink import BELOW_ONE, MODEL_OR_NAME, ShrinkRun, phase_s
 from attnrx.workflows.shrunk import require_result_folder
 
 SIZE_NAME = re.compile(r"(faster|macs|params)-[\w.+-]+")  # of the folder of a size
-SHARES = each(BELOW_ONE, "budgets: shares above 0 and below 1, e.g. (0.8, 0.6)")
+SHARES = each(or_percent(BELOW_ONE), "budgets: shares above 0 and below 1, e.g. (0.8, 0.6) or ('80%', '60%')")
 SPEEDS = each(FASTER, "budgets: numbers above 1, e.g. (1.3, 1.6)")
 
 
@@ -45,8 +45,8 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
     folder: Path | str,
     *,
     faster: Sequence[float] = (),
-    macs: Sequence[float] = (),
-    params: Sequence[float] = (),
+    macs: Sequence[float | str] = (),
+    params: Sequence[float | str] = (),
     batch: int = 32,
     threads: int | None = None,
     effort: Literal["quick", "normal", "thorough"] = "quick",
@@ -108,7 +108,7 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         )
     ((kind, values),) = given.items()
     # From the largest model to the smallest, by shares falling and speeds rising.
-    ordered = sorted({*values}, reverse=kind != "faster")
+    ordered = sorted(map(float, {*values}), reverse=kind != "faster")
     targets = {f"{kind}-{value:g}": target_of(**{kind: value}) for value in ordered}
     portability = portable_settings(portable, multiple)
     preflight(data=data, columns=columns, folder=folder, report=True)

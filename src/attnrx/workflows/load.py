@@ -26,6 +26,7 @@ from attnrx.support.arguments import (
     number,
     one_of,
     optional,
+    or_percent,
 )
 from attnrx.support.atomic_writes import real_path
 from attnrx.support.errors import CheckpointError, InvalidInput
@@ -36,7 +37,7 @@ from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import STATEMENTS
 
 # A model or its name; exactly one of the budgets, whose ranges depend on each other, is validated by `target_of`.
-BUDGET = optional(number(0.0, expected="a positive number"))
+BUDGET = optional(or_percent(number(0.0, expected="a positive number")))
 SOURCE = replace(
     either("a folder, a name such as timm:vit_tiny_patch16_224, or a model", PATH, MODEL),
     explain=lambda value: _no_model(value),
@@ -62,8 +63,8 @@ def load(  # noqa: PLR0913  (a keyword for every kind of budget)
     pretrained: bool | None = None,
     trust: bool = False,
     *,
-    macs: float | None = None,
-    params: float | None = None,
+    macs: float | str | None = None,
+    params: float | str | None = None,
     faster: float | None = None,
     reader: Reader | None = None,
     factory: Callable[..., nn.Module] | str | None = None,

@@ -41,7 +41,7 @@ from attnrx.nouns.plan import Plan, TargetMet
 from attnrx.nouns.prescription import Prescription
 from attnrx.nouns.target import DIVERGENCE, DROP, Target, target_of
 from attnrx.show.checks import Check, Costs, Latency, Promises
-from attnrx.support.arguments import COUNT, FASTER, checked, instance, number, optional
+from attnrx.support.arguments import COUNT, FASTER, checked, instance, number, optional, or_percent
 from attnrx.support.atomic_writes import file_lock, scratch_folder
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.progress import Log, begin, no_log, phases
@@ -85,8 +85,8 @@ POINTS = number(0.0, 100.0, "points of accuracy from 0 to 100, e.g. 1", above=Fa
 @checked(
     model=MODEL_OR_NAME,
     faster=optional(FASTER),
-    macs=optional(BELOW_ONE),
-    params=optional(BELOW_ONE),
+    macs=optional(or_percent(BELOW_ONE)),
+    params=optional(or_percent(BELOW_ONE)),
     max_drop=optional(POINTS),
     max_kl=optional(number(0.0)),
     size=optional(number(0.0)),
@@ -99,8 +99,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     data: ImageData | Splits | str | Path,
     *,
     faster: float | None = None,
-    macs: float | None = None,
-    params: float | None = None,
+    macs: float | str | None = None,
+    params: float | str | None = None,
     max_drop: float | None = None,
     max_kl: float | None = None,
     size: float | None = None,
@@ -137,8 +137,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         model: A model, or what `load` reads.
         data: Images in any form that `load_data` or `data.image_set` reads, or `Splits`.
         faster: The speed-up, e.g. 1.6, measured on this machine.
-        macs: The share of the MACs that stays, e.g. 0.5.
-        params: The share of the parameters that stays, e.g. 0.7.
+        macs: The share of the MACs that stays, e.g. 0.5 or 50%.
+        params: The share of the parameters that stays, e.g. 0.7 or 70%.
         max_drop: The points of accuracy that may be lost, e.g. 1pt.
         max_kl: The mean divergence from the original's outputs that is allowed, e.g. 0.05 (nats; for other outputs than
             classes their own divergence), of the file with `to`: fewer MACs are planned as long as it allows them.

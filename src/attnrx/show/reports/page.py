@@ -62,6 +62,11 @@ PORTABLE = "Its own library loads it, without attnrx:\n\n```python\n{code}\n```\
 # Where the speed was measured in attnrx's kernels, which `load` does not use.
 ACCELERATED = "\nfast = rx.accelerate(model)  # the same model at the speed above: inference on a CPU"
 
+# Of a class of transformers.
+PIPELINE = '\nanswers = transformers.pipeline("{task}", model=model, image_processor=processor)'
+# Those of the hub, of embeddings and of classifiers.
+TASKS = "image-feature-extraction", "image-classification"
+
 # The last line, by which an edit is found: a comment, which is not shown.
 SEAL = "<!-- attnrx card {} -->\n"
 
@@ -232,6 +237,7 @@ def model_card(
     # A model of transformers returns its answer among others.
     is_transformers = facts.get("family") == "huggingface"
     call = "output = model(images)" if is_transformers else f"{returned} = model(images)"
+    pipeline = PIPELINE.format(task=TASKS[returned == "logits"]) if is_transformers else ""
     for name, value in facts.items():
         is_count = isinstance(value, int) and value >= COUNTED
         if name != "name":
@@ -239,7 +245,7 @@ def model_card(
     measured = evidence or Evidence((), {})
     in_kernels = any(KERNELS in finding.claim for finding in measured.findings)
     blocks = [
-        _head(facts, measured, "image-classification" if returned == "logits" else "image-feature-extraction"),
+        _head(facts, measured, TASKS[returned == "logits"]),
         f"# {markdown(facts.get('name', UNNAMED))}",
         *(f"**{markdown(each)}.**" for each in statements(measured)),
         markdown(", ".join(map(str, summary_parts(measured)))),
@@ -248,7 +254,7 @@ def model_card(
         *_files(measured),
         "## How to use it",
         *([PORTABLE.format(code=library_code)] if library_code else []),
-        USE.format(call=call, accelerated=ACCELERATED if in_kernels else ""),
+        USE.format(call=call, accelerated=(ACCELERATED if in_kernels else "") + pipeline),
         *([] if prescription is None else _prescribed(prescription)),
         *([] if evidence is None else _evidence(evidence)),
     ]

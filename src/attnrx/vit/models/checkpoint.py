@@ -44,9 +44,13 @@ DEPTHS = ("depth", "num_hidden_layers")  # the number of layers, as timm and tra
 STOCK_DEPTHS = (*DEPTHS, "num_layers", "layers")  # those of torchvision and open_clip too
 STATE_KEYS = ("state_dict_ema", "model_ema", "state_dict", "model")  # the averaged weights first, as timm does
 MOST_NUMBER = 2**20  # of layers, features, classes ...: checked before anything is built
-# transformers would ignore all other fields of config.json, and initialize a default model with random weights. It
-# refuses attention of this name with a message that contains it, and its Trainer reads the file all the same.
-FOR_TRANSFORMERS = {"attn_implementation": "none: it is a model of attnrx, opened by attnrx.load(folder)"}
+# transformers would ignore all other fields of config.json, and initialize a default model with random weights. Its
+# Auto classes and `pipeline` refuse a type, and its classes an attention, of these names, with messages that contain
+# them; its Trainer reads the file all the same.
+FOR_TRANSFORMERS = {
+    "model_type": "attnrx: open it by attnrx.load(folder)",
+    "attn_implementation": "none: it is a model of attnrx, opened by attnrx.load(folder)",
+}
 COUNTED = ("macs", "outer_macs", "unit_macs", "sizes")  # results of counting, of which nothing is built
 OUTPUTS = ("logits", "multilabel", "regression", "embedding", "map")
 TOKENS = kinds.record(
