@@ -72,7 +72,7 @@ VARIANTS = {
 }
 REAL = "qk=total_rank:0.7 vo=total_rank:0.8 hidden=total_rank:0.85 tokens=ward:0.8@4,7,10"
 # Parts of the budget, of the sections in the order in which they run; each also takes what those before it leave.
-SHARES = {"eager": 0.16, "compiled": 0.34, "real": 0.42, "tests": 0.05, "backends": 0.02, "content": 0.01}
+SHARES = {"eager": 0.24, "compiled": 0.36, "real": 0.32, "tests": 0.05, "backends": 0.02, "content": 0.01}
 TITLES = {
     "tests": "Tests of the CUDA paths",
     "eager": "Speed, eager",
@@ -92,17 +92,12 @@ class Cell:
 
 
 # The most important ones first: a small model with one image, a large one with many, and one in between. Compiling
-# takes long, so only some variants of these are compiled, those of the smallest as CUDA graphs.
+# takes long, so only FEW variants are compiled.
 FIRST = (Cell("T", 1), Cell("S", 64), Cell("B", 256))
 OTHERS = tuple(cell for cell in itertools.starmap(Cell, itertools.product("SBT", (64, 256, 1))) if cell not in FIRST)
 EAGER = (*FIRST, *OTHERS)
 PROFILED = (Cell("S", 64), Cell("T", 1))
-FEW = ("unchanged", "half of hidden", "half of hidden, two stages")
-COMPILED = (
-    (Cell("S", 64), "compiled", FEW),
-    (Cell("T", 1), "compiled, CUDA graphs", FEW),
-    (Cell("B", 256), "compiled", FEW),
-)
+FEW = ("unchanged", "half of hidden")
 # Ranks of the heads: even between 4 and the head dimension, and one full head beside narrow ones.
 SPECTRA: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
     "4 to 64": lambda heads, most: tuple(4 + (most - 4) * head // (heads - 1) for head in range(heads)),
@@ -415,19 +410,19 @@ def compiled_section(run: Run, result: dict[str, Any]) -> None:
     from torch._inductor import metrics
 
     result["cells"] = []
-    cells = COMPILED if not run.tiny else ((COMPILED[0][0], "compiled", ("plan",)),)
+    names = FEW if not run.tiny else ("plan",)
     longest = 0.0
-    for cell, mode, names in cells:
+    for cell in run.cells if not run.tiny else run.cells[:1]:
         if run.left < 1.3 * longest + 3:
-            result["left_out"] = [*result.get("left_out", ()), f"ViT-{cell.size}, batch {cell.batch}, {mode}"]
+            result["left_out"] = [*result.get("left_out", ()), f"ViT-{cell.size}, batch {cell.batch}"]
             continue
-        row: dict[str, Any] = {"model": cell.size, "batch": cell.batch, "mode": mode}
+        row: dict[str, Any] = {"model": cell.size, "batch": cell.batch}
         row |= {"failures": {}, "seconds": {}, "counts": {}}
         result["cells"].append(row)
         found = models_of(run, cell.size)
         models = {"timm": found.reference, **{name: found.variants[name] for name in names if name in found.variants}}
         eager = run.conditions
-        compiled = replace(eager, compiled=True, graphs=mode != "compiled" and run.on_cuda)
+        compiled = replace(eager, compiled=True)
         with compiled.held():
             batch, runs = images_of(run, cell.batch), {}
             plain = eager.prepare(found.reference)
@@ -441,7 +436,7 @@ def compiled_section(run: Run, result: dict[str, Any]) -> None:
                 counters.clear()
                 metrics.reset()
                 try:
-                    for _ in range(3):  # compiles; as a graph: warms up, records, replays
+                    for _ in range(3):  # compiles, and warms up
                         forward(batch)
                     synchronize(run)
                     runs[name] = partial(forward, batch)
@@ -790,7 +785,7 @@ def compiled_text(result: Mapping[str, Any]) -> list[str]:
             [name, f"{row['ms']:.3f}", speed_text(row), *compiled_counts(cell, name)]
             for name, row in cell["speeds"].items()
         ]
-        title = f"**ViT-{cell['model']}, batch {cell['batch']}, {cell['mode']}**"
+        title = f"**ViT-{cell['model']}, batch {cell['batch']}, compiled**"
         head = ["model", "ms", "speed", "graph breaks", "kernels", "seconds to compile"]
         lines += [title, "", markdown_table(head, rows), ""]
     return lines
@@ -930,7 +925,7 @@ def main(words: Sequence[str] | None = None) -> None:
         type=cell_of,
         default=EAGER,
         metavar="SIZE:BATCH",
-        help="the models of the section eager, e.g. T:64 B:256 (all)",
+        help="the models of the sections eager and compiled, e.g. T:64 B:256 (all)",
     )
     parser.add_argument("--tiny", action="store_true", help="small models and batches, for a test of this script")
     parser.add_argument("--render", action="store_true", help="write gpu.md from an earlier gpu.json, and end")
