@@ -39,7 +39,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "lr-3e-4": {"learning_rate": 3e-4},
     "lr-1e-4": {"learning_rate": 1e-4},
     "no-augmentation": {"augmentation": Augmentation(padding=0, flip=False)},
-    "no-smoothing": {"losses": (Task(),)},
+    "no-smoothing": {"losses": (Task(label_smoothing=0.0),)},
     "decayed-strengths": {"strength_decay": 0.05},
     "no-decay": {"weight_decay": 0.0},
     "float32": {"precision": "fp32"},

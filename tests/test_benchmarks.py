@@ -51,6 +51,16 @@ def test_latency_compares_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
+def test_settings_of_svda_are_trained_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--tiny", "--settings", "recipe", "decayed-strengths", "--out", str(tmp_path)]
+    assert runpy.run_path(str(BENCHMARKS / "svda_settings.py"))["main"](words) == 0
+    rows = read_json(tmp_path / "rows.json")
+    assert [row["setting"] for row in rows] == ["recipe", "decayed-strengths"]
+    assert all(row["epochs_done"] == row["epochs"] for row in rows)
+    assert "decayed-strengths" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_the_script_for_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
     """In a process of its own: it stops itself where it takes longer than its budget."""
     words = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--precision", "float32", "--tiny"]
