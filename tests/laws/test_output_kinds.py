@@ -19,7 +19,7 @@ from attnrx.data.model_data import images_for
 from attnrx.decide.planning.planner import expected_of
 from attnrx.decide.planning.sensitivity import Answers
 from attnrx.nouns.evidence import Evidence
-from attnrx.show.checks import Accuracy, Calibration, Fidelity, Promises, Retrieval
+from attnrx.show.checks import Accuracy, Calibration, Fidelity, Index, Promises, Retrieval
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.vit.outputs import KINDS, output_kind_of
 from attnrx_lab.checks import Controls
@@ -205,6 +205,7 @@ def test_targets_of_a_regression_are_not_read() -> None:
 
 REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("classes", lambda: Retrieval()),
+    ("classes", lambda: Index()),
     ("labels", lambda: Calibration()),
     ("numbers", lambda: Accuracy()),
     ("numbers", lambda: Controls({}, lambda _: nn.Identity())),

@@ -10,7 +10,18 @@ from attnrx.change.realization import realize
 from attnrx.data import LoadedImages, Normalization, from_tensors
 from attnrx.decide.rules import EnergyRetention, Rule, TotalRank, UniformRank
 from attnrx.nouns.prescription import HeadDecision, LayerPrescription, Prescription, ScoreDecision
-from attnrx.show.checks import Accuracy, Calibration, Check, Costs, Features, Fidelity, Latency, Promises, Retrieval
+from attnrx.show.checks import (
+    Accuracy,
+    Calibration,
+    Check,
+    Costs,
+    Features,
+    Fidelity,
+    Index,
+    Latency,
+    Promises,
+    Retrieval,
+)
 from attnrx.training.losses import Loss, Task
 from attnrx.vit.costs import LatencyProtocol
 from attnrx.vit.models import family_of, model_fingerprint
@@ -259,6 +270,7 @@ CHECKS: dict[str, Callable[[VisionTransformer, Prescription], Check]] = {
     "controls": lambda vit, given: Controls({"random": (given, given)}, partial(realize, vit)),
     "features": lambda vit, given: Features(most_error=0.5),
     "retrieval": lambda vit, given: Retrieval(ks=(1,)),
+    "index": lambda vit, given: Index(ks=(1,)),
     "transfer": lambda vit, given: Transfer(pixels(vit.config, 18), vit.config.classes, seeds=(0, 1), epochs=2),
     "robustness": lambda vit, given: Robustness(("gaussian_noise", "jpeg_compression"), (1, 5)),
     "promises": lambda vit, given: Promises(promised=PROMISED),

@@ -11,10 +11,10 @@ from torch.nn.functional import normalize
 import attnrx as rx
 from attnrx.data.model_data import images_for, splits_for
 from attnrx.decide.planning.sensitivity import Answers
-from attnrx.show.checks import Accuracy, Calibration, Fidelity, Promises, Retrieval
+from attnrx.show.checks import Accuracy, Calibration, Fidelity, Index, Promises, Retrieval
 from attnrx.support.errors import DataError, InvalidInput
 from attnrx.vit.models import answer
-from attnrx.vit.outputs import GROUP, KINDS, output_kind_of
+from attnrx.vit.outputs import GROUP, KINDS, output_kind_of, recalled
 from support import pretrained
 from support.pretrained import adopted_once
 
@@ -169,6 +169,59 @@ def test_neighbours_that_every_model_keeps_are_not_counted():
     assert (few.n, many.n) == (GROUP + 8, GROUP)  # the last 8 images have 7 neighbours each
     with pytest.raises(InvalidInput, match=f"from 1 to {GROUP - 2}"):
         Retrieval(ks=(GROUP - 1,))
+
+
+def test_recall_in_an_index_is_that_of_a_sorted_search() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, images, ks = torch.randn(700, 6, generator=generator), torch.arange(700), (1, 10)
+    new = old + 0.3 * torch.randn(old.shape, generator=generator)
+
+    def nearest(queries: torch.Tensor, index: torch.Tensor, row: int) -> list[int]:
+        similarity = torch.cosine_similarity(queries[row].double(), index.double(), dim=-1)
+        return [each for each in similarity.argsort(descending=True).tolist() if each != row]
+
+    for queries, index in ((new, old), (old, new)):
+        shares = recalled((old, old), (queries, index), ks, images)
+        pairs = [(nearest(old, old, row), nearest(queries, index, row)) for row in images.tolist()]
+        expected = [[len({*base[:k]} & {*other[:k]}) / k for k in ks] for base, other in pairs]
+        assert shares.tolist() == expected and 0.3 < shares.mean() < 0.9
+    # Other images than those of the index; lengths do not count; of repeated images any one is found.
+    assert recalled((old[:99], old[99:]), (3 * old[:99], old[99:]), ks).eq(1).all()
+    assert recalled((old, torch.cat([old, old])), (old, torch.cat([old, old + 1e-9])), (1,), images).eq(1).all()
+
+
+def test_evidence_has_the_recall_of_both_directions() -> None:
+    model = copy.deepcopy(adopted_once("vit, no classifier")[2])
+    images = torch.randn(40, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    same = rx.verify(copy.deepcopy(model), model, images, "index(ks=1/10,least_recall=97)")
+    assert [finding.value for finding in same.findings] == [100.0] * 4
+    assert [finding.is_claim for finding in same.findings] == [False, True, False, False]
+    assert all(finding.n == 40 and finding.details["index"] == 39 for finding in same.findings)
+    assert "100.0 % of the nearest 10 neighbours are found in the old index of 39" in rx.reports.summary_of(same)
+    small = rx.realize(model, rx.prescribe(rx.diagnose(model, images), "qk=total_rank:0.3 hidden=uniform_rank:0.3"))
+    for limit, outcome in ((99.9, "fails"), (1.0, "holds")):
+        verified = rx.verify(small, model, images, [Index(least_recall=limit)])
+        assert verified.findings[1].outcome == outcome == verified.outcome and verified.findings[1].value < 99
+    with pytest.raises(InvalidInput, match=r"index of 10 images .* at least 12 images"):
+        rx.verify(small, model, images[:11], "index")
+
+
+def test_an_index_of_your_own_is_searched_for_new_images() -> None:
+    model = copy.deepcopy(adopted_once("vit, no classifier")[2])
+    images = torch.randn(40, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.no_grad():
+        vectors = model(images)
+    small = rx.realize(model, rx.prescribe(rx.diagnose(model, images), "qk=total_rank:0.3 hidden=uniform_rank:0.3"))
+    one, ten = rx.verify(small, model, images[32:], [Index(stored=vectors[:32])]).findings
+    assert (one.n, ten.n, ten.details["index"]) == (8, 8, 32)
+    with torch.no_grad():
+        queries = small(images[32:])
+    expected = recalled((vectors[32:], vectors[:32]), (queries, vectors[:32]), (1, 10)).mean(0)
+    assert [one.value, ten.value] == pytest.approx((100 * expected).tolist()) and ten.value < 99
+    with pytest.raises(InvalidInput, match="stored vectors have 3 numbers"):
+        rx.verify(small, model, images[32:], [Index(stored=vectors[:32, :3])])
+    with pytest.raises(InvalidInput, match="index of 10 images"):
+        rx.verify(small, model, images[32:], [Index(stored=vectors[:10])])
 
 
 def test_a_plan_needs_embeddings_with_a_direction() -> None:

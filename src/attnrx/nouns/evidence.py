@@ -294,7 +294,7 @@ class Evidence(Displayed):
 # The numbers of a file that determine each other. Values may be rounded to ROUNDED of their unit, e.g. percent.
 ROUNDED = 0.01
 # Quantities that must be at least, or at most, their limit; those of other checks are judged by rules of their own.
-AT_LEAST = {"accuracy change", "agreement", "speed"}
+AT_LEAST = {"accuracy change", "agreement", "speed", "index recall"}
 AT_MOST = {"discrepancy", "divergence", "feature error", "change of calibration error", "counted costs"}
 CHANGES = {"accuracy change": "accuracy", "metric change": "metric"}  # candidate minus reference of these
 
@@ -349,7 +349,7 @@ def _of_outcome(finding: Finding) -> Iterator[str]:
     # One image decides nothing, and an interval of one image is not stored.
     if limit is None or quantity not in AT_LEAST | AT_MOST or (finding.n == 1 and finding.outcome == UNDECIDED):
         return
-    if finding.check not in ("accuracy", "fidelity", "features", "calibration", "costs", "latency"):
+    if finding.check not in ("accuracy", "fidelity", "index", "features", "calibration", "costs", "latency"):
         return
     ends = finding.low, finding.high
     expected = against_limit(finding.value, limit, ends, finding.n, at_least=quantity in AT_LEAST)["outcome"]

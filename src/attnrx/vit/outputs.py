@@ -3,7 +3,7 @@ compared.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
@@ -24,6 +24,8 @@ from attnrx.vit.models.parts.record import record_of
 # Images among which the nearest neighbours of an embedding are sought. A neighbour is harder to keep among more images,
 # so that the number is fixed: results on different numbers of images can be compared.
 GROUP = 64
+# Queries that are compared with an index at once, and the rounding of a similarity of float32 vectors.
+QUERIES, EQUALLY_NEAR = 512, 1e-7
 Rows = Float[Tensor, "images features"]
 PerImage = Float[Tensor, "images"]
 Decisions = Int[Tensor, "images *labels"]
@@ -318,6 +320,32 @@ def nearest_neighbours(outputs: Rows, k: int) -> Int[Tensor, "images k"]:
         order = similarity.argsort(dim=-1, descending=True, stable=True)[:, : max(1, len(group) - 1)]
         neighbours.append(start + order[:, torch.arange(k).clamp(max=order.shape[1] - 1)])
     return torch.cat(neighbours)
+
+
+def recalled(
+    base: tuple[Rows, Rows], other: tuple[Rows, Rows], ks: Sequence[int], own: Int[Tensor, "images"] | None = None
+) -> Float[Tensor, "images ks"]:
+    """Returns, per query and number k, the share of its k nearest neighbours in `base` that `other` finds, by exact
+    search.
+
+    Each pair has the embeddings of the queries and of the index, in the same order, compared by cosine similarity.
+    `own` are the rows of the queries in the index, where they are in it: an image is no neighbour of its own.
+    """
+    pairs = [tuple(nn.functional.normalize(rows.double(), dim=-1) for rows in pair) for pair in (base, other)]
+    shares = [torch.zeros(0, len(ks), dtype=torch.float64, device=base[0].device)]
+    for start in range(0, len(base[0]), QUERIES):
+        span, similarities = slice(start, start + QUERIES), []
+        for queries, index in pairs:
+            similarity = queries[span] @ index.T
+            if own is not None:
+                similarity.scatter_(1, own[span, None], -torch.inf)
+            similarities.append(similarity)
+        nearest, matched = similarities[0].topk(max(ks)).values, similarities[1].topk(max(ks)).indices
+        matched = similarities[0].gather(1, matched)
+        # By the similarity of the k-th neighbour: repeated images are equally near, and any of them counts.
+        found = [(matched[:, :k] >= nearest[:, k - 1, None] - EQUALLY_NEAR).double().mean(1) for k in ks]
+        shares.append(torch.stack(found, dim=1))
+    return torch.cat(shares)
 
 
 KINDS: dict[str, OutputKind] = {

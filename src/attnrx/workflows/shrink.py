@@ -51,7 +51,7 @@ from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import Divergence, Metric, judged, most_images, output_kind_of
 from attnrx.workflows.load import load_original, preflight
 from attnrx.workflows.rivals import FileRun, MeasuredFile, measure_files
-from attnrx.workflows.shrunk import Shrunk, fidelity_for, require_result_folder, result_files, samples_of, with_accuracy
+from attnrx.workflows.shrunk import Shrunk, checks_of, require_result_folder, result_files, samples_of, with_accuracy
 from attnrx.workflows.verify import verify
 
 # A target of latency that saves less is planned with the whole decoder, which could otherwise meet it alone.
@@ -460,7 +460,7 @@ class ShrinkRun:
         """Verifies a model against the original; `last` is the check of what was promised."""
         begin("verifying")
         tested, names = self.images.verified, self.class_names
-        checks = with_accuracy(tested, self.original, fidelity_for(target), Costs(), last)
+        checks = with_accuracy(tested, self.original, *checks_of(target, self.original, tested), Costs(), last)
         about = {"target": str(target), **self.about}
         context = {"prescription": prescription, "seed": self.settings.seed, "batch_size": 32}
         evidence = verify(model, self.original, tested, checks, about, **context)

@@ -27,7 +27,7 @@ from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.plan import Plan
 from attnrx.nouns.prescription import Prescription
 from attnrx.nouns.target import DIVERGENCE, Target
-from attnrx.show.checks import Accuracy, Check, Fidelity, Latency
+from attnrx.show.checks import Accuracy, Check, Fidelity, Index, Latency
 from attnrx.show.reports import (
     MapSamples,
     ReportContent,
@@ -56,7 +56,7 @@ from attnrx.vit.models import (
 from attnrx.vit.models.boundary.acceleration import accelerate
 from attnrx.vit.models.boundary.working_copy import is_working
 from attnrx.vit.models.parts.record import record_of
-from attnrx.vit.outputs import Map, output_kind_of
+from attnrx.vit.outputs import Embeddings, Map, output_kind_of
 from attnrx.workflows.load import preflight
 from attnrx.workflows.save import require_no_sizes, save_with
 from attnrx.workflows.verify import verify
@@ -216,7 +216,7 @@ class Shrunk:
         tested, latency = images.verified, Latency(batch, protocol, speed, library=True)
         about = {"target": str(self.target), "file": path.name, "format": to}
         try:
-            checks = with_accuracy(tested, original, fidelity_for(self.target), latency)
+            checks = with_accuracy(tested, original, *checks_of(self.target, original, tested), latency)
             evidence = verify(file, original, tested, checks, about, batch_size=32)
         except AttnrxError:
             exporting.remove_export(path)  # no file without evidence
@@ -255,9 +255,13 @@ def samples_of(
     return samples, sample_maps({"original": original, "this model": model}, shown, labels)
 
 
-def fidelity_for(target: Target) -> Fidelity:
-    """Returns the check of the outputs, with the limit of a target of their divergence."""
-    return Fidelity(most_divergence=target.limit if target.quantity == DIVERGENCE else None)
+def checks_of(target: Target, model: nn.Module, images: ImageSet) -> tuple[Check, ...]:
+    """Returns the checks of the outputs, with the limit of a target of their divergence; of embeddings also that of
+    search in an old index.
+    """
+    fidelity = Fidelity(most_divergence=target.limit if target.quantity == DIVERGENCE else None)
+    is_searched = isinstance(output_kind_of(model), Embeddings) and len(images) >= Index.least
+    return (fidelity, Index()) if is_searched else (fidelity,)
 
 
 def with_accuracy(images: ImageSet, model: nn.Module, *checks: Check) -> tuple[Check, ...]:

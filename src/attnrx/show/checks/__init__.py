@@ -7,16 +7,19 @@ findings = [finding for check in standard() for finding in check(comparison)]
 from attnrx.change.predictions import Predictions
 from attnrx.show.checks.check import Check, Comparison, possible_checks, require_possible
 from attnrx.show.checks.costs import Costs, Latency, Promises
-from attnrx.show.checks.outputs import Accuracy, Calibration, Features, Fidelity, Retrieval
+from attnrx.show.checks.outputs import Accuracy, Calibration, Features, Fidelity, Index, Retrieval
 from attnrx.support.errors import InvalidInput
 from attnrx.support.registry import Registry
 from attnrx.support.text_parsing import TextReader
 
-CHECKS = Registry[type[Check]]("check", Accuracy, Fidelity, Calibration, Costs, Latency, Promises, Features, Retrieval)
+CHECKS = Registry[type[Check]](
+    "check", Accuracy, Fidelity, Calibration, Costs, Latency, Promises, Features, Retrieval, Index
+)
 
 __all__ = [
-    "CHECKS", "Accuracy", "Calibration", "Check", "Comparison", "Costs", "Features", "Fidelity", "Latency",
-    "Predictions", "Promises", "Retrieval", "parse_checks", "possible_checks", "require_possible", "standard_checks",
+    "CHECKS", "Accuracy", "Calibration", "Check", "Comparison", "Costs", "Features", "Fidelity", "Index",
+    "Latency", "Predictions", "Promises", "Retrieval", "parse_checks", "possible_checks", "require_possible",
+    "standard_checks",
 ]  # fmt: skip
 
 

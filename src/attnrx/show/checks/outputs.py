@@ -1,7 +1,7 @@
 """Answers against labels, and outputs against outputs, each with its paired change or its interval."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -25,18 +25,20 @@ from attnrx.show.checks.statistics import (
     resampled_means,
     studentized,
 )
-from attnrx.support.arguments import Kind, each, number, optional, whole
+from attnrx.support.arguments import COUNT, Kind, each, number, optional, whole
 from attnrx.support.errors import InvalidInput
 from attnrx.support.estimate import Estimate
 from attnrx.support.modules import evaluating
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import family_of
-from attnrx.vit.outputs import GROUP, Multilabel, current_judgement, name_of, nearest_neighbours
+from attnrx.vit.outputs import GROUP, Multilabel, current_judgement, name_of, nearest_neighbours, recalled
 
 PatchTable = Float[Tensor, "images patches features"]
 STABILIZER = 1e-12  # the epsilon of SVDA, Eq. 46
 PERCENT = number(0.0, 100.0, "a share of the images in %, 0 to 100", above=False)
 # All other images of a group are neighbours for any model.
+COUNTS = each(COUNT, "numbers of neighbours, 1 or more", least=1)
+VECTORS = Kind("vectors, a tensor [images, features]", lambda value: isinstance(value, Tensor) and value.ndim == 2)
 NEIGHBOURS = each(whole(1, GROUP - 2), f"numbers of neighbours from 1 to {GROUP - 2}", least=1)
 
 
@@ -313,3 +315,63 @@ class Retrieval(Check):
             share = mean_share(recall, seed).scaled(100.0)
             findings.append(self.finding(f"recall at {k}", claim, share, "%", n=counted, seed=seed))
         return tuple(findings)
+
+
+@dataclass(frozen=True)
+class Index(Check):
+    """Search in an index of vectors that the reference made: how many of the reference's own nearest neighbours are
+    found for every k of `ks`.
+
+    Every image is a query. By default all other images are the index. New queries, embedded by the candidate, are
+    sought among vectors of the reference; old queries, embedded by the reference, among vectors of the candidate.
+    Vectors are compared by cosine similarity, in an exact search. The neighbours in a larger index are nearer to each
+    other, and harder to keep.
+
+    Pass `stored`, the vectors of your own index, to search there for images that it does not have. They must be the
+    reference's; the old queries then have no index.
+
+    `least_recall`, in %, is the limit for new queries and the last k.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("embeddings",)
+    kinds: ClassVar[Mapping[str, Kind]] = {"ks": COUNTS, "least_recall": optional(PERCENT), "stored": optional(VECTORS)}
+    ks: tuple[int, ...] = (1, 10)
+    least_recall: float | None = None
+    stored: Tensor | None = field(default=None, compare=False, repr=False)
+    least: ClassVar[int] = 12
+    """The fewest images for the usual neighbours: an index of fewer has no others, which every model finds."""
+
+    def __call__(self, comparison: Comparison) -> tuple[Finding, ...]:
+        outputs, seed = comparison.predictions.outputs, comparison.seed
+        old, new = outputs["reference"], outputs["candidate"]
+        size = len(old) - 1 if self.stored is None else len(self.stored)
+        if size <= max(self.ks):
+            raise InvalidInput(
+                f"{self.name}: an index of {size} images has no more than {max(self.ks)} neighbours, which every model "
+                f"finds; give at least {max(self.ks) + 2} images, or fewer neighbours, as in {self.name}(ks=1)."
+            )
+        if self.stored is None:
+            own = torch.arange(len(old), device=old.device)
+            pairs = {"new queries in the old index": (new, old), "old queries in the new index": (old, new)}
+            base = old
+        else:
+            own, base = None, self.stored.detach().to(old.device)
+            if base.shape[1] != old.shape[1]:
+                raise InvalidInput(
+                    f"{self.name}: the stored vectors have {base.shape[1]} numbers, and those of the models "
+                    f"{old.shape[1]}: pass vectors that the reference made, [images, {old.shape[1]}]."
+                )
+            pairs = {"new queries in the old index": (new, base)}
+        return tuple(
+            self._finding(direction, k, share, size, seed)
+            for direction, pair in pairs.items()
+            for k, share in zip(self.ks, recalled((old, base), pair, self.ks, own).unbind(1), strict=True)
+        )
+
+    def _finding(self, direction: str, k: int, shares: Float[Tensor, "images"], size: int, seed: int) -> Finding:
+        is_new = direction.startswith("new")
+        limit = self.least_recall if is_new and k == self.ks[-1] else None
+        claim = f"share of the {k} nearest neighbours that are found, {direction}"
+        share, details = mean_share(shares, seed).scaled(100.0), {"k": k, "index": size}
+        quantity = "index recall" if is_new else "index recall of old queries"
+        return self.finding(quantity, claim, share, "%", n=len(shares), limit=limit, seed=seed, details=details)

@@ -140,6 +140,14 @@ def summary_parts(evidence: Evidence) -> list[SummaryPart]:
         name = evidence.about.get("divergence") or KINDS.get(outputs, KINDS["logits"]).columns[1]
         decimals = ".3g" if "divergence" in evidence.about else ".3f"  # of a user's divergence no scale is known
         parts.append(SummaryPart(f"{name} {divergence.value:{decimals}}"))
+    recalls = [each for each in evidence.of("index") if each.details.get("quantity") == "index recall"]
+    for recall in recalls[-1:]:  # of the most neighbours
+        neighbours = "neighbour is" if recall.details["k"] == 1 else f"{recall.details['k']} neighbours are"
+        found = (
+            f"{recall.value:.1f} % of the nearest {neighbours} found in the old index of {recall.details['index']:,}"
+        )
+        interval = "" if recall.low is None or recall.high is None else f"[{recall.low:.1f}, {recall.high:.1f}]"
+        parts.append(SummaryPart(found, interval=interval))
     images = evidence.about.get("images")
     if isinstance(images, int) and parts:
         parts.append(SummaryPart(f"{images:,} images"))
