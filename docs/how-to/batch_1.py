@@ -62,8 +62,9 @@ found = rx.costs.compare_latency(exported, model, image, protocol).faster
 print(f"the file: {found.value:.2f}x the original in PyTorch")
 
 # %% [markdown]
-# On the command line: `attnrx shrink MODEL --data DATA --faster 1.5 --batch 1 --threads 1 --to onnx --out faster`, or
-# `--to 'openvino(precision=bf16)'` where the CPU computes in bfloat16.
+# On the command line: `attnrx shrink MODEL --data DATA --faster 1.4 --batch 1 --threads 1 --to onnx --out faster`, or
+# `--to 'openvino(precision=bf16)'` where the CPU computes in bfloat16. `--faster` then counts from the vendor's own
+# file of your model, which is timed first.
 #
 # ## What can go wrong
 #

@@ -134,11 +134,16 @@ def test_a_shrunk_model_is_quantized_and_that_file_verified(made: SimpleNamespac
 
 
 @pytest.mark.slow
-def test_a_speed_that_the_unchanged_file_has_changes_nothing(made: SimpleNamespace) -> None:
+def test_a_speed_that_the_unchanged_file_has_changes_nothing(
+    made: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baseline = SimpleNamespace(title="the vendor's file")
+    monkeypatch.setattr("attnrx.workflows.shrink.measure_baseline", lambda *_: (baseline, 1.5))
     out = made.root / "fast"
     given = ("--data", made.data, "--batch", 2, "--threads", 1, "--no-onnx", "--out", out)
     done = call("shrink", made.run, *given, "--faster", 1.0001, "--to", "onnx")
-    assert "met by the unchanged model as onnx" in done.err and "model-onnx.onnx: " in done.out
+    assert "met by the unchanged model as onnx: it is 1.50x as fast as the vendor's file" in done.err
+    assert "model-onnx.onnx: " in done.out
     assert done.out.count("NOTHING WAS REMOVED") == 2 and done.out.count("is the unchanged model's") == 2
     model, original = rx.load(out), rx.load(made.run)
     assert rx.models.model_fingerprint(model) == rx.models.model_fingerprint(original)

@@ -1,5 +1,6 @@
 """A result with a file is measured beside what a user has without a plan, and gives way to what is better."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,17 @@ import torch
 import attnrx as rx
 from attnrx.data.model_data import images_for
 from attnrx.decide.planning.cost_table import exact_cost_table
-from attnrx.exporting import parse_format
+from attnrx.decide.planning.measured_costs import PlanTimer
+from attnrx.decide.planning.space import Space
+from attnrx.exporting import UNCHANGED, Baseline, Exported, parse_format
+from attnrx.nouns.effort import PlanSettings
+from attnrx.nouns.target import Target
 from attnrx.show.reports.results import measured_files, summary_of
+from attnrx.support.errors import NotSupported
 from attnrx.support.estimate import Estimate
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.models import model_fingerprint
-from attnrx.workflows.rivals import RESULT, UNCHANGED, FileRun, MeasuredFile, measure_files
+from attnrx.workflows.rivals import RESULT, FileRun, MeasuredFile, measure_baseline, measure_files
 from support.pretrained import of_timm
 
 pytest.importorskip("onnxruntime")
@@ -51,7 +57,9 @@ def test_all_files_are_measured_in_one_run(to: str) -> None:
     run = measure_files(original, result, parse_format(to), data, data, protocol, images(2), lines.append)
     own = [file for file in run.files.values() if file.is_own]
     vendors = [file for file in run.files.values() if not file.is_own]
-    assert [file.speed.value for file in vendors][:1] == [1.0] and len(vendors) == 2, lines
+    baseline = run.files[run.baseline]
+    assert (baseline.speed.value, baseline.is_own, baseline.form) == (1.0, False, parse_format(to))
+    assert len(vendors) == 2, lines
     assert [file.form.calibrated for file in vendors] == [False, True]
     assert run.unchanged.gain == 1.0 and run.result.divergence.value > 0
     assert {file.form.calibrated for file in own if file is not run.result} == (
@@ -60,7 +68,10 @@ def test_all_files_are_measured_in_one_run(to: str) -> None:
     # Of the model itself, whose files differ by rounding.
     assert vendors[0].divergence.value < 1e-4 > run.unchanged.divergence.value or "int8" in to
     assert all(title in " ".join(lines) for title in run.files)
-    evidence = run.added_to(rx.Evidence((), {}), None)
+    evidence = run.added_to(rx.Evidence((), {}), Target("latency", 0.5), None)
+    # The headline is the speed of the result in this run.
+    assert evidence.findings[0].value == run.result.speed.value and evidence.findings[0].limit == 2.0
+    assert f"than {run.baseline} at batch 2" in summary_of(evidence) or run.result.speed.value < 1
     title, rows = measured_files(evidence)
     assert "batch 2, 1 thread" in title and [row[0] for row in rows] == list(run.files)
 
@@ -73,7 +84,7 @@ def test_a_file_is_better_if_it_is_faster_and_no_farther() -> None:
     assert run.better() == [bits]
     assert run_of(vendor, unchanged, bits, replace(plan, divergence=Estimate(0.005, 0.005, 0.005))).better() == []
     assert run_of(vendor, unchanged, bits, replace(plan, speed=Estimate(1.0, 1.0, 1.0))).better() == [bits, unchanged]
-    about = run.added_to(rx.Evidence((), {"warnings": ["other"]}), bits).about
+    about = run.added_to(rx.Evidence((), {"warnings": ["other"]}), Target("macs", 0.5), bits).about
     assert about["warnings"][0] == "other" and "int8 alone is 1.50x as fast as vendor" in about["warnings"][1]
 
 
@@ -94,6 +105,7 @@ def test_no_plan_is_returned_that_a_file_of_the_unchanged_model_is_better_than(
     bits = measured(f"{UNCHANGED}, int8", speed, divergence, "int8")
     vendor = measured("vendor", 0.5, 0.0, is_own=False)
     measuring(monkeypatch, vendor, measured(UNCHANGED, 1.0, 0.0), bits, measured(RESULT, 1.2, 0.5))
+    monkeypatch.setattr("attnrx.workflows.shrink.measure_baseline", lambda *_: (None, 0.0))
     # The plan is one for this share of the MACs, whatever its file's speed is on this machine.
     planner = "attnrx.decide.planning.planner"
     monkeypatch.setattr(f"{planner}.PlanTimer.cost_table", lambda self: exact_cost_table(self.space, "macs"))
@@ -120,3 +132,43 @@ def test_the_unchanged_model_is_the_result_where_the_smaller_file_is_slower(
     found = rx.shrink(model(), images(48), **request, to="onnx")
     assert (found.prescription is not None) == is_changed and found.form == "onnx"
     assert (model_fingerprint(found.model) != model_fingerprint(model())) == is_changed
+
+
+@pytest.mark.parametrize(
+    ("to", "title"),
+    [
+        (None, "the original in timm"),
+        ("program", "torch.export of your model"),
+        pytest.param("onnx", "torch.onnx's own conversion to float32", marks=pytest.mark.slow),
+        pytest.param("int8(images=8)", "ONNX Runtime's own conversion to int8", marks=pytest.mark.slow),
+        pytest.param("openvino", "OpenVINO's own conversion to float32", marks=pytest.mark.slow),
+        pytest.param("openvino(precision=bf16)", "OpenVINO's own conversion to bfloat16", marks=pytest.mark.slow),
+        pytest.param("openvino(precision=int8,images=8)", "OpenVINO's own conversion to int8", marks=pytest.mark.slow),
+    ],
+)
+def test_faster_counts_from_the_model_as_it_runs_without_attnrx(to: str | None, title: str) -> None:
+    for library in ("openvino", "nncf"):
+        pytest.importorskip(library)
+    original, lines = model(), list[str]()
+    data = images_for(original, images(16), "images")
+    settings = PlanSettings(to=to, batch=2, conditions=Conditions(threads=1), in_subprocess=False)
+    space = Space.of(original, rx.diagnose(original, images(8), moments=True), Target("latency", 0.5), settings)
+    baseline = PlanTimer(space, settings, data).baseline
+    assert baseline.title == title and (baseline.form is None) == (to is None)
+    if to is not None:
+        assert isinstance(baseline.model, Exported) and baseline.model.form == parse_format(to)
+        found, speed = measure_baseline(original, parse_format(to), data, replace(settings, log=lines.append), 0.999)
+        assert found.title == title and speed > 0
+        assert f"faster= counts from {title}" in lines[0] and "eager PyTorch" in lines[1]
+        with pytest.raises(NotSupported, match=f"out of reach: without any block .* {re.escape(title)}"):
+            measure_baseline(original, parse_format(to), data, settings, 1e-4)
+
+
+def test_a_tool_that_fails_is_replaced_by_the_file_of_the_unchanged_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise NotSupported("torch.onnx fails")
+
+    monkeypatch.setattr("attnrx.exporting.baseline.vendor_file", fail)
+    original, lines = model(), list[str]()
+    baseline = Baseline.as_file(original, parse_format("onnx"), images_for(original, images(4), "images"), lines.append)
+    assert baseline.title == UNCHANGED and "torch.onnx fails" in lines[0]

@@ -4,6 +4,15 @@ rx.export(slim, "slim.onnx")                       # or "onnx(opset=18)", "progr
 rx.exporting.load_exported("slim.onnx")(images)              # logits, from ONNX Runtime
 """
 
+from attnrx.exporting.baseline import (
+    UNCHANGED,
+    Baseline,
+    library_subject,
+    vendor_file,
+    vendor_title,
+    with_8_bits,
+    without_8_bits,
+)
 from attnrx.exporting.exported import (
     Exported,
     Images,
@@ -17,7 +26,6 @@ from attnrx.exporting.exported import (
 )
 from attnrx.exporting.formats import AOTInductor, Format, Program, dtype_name
 from attnrx.exporting.runtime_formats import FORMATS, Int8, Onnx, OpenVINO, parse_format
-from attnrx.exporting.vendor import vendor_file, vendor_title, with_8_bits, with_vendor, without_8_bits
 from attnrx.exporting.writing import (
     DYNAMIC,
     ExportSubject,
@@ -33,9 +41,10 @@ from attnrx.exporting.writing import (
 )
 
 __all__ = [
-    "DYNAMIC", "FORMATS", "AOTInductor", "ExportSubject", "Exported", "Format", "Images", "Int8", "Onnx",
-    "OpenVINO", "PatchFeatures", "Program", "Runtime", "bare_subject", "compare_with_original", "dtype_name", "export",
-    "fitting_names", "is_exported", "load_exported", "parse_format", "precision_for", "present_exports",
-    "present_script", "remove_export", "require_export_path", "require_replaceable_files", "subject_of", "vendor_file",
-    "vendor_title", "with_8_bits", "with_vendor", "without_8_bits", "write_exported",
+    "DYNAMIC", "FORMATS", "UNCHANGED", "AOTInductor", "Baseline", "ExportSubject", "Exported", "Format", "Images",
+    "Int8", "Onnx", "OpenVINO", "PatchFeatures", "Program", "Runtime", "bare_subject", "compare_with_original",
+    "dtype_name",
+    "export", "fitting_names", "is_exported", "library_subject", "load_exported", "parse_format", "precision_for",
+    "present_exports", "present_script", "remove_export", "require_export_path", "require_replaceable_files",
+    "subject_of", "vendor_file", "vendor_title", "with_8_bits", "without_8_bits", "write_exported",
 ]  # fmt: skip

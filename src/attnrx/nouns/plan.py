@@ -68,6 +68,14 @@ class TargetMet:
 
     reason: str
 
+    @classmethod
+    def by_speed(cls, faster: float, speed: float, where: str, baseline: str) -> "TargetMet":
+        """Returns that the unchanged model has this speed relative to a baseline, where `faster` was asked for."""
+        return cls(
+            f"faster={faster:.3g} is met by the unchanged model {where}: it is {speed:.2f}x as fast as {baseline}, so "
+            f"nothing has to be removed. Save it with rx.save, or request more than faster={speed:.2f}."
+        )
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Displayed):

@@ -526,7 +526,7 @@ def _require_both(record: Mapping[str, Any], where: str) -> None:
             raise Invalid(below(where, there), f"is missing, and {here} is given")
 
 
-# The parts of PLAN: predictions over images, and the timing of the plan with its conditions (`PlanTimer.of_model`).
+# The parts of PLAN: predictions over images, and the timing of the plan with its conditions (`PlanTimer.timing`).
 MEAN = kinds.record({"value": kinds.finite(), "spread": kinds.finite(0.0), "images": kinds.whole(1, kinds.LARGEST)})
 LATENCY = kinds.record(
     {

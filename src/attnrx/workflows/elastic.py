@@ -70,7 +70,8 @@ def elastic(  # noqa: PLR0913  (a keyword for every target)
         model: A model, or what `load` reads.
         data: Images in any form that `load_data` or `data.image_set` reads, or `Splits`.
         folder: The folder of the sizes.
-        faster: Speed-ups, e.g. 1.3,1.6,2, measured on this machine.
+        faster: Speed-ups, e.g. 1.3,1.6,2, than your model as you would run it without attnrx, in eager PyTorch.
+            Measured on this machine.
         macs: Shares of the MACs that stay, e.g. 0.8,0.6,0.4.
         params: Shares of the parameters that stay, e.g. 0.8,0.6.
         batch: Images per forward pass whose latency is measured.

@@ -3,7 +3,9 @@ bits by the vendor's defaults, and the unchanged model as a file of attnrx, all 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,31 +15,41 @@ from torch import nn
 
 from attnrx.change.predictions import predict
 from attnrx.data import ImageSet
+from attnrx.decide.planning.measured_costs import few_images
 from attnrx.exporting import (
+    UNCHANGED,
+    Baseline,
     Exported,
     Format,
-    bare_subject,
+    Onnx,
+    OpenVINO,
+    library_subject,
     subject_of,
     vendor_file,
     vendor_title,
     with_8_bits,
-    with_vendor,
     without_8_bits,
     write_exported,
 )
+from attnrx.nouns.effort import PlanSettings
 from attnrx.nouns.evidence import Evidence, Finding
+from attnrx.nouns.target import Target
+from attnrx.show.checks import Latency
+from attnrx.show.checks.costs import described_speed
 from attnrx.show.checks.statistics import mean_estimate
-from attnrx.support.errors import AttnrxError
+from attnrx.support.atomic_writes import scratch_folder
+from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.estimate import Estimate
+from attnrx.support.modules import copy_module
 from attnrx.support.progress import Log
 from attnrx.support.records import to_dict
 from attnrx.support.shapes import ImageBatch
-from attnrx.vit.costs import LatencyProtocol, compare_latencies
-from attnrx.vit.models import timed_form
+from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latencies
+from attnrx.vit.models import blocks_of, family_of
 
 # The test images on which the files are compared: their mean divergence varies by some percent.
 COMPARED_IMAGES = 500
-RESULT, UNCHANGED = "this result", "nothing removed"
+RESULT = "this result"
 
 
 @dataclass(frozen=True)
@@ -48,11 +60,12 @@ class MeasuredFile:
         title: What it is.
         form: Its format.
         is_own: Whether attnrx wrote it; else the vendor's tool did.
-        speed: Its speed relative to the vendor's conversion of the unchanged model in float.
+        speed: Its speed relative to the baseline: the vendor's file of the unchanged model in the precision asked for.
         gain: Its speed relative to attnrx's file of the unchanged model in the same run.
         divergence: The mean divergence of its outputs from the original's.
         agreement: The decisions that are the original's, in %; None for outputs without decisions.
         bytes: Its size.
+        timing: The comparison of times that both speeds are of.
     """
 
     title: str
@@ -63,6 +76,7 @@ class MeasuredFile:
     divergence: Estimate
     agreement: Estimate | None
     bytes: int
+    timing: LatencyComparison | None = None
 
     def dominates(self, other: "MeasuredFile") -> bool:
         """Whether it is faster than another file and its outputs are no farther from the original's."""
@@ -104,10 +118,19 @@ class FileRun:
     def unchanged(self) -> MeasuredFile:
         return self.files[UNCHANGED]
 
-    def added_to(self, evidence: Evidence, instead: MeasuredFile | None) -> Evidence:
+    def headline(self, file: MeasuredFile, least: float | None) -> tuple[Finding, ...]:
+        """Returns the speed of a file relative to the baseline, which is at least a target's, and its factors."""
+        if file.timing is None:
+            return ()
+        check, runtime = Latency(file.timing.batch), file.form.runtime_at(file.timing.conditions.precision)
+        return described_speed(check, file.timing, self.baseline, runtime, least, gained_by="attnrx's file")
+
+    def added_to(self, evidence: Evidence, target: Target, instead: MeasuredFile | None) -> Evidence:
         """Returns the evidence with the findings, and a warning if a file of the unchanged model is better than the
         result, or is returned `instead` of it.
         """
+        chosen = instead or self.files.get(RESULT, self.unchanged)
+        headline = self.headline(chosen, 1 / target.limit if target.quantity == "latency" else None)
         about = dict(evidence.about)
         if instead is not None:
             speed, loss = f"{instead.speed.value:.2f}x", f"{instead.divergence.value:.3f}"
@@ -117,12 +140,51 @@ class FileRun:
         elif RESULT in self.files and (better := self.better()):
             words = f"{better[0].title} of the unchanged model is faster, and no farther from the original"
             about["warnings"] = [*about.get("warnings", ()), words]
-        return Evidence((*evidence.findings, *self.findings), about)
+        return Evidence((*headline, *evidence.findings, *self.findings), about)
 
     def better(self) -> list[MeasuredFile]:
         """Returns the files that dominate the result, the fastest first."""
         found = [file for file in self.files.values() if file.dominates(self.result)]
         return sorted(found, key=lambda file: -file.speed.value)
+
+
+def measure_baseline(
+    original: nn.Module, form: Format, images: ImageSet, settings: PlanSettings, limit: float
+) -> tuple[Baseline, float]:
+    """Returns the vendor's file of the unchanged model, which speeds are relative to, and the speed of attnrx's file of
+    it. Logs both, the model in eager PyTorch, and what no plan can exceed: the model without its blocks.
+
+    Raises:
+        NotSupported: The latency `limit`, a share of the baseline's, is below the model without its blocks; or the
+            model cannot be written in the format.
+    """
+    settings, few = settings.while_planning(family_of(original).costs(original).macs), few_images(images)
+    baseline = Baseline.as_file(original, form, few, settings.log)
+    empty = copy_module(original)
+    for block in blocks_of(empty, family_of(empty)):
+        block.forward = lambda tokens, *_, **__: tokens
+    with scratch_folder() as folder:
+        timed: dict[str, nn.Module] = {"eager": Baseline.eager(original).model}
+        path = folder / f"unchanged{form.suffix}"
+        timed[UNCHANGED] = write_exported(subject_of(original, form, few), path, form, is_compared=False)
+        with suppress(NotSupported):
+            path = folder / f"empty{form.suffix}"
+            timed["empty"] = write_exported(subject_of(empty, form, few), path, form, is_compared=False)
+        noise = settings.noise(original)
+        times = compare_latencies(timed, baseline.model, noise, replace(settings.protocol, warmup=1))
+    speeds = {name: each.faster.value for name, each in times.items()}
+    threads = times["eager"].threads
+    conditions = f"batch {settings.batch}, {threads} thread{'s' * (threads != 1)}"
+    milliseconds = 1000 * times["eager"].reference.median
+    settings.log(f"faster= counts from {baseline.title}: {milliseconds:.3g} ms ({conditions})")
+    unchanged = speeds[UNCHANGED]
+    settings.log(f"attnrx's file with nothing removed is {unchanged:.2f}x that, eager PyTorch {speeds['eager']:.2f}x")
+    if speeds.get("empty", inf) < 1 / limit:
+        raise NotSupported(
+            f"faster={1 / limit:.3g} is out of reach: without any block this model is {speeds['empty']:.2f}x as fast "
+            f"as {baseline.title}. Request less."
+        )
+    return baseline, unchanged
 
 
 def measure_files(
@@ -150,7 +212,8 @@ def measure_files(
         for name, file, is_own in _written(original, result, form, calibration, Path(folder), log):
             written[name] = file, is_own
         files = {name: file for name, (file, _) in written.items()}
-        first = next(iter(files))
+        # By the precision that was asked for; where the vendor's tool fails, by attnrx's file of the unchanged model.
+        first = vendor_title(form) if vendor_title(form) in files else UNCHANGED
         log(f"timing the files in turns: {', '.join(files)}")
         speeds = compare_latencies(files, files[first], noise, protocol, unchanged=files[UNCHANGED])
         answers = predict({"original": original, **files}, tested, task="comparing files")
@@ -163,7 +226,7 @@ def measure_files(
             assert gain is not None
             divergence = mean_estimate(answers.divergence("original", name).double(), 0)
             speed = Estimate(1.0, 1.0, 1.0) if name == first else speeds[name].faster
-            about = speed, gain.value, divergence, agreement, file.bytes
+            about = speed, gain.value, divergence, agreement, file.bytes, speeds[name]
             measured[name] = MeasuredFile(name, file.form, is_own, *about)
             log(_line(measured[name], first, kind.columns[1]))
     findings = [file.finding(first, protocol, len(noise), kind.unit) for file in measured.values()]
@@ -181,19 +244,16 @@ def _written(
 ) -> Iterator[tuple[str, Exported, bool]]:
     """Yields the title of every file, the file, and whether attnrx wrote it; the vendor's float file, if any, first."""
     plain, bits = without_8_bits(form), with_8_bits(form)
-
-    if with_vendor(form):
-        if bits is None:
-            log("not compared with files of 8 bits: pip install 'attnrx[int8]'")
-        # Not the model of its library that latencies are relative to: that one has other weights.
-        library = bare_subject(timed_form(original, in_kernels=False), subject_of(original, form, calibration))
-        for index, each in enumerate(filter(None, (plain, bits))):
-            path = folder / f"vendor{index}" / f"model{form.suffix}"
-            path.parent.mkdir()
-            try:
-                yield vendor_title(each), vendor_file(library, path, each), False
-            except AttnrxError as error:
-                log(f"not compared with {vendor_title(each)}: {error}")
+    if bits is None and isinstance(form, Onnx | OpenVINO):
+        log("not compared with files of 8 bits: pip install 'attnrx[int8]'")
+    library = library_subject(original, form, calibration)
+    for index, each in enumerate(dict.fromkeys(filter(None, (plain, form, bits)))):
+        path = folder / f"vendor{index}" / f"model{form.suffix}"
+        path.parent.mkdir()
+        try:
+            yield vendor_title(each), vendor_file(library, path, each), False
+        except AttnrxError as error:
+            log(f"not compared with {vendor_title(each)}: {error}")
     own = {UNCHANGED: (original, form)}
     if bits is not None and bits != form:
         own[f"{UNCHANGED}, int8"] = original, bits

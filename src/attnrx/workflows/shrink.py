@@ -34,7 +34,7 @@ from attnrx.decide.planning.measured_costs import final_protocol, timing_conditi
 from attnrx.decide.planning.planner import Planner
 from attnrx.decide.planning.space import format_of
 from attnrx.decide.planning.uniform import portable_form, require_portable
-from attnrx.exporting import Onnx, parse_format, subject_of, write_exported
+from attnrx.exporting import Baseline, Onnx, parse_format, subject_of, write_exported
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.effort import EFFORTS, Effort, PlanSettings, final_rounds
 from attnrx.nouns.plan import Plan, TargetMet
@@ -50,7 +50,7 @@ from attnrx.vit.models import accepting, family_of, model_fingerprint
 from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import Divergence, Metric, judged, most_images, output_kind_of
 from attnrx.workflows.load import load_original, preflight
-from attnrx.workflows.rivals import FileRun, MeasuredFile, measure_files
+from attnrx.workflows.rivals import FileRun, MeasuredFile, measure_baseline, measure_files
 from attnrx.workflows.shrunk import Shrunk, checks_of, require_result_folder, result_files, samples_of, with_accuracy
 from attnrx.workflows.verify import verify
 
@@ -61,11 +61,15 @@ LARGEST_DECODER = 0.2
 # at, and the most by which its limit is raised.
 CORRECTIONS, ENOUGH, AIMED, FARTHEST = 3, 0.8, 0.95, 1.6
 
+# The unchanged model's file meets a target of speed if it was timed at so many times the target.
+ENOUGH_SPEED = 1.02
+
 # The phases of `shrink` and their usual shares of the time of a quick call for MACs (`progress.Phases`). Those before
 # the repair are seconds of CPU time of a ViT-Tiny at 224 pixels on one thread of a loaded machine (2026-11).
 PHASE_SHARES = {
     "loading the model": 3.0,
     "reading the images": 8.0,
+    "timing your model": 0.0,
     "diagnosing": 16.0,
     "measuring costs": 1.0,
     "measuring sensitivities": 19.0,
@@ -136,7 +140,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     Args:
         model: A model, or what `load` reads.
         data: Images in any form that `load_data` or `data.image_set` reads, or `Splits`.
-        faster: The speed-up, e.g. 1.6, measured on this machine.
+        faster: The speed-up, e.g. 1.6, than your model as you would run it without attnrx: in eager PyTorch or, with
+            `to`, as the vendor's own file in that runtime and precision. Measured on this machine.
         macs: The share of the MACs that stays, e.g. 0.5 or 50%.
         params: The share of the parameters that stays, e.g. 0.7 or 70%.
         max_drop: The points of accuracy that may be lost, e.g. 1pt.
@@ -193,7 +198,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     # One process for all latency measurements, which starts while the images are read.
     one_process = shared_subprocess() if target.minimized == "latency" else nullcontext()
     one_call = nullcontext() if folder is None else file_lock(folder, seconds=0.0)
-    with one_call, phases(phase_shares(target.minimized, effort, portable), log), one_process:
+    with one_call, phases(phase_shares(target.minimized, effort, portable, to is not None), log), one_process:
         data = ModelBatches.of(data, inputs)
         original = load_original(model, weights, data)
         if folder is not None:  # before the work
@@ -208,7 +213,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         # For a latency in PyTorch that the decoder alone is not expected to reach.
         decoder = target.quantity == target.minimized == "latency" and to is None and target.limit < 1 - LARGEST_DECODER
         decoder = decoder and not portable
-        run = ShrinkRun.start(original, data, columns, effort, settings, decoder)
+        run = ShrinkRun.start(original, data, columns, effort, settings, decoder, target)
         if target.quantity == DROP:
             require_labels(run.images.planned)
         result = run.result(target)
@@ -230,13 +235,14 @@ def portable_settings(portable: bool, multiple: int | None) -> dict[str, int]:
     return {} if multiple is None else {"multiple": multiple}
 
 
-def phase_shares(spend: str, effort: str, portable: bool = False) -> dict[str, float]:
+def phase_shares(spend: str, effort: str, portable: bool = False, is_file: bool = False) -> dict[str, float]:
     """Returns the phases of a call for a target of this cost, with their usual shares of the time."""
     shares = dict(PHASE_SHARES)
     if spend == "latency":
         # Blocks are timed, and so are whole plans. Seconds of wall clock on one thread of an idle machine (2026-11).
         shares |= {"diagnosing": 11.0, "measuring costs": 18.0, "measuring sensitivities": 12.0}
         shares |= {"searching plans": 34.0, "realizing and repairing": 34.0, "measuring speed": 50.0}
+        shares["timing your model"] = 20.0 if is_file else 0.0
     if EFFORTS[effort].distill_epochs:
         shares["distilling"] = 150.0
     if portable:  # plans of few sizes are compared by themselves
@@ -256,6 +262,8 @@ class ShrinkRun:
     effort: Effort
     about: Mapping[str, Any]
     planned_model: nn.Module  # the original, or a copy of it with a smaller decoder
+    baseline: Baseline | None = None  # the vendor's file, for the speed of a file
+    unchanged_speed: float = 0.0  # of attnrx's file of the unchanged model, relative to it
     measured: dict[str, Planner] = field(default_factory=dict)  # for plans, by cost
 
     @classmethod
@@ -267,8 +275,13 @@ class ShrinkRun:
         effort: str,
         settings: PlanSettings,
         decoder: bool = False,
+        target: Target | None = None,
     ) -> "ShrinkRun":
-        """Divides the images and diagnoses the model."""
+        """Divides the images, diagnoses the model and, for a speed of a file, times what it is relative to.
+
+        Raises:
+            NotSupported: The speed of the target is out of reach, whatever is removed.
+        """
         log, seed = settings.log, settings.seed
         begin("reading the images")
         kind = output_kind_of(original)
@@ -293,6 +306,10 @@ class ShrinkRun:
             images = images._replace(**fewer)
         planned = images.planned.take(min(work.settings.num_images, len(images.planned)))
         planned_model = original
+        form, baseline, unchanged = format_of(settings), None, 0.0
+        if target is not None and target.quantity == target.minimized == "latency" and form is not None:
+            begin("timing your model")
+            baseline, unchanged = measure_baseline(original, form, images.planned, work.settings, target.limit)
         begin("diagnosing")
         if decoder and (smaller := smaller_decoder(original, images.planned, work.decoder_fits[0], seed)) is not None:
             planned_model, divergence = smaller
@@ -303,7 +320,9 @@ class ShrinkRun:
         diagnosis = diagnose(planned_model, diagnosed, moments=True, batch_size=32)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
         about |= {"portable": True} if settings.portable else {}
-        return cls(original, diagnosis, planned, images, splits.class_names, work, about, planned_model)
+        return cls(
+            original, diagnosis, planned, images, splits.class_names, work, about, planned_model, baseline, unchanged
+        )
 
     @property
     def settings(self) -> PlanSettings:
@@ -317,6 +336,9 @@ class ShrinkRun:
         Raises:
             NotSupported: No plan meets it, or a file of attnrx cannot be written in the format.
         """
+        if self.baseline is not None and self.unchanged_speed >= ENOUGH_SPEED / target.limit:
+            speed, where = self.unchanged_speed, f"as {self.settings.to}"
+            return TargetMet.by_speed(1 / target.limit, speed, where, self.baseline.title)
         if target.quantity == DIVERGENCE:
             made = self._within(target)
         else:
@@ -327,7 +349,7 @@ class ShrinkRun:
         files = self._files(made.model)
         if files is not None and (instead := self._instead(files, target)) is not None:
             return self.unchanged(target, files, instead)
-        last = Promises(rounds=self._final_rounds)
+        last = (Promises(rounds=self._final_rounds),)
         return self._verified(made.model, target, made.plan, made.prescription, last, files)
 
     def _within(self, target: Target) -> "_Made":
@@ -376,7 +398,8 @@ class ShrinkRun:
 
     def _planned(self, target: Target) -> Plan | TargetMet:
         images, shared = (self.planned, self.images.predicted), {"settings": self.settings, "reference": self.original}
-        return plan_sharing(self.planned_model, self.diagnosis, target, *images, self.measured, **shared)
+        about = self.planned_model, self.diagnosis, target
+        return plan_sharing(*about, *images, self.measured, **shared, baseline=self.baseline)
 
     def _realized(self, plan: Plan) -> "_Made":
         """Realizes the smaller model of a plan, and fits it."""
@@ -433,8 +456,8 @@ class ShrinkRun:
             return None
         if target.minimized != "latency":
             return files.unchanged if result.gain < 1 else None
-        unchanged = self.measured["latency"].frontier.nothing  # its latency, as a share of the original's
-        return next((file for file in files.better() if file.is_own and unchanged / file.gain <= target.limit), None)
+        enough = 1 / target.limit
+        return next((file for file in files.better() if file.is_own and file.speed.value >= enough), None)
 
     def unchanged(self, target: Target, files: FileRun | None = None, instead: MeasuredFile | None = None) -> Shrunk:
         """Returns the original with the evidence of its speed relative to its own library, and with the smaller decoder
@@ -444,8 +467,10 @@ class ShrinkRun:
         """
         batch = self.settings.batch
         files = files or self._files(None)
+        # The speed of a file is that of the run of files.
         speed = Latency(batch, final_protocol(self.settings.conditions, batch, self.original), library=True)
-        return self._verified(self.planned_model, target, None, None, speed, files, instead)
+        last = () if files is not None else (speed,)
+        return self._verified(self.planned_model, target, None, None, last, files, instead)
 
     def _verified(
         self,
@@ -453,18 +478,18 @@ class ShrinkRun:
         target: Target,
         plan: Plan | None,
         prescription: Prescription | None,
-        last: Check,
+        last: tuple[Check, ...],
         files: FileRun | None = None,
         instead: MeasuredFile | None = None,
     ) -> Shrunk:
-        """Verifies a model against the original; `last` is the check of what was promised."""
+        """Verifies a model against the original; `last` are the checks of what was promised."""
         begin("verifying")
         tested, names = self.images.verified, self.class_names
-        checks = with_accuracy(tested, self.original, *checks_of(target, self.original, tested), Costs(), last)
+        checks = with_accuracy(tested, self.original, *checks_of(target, self.original, tested), Costs(), *last)
         about = {"target": str(target), **self.about}
         context = {"prescription": prescription, "seed": self.settings.seed, "batch_size": 32}
         evidence = verify(model, self.original, tested, checks, about, **context)
-        evidence = evidence if files is None else files.added_to(evidence, instead)
+        evidence = evidence if files is None else files.added_to(evidence, target, instead)
         samples, maps = samples_of(self.original, model, tested, names)
         # Of the blocks, which a copy with a smaller decoder shares with the original.
         diagnosis = replace(self.diagnosis, fingerprint=model_fingerprint(self.original))

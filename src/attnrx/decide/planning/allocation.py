@@ -299,8 +299,9 @@ class Frontier:
         return choices
 
 
-def require_reachable(space: Space, cost_table: CostTable, limit: float) -> None:
-    """Raises NotSupported for a cost below every plan's; sensitivities need not be known.
+def require_reachable(space: Space, cost_table: CostTable, limit: float) -> float:
+    """Returns a lower bound of every plan's cost, and raises NotSupported for one below it; sensitivities need not be
+    known.
 
     The bound has the cheapest ranks of every layer, and prunes as many patches before it as stages can, for nothing.
     """
@@ -315,6 +316,7 @@ def require_reachable(space: Space, cost_table: CostTable, limit: float) -> None
     least = cheapest / cost_table.whole
     if least > limit:
         raise _out_of_reach(space, cost_table.quantity, limit, least)
+    return least
 
 
 def _out_of_reach(space: Space, quantity: str, limit: float, least: float) -> NotSupported:

@@ -173,7 +173,7 @@ OWN, JOINT = "own", "qk+vo"
 def corrected(
     cost_table: CostTable, space: Space, latency_shares: Callable[[Mapping[str, nn.Module]], Mapping[str, float]]
 ) -> CostTable:
-    """Converts the costs to shares of the latency of the library's reference implementation, by timing whole models.
+    """Converts the costs to shares of the baseline's latency, by timing whole models.
 
     `latency_shares` returns the latency of models by name as shares of the reference's, measured interleaved. The
     unchanged model fixes the overall scale; models with one axis at a middle level in all layers scale the savings of

@@ -22,6 +22,7 @@ from attnrx.data import ImageSet
 from attnrx.decide.planning.cost_table import CostTable, corrected, never_slower
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space, format_of
 from attnrx.exporting import (
+    Baseline,
     Exported,
     Format,
     Runtime,
@@ -460,11 +461,19 @@ def final_protocol(conditions: Conditions, batch: int, model: nn.Module) -> Late
     return LatencyProtocol(conditions, rounds, warmup=2, processes=PROCESSES)
 
 
-class PlanTimer:
-    """Times whole plans, as models in attnrx or, with a format, as files that are calibrated on `images`."""
+def few_images(images: ImageSet) -> ImageSet:
+    """Returns the images that a file is quantized on which is only timed."""
+    return images.take(min(TIMED_ON, len(images)))
 
-    def __init__(self, space: Space, requested: PlanSettings, images: ImageSet):
+
+class PlanTimer:
+    """Times whole plans beside the `baseline`: as models in PyTorch or, with a format, as files that are calibrated on
+    `images`.
+    """
+
+    def __init__(self, space: Space, requested: PlanSettings, images: ImageSet, baseline: Baseline | None = None):
         self.space, self.requested, self.images, self.log = space, requested, images, requested.log
+        self._baseline = baseline
         self._written: tuple[nn.Module, Exported] | None = None  # the last plan, and its file
 
     @cached_property
@@ -473,9 +482,12 @@ class PlanTimer:
         return self.requested.while_planning(family_of(self.space.model).costs(self.space.model).macs)
 
     @cached_property
-    def library_model(self) -> nn.Module:
-        """The reference of latency: the model with the attention of its own library."""
-        return family_of(self.space.model).library_model(self.space.model)
+    def baseline(self) -> Baseline:
+        """What latency is relative to: the model as it runs without attnrx, in PyTorch or as a file of the format."""
+        form = format_of(self.settings)
+        if self._baseline is not None or form is None:
+            return self._baseline or Baseline.eager(self.space.model)
+        return Baseline.as_file(self.space.model, form, few_images(self.images), self.log)
 
     def cost_table(self) -> CostTable:
         """Returns the latency of blocks by rank and number of tokens, from the cache or measured."""
@@ -492,20 +504,31 @@ class PlanTimer:
 
         return cached_cost_table(self.space, self.settings, measure)
 
-    def of_model(self, model: nn.Module) -> dict[str, Any]:
-        """Returns the speed of a model relative to the library's, with its interval and the conditions."""
-        settings = self.settings
-        if settings.batch < self.requested.batch <= MIN_TIMED_IMAGES:
-            # A part of so few images is another case: decoders and chunks gave 1.53x at 4 images, and 1.58x at 8.
-            settings = replace(settings, batch=self.requested.batch)
+    def timing(self, model: nn.Module) -> dict[str, Any]:
+        """Returns the speed of a model, or of its file, relative to the baseline, with its interval and the
+        conditions.
+        """
+        settings, baseline = self.settings, self.baseline.model
+        noise = settings.noise(self.space.model)
         # Shorter rounds cost less, so there are more of them: their median is more precise.
-        rounds = settings.whole_rounds * (ROUND_FACTOR if settings is not self.requested else 1)
+        rounds = settings.whole_rounds * (ROUND_FACTOR if settings is not self.requested or settings.to else 1)
         protocol = replace(settings.protocol, rounds=rounds)
-        if settings.adjusts and settings.batch * family_of(self.space.model).costs(self.space.model).macs >= LONG_PASS:
-            protocol = replace(protocol, rounds=max(rounds // 3, 2), warmup=1)
-        timed = timed_form(model, settings.conditions.in_kernels)
-        sides = timed, self.library_model, settings.noise(self.space.model), protocol
-        speed = run_in_subprocess(compare_latency, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
+        if settings.to is not None:
+            if self._written is None or self._written[0] is not model:  # a timing may be repeated
+                self._written = model, self._file(model, self._folder, "plan")
+            # In this process, because the runtime of a file allocates its memory itself.
+            speed = compare_latency(self._written[1], baseline, noise, protocol)
+        else:
+            if settings.batch < self.requested.batch <= MIN_TIMED_IMAGES:
+                # A part of so few images is another case: decoders and chunks gave 1.53x at 4 images, and 1.58x at 8.
+                settings = replace(settings, batch=self.requested.batch)
+                noise = settings.noise(self.space.model)
+            macs = settings.batch * family_of(self.space.model).costs(self.space.model).macs
+            if settings.adjusts and macs >= LONG_PASS:
+                protocol = replace(protocol, rounds=max(rounds // 3, 2), warmup=1)
+            timed = timed_form(model, settings.conditions.in_kernels)
+            sides = timed, baseline, noise, protocol
+            speed = run_in_subprocess(compare_latency, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
         return {
             "faster": speed.faster.value,
             "low": speed.faster.low,
@@ -517,19 +540,12 @@ class PlanTimer:
             "precision": settings.conditions.precision,
             "graphs": settings.conditions.graphs,
             **({"plain": True} if settings.conditions.plain else {}),  # in the library's own code
+            **({"to": settings.to} if settings.to else {}),
             "clock": self.requested.protocol.resolved_clock,
             "rounds": speed.rounds,
             "in_subprocess": settings.in_subprocess,
             "torch": speed.torch_version,
         }
-
-    def of_file(self, model: nn.Module) -> float:
-        """Returns how much faster the file of a model is than the unchanged model's."""
-        # Not than the library's model, whose time in one process varies by a fifth with the memory that is retained.
-        if self._written is None or self._written[0] is not model:  # a timing may be repeated
-            self._written = model, self._file(model, self._folder, "plan")
-        files = {"file": self._written[1]}
-        return self._file_speeds(files, self.unchanged_file, ROUND_FACTOR * self.settings.whole_rounds)["file"]
 
     def megabytes(self, model: nn.Module) -> float:
         """Returns the size of a model's file in the format of the settings, or of its weights without one."""
@@ -540,19 +556,22 @@ class PlanTimer:
             return self._file(model, folder, "size").bytes / 1e6
 
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
-        """Returns the latency of models, or of their files, relative to the library's model, in turns."""
-        settings = self.settings
+        """Returns the latency of models, or of their files, relative to the baseline, in turns."""
+        settings, baseline, noise = self.settings, self.baseline.model, self.settings.noise(self.space.model)
+        protocol = replace(settings.protocol, rounds=rounds)
         if settings.to is not None:
             with scratch_folder() as folder:
                 files = {
                     name: self._file(each, folder, str(index)) for index, (name, each) in enumerate(models.items())
                 }
-                speeds = self._file_speeds(files, self.library_model, rounds)
-            return {name: 1 / speed for name, speed in speeds.items()}
-        models = {name: timed_form(model, settings.conditions.in_kernels) for name, model in models.items()}
-        sides = models, self.library_model, settings.noise(self.space.model), replace(settings.protocol, rounds=rounds)
-        timed = run_in_subprocess(compare_latencies, *sides, in_subprocess=settings.in_subprocess, on_line=self.log)
-        return {name: 1 / comparison.faster.value for name, comparison in timed.items()}
+                speeds = compare_latencies(files, baseline, noise, protocol)
+        else:
+            timed = {name: timed_form(model, settings.conditions.in_kernels) for name, model in models.items()}
+            sides = timed, baseline, noise, protocol
+            speeds = run_in_subprocess(
+                compare_latencies, *sides, in_subprocess=settings.in_subprocess, on_line=self.log
+            )
+        return {name: 1 / comparison.faster.value for name, comparison in speeds.items()}
 
     @cached_property
     def _folder(self) -> Path:
@@ -560,11 +579,6 @@ class PlanTimer:
         stack = ExitStack()
         weakref.finalize(self, stack.close)
         return stack.enter_context(scratch_folder())
-
-    @cached_property
-    def unchanged_file(self) -> Exported:
-        """The file of the unchanged model, which the files of all plans are timed beside."""
-        return self._file(self.space.model, self._folder, "unchanged")
 
     def _file(self, model: nn.Module, folder: Path, name: str) -> Exported:
         """Writes a file to be timed alone: a few images to quantize it on give it the operations that it will have.
@@ -574,13 +588,5 @@ class PlanTimer:
         """
         form = format_of(self.settings)
         assert form is not None
-        images = self.images.take(min(TIMED_ON, len(self.images)))
-        return write_exported(subject_of(model, form, images), folder / f"{name}{form.suffix}", form, is_compared=False)
-
-    def _file_speeds(self, files: Mapping[str, Exported], against: nn.Module, rounds: int) -> dict[str, float]:
-        """Returns how much faster files are than a reference; all are timed in turns."""
-        # In this process, because the runtime of a file allocates its memory itself.
-        self.log(f"timing files of {self.settings.to}: {', '.join(files)}")
-        protocol = replace(self.settings.protocol, rounds=rounds)
-        speeds = compare_latencies(files, against, self.settings.noise(self.space.model), protocol)
-        return {name: speed.faster.value for name, speed in speeds.items()}
+        subject = subject_of(model, form, few_images(self.images))
+        return write_exported(subject, folder / f"{name}{form.suffix}", form, is_compared=False)

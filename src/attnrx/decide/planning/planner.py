@@ -25,6 +25,7 @@ from attnrx.decide.planning.measured_costs import PlanTimer
 from attnrx.decide.planning.sensitivity import Answers, Deviation, Sensitivities, measure_sensitivities, suits_bfloat16
 from attnrx.decide.planning.space import TOKENS, Choices, Space, format_of
 from attnrx.decide.planning.uniform import UniformCosts, UniformFrontier, UniformSpace
+from attnrx.exporting import Baseline
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.effort import AXES, PlanSettings
 from attnrx.nouns.plan import Plan, PredictedQuantity, TargetMet, limits_of
@@ -89,7 +90,8 @@ def plan(
     Args:
         model: The model.
         diagnosis: Its diagnosis, with moments for a plan of values and MLP.
-        target: A target or its text, e.g. "latency=0.6x".
+        target: A target or its text, e.g. "macs=0.6x" or "faster=1.6", which counts from your model as you would run
+            it without attnrx.
         images: The images that the plan is chosen on.
         others: Other images, which the predictions are measured on.
         settings: The search space, the conditions of timings, and how much is measured.
@@ -126,12 +128,13 @@ def plan_sharing(
     *,
     settings: PlanSettings | None = None,
     reference: nn.Module | None = None,
+    baseline: Baseline | None = None,
 ) -> Plan | TargetMet:
     """Returns a plan as `plan` does, by the planner of earlier targets of the same cost, or adds one to `planners`; or
     that the unchanged model meets the target.
 
     All divergences and shares of costs are relative to the `reference`, by default the model, which may be a copy of it
-    with a smaller decoder.
+    with a smaller decoder; latencies to the `baseline`, by default the model as it runs without attnrx.
     """
     target = Target.parse(target) if isinstance(target, str) else target
     require_all_tokens(model, "plan for")
@@ -148,10 +151,10 @@ def plan_sharing(
     cost = target.minimized  # what is measured depends on it and not on its limit
     if cost not in planners and settings.portable:
         uniform = UniformSpace.of_class(model, diagnosis, settings)
-        planners[cost] = UniformPlanner(uniform, settings, cost, distinct_images, reference)
+        planners[cost] = UniformPlanner(uniform, settings, cost, distinct_images, reference, baseline)
     elif cost not in planners:
         space = Space.of(model, diagnosis, target, settings)
-        planners[cost] = Planner(space, settings, cost, distinct_images, reference)
+        planners[cost] = Planner(space, settings, cost, distinct_images, reference, baseline)
     return planners[cost].plan(target, other_images)
 
 
@@ -186,16 +189,22 @@ class Planner:
     """
 
     def __init__(
-        self, space: Space, settings: PlanSettings, minimized: str, images: ImageSet, reference: nn.Module | None = None
+        self,
+        space: Space,
+        settings: PlanSettings,
+        minimized: str,
+        images: ImageSet,
+        reference: nn.Module | None = None,
+        baseline: Baseline | None = None,
     ):
         self.space, self.settings, self.minimized, self.log = space, settings, minimized, settings.log
         self.reference, self.images = reference or space.model, images
-        self.timer = PlanTimer(space, settings, images)
+        self.timer = PlanTimer(space, settings, images, baseline)
         self.trials: tuple[Trial, ...] = ()  # of the last search
         self._deviations: dict[tuple[int, Choices], Deviation] = {}  # by the number of images and the plan
         self._outputs: dict[Choices, list[Tensor]] = {}  # of plans, per batch, on the first images
         self._realized: dict[Choices, nn.Module] = {}  # of the last plan alone, which is measured on more images
-        self._latencies: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.of_model`
+        self._latencies: dict[Choices, dict[str, Any]] = {}  # see `PlanTimer.timing`
 
     # After the cost table, by which an impossible target is known.
     @cached_property
@@ -252,9 +261,9 @@ class Planner:
         return Trial(step, deviation.mean, deviation.softened.mean().item())
 
     def latency(self, choices: Choices) -> dict[str, Any]:
-        """Returns the last timing of a plan as a model in attnrx, which is what the plan promises."""
+        """Returns the last timing of a plan, as a file if a format is requested: it is what the plan promises."""
         if choices not in self._latencies:
-            self._latencies[choices] = self.timer.of_model(self.realized(choices))
+            self._latencies[choices] = self.timer.timing(self.realized(choices))
         return self._latencies[choices]
 
     def plan(self, target: Target, others: ImageSet) -> Plan | TargetMet:
@@ -322,8 +331,16 @@ class Planner:
         return self._by_timing(target) if self.minimized == "latency" else self._searched(target.limit)
 
     def _require_reachable(self, limit: float) -> None:
-        """Raises NotSupported for a cost below every plan's, before sensitivities are measured."""
-        require_reachable(self.space, self.cost_table, limit)
+        """Raises NotSupported for a cost below every plan's, before sensitivities are measured; says which speed needs
+        no plan, and which is out of reach.
+        """
+        is_speed = self.minimized == "latency"
+        if is_speed:
+            unchanged, title = self.cost_table.total(Choices.nothing(self.space.depth)), self.timer.baseline.title
+            self.log(f"with nothing removed attnrx is {1 / unchanged:.2f}x as fast as {title}")
+        least = require_reachable(self.space, self.cost_table, limit)
+        if is_speed:
+            self.log(f"more than {1 / least:.1f}x is out of reach")
 
     def _explained(self, choices: Choices) -> tuple[str, ...]:
         return explained(self.space, self.cost_table, self.sensitivities, choices)
@@ -343,14 +360,10 @@ class Planner:
         # A correction asks for no more than there is. The target itself does, and `Frontier.at` refuses it.
         least = self.frontier.reachable
         allowed = max(allowed, min(limit, least))
-        # The reference is the model in its own library, than which attnrx's kernels may be faster.
+        # The baseline is the model without attnrx, than which its kernels and its files may be faster.
         if unchanged <= allowed:
             where = "in attnrx's kernels" if self.settings.to is None else f"as {self.settings.to}"
-            return TargetMet(
-                f"{target} is met by the unchanged model {where}: its latency is {unchanged:.3f} of that in its own "
-                f"library, so there is nothing to plan. Save it as it is with rx.save, or request less than "
-                f"{unchanged:.3f} (faster={1 / unchanged:.2f})."
-            )
+            return TargetMet.by_speed(1 / limit, 1 / unchanged, where, self.timer.baseline.title)
         for attempt in track(range(self.settings.attempts), "searching plans"):
             if not timings:  # the plan of the closed form, to correct the cost before a search
                 trial = self._best((self._first(allowed),))
@@ -390,15 +403,12 @@ class Planner:
         return best[0]
 
     def _timed(self, step: Step) -> float:
-        """Times a plan, as a file if a format is requested; returns its latency as a share of the library's model's."""
+        """Times a plan, as a file if a format is requested; returns its latency as a share of the baseline's."""
         model, what = self.realized(step.choices), "" if self.settings.to is None else f" as {self.settings.to}"
         ratio = 0.0
         for _ in range(2):  # anew in every call: the machine may have been busy
-            if self.settings.to is not None:
-                ratio = 1 / (self.timer.of_file(model) / self.frontier.nothing)
-            else:
-                self._latencies[step.choices] = self.timer.of_model(model)
-                ratio = 1 / self._latencies[step.choices]["faster"]
+            self._latencies[step.choices] = self.timer.timing(model)
+            ratio = 1 / self._latencies[step.choices]["faster"]
             if abs(ratio / step.cost - 1) <= DOUBTFUL:  # else an error of the table, or of this timing
                 break
         self.log(f"measured {1 / ratio:.2f}x faster{what}, where {1 / step.cost:.2f}x was predicted")

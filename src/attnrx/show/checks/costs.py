@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from attnrx.exporting import Baseline
 from attnrx.nouns.evidence import HOLDS, UNDECIDED, Finding, against_limit
 from attnrx.nouns.plan import PredictedQuantity, limits_of
 from attnrx.show.checks.check import Check, Comparison
@@ -19,6 +20,7 @@ from attnrx.support.progress import begin
 from attnrx.support.shapes import Float, ImageBatch, Tensor
 from attnrx.vit.costs import (
     Conditions,
+    LatencyComparison,
     LatencyProtocol,
     ModelCosts,
     compare_latency,
@@ -79,25 +81,19 @@ class Costs(Check):
         return self.finding("counted costs", claim, off, "difference", n=1, limit=0.0, side="<=", details=details)
 
 
-def baseline_of(comparison: Comparison, library: bool) -> tuple[nn.Module, str]:
-    """Returns what the speed is relative to, and its name in claims: the reference, with `library` its library's.
-
-    A model of attnrx has no other implementation.
-    """
+def baseline_of(comparison: Comparison, library: bool) -> Baseline:
+    """Returns what the speed is relative to: the reference, with `library` in the code of its own library."""
     reference = comparison.reference
-    name = getattr(family_of(reference), "library", None) if library else None
-    if name is not None:
-        where = "its own code" if name == "module" else name
-        return family_of(reference).library_model(reference), f"the original in {where}"
-    if comparison.runtime is not None:
-        return reference, f"the reference in {KERNELS}"
-    return reference, "the unchanged model in the same kernels"
+    if library and getattr(family_of(reference), "library", None) is not None:
+        return Baseline.eager(reference)
+    in_kernels = f"the reference in {KERNELS}" if comparison.runtime is not None else None
+    return Baseline(in_kernels or "the unchanged model in the same kernels", reference)
 
 
 def speed_findings(
     check: Check,
     comparison: Comparison,
-    baseline: tuple[nn.Module, str],
+    baseline: Baseline,
     images: ImageBatch,
     protocol: LatencyProtocol,
     limit: float | None = None,
@@ -110,7 +106,7 @@ def speed_findings(
     are the details of a speed that a plan promised.
     """
     begin("measuring speed")
-    (model, baseline_name), runtime = baseline, comparison.runtime or KERNELS
+    model, baseline_name, runtime = baseline.model, baseline.title, comparison.runtime or KERNELS
     unchanged = comparison.unchanged
     if comparison.runtime is None and model is not comparison.reference:
         unchanged = comparison.reference
@@ -118,25 +114,39 @@ def speed_findings(
     if not in_kernels and comparison.runtime is None:
         runtime, unchanged = PYTORCH, None  # the model's own code: what was removed is all of its speed
     times = compare_latency(timed_form(comparison.candidate, in_kernels), model, images, protocol, unchanged)
-    record = {
-        "interval": times.interval,
-        **asdict(times),
-        "image_shape": list(times.image_shape),
-        "baseline": baseline_name,
-    }
+    return described_speed(check, times, baseline_name, runtime, limit, promise)
+
+
+def described_speed(
+    check: Check,
+    times: LatencyComparison,
+    baseline: str,
+    runtime: str,
+    limit: float | None = None,
+    promise: Mapping[str, Any] | None = None,
+    gained_by: str | None = None,
+) -> tuple[Finding, ...]:
+    """Returns a measured speed as a finding of a check, then its factors, if the unchanged model was timed.
+
+    `runtime` is where the candidate runs, and `gained_by` what makes the unchanged model faster there than the
+    `baseline`, by default the runtime. `limit` and `promise` are those of `speed_findings`.
+    """
+    record = {"interval": times.interval, **asdict(times), "image_shape": list(times.image_shape), "baseline": baseline}
     if runtime not in (KERNELS, PYTORCH):
         record["runtime"] = runtime  # of a file; else the version of torch is recorded
+    if gained_by is not None:
+        record["gained_by"] = gained_by
 
     def found(quantity: str, claim: str, ratio: Estimate, details: Mapping[str, Any], least: float | None) -> Finding:
         return check.finding(quantity, claim, ratio, "x", n=times.rounds, limit=least, details=details)
 
     interval = {"interval": times.interval}
-    quantity, claim = "speed", f"speed of a forward pass of {times.batch}, relative to {baseline_name}"
+    quantity, claim = "speed", f"speed of a forward pass of {times.batch}, relative to {baseline}"
     if promise is not None:
         quantity, claim = "promised speed", f"{claim}, at least as predicted by the plan"
         record = {**promise, **interval, "measured": record}
     factors = (
-        ("speed of unchanged", f"speed of the unchanged model in {runtime}, relative to {baseline_name}"),
+        ("speed of unchanged", f"speed of the unchanged model in {runtime}, relative to {baseline}"),
         ("speed by compression", f"speed relative to the unchanged model in {runtime}"),
     )
     return found(quantity, claim, times.faster, record, limit), *(
@@ -178,10 +188,10 @@ class Latency(Check):
         protocol, baseline = replace(self.protocol, conditions=conditions), baseline_of(comparison, self.library)
         found = speed_findings(self, comparison, baseline, images, protocol, self.faster)
         candidate = timed_form(comparison.candidate, conditions.in_kernels)
-        memory = compare_memory(candidate, baseline[0], images, conditions)
+        memory = compare_memory(candidate, baseline.model, images, conditions)
         if not (memory.candidate.total and memory.reference.total):
             return found  # an exported file: its runtime allocates memory that torch does not count
-        claim = f"peak memory of a forward pass of {self.batch}, candidate over {baseline[1]}"
+        claim = f"peak memory of a forward pass of {self.batch}, candidate over {baseline.title}"
         peak = self.finding("memory", claim, memory.ratio, "x", n=1, details=asdict(memory))
         return *found, peak
 
@@ -195,9 +205,10 @@ class Promises(Check):
     mean excludes twice what was promised: twice the divergence, twice the share of changed decisions or of lost images,
     but at least `MIN_LOSS` more of these. Otherwise the images are too few, and the claim is undecided; its limit is
     then twice what was promised. Where the prediction interval ends with the quantity's range, no model can miss it,
-    and the mean is reported without a limit. The claim about speed, relative to the library's reference implementation,
-    holds if a pass takes at most the share `within` longer than predicted. Precision, threads, clock and batch size are
-    the plan's. `promised` replaces the record of the prescription (`Plan.predictions`).
+    and the mean is reported without a limit. The claim about speed in PyTorch, relative to the library's
+    reference implementation, holds if a pass takes at most the share `within` longer than predicted. Precision,
+    threads, clock and batch size are the plan's. `promised` replaces the record of the prescription
+    (`Plan.predictions`).
     """
 
     measures_speed: ClassVar[bool] = True
@@ -224,8 +235,8 @@ class Promises(Check):
             for name, values in per_image.items()
             if name in record["expected"]
         ]
-        # Only a plan for latency was timed.
-        if record["measured"] is not None:
+        # Only a plan for latency was timed; the speed of its file is measured beside other files.
+        if record["measured"] is not None and "to" not in record["measured"]:
             findings += self._speed(comparison, record["measured"])
         return tuple(findings)
 

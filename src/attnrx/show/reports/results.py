@@ -49,6 +49,7 @@ class MeasuredSpeed:
         self.record, self.batch = record, record["batch"]
         self.value, self.low, self.high = faster["value"], known(faster.get("low")), known(faster.get("high"))
         self.baseline, self.runtime = record.get("baseline", "the original"), record.get("runtime", KERNELS)
+        self.gained_by = record.get("gained_by", self.runtime)
         self.reference_seconds = (record.get("reference") or {}).get("median")
         self.by_runtime, self.by_compression = (
             (record.get(name) or {}).get("value") for name in ("by_runtime", "by_compression")
@@ -81,7 +82,7 @@ class MeasuredSpeed:
         """The factors of the speed, "= 2.08x by attnrx's kernels x 1.06x by compression"; empty without them."""
         if self.by_runtime is None or self.by_compression is None:
             return ""
-        return f"= {factors_text(self.by_runtime, self.by_compression, self.runtime)}"
+        return f"= {factors_text(self.by_runtime, self.by_compression, self.gained_by)}"
 
 
 def summary_of(evidence: Evidence) -> str:

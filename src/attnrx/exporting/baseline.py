@@ -1,0 +1,158 @@
+"""What you would run without attnrx, which every speed is relative to: your model in eager PyTorch, or the file that
+the vendor's own tools make of it in the runtime and precision that you name.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnrx.data import ImageSet
+from attnrx.exporting.exported import Exported
+from attnrx.exporting.formats import INPUT, AOTInductor, Format, library, raising, to_numpy
+from attnrx.exporting.quantizing import quantized, silent, single_images
+from attnrx.exporting.runtime_formats import BATCH, Int8, Onnx, OpenVINO
+from attnrx.exporting.writing import CAPTURED, ExportSubject, bare_subject, subject_of, write_exported
+from attnrx.support.atomic_writes import scratch_folder
+from attnrx.support.errors import AttnrxError
+from attnrx.support.optional import is_installed
+from attnrx.support.progress import Log
+from attnrx.support.shapes import Tensor
+from attnrx.vit.models import family_of, timed_form
+
+UNCHANGED = "nothing removed"
+FREE_BATCH: Any = ({0: torch.export.Dim(BATCH)},)
+
+
+@dataclass(frozen=True, eq=False)
+class Baseline:
+    """What you would run without attnrx. `faster=` and all speeds of evidence and reports are relative to it.
+
+    Attributes:
+        title: Its name in logs, claims and reports.
+        model: What is timed: a module, or a file.
+        form: The format of the file; None for eager PyTorch.
+    """
+
+    title: str
+    model: nn.Module
+    form: Format | None = None
+
+    @classmethod
+    def eager(cls, model: nn.Module) -> "Baseline":
+        """Returns a model in the code of its own library; one of attnrx has no other than attnrx's."""
+        name = getattr(family_of(model), "library", None)
+        if name is None:
+            return cls("the unchanged model in the same kernels", model)
+        return cls(
+            f"the original in {'its own code' if name == 'module' else name}", family_of(model).library_model(model)
+        )
+
+    @classmethod
+    def as_file(cls, model: nn.Module, form: Format, images: ImageSet, log: Log) -> "Baseline":
+        """Returns the vendor's file of a model in the runtime and precision of a format, quantized on these images for
+        a format of 8 bits. Where the vendor's tool fails, it is attnrx's file of the model.
+
+        Raises:
+            NotSupported: Neither can write the model in the format.
+        """
+        opened = ExitStack()
+        path = opened.enter_context(scratch_folder()) / f"baseline{form.suffix}"
+        try:
+            made = cls(vendor_title(form), vendor_file(library_subject(model, form, images), path, form), form)
+        except AttnrxError as error:
+            log(f"speeds are relative to attnrx's file of your model: {error}")
+            file = write_exported(subject_of(model, form, images), path, form, is_compared=False)
+            made = cls(UNCHANGED, file, form)
+        weakref.finalize(made, opened.close)  # the file is read while it is timed
+        return made
+
+
+def with_8_bits(form: Format) -> Format | None:
+    """Returns the format of 8 bits in the runtime of a format; None if it has none, or a library is missing."""
+    if isinstance(form, Onnx):
+        found = form if isinstance(form, Int8) else Int8(form.opset)
+    elif isinstance(form, OpenVINO):
+        found = replace(form, precision="int8")
+    else:
+        return None
+    return found if all(map(is_installed, found.libraries)) else None
+
+
+def without_8_bits(form: Format) -> Format:
+    """Returns the float format in the runtime of a format; for OpenVINO with 8 bits that in bfloat16, because the rest
+    of such a file is in bfloat16, too.
+    """
+    if isinstance(form, Int8):
+        return Onnx(form.opset)
+    return replace(form, precision="bf16") if isinstance(form, OpenVINO) and form.calibrated else form
+
+
+def library_subject(model: nn.Module, form: Format, images: ImageSet) -> ExportSubject:
+    """Returns a model in the code of its own library as the subject of a file, at the precision of the format."""
+    # Not the model of its library that latencies in PyTorch are relative to: that one has other weights.
+    return bare_subject(timed_form(model, in_kernels=False), subject_of(model, form, images))
+
+
+def vendor_title(form: Format) -> str:
+    """Returns how the vendor's file in a format is made, in a few words."""
+    if isinstance(form, OpenVINO):
+        precision = {"f32": "float32", "bf16": "bfloat16", "int8": "int8"}[form.precision]
+        return f"OpenVINO's own conversion to {precision}"
+    if isinstance(form, Onnx):
+        is_int8 = isinstance(form, Int8)
+        return "ONNX Runtime's own conversion to int8" if is_int8 else "torch.onnx's own conversion to float32"
+    return f"{'AOTInductor' if isinstance(form, AOTInductor) else 'torch.export'} of your model"
+
+
+def vendor_file(subject: ExportSubject, path: Path, form: Format) -> Exported:
+    """Writes the vendor's file of a model, as a user would without attnrx, for any number of images.
+
+    `subject` is the model in its own code; files with 8 bits are calibrated on its images.
+
+    Raises:
+        NotSupported: The tool cannot convert the model.
+    """
+    example = torch.zeros(CAPTURED, *subject.images.shape, dtype=subject.images.dtype)
+    with raising(f"{vendor_title(form)} fails"), silent(), torch.no_grad():
+        if isinstance(form, OpenVINO):
+            _write_openvino(subject.model, path, example, subject.batches(form.wanted) if form.calibrated else ())
+        elif isinstance(form, Onnx):
+            _write_onnx(subject.model, path, example, subject.batches(form.wanted) if form.calibrated else ())
+        else:
+            example = example.to(subject.images.device)
+            form.write(torch.export.export(subject.model, (example,), dynamic_shapes=FREE_BATCH), path, ())
+    return Exported(path, form, subject.images, {}).eval()
+
+
+def _write_openvino(model: nn.Module, path: Path, example: Tensor, images: Sequence[Tensor]) -> None:
+    openvino = library("openvino", "openvino")
+    converted = openvino.convert_model(model, example_input=example)
+    converted.reshape([-1, *example.shape[1:]])
+    if images:
+        single = single_images(map(to_numpy, images), is_free=True)
+        converted = quantized(converted, single, by_defaults=True)
+    openvino.save_model(converted, str(path), compress_to_fp16=False)
+
+
+def _write_onnx(model: nn.Module, path: Path, example: Tensor, images: Sequence[Tensor]) -> None:
+    program: Any = torch.onnx.export(
+        model, (example,), dynamo=True, dynamic_shapes=FREE_BATCH, input_names=[INPUT], verbose=False
+    )
+    program.save(str(path))
+    if images:
+        plain = path.rename(path.with_name(f"float_{path.name}"))
+        quantization = library("onnxruntime.quantization")
+        quantization.quantize_static(str(plain), str(path), _reader(map(to_numpy, images)))
+
+
+def _reader(batches: Iterable[Any]) -> Any:
+    """Returns the interface of ONNX Runtime's CalibrationDataReader."""
+    inputs = ({INPUT: batch} for batch in batches)
+    return SimpleNamespace(get_next=lambda: next(inputs, None))
