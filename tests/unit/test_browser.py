@@ -160,3 +160,25 @@ def test_paper_is_light_and_shows_what_is_folded(opened, tmp_path: Path, scheme:
     assert pdf.startswith(b"%PDF-")
     assert page.locator("#tokens .patches").first.is_visible()
     assert 3 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) <= 20
+
+
+@pytest.mark.parametrize("width", [420, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.slow
+def test_bars_are_as_long_as_their_values_and_the_change_is_seen(opened, scheme: str, width: int):
+    page, _ = opened
+    bars = page.evaluate(
+        """() => [...document.querySelectorAll('.times tr')].map(row => [
+            row.querySelector('.bar').getBoundingClientRect().width,
+            row.querySelector('.track').getBoundingClientRect().width,
+            parseFloat(row.lastElementChild.innerText)])"""
+    )
+    longest = max(value for _, _, value in bars)
+    assert len(bars) == 3 and len({value for _, _, value in bars}) > 1
+    for drawn, _, value in bars:
+        assert drawn == pytest.approx(bars[0][0] * value / bars[0][2], rel=0.03)
+    assert all(drawn <= track for drawn, track, _ in bars) and max(bars)[2] == longest
+    change = page.locator(".totals tbody tr").first.locator("td").last
+    box = change.bounding_box()
+    assert change.inner_text().strip() and 0 <= box["x"] and box["x"] + box["width"] <= width
+    fits(page, width)

@@ -88,5 +88,5 @@ def test_readings_that_overflow_are_refused_before_anything_is_saved() -> None:
 
     vit = changed(huge)
     diagnose(vit, speckles(CONFIG))
-    with pytest.raises(InvalidInput, match=r"output_\w+ of layer 0 overflowed.*float64"):
+    with pytest.raises(InvalidInput, match=r"output_\w+ of layer 1 overflowed.*float64"):
         diagnose(vit.float(), speckles(CONFIG))

@@ -130,5 +130,5 @@ def test_an_overflowing_layer_is_named() -> None:
     vit = model(CONFIGS["svda"]).float()
     with torch.no_grad():
         family_of(vit).attention(vit)[1].value.weight.fill_(3e38)
-    with pytest.raises(InvalidInput, match="layer 1 computed"):
+    with pytest.raises(InvalidInput, match="layer 2 computed"):
         diagnose(vit, data(CONFIGS["svda"]))

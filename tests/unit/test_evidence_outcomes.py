@@ -93,3 +93,24 @@ def test_evidence_that_could_not_be_read_again_is_not_saved_with_a_model(tmp_pat
     with pytest.raises(InvalidInput, match=r"evidence\.json could not be read again and was not saved"):
         rx.save(original, tmp_path / "model", evidence=evidence)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("value", "ends", "n", "words"),
+    [
+        (
+            0.5,
+            (-0.1, 1.1),
+            200,
+            "the limit 0 points lies in the interval [-0.1, 1.1]; about 290 images would decide, and",
+        ),
+        (1e-6, (-0.1, 0.1), 200, "more images hardly help, because the value is almost at the limit"),
+        (0.0, (None, None), 1, "1 images are too few to judge the limit 0 points"),
+    ],
+)
+def test_an_undecided_claim_says_its_limit_why_and_what_would_decide(
+    value: float, ends: tuple[float | None, float | None], n: int, words: str
+) -> None:
+    judged = against_limit(value, 0.0, ends, n, at_least=True)
+    claim = Finding("accuracy", "change", value, "points", **{**judged, "outcome": "undecided"})
+    assert claim.outcome_text.startswith("undecided: ") and words in claim.outcome_text

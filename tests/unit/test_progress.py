@@ -1,11 +1,19 @@
 """The phases of a call: their order, how far they are, and the time that is left of the whole."""
 
+import re
+import sys
+
 import pytest
 
+import attnrx as rx
 from attnrx.support import progress
-from attnrx.support.progress import begin, phases, track
+from attnrx.support.progress import begin, details, phases, say, time_range, track
+from support.comparisons import pixels
+from support.planned import CONFIG, original
 
-SHARES = {"reading": 1.0, "measuring": 2.0, "writing": 1.0}
+SHARES = {"reading": 2.0, "measuring": 4.0, "fitting": 2.0, "writing": 2.0}
+# Names of the code that mean nothing to a reader of the log.
+INTERNAL = r"\b(own|qk|vo|fc1|fc2|None|trial|frontier)\b"
 
 
 class Clock:
@@ -24,36 +32,90 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_phases_are_counted_with_the_time_that_is_left_of_the_call(clock: Clock) -> None:
+def lines_at(clock: Clock, *times: float) -> list[str]:
+    """The lines of the phases, which begin at these times."""
     lines: list[str] = []
     with phases(SHARES, lines.append):
-        begin("reading")
-        clock.now = 10.0
-        begin("measuring")
-        clock.now = 30.0
-        begin("writing")
-    assert lines == ["[1 of 3] reading", "[2 of 3] measuring; about 30 s left in all",
-                     "[3 of 3] writing; about 10 s left in all"]  # fmt: skip
+        for name, now in zip(SHARES, times, strict=True):
+            clock.now = now
+            begin(name)
+    return lines
 
 
-def test_a_loop_is_shown_with_its_phase_and_the_time_that_is_left(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_time_left_is_a_range_of_the_whole_and_shown_when_it_is_stable(clock: Clock) -> None:
+    # Two estimates of the whole, 100 s and 110 s.
+    assert lines_at(clock, 0.0, 20.0, 66.0, 85.0) == [
+        "[1 of 4] reading",
+        "[2 of 4] measuring",
+        "[3 of 4] fitting; 10 to 70 s left",
+        "[4 of 4] writing; at most 50 s left",
+    ]
+    clock.now = 0.0
+    # 100 s, then 300 s: neither is shown.
+    assert lines_at(clock, 0.0, 20.0, 180.0, 240.0)[2] == "[3 of 4] fitting"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (31.0, 58.0, "30 to 60 s"),
+        (-5.0, 3.0, "at most 10 s"),
+        (100.0, 290.0, "2 to 5 min"),
+        (20.0, 170.0, "at most 3 min"),
+    ],
+)
+def test_a_range_has_one_unit(low: float, high: float, text: str) -> None:
+    assert time_range(low, high) == text
+
+
+def test_a_loop_in_a_log_is_a_line_a_minute(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     def lines_of(count: int) -> list[str]:
         for _ in track(range(count), "blocks"):
-            for _ in track(range(4), "steps of a block"):  # less than 15 s: the outer loop is shown alone
+            for _ in track(range(4), "steps of a block"):
                 clock.now += 3.0
         return capsys.readouterr().err.splitlines()
 
     with phases(SHARES, [].append):
         begin("measuring")
-        assert lines_of(4) == ["[2 of 3] measuring, blocks: 2 of 4, 24 s, about 24 s left"]
-    assert "blocks: 2 of 4, 24 s, about 24 s left" in lines_of(4)
+        assert lines_of(8) == ["[2 of 4] measuring, blocks: 5 of 8"]
+    assert lines_of(8) == ["blocks: 5 of 8, about 36 s left"]
+
+
+def test_a_terminal_has_one_line_that_overwrites_itself(
+    clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with phases(SHARES, say):
+        begin("reading")
+        for _ in track(range(10), "images"):
+            clock.now += 1.0
+        say("a fact")
+        begin("measuring")
+    written = capsys.readouterr().err
+    assert written.count("\n") == 1 and "\r\x1b[Ka fact\n" in written
+    assert "images: 3 of 10" in written and written.endswith("\r\x1b[K")  # nothing is left of it
+
+
+def test_trials_are_details(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    details(lines.append)("a trial")
+    monkeypatch.setenv("ATTNRX_PROGRESS", "2")
+    details(lines.append)("another one")
+    assert lines == ["another one"]
+
+
+def test_a_call_writes_few_lines_without_internal_words(capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[str] = []
+    images = [(batch.images, batch.labels) for batch in pixels(CONFIG, 48, 3).batches(8)]
+    rx.shrink(original(), images, macs=0.8, log=lines.append)
+    every = [*lines, *capsys.readouterr().err.splitlines()]
+    assert 8 <= len(every) <= 16, every
+    assert not [line for line in every if re.search(INTERNAL, line)]
 
 
 def test_repeated_phases_are_counted_for_every_result(clock: Clock) -> None:
     lines: list[str] = []
-    with phases(SHARES, lines.append, repeated=2, again="measuring"):
+    with phases({"reading": 1.0, "measuring": 2.0, "writing": 1.0}, lines.append, repeated=2, again="measuring"):
         for name in ("reading", "measuring", "writing", "measuring", "writing"):
             begin(name)
     assert [line.partition(";")[0] for line in lines] == [

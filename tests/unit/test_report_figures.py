@@ -27,8 +27,8 @@ def test_readings_are_cells_by_head_and_those_of_the_metric_of_plans_are_open() 
     assert titles == ["Effective rank, mix", "Selectivity"]
     assert [figure.title for figure in section["rest"]] == ["Effective rank", "Entropy"]
     figure = section["main"][1]
-    assert figure.note == "0 to 1" and figure.columns == tuple(f"head {head}" for head in range(6))
+    assert figure.note == "0 to 1" and figure.columns == tuple(f"head {head}" for head in range(1, 7))
     first, second = figure.rows
     assert [cell.step for cell in first] == [0, LEVELS - 1, None, 4, None, None]
-    assert first[3] == Cell("0.50", 4, "layer 0, head 3: 0.500") and first[5].text == "removed"
+    assert first[3] == Cell("0.50", 4, "layer 1, head 4: 0.500") and first[5].text == "removed"
     assert second[3].text == second[4].text == "removed" and second[5].text == "0.50"

@@ -244,4 +244,4 @@ def test_a_compressed_model_with_removed_heads_is_reported():
     slim = realize(model, prescription, by="compress")
     of_diagnosis = ReportContent("slim", diagnosis=report_content.diagnosed(slim))
     for each in (of_diagnosis, replace(content, prescription=prescription)):
-        assert '<td class="absent" title="layer 1, head 1: removed">removed</td>' in render(each)
+        assert '<td class="absent" title="layer 2, head 2: removed">removed</td>' in render(each)

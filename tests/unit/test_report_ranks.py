@@ -31,7 +31,7 @@ def test_the_ranks_of_a_prescription() -> None:
     reported = ranks(given, found)
     assert list(reported) == ["Query and key", "Value and output", "MLP"]
     columns = [columns for columns, _ in reported.values()]
-    assert columns == [("head 0", "head 1", "head 2")] * 2 + [("fc1", "fc2")]
+    assert columns == [("head 1", "head 2", "head 3")] * 2 + [("fc1", "fc2")]
     scores, values, mlp = (rows for _, rows in reported.values())
     for index, layer in enumerate(given.layers):
         assert tuple(part[0] for part in scores[index] if part) == layer.qk.ranks
@@ -64,6 +64,6 @@ def test_the_picture_holds_every_number_in_its_colour() -> None:
     (figure,) = section["figures"]
     assert [cell.text for row in figure.rows for cell in row] == [str(rank) for row in kept for rank in row]
     assert figure.rows[0][0].step == 0 and figure.rows[-1][-1].step == 8
-    assert figure.rows[-1][-1].tip == "layer 11, head 11: 56 of 60"
+    assert figure.rows[-1][-1].tip == "layer 12, head 12: 56 of 60"
     page = render(ReportContent("12 x 12", prescription=prescription))
     assert len(re.findall(r'<td class="level-\d" title="layer \d+, head \d+: \d+ of 60">\d+</td>', page)) == 144

@@ -140,7 +140,7 @@ def test_the_last_head_stays_and_so_does_every_witness() -> None:
     assert staying(found) == [False, True, False]  # so 2, though stronger, goes for 1 as well
     (decision,) = decide_heads(found, RemoveHeads())
     assert decision is not None
-    assert "(head 0 repeats head 1, which stays: similarity 1.000 of spectrum" in decision.reasons[0]
+    assert "(head 1 repeats head 2, which stays: similarity 1.000 of spectrum" in decision.reasons[0]
     # 1 goes for 2 first; then 0 is like no head that stays
     output[0][1] = output[1][0] = 0.97
     assert staying(similar([[1.0] * 3] * 3, output, [1.0, 2.0, 3.0])) == [True, False, True]
@@ -202,7 +202,7 @@ def test_reasons_carry_the_numbers() -> None:
 def test_rules_by_strength_refuse_dense_attention(rule: Rule) -> None:
     dense = of_strengths([1.0, 1.0], [1.0, 1.0], norms="none")
     for refused in (rule, LargestMatched(rule), UniformMatched(rule), NormClip(0.5), rule & UniformHeads()):
-        with pytest.raises(NotSupported, match=r"ranks by strength, but layer 0 is dense attention.*metric=mix"):
+        with pytest.raises(NotSupported, match=r"ranks by strength, but layer 1 is dense attention.*metric=mix"):
             refused.decide(dense, 0)
     assert rule.decide(of_strengths([1.0, 1.0]), 0) is not None  # equal strengths that were learned are a finding
     assert rule.decide(of_strengths([1.0, 2.0], norms="none"), 0) is not None  # so are others in a form without norms

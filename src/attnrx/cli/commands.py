@@ -245,7 +245,7 @@ def diagnose(arguments: Namespace, log: Log) -> Outcome:
     names = [name for name in SHOWN if all(name in layer.readings for layer in diagnosis.layers)]
     rows = tuple(
         (
-            f"layer {index}, head {head}",
+            f"layer {index + 1}, head {head + 1}",
             str(int(layer.spectrum.rank[row])),
             *(f"{float(layer.readings[name][row]):.3f}" for name in names),
         )
@@ -304,7 +304,7 @@ def prescribe(arguments: Namespace, log: Log) -> Outcome:
     }
     rows = tuple(
         (
-            f"layer {index}",
+            f"layer {index + 1}",
             " ".join(map(str, layer.qk.ranks)),
             str(layer.qk.directions if layer.qk.is_shared else layer.qk.keep.shape[1]),
             str(int((~layer.heads).sum())),

@@ -10,6 +10,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
 from types import FrameType
 
@@ -28,6 +29,7 @@ from attnrx.support.errors import (
     nearest,
 )
 from attnrx.support.optional import import_file
+from attnrx.support.progress import DETAILED, SETTING, say
 from attnrx.support.signals import STOPPING, handling
 
 # 70 is EX_SOFTWARE of sysexits.h; from 128 on, 128 + the number of the signal.
@@ -105,10 +107,11 @@ def _open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+@wraps(say)
 def log(line: str) -> None:
     """Prints a progress message to stderr, in the process of rank 0 only."""
     if _is_first_process():
-        print(line, file=sys.stderr, flush=True)
+        say(line)
 
 
 @contextmanager
@@ -156,6 +159,8 @@ def _run(words: list[str]) -> int:
     for plugin in arguments.plugin:
         import_file(plugin)
     require_inputs(arguments)
+    if "--debug" in words:
+        os.environ.setdefault(SETTING, DETAILED)
     with warnings.catch_warnings():
         warnings.simplefilter("always", ScaleWarning)  # Python shows a repeated warning once only
         warnings.showwarning = show_warning

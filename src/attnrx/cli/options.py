@@ -47,7 +47,9 @@ class Parser(argparse.ArgumentParser):
         )
         output = self.add_argument_group("output")
         output.add_argument("--json", action="store_true", help="print one JSON object and nothing else to stdout")
-        output.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        output.add_argument(
+            "--debug", action="store_true", help="show every trial of a plan, and the traceback of an error"
+        )
         plugin = "a file of Python to run first, whose reducers, rules, losses or checks can be named then; repeatable"
         self.add_argument("--plugin", metavar="FILE", action="append", default=[], help=plugin)
 

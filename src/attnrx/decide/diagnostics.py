@@ -116,7 +116,7 @@ class Panel:
         total = observation.output.sum(dtype=torch.promote_types(observation.output.dtype, torch.float32))
         if not bool(torch.isfinite(total)):
             raise InvalidInput(
-                f"layer {layer} computed NaN or infinity, though the weights are finite: the images hold NaN, or "
+                f"layer {layer + 1} computed NaN or infinity, though the weights are finite: the images hold NaN, or "
                 "the numbers left the range of their precision. Check the data, or diagnose the model in float32."
             )
         images, sums = observation.query.shape[0], self._sums[layer]
@@ -148,8 +148,8 @@ class Panel:
             for name, value in found.items():
                 if not bool(torch.isfinite(value).all()):
                     raise InvalidInput(
-                        f"the reading {name} of layer {layer} overflowed, though the layer's outputs are finite: its "
-                        "squares left the range of the model's precision. Diagnose the model in float64, "
+                        f"the reading {name} of layer {layer + 1} overflowed, though the layer's outputs are finite: "
+                        "its squares left the range of the model's precision. Diagnose the model in float64, "
                         "model.double()."
                     )
         return readings

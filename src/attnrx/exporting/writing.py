@@ -309,7 +309,7 @@ def write_exported(subject: ExportSubject, path: Path | str, form: Format, is_co
     if form.calibrated and subject.calibration is None:
         raise InvalidInput(f"{form.name} is calibrated on images: give calibration images of the model's task.")
     batches = subject.batches(form.wanted)
-    steps = track(("capturing", "writing", "comparing"), f"exporting {path.name}, steps")
+    steps = track(("capturing", "writing", "comparing"), f"writing a file for {form.runtime}")
     next(steps)
     images = subject.images
     capture_images = torch.zeros(images.batch or CAPTURED, *images.shape, dtype=images.dtype, device=images.device)

@@ -51,6 +51,7 @@ from attnrx.vit.tokens import parse_reducer
 # What a plan chooses: the ranks of maps, at levels that are shares of the full rank, and the patches that stay.
 RANKS = ("qk", "vo", "mlp")
 AXES = (*RANKS, TOKENS)
+AXIS_WORDS = {"qk": "query and key", "vo": "value and output", "mlp": "MLP", TOKENS: "tokens"}
 # Eighths of the full rank: multiples of 8 for 64 directions, which are efficient in GEMM kernels.
 LEVELS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 LEVEL_INDICES = each(whole(0, len(LEVELS) - 1), f"indices of levels from 0 to {len(LEVELS) - 1}", least=1)

@@ -16,6 +16,8 @@ from attnrx.support.storage import read_record, require_fingerprint, write_json
 from attnrx.support.tables import aligned_table
 
 KIND, SCHEMA = "attnrx evidence", 3
+# So many times the samples are out of reach.
+HARDLY = 100
 HOLDS, FAILS, UNDECIDED, REPORTED = OUTCOMES = ("holds", "fails", "undecided", "reported")
 
 
@@ -86,10 +88,22 @@ class Finding(Displayed):
 
     @property
     def outcome_text(self) -> str:
-        """The outcome; for an undecided claim with the n that would decide it."""
-        if self.deciding_n is None:
+        """The outcome; for an undecided claim with its limit, the reason, and what would decide it."""
+        if self.outcome != UNDECIDED:
             return self.outcome
-        return f"{self.outcome} (about {self.deciding_n:,} would decide, not {self.n:,})"
+        limit = f"{self.limit:.4g} {self.unit}".strip() if self.limit is not None else "its limit"
+        samples = "rounds of timing" if self.unit == "x" else "images"
+        if self.low is None or self.high is None or self.limit is None:
+            return f"undecided: {self.n or 0:,} {samples} are too few to judge the limit {limit}"
+        within = f"[{self.low:.4g}, {self.high:.4g}]"
+        why = f"undecided: the limit {limit} lies in the interval {within}"
+        if not self.low <= self.limit <= self.high:
+            why = f"undecided: {self.n or 0:,} {samples} do not exclude the limit {limit}"
+        if self.deciding_n is None or self.n is None:
+            return why
+        if self.deciding_n > HARDLY * self.n:
+            return f"{why}; more {samples} hardly help, because the value is almost at the limit"
+        return f"{why}; about {self.deciding_n:,} {samples} would decide, and {self.n:,} were used"
 
 
 def against_limit(

@@ -1,6 +1,11 @@
-"""Progress of long calls: log callbacks, the phases of a call, and loops shown as lines."""
+"""Progress of long calls: log callbacks, the phases of a call, and loops.
+
+On a terminal phases and loops are one line that overwrites itself. Elsewhere a phase is one line, and a loop one every
+minute.
+"""
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
@@ -11,15 +16,32 @@ from typing import TypeVar
 Log = Callable[[str], None]
 Item = TypeVar("Item")
 
-# Seconds before a loop is shown at all, and between two lines: of a loop by itself, and of one in a phase.
-DELAY, EVERY, EVERY_IN_PHASE = 2.0, 5.0, 15.0
-SETTING = "ATTNRX_PROGRESS"
-# The share of a call after which the time that is left is estimated.
-KNOWN = 0.1
+# Seconds before a loop is shown at all, between two lines of a loop in a log, and between two on a terminal.
+DELAY, EVERY, EVERY_LIVE = 2.0, 60.0, 0.5
+# "0": no progress; "1": phases and loops; "2": also every trial of a plan.
+SETTING, SILENT, DETAILED = "ATTNRX_PROGRESS", "0", "2"
+# The time left is shown once so much of the call is done by the usual shares of its phases, and if the last two
+# estimates of the whole differ by at most the factor STABLE. Its ends are the estimates, UNCERTAIN wider.
+KNOWN, STABLE, UNCERTAIN = 0.15, 1.5, 0.2
+
+_is_live = False  # whether the last line of the terminal is one that will be overwritten
 
 
 def no_log(_: str) -> None:
     """A log callback that discards the message."""
+
+
+def say(line: str) -> None:
+    """A log callback that prints a line on stderr, above the line that overwrites itself."""
+    global _is_live
+    start, _is_live = "\r\x1b[K" if _is_live else "", False
+    sys.stderr.write(f"{start}{line}\n")
+    sys.stderr.flush()
+
+
+def details(log: Log) -> Log:
+    """Returns a log for what only a developer reads, e.g. every trial of a plan: it is silent without `--debug`."""
+    return log if os.environ.get(SETTING) == DETAILED else no_log
 
 
 class Phases:
@@ -32,7 +54,7 @@ class Phases:
     def __init__(self, shares: Iterable[tuple[str, float]], log: Log):
         self.steps, self.log = tuple(shares), log
         self.position, self.skipped = -1, 0.0
-        self.start = time.monotonic()
+        self.start, self.wholes = time.monotonic(), list[float]()
 
     def begin(self, name: str) -> None:
         """Begins the next phase of this name; those in between are skipped, e.g. a diagnosis of an earlier call."""
@@ -42,15 +64,24 @@ class Phases:
         self.skipped += sum(share for _, share in self.steps[self.position + 1 : found[0]])
         self.position = found[0]
         total = sum(share for _, share in self.steps) - self.skipped
-        share = (sum(share for _, share in self.steps[: self.position]) - self.skipped) / total
-        line = str(self)
-        if share >= KNOWN:
-            line += f"; about {duration((time.monotonic() - self.start) * (1 - share) / share)} left in all"
-        # Without a callback the phases are shown as loops are.
-        if getattr(self.log, "__wrapped__", self.log) is no_log:
-            _write(line)
+        done = (sum(share for _, share in self.steps[: self.position]) - self.skipped) / total
+        if done >= KNOWN:
+            self.wholes = [*self.wholes[-1:], (time.monotonic() - self.start) / done]
+        line = f"{self}{self.left}"
+        # Without a callback, or with attnrx's own, the phases are shown as loops are.
+        if getattr(self.log, "__wrapped__", self.log) in (no_log, say):
+            _show(line)
         else:
             self.log(line)
+
+    @property
+    def left(self) -> str:
+        """The time left of the whole call as a range; empty while it is not known."""
+        if len(self.wholes) < 2 or max(self.wholes) > STABLE * min(self.wholes):
+            return ""
+        elapsed = time.monotonic() - self.start
+        low, high = (1 - UNCERTAIN) * min(self.wholes) - elapsed, (1 + UNCERTAIN) * max(self.wholes) - elapsed
+        return f"; {time_range(low, high)} left" if high > 0 else ""
 
     def __str__(self) -> str:
         return f"[{self.position + 1} of {len(self.steps)}] {self.steps[self.position][0]}"
@@ -76,6 +107,7 @@ def phases(shares: Mapping[str, float], log: Log = no_log, repeated: int = 1, ag
         yield
     finally:
         _current.reset(token)
+        _clear()
 
 
 def begin(name: str) -> None:
@@ -90,31 +122,64 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
+def time_range(low: float, high: float) -> str:
+    """Returns a range of durations in one unit, e.g. "3 to 5 min" or "at most 40 s"."""
+    unit, size = ("s", 10.0) if high < 120 else ("min", 60.0)
+    scale = 1 if unit == "s" else 60
+    first, last = (max(round(end / size) * size / scale, 0) for end in (low, high))
+    last = max(last, size / scale)
+    return f"{first:.0f} to {last:.0f} {unit}" if 0 < first < last else f"at most {last:.0f} {unit}"
+
+
 def track(items: Iterable[Item], what: str, total: int | None = None) -> Generator[Item]:
-    """Yields the items, and shows now and then as a line on stderr how many are done and how long the others will take.
+    """Yields the items, and shows now and then on stderr how many are done: in a phase of a call with the time left of
+    the whole, else with how long the others will take.
 
     Set the environment variable ATTNRX_PROGRESS to 0 for none.
     """
     # A generator has no length; without one no remaining time can be given.
     total = len(items) if total is None and isinstance(items, Sized) else total
     current = _current.get()
-    in_phase = current is not None and current.position >= 0
-    every, prefix = (EVERY_IN_PHASE, f"{current}, ") if in_phase else (EVERY, "")
+    phase = current if current is not None and current.position >= 0 else None
+    every = EVERY_LIVE if _on_terminal() else EVERY
     start = time.monotonic()
-    # The first line may be written DELAY after the start, each further one `every` after the last.
-    shown = start if in_phase else start + DELAY - EVERY
+    # The first line may be written DELAY after the start, in a log EVERY after it.
+    shown = start + DELAY - EVERY_LIVE if _on_terminal() else start
     for done, item in enumerate(items, 1):
         yield item
         now = time.monotonic()
         if now - shown >= every and done != total:  # no line for a loop that has ended
-            shown, count, left = now, f"{done}", ""
-            if total is not None:
-                count = f"{done} of {total}"
+            shown, count, left = now, f"{done}" if total is None else f"{done} of {total}", ""
+            if phase is not None:
+                left = phase.left
+            elif total is not None:
                 left = f", about {duration((now - start) / done * (total - done))} left"
-            _write(f"{prefix}{what}: {count}, {duration(now - start)}{left}")
+            name = what if phase is None else str(phase)
+            _show(f"{name if name.endswith(what) else f'{name}, {what}'}: {count}{left}")
 
 
-def _write(line: str) -> None:
-    if os.environ.get(SETTING, "1") == "1":
+def _on_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+def _show(line: str) -> None:
+    """Writes a line of progress: on a terminal in place of the last one."""
+    global _is_live
+    if os.environ.get(SETTING) == SILENT:
+        return
+    if _on_terminal():
+        width = shutil.get_terminal_size().columns
+        sys.stderr.write(f"\r\x1b[K{line[: max(width - 1, 20)]}")
+        _is_live = True
+    else:
         sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def _clear() -> None:
+    """Removes the line of progress of a terminal."""
+    global _is_live
+    if _is_live:
+        sys.stderr.write("\r\x1b[K")
         sys.stderr.flush()
+        _is_live = False

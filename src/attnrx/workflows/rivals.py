@@ -214,7 +214,7 @@ def measure_files(
         files = {name: file for name, (file, _) in written.items()}
         # By the precision that was asked for; where the vendor's tool fails, by attnrx's file of the unchanged model.
         first = vendor_title(form) if vendor_title(form) in files else UNCHANGED
-        log(f"timing the files in turns: {', '.join(files)}")
+        log(f"timing {len(files)} files in turns")
         speeds = compare_latencies(files, files[first], noise, protocol, unchanged=files[UNCHANGED])
         answers = predict({"original": original, **files}, tested, task="comparing files")
         kind, measured = answers.kind, dict[str, MeasuredFile]()
@@ -234,9 +234,9 @@ def measure_files(
 
 
 def _line(file: MeasuredFile, baseline: str, noun: str) -> str:
-    agreement = "" if file.agreement is None else f", {file.agreement.value:.1f} % unchanged"
+    agreement = "" if file.agreement is None else f"{file.agreement.value:.1f} % of the answers unchanged, "
     speed = f"{file.speed.value:.2f}x of {baseline}"
-    return f"{file.title}: {speed}, {noun} {file.divergence.value:.3f}{agreement}, {file.bytes / 1e6:.1f} MB"
+    return f"{file.title}: {speed}, {agreement}{noun} {file.divergence.value:.3f}, {file.bytes / 1e6:.1f} MB"
 
 
 def _written(

@@ -195,7 +195,8 @@ def map_addresses(model: nn.Module) -> tuple[MapAddress, ...]:
     addresses = tuple((layer, name) for layer in range(len(family.attention(model))) for name in names)
     for address in addresses:
         if not isinstance(linear_at(model, address), HeadLinear | OutputProjection | nn.Linear):
-            raise NotSupported(f"{address[1]} of layer {address[0]} is written as two maps already; give the original.")
+            where = f"{address[1]} of layer {address[0] + 1}"
+            raise NotSupported(f"{where} is written as two maps already; give the original.")
     return addresses
 
 

@@ -172,7 +172,7 @@ RECIPES = {
     "figure3": Recipe(
         "Blocks of the fusion matrices of CP SlimAtt",
         tuple(
-            Row(f"{title}, layer {layer}", scenario, f"{FIGURE_3:g}/layer-{layer}")
+            Row(f"{title}, layer {layer + 1}", scenario, f"{FIGURE_3:g}/layer-{layer}")
             for title, scenario in (("DeiT-B", "deit_base"), ("ViT-Tiny", "vit_tiny"))
             for layer in range(12)
         ),

@@ -200,7 +200,7 @@ class FusionOwner(Rule):
         heads = len(spectrum.heads)
         if not spectrum.shared or heads < 2:
             raise NotSupported(
-                f"{self} divides directions that several heads share, and layer {layer} has {heads} heads with "
+                f"{self} divides directions that several heads share, and layer {layer + 1} has {heads} heads with "
                 f"{'shared' if spectrum.shared else 'their own'} directions; use fusion_rank, total_rank or "
                 "uniform_rank."
             )

@@ -90,8 +90,8 @@ class RemoveHeads(Rule):
         repeats = (spectral >= self.spectral) & (output >= self.output)
         twin = _twins(torch.where(repeats, output, -1.0), spectrum.strength[0].double())
         keep = torch.tensor([[head not in twin for head in range(spectrum.strength.shape[1])]], dtype=torch.bool)
-        # The numbers of the heads in the original model.
-        names = [int(head) for head in diagnosis.layers[layer].reading("heads")[0].tolist()]
+        # The numbers of the heads in the original model, from 1.
+        names = [int(head) + 1 for head in diagnosis.layers[layer].reading("heads")[0].tolist()]
         pairs = [
             f"head {names[head]} repeats head {names[other]}, which stays: similarity {spectral[head, other]:.3f} of "
             f"spectrum and {output[head, other]:.3f} of output"

@@ -188,7 +188,9 @@ def _realize_linear_maps_(family: Family, model: nn.Module, index: int, layer: L
             continue
         linear = family.mlp(model)[index][which]
         if not isinstance(linear, nn.Linear):
-            raise NotSupported(f"the MLP of layer {index} already has two factors; prescribe on the original model.")
+            raise NotSupported(
+                f"the MLP of layer {index + 1} already has two factors; prescribe on the original model."
+            )
         weight = linear.weight.detach().cpu().double()
         bias = weight.new_zeros(weight.shape[0]) if linear.bias is None else linear.bias.detach().cpu().double()
         encode, decode, center = output.encode.double(), output.decode.double(), output.center.double()
@@ -211,7 +213,7 @@ def _realize_hidden_(family: Family, model: nn.Module, index: int, hidden: Hidde
     """Removes hidden units of one MLP, and refits its second linear map; by a mask with zeros in their place."""
     first, second = family.mlp(model)[index]
     if not (isinstance(first, nn.Linear) and isinstance(second, nn.Linear)):
-        raise NotSupported(f"the MLP of layer {index} has factored maps; prescribe hidden on the original model.")
+        raise NotSupported(f"the MLP of layer {index + 1} has factored maps; prescribe hidden on the original model.")
     keep = hidden.keep.to(first.weight.device)
     weight, bias = (part.to(second.weight.device, second.weight.dtype) for part in (hidden.weight, hidden.bias))
     # Units that are removed are still computed, and multiplied by zero columns: their activations do not matter.

@@ -10,6 +10,7 @@ import numpy as np
 from attnrx.decide.planning.cost_table import CostTable
 from attnrx.decide.planning.sensitivity import Sensitivities
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space
+from attnrx.nouns.effort import AXIS_WORDS
 from attnrx.support.errors import NotSupported
 
 # Savings and sensitivities below it are rounding; also the smallest divisor of the greedy gain.
@@ -320,7 +321,7 @@ def require_reachable(space: Space, cost_table: CostTable, limit: float) -> floa
 
 
 def _out_of_reach(space: Space, quantity: str, limit: float, least: float) -> NotSupported:
-    axes = ", ".join(space.axes)
+    axes = ", ".join(AXIS_WORDS.get(axis, axis) for axis in space.axes)
     if quantity == "latency":
         problem = f"faster={1 / limit:.3g} is out of reach: plans over {axes} are at most {1 / least:.2f}x faster"
     else:

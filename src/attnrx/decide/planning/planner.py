@@ -27,12 +27,12 @@ from attnrx.decide.planning.space import TOKENS, Choices, Space, format_of
 from attnrx.decide.planning.uniform import UniformCosts, UniformFrontier, UniformSpace
 from attnrx.exporting import Baseline
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.effort import AXES, PlanSettings
+from attnrx.nouns.effort import AXES, AXIS_WORDS, PlanSettings
 from attnrx.nouns.plan import Plan, PredictedQuantity, TargetMet, limits_of
 from attnrx.nouns.target import COSTS, DROP, SIZE, Target
 from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported
-from attnrx.support.progress import begin, phases, track
+from attnrx.support.progress import begin, details, phases, track
 from attnrx.support.shapes import Tensor
 from attnrx.vit.models import model_fingerprint, require_all_tokens
 from attnrx.vit.models.boundary.verbs import verb
@@ -197,7 +197,8 @@ class Planner:
         reference: nn.Module | None = None,
         baseline: Baseline | None = None,
     ):
-        self.space, self.settings, self.minimized, self.log = space, settings, minimized, settings.log
+        self.space, self.settings, self.minimized = space, settings, minimized
+        self.log, self.details = settings.log, details(settings.log)
         self.reference, self.images = reference or space.model, images
         self.timer = PlanTimer(space, settings, images, baseline)
         self.trials: tuple[Trial, ...] = ()  # of the last search
@@ -411,7 +412,7 @@ class Planner:
             ratio = 1 / self._latencies[step.choices]["faster"]
             if abs(ratio / step.cost - 1) <= DOUBTFUL:  # else an error of the table, or of this timing
                 break
-        self.log(f"measured {1 / ratio:.2f}x faster{what}, where {1 / step.cost:.2f}x was predicted")
+        self.details(f"measured {1 / ratio:.2f}x faster{what}, where {1 / step.cost:.2f}x was predicted")
         return ratio
 
     def _adjusted(self, limit: float, last: Trial) -> Trial:
@@ -486,7 +487,7 @@ class Planner:
             trial = self.trial(step, self.trial_answers)
         unit = f" {self.answers.kind.unit}".rstrip()
         cost = f"{100 * step.cost:.1f} % of the {self.minimized}"
-        self.log(f"a plan of {cost}: divergence {trial.divergence:.3g}{unit}{about}")
+        self.details(f"a plan of {cost}: divergence {trial.divergence:.3g}{unit}{about}")
         return trial
 
     def _best(self, trials: Sequence[Trial]) -> Trial:
@@ -499,7 +500,7 @@ class Planner:
         best = min(measured, key=lambda trial: trial.divergence)
         unit = f" {answers.kind.unit}".rstrip()
         tried = "the plan" if len(measured) == 1 else f"the best of {len(measured)} plans"
-        self.log(f"{tried} on {len(answers)} images: divergence {best.divergence:.3g}{unit}")
+        self.details(f"{tried} on {len(answers)} images: divergence {best.divergence:.3g}{unit}")
         return best
 
     def _by_size(self, target: Target) -> Trial | TargetMet:
@@ -518,7 +519,7 @@ class Planner:
         for _ in range(self.settings.attempts):
             trial = self._searched(min(max(share, least), LARGEST))
             size = self.timer.megabytes(self.realized(trial.step.choices))
-            self.log(f"{what} of this plan: {size:.3g} of {whole:.3g} MB")
+            self.details(f"{what} of this plan: {size:.3g} of {whole:.3g} MB")
             found.append((trial, size))
             if NEARLY * limit <= size <= limit or (size > limit and share <= least):
                 break
@@ -569,11 +570,11 @@ class Planner:
         """Returns what a plan loses on the images: points of accuracy, or the mean divergence."""
         deviation, cost = self.deviation(step.choices, self.answers), f"{100 * step.cost:.1f} % of the {self.minimized}"
         if target.quantity != DROP:
-            self.log(f"a plan of {cost}: {self.answers.kind.distance} {deviation.mean:.3g}")
+            self.details(f"a plan of {cost}: {self.answers.kind.distance} {deviation.mean:.3g}")
             return deviation.mean
         assert deviation.change is not None  # `plan` has required labels
         change = 100 * deviation.change.mean().item()
-        self.log(f"a plan of {cost}: {change:+.1f} points of accuracy")
+        self.details(f"a plan of {cost}: {change:+.1f} points of accuracy")
         return -change
 
 
@@ -651,7 +652,9 @@ def explained(space: Space, cost_table: CostTable, sensitivities: Sensitivities,
             value = choices.of(axis)[layer]
             if not value:
                 continue
-            what = f"{value} patches pruned" if axis == TOKENS else f"{axis} keep {space.levels[value]:g} of their rank"
+            what = f"{value} patches pruned"
+            if axis != TOKENS:
+                what = f"{100 * space.levels[value]:g} % of the ranks of {AXIS_WORDS[axis]} kept"
             # Savings are given all other choices, because those of ranks depend on the tokens that remain.
             saved = 100 * (cost_table.total(choices.with_choice(axis, layer, 0)) - total)
             cost = sensitivities.total(nothing.with_choice(axis, layer, value))

@@ -12,7 +12,7 @@ from torch import nn
 from attnrx.decide.rules import Rule, by_layer, in_metric, parse_rule, prescribe_maps, rewritten
 from attnrx.exporting import Format, parse_format
 from attnrx.nouns.diagnosis import Diagnosis
-from attnrx.nouns.effort import AXES, LEVELS, RANKS, PlanSettings
+from attnrx.nouns.effort import AXES, AXIS_WORDS, LEVELS, RANKS, PlanSettings
 from attnrx.nouns.prescription import Prescription, TokenPrescription
 from attnrx.nouns.runtime import RUNTIMES, Runtime
 from attnrx.nouns.target import Target
@@ -168,7 +168,7 @@ class Space(Displayed):
         if not present:
             raise NotSupported(f"nothing of this model can be planned. {' '.join(reasons.values())}")
         for axis, reason in reasons.items():
-            settings.log(f"the plan is without {axis}: {reason}")
+            settings.log(f"the plan is without {AXIS_WORDS[axis]}: {reason}")
         return replace(space, axes=tuple(present), reducer=space.reducer if TOKENS in present else None)
 
     def require_choices(self, axis: str) -> None:

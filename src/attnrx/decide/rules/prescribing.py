@@ -229,7 +229,7 @@ def _require_changeable(diagnosis: Diagnosis, names: Collection[str]) -> None:
         if fixed:
             features = "query and key" if "qk" in fixed else "the outputs of all heads"
             raise NotSupported(
-                f"nothing of {' and '.join(fixed)} can be removed: layer {index} has a norm over all features of "
+                f"nothing of {' and '.join(fixed)} can be removed: layer {index + 1} has a norm over all features of "
                 f"{features}. Prescribe other maps, e.g. fc1=total_rank:0.5, or tokens."
             )
 

@@ -105,8 +105,8 @@ def learned_spectrum(rule: Rule, diagnosis: Diagnosis, layer: int) -> Spectrum:
     strength = spectrum.strength[spectrum.used]
     if not spectrum.has_norms and strength.numel() > 1 and bool((strength == 1).all()):
         raise NotSupported(
-            f"{rule} ranks by strength, but layer {layer} is dense attention, where every direction has strength 1. "
-            "State a metric of the data, e.g. metric=mix, or train a model that learns strengths."
+            f"{rule} ranks by strength, but layer {layer + 1} is dense attention, where every direction has strength "
+            "1. State a metric of the data, e.g. metric=mix, or train a model that learns strengths."
         )
     return spectrum
 

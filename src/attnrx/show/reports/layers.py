@@ -91,7 +91,9 @@ def _reasons(layer: LayerPrescription, heads: Sequence[int]) -> dict[str, Any]:
     removed = 1 - scores.kept / scores.directions if scores.directions else 0.0
     summary = f"{percent(removed)} of the score directions removed; {keeps}" if removed else "all score directions kept"
     return {
-        "heads": list(zip(heads, scores.ranks, layer.heads.tolist(), scores.reasons, strict=True)),
+        "heads": list(
+            zip((head + 1 for head in heads), scores.ranks, layer.heads.tolist(), scores.reasons, strict=True)
+        ),
         "summary": summary,
         "others": [
             (name, why) for name, decision in layer.decisions.items() if name != "qk" for why in decision.reasons
@@ -140,7 +142,7 @@ def ranks(
     """
     layers, heads = prescription.layers, _heads(prescription, diagnosis)
     head_columns = tuple(
-        f"head {head}" for head in range(1 + max((head for each in heads for head in each), default=0))
+        f"head {head + 1}" for head in range(1 + max((head for each in heads for head in each), default=0))
     )
 
     def by_head(layer: int, kept: Sequence[int], full: Sequence[int]) -> list[Rank]:
@@ -188,10 +190,10 @@ def _rank_cells(layer: int, columns: Sequence[str], row: Sequence[Rank]) -> Iter
     for name, part in zip(names, row, strict=True):
         kept, full = part or (None, 0)
         if kept is None:
-            yield Cell("removed", None, f"layer {layer}, {name}: removed")
+            yield Cell("removed", None, f"layer {layer + 1}, {name}: removed")
         else:
             words = f"{number(kept)} of {number(full)}"
-            yield Cell(number(kept), colour_step(kept / max(full, 1)), f"layer {layer}, {name}: {words}")
+            yield Cell(number(kept), colour_step(kept / max(full, 1)), f"layer {layer + 1}, {name}: {words}")
 
 
 def maps(diagnosis: Diagnosis) -> dict[str, Any] | None:
@@ -226,12 +228,12 @@ def _reading_figure(name: str, diagnosis: Diagnosis) -> HeatMap:
     rows = []
     for index, layer in enumerate(layers):
         # Heads are at their index in the original model; columns without a head stay empty.
-        row = [Cell("removed", None, f"layer {index}, head {head}: removed") for head in range(columns)]
+        row = [Cell("removed", None, f"layer {index + 1}, head {head + 1}: removed") for head in range(columns)]
         for head, value in zip(layer.spectrum.heads, layer.readings[name].tolist(), strict=True):
             share = (value - low) / (high - low) if high > low else 0.5
             step = colour_step(share) if math.isfinite(share) else None
-            row[head] = Cell(number(value, 2), step, f"layer {index}, head {head}: {number(value)}")
+            row[head] = Cell(number(value, 2), step, f"layer {index + 1}, head {head + 1}: {number(value)}")
         rows.append(tuple(row))
     title = name.replace("rank_", "rank, ").replace("_", " ").capitalize()
-    heads = tuple(f"head {head}" for head in range(columns))
+    heads = tuple(f"head {head + 1}" for head in range(columns))
     return HeatMap(title, f"{short(low, 3)} to {short(high, 3)}", MEANING.get(name, ""), heads, tuple(rows))

@@ -296,7 +296,7 @@ def _head(facts: Mapping[str, Any], evidence: Evidence, task: str) -> str:
 
 
 def _prescribed(prescription: Prescription) -> list[str]:
-    rows = [(str(index), plain(list(ranks), 32)) for index, ranks in enumerate(prescription.ranks)]
+    rows = [(str(index), plain(list(ranks), 32)) for index, ranks in enumerate(prescription.ranks, 1)]
     # Directions of heads of different ranks are padded to the largest number.
     num_directions = max((layer.qk.keep.shape[1] for layer in prescription.layers), default=0)
     rules = f"Rules: {markdown_code(prescription)}. " if prescription.rules else ""

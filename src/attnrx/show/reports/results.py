@@ -135,6 +135,10 @@ def summary_parts(evidence: Evidence) -> list[SummaryPart]:
         saved = 100 * (before - after) / before if before else 0.0
         if abs(saved) >= 0.5:  # less would read 0 %
             parts.append(SummaryPart(f"{abs(saved):.0f} % {'fewer' if saved > 0 else 'more'} {name}"))
+    agreement = finding_of(evidence, "agreement")
+    if agreement is not None and agreement.n and known(agreement.value) is not None:
+        unchanged = round(agreement.n * agreement.value / 100)
+        parts.append(SummaryPart(f"{unchanged:,} of {agreement.n:,} answers unchanged"))
     divergence = finding_of(evidence, "divergence")
     if divergence is not None and known(divergence.value) is not None:
         outputs = str(evidence.about.get("outputs", "logits" if divergence.unit == "nats" else "embedding"))
@@ -234,8 +238,8 @@ def _times(evidence: Evidence) -> list[tuple[str, float, str]]:
     speed = next(iter(speeds(evidence)), None)
     if speed is None or speed.reference_seconds is None or speed.by_runtime is None or nothing_removed(evidence):
         return []
-    runtime = speed.runtime.partition(" in ")[0]
-    shares = {speed.baseline: 1.0, f"unchanged, by {runtime}": 1 / speed.by_runtime, "smaller": 1 / speed.value}
+    unchanged = f"unchanged, by {speed.gained_by}"
+    shares = {speed.baseline: 1.0, unchanged: 1 / speed.by_runtime, "smaller": 1 / speed.value}
     return [(name, share, f"{number(1000 * share * speed.reference_seconds)} ms") for name, share in shares.items()]
 
 
@@ -266,7 +270,7 @@ def _rows(evidence: Evidence) -> Iterator[tuple[str, ...]]:
             yield title, number(old / scale) + prefix, number(new / scale) + prefix, change
 
 
-FILE_COLUMNS = ("file", "speed", "divergence", "unchanged answers", "size")
+FILE_COLUMNS = ("file", "speed", "unchanged answers", "divergence", "size")
 
 
 def measured_files(evidence: Evidence) -> tuple[str, list[tuple[str, ...]]]:
@@ -281,10 +285,10 @@ def measured_files(evidence: Evidence) -> tuple[str, list[tuple[str, ...]]]:
             (
                 details["title"],
                 f"{finding.value:.2f}x {interval(finding.low, finding.high)}".strip(),
-                quantity(divergence["value"], divergence["unit"], divergence["low"], divergence["high"]),
                 MISSING
                 if agreement is None
                 else quantity(agreement["value"], "%", agreement["low"], agreement["high"]),
+                quantity(divergence["value"], divergence["unit"], divergence["low"], divergence["high"]),
                 f"{details['bytes'] / 1e6:.1f} MB",
             )
         )
