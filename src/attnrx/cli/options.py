@@ -278,7 +278,7 @@ def option(
     if default is not None:
         # An option without help text shows its default alone.
         more["default"], help = default, f"{help} ({default})".strip()
-    group.add_argument(name, help=help, **more)
+    group.add_argument(name, help=help.replace("%", "%%"), **more)  # argparse formats it with %
 
 
 def add_arguments(group: argparse._ActionsContainer, function: str, *names: str, **values: Any) -> None:
