@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnrx.data import DATASETS, Columns, image_set, load_data, require_labels
-from attnrx.data.formats import LISTED_SPLITS, Opened, open_folder
+from attnrx.data.formats import Opened
 from attnrx.data.images import evenly_spaced
 from attnrx.data.loading import locate
 from attnrx.support.errors import DataError
@@ -309,21 +309,3 @@ def test_folders_with_the_classes_of_a_split_are_not_classes(tmp_path: Path) -> 
 @pytest.mark.parametrize("folders", ["cat/a cat/b dog", "cat/images dog/images", "train/cat train/dog val/cat", "1 2"])
 def test_other_folders_are_read(tmp_path: Path, folders: str) -> None:
     assert len(load_data(write_tree(tmp_path, folders, 6)).class_names) == 2
-
-
-@pytest.mark.parametrize("layout", LISTED_SPLITS, ids=["food-101", "dtd"])
-def test_splits_that_files_list_are_read(tmp_path: Path, layout: dict[str, str]) -> None:
-    write_tree(tmp_path / "images", "cat dog", 6)
-    for number, name in enumerate(layout.values()):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        suffix = "" if name.startswith("meta") else ".png"
-        (tmp_path / name).write_text("".join(f"{c}/{i}-{number}{suffix}\n" for i, c in enumerate(("cat", "dog"))))
-    if (tmp_path / "meta").exists():
-        for file in tmp_path.glob("images/*/*.png"):
-            file.rename(file.with_suffix(".jpg"))
-    opened = open_folder(tmp_path)
-    assert {split: len(stored) for split, stored in opened.splits.items()} == dict.fromkeys(layout, 2)
-    assert opened.class_names == ("cat", "dog")
-    next(tmp_path.glob("images/cat/0-0.*")).unlink()
-    with pytest.raises(DataError, match=r"train1?\.txt lists .*0-0.*not there"):
-        open_folder(tmp_path)

@@ -51,7 +51,7 @@ def open_folder(root: Path) -> Opened:
     """Lists the files of `root/train/<class>/*.jpg` and other splits beside it, or of `root/<class>/*.jpg`.
 
     Classes are the folders that hold images, in alphabetical order. Without folders of classes, `root/*.jpg` or
-    `root/train/*.jpg`, the images have no labels. Splits that the authors list in files (`LISTED_SPLITS`) are theirs.
+    `root/train/*.jpg`, the images have no labels.
 
     Raises:
         DataError: There are no images, only some splits have folders of classes, or the folders may be read in two
@@ -59,9 +59,22 @@ def open_folder(root: Path) -> Opened:
     """
     notes: list[str] = []
     try:
-        listings = _listed_splits(root, notes) or _listings_by_split(root, notes)
+        listings = _listings_by_split(root, notes)
     except OSError as error:
         raise DataError(f"{root} cannot be listed: {error.strerror or error} ({error.filename}).") from error
+    return open_listings(root, listings, notes)
+
+
+Listing = list[tuple[Path, str]]
+"""Image files, each with the name of its class; "" without classes."""
+
+
+def open_listings(root: Path, listings: Mapping[str, Listing], notes: Sequence[str] = ()) -> Opened:
+    """Returns the listed images by split, with `notes` about how they were found; paths of keys begin at `root`.
+
+    Raises:
+        DataError: There are no images, or only some splits have classes.
+    """
     class_names = sorted({word for listing in listings.values() for _, word in listing})
     if not class_names:
         raise DataError(
@@ -86,38 +99,8 @@ def open_folder(root: Path) -> Opened:
             keys = [file.relative_to(root).as_posix() for file in files]
     if "" not in class_names:
         return Opened(splits, tuple(class_names), tuple(notes), keys=keys)
-    notes.append("no folders of classes: the images are used without labels")
-    return Opened(splits, (), tuple(notes), keys, remedy="put the images of every class into a folder of their own")
-
-
-# Files that list the images of every split, below the folder "images": of Food-101 and of the first division of DTD.
-LISTED_SPLITS = (
-    {"train": "meta/train.txt", "test": "meta/test.txt"},
-    {"train": "labels/train1.txt", "validation": "labels/val1.txt", "test": "labels/test1.txt"},
-)
-Listing = list[tuple[Path, str]]
-"""Image files, each with the name of its class; "" without classes."""
-
-
-def _listed_splits(root: Path, notes: list[str]) -> dict[str, Listing]:
-    """Returns the images of every split by the lines `<class>/<file>` of the authors' files; {} where there are none.
-
-    Raises:
-        DataError: A listed image is not there.
-    """
-    for layout in LISTED_SPLITS:
-        if not all((root / file).is_file() for file in layout.values()):
-            continue
-        notes.append(f"the splits are those of {', '.join(layout.values())}")
-        listings: dict[str, Listing] = {}
-        for split, name in layout.items():
-            lines = require_regular(root / name, DataError).read_text("utf-8", errors="replace").split()
-            files = [root / "images" / (line if Path(line).suffix else f"{line}.jpg") for line in lines]
-            if missing := [file for file in files if not file.is_file()]:
-                raise DataError(f"{root / name} lists {missing[0]}, which is not there; complete the images.")
-            listings[split] = [(file, file.parent.name) for file in files]
-        return listings
-    return {}
+    notes = (*notes, "no folders of classes: the images are used without labels")
+    return Opened(splits, (), notes, keys, remedy="put the images of every class into a folder of their own")
 
 
 def _listings_by_split(root: Path, notes: list[str]) -> dict[str, Listing]:
@@ -134,13 +117,13 @@ def _listings_by_split(root: Path, notes: list[str]) -> dict[str, Listing]:
             raise DataError(f"{root} has two {split} splits, {folders[split].name} and {entry.name}; rename one.")
         if split is not None:
             folders[split] = entry
-    listings = {name: _listed(folder) for name, folder in (folders or {"train": root}).items()}
+    listings = {name: class_folders(folder) for name, folder in (folders or {"train": root}).items()}
     class_names = {word for listing in listings.values() for _, word in listing} - {""}
     for entry in _subfolders(root) if folders else ():
-        if entry in folders.values() or not any(map(_is_image, entry.rglob("*"))):
+        if entry in folders.values() or not any(map(is_image, entry.rglob("*"))):
             continue
         # Another split has the same classes; anything else may be a class.
-        if not class_names & {word for _, word in _listed(entry)}:
+        if not class_names & {word for _, word in class_folders(entry)}:
             names = " and ".join(folder.name for folder in folders.values())
             raise DataError(
                 f"{root} has {names}, named like a split, beside {entry.name}, which has other images. If all of them "
@@ -155,17 +138,20 @@ def _subfolders(folder: Path) -> list[Path]:
     return [entry for entry in sorted(folder.iterdir()) if entry.is_dir() and entry.name[0] != "."]
 
 
-def _listed(folder: Path) -> Listing:
-    """Returns the images in the folders of the classes, each with the name of its class, or where there are none those
-    in the folder itself, each with "".
+def class_folders(folder: Path) -> Listing:
+    """Returns the images in the folders of the classes, each with the name of its class, or where there are none the
+    images in the folder itself, each with "".
+
+    Raises:
+        DataError: The name of a file is no text, or the classes seem to be folders further inside.
     """
     listing: Listing = []
     for entry in _subfolders(folder):
         # In the order of torchvision's ImageFolder.
-        found = sorted(filter(_is_image, entry.rglob("*")), key=lambda path: (str(path.parent), path.name))
+        found = sorted(filter(is_image, entry.rglob("*")), key=lambda path: (str(path.parent), path.name))
         listing += [(path, entry.name) for path in found]
     _require_folders_of_classes(folder, listing)
-    return listing or [(path, "") for path in sorted(folder.iterdir()) if _is_image(path)]
+    return listing or [(path, "") for path in sorted(folder.iterdir()) if is_image(path)]
 
 
 def _require_folders_of_classes(folder: Path, listing: Listing) -> None:
@@ -188,7 +174,12 @@ def _require_folders_of_classes(folder: Path, listing: Listing) -> None:
         )
 
 
-def _is_image(path: Path) -> bool:
+def is_image(path: Path) -> bool:
+    """Whether a file is named like an image.
+
+    Raises:
+        DataError: Its name is no text.
+    """
     try:
         str(path).encode()
     except UnicodeEncodeError as error:  # the name becomes the name of a class, or part of a fingerprint

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from attnrx.data.formats import Columns, Opened, open_folder, open_hub, open_parquet, require_columns
+from attnrx.data.formats import Columns, Opened, open_hub, open_parquet, require_columns
 from attnrx.data.images import UNLABELLED, Augmentation, ImageSet, LoadedImages, StoredImages, evenly_spaced, hold_out
+from attnrx.data.published import open_published
 from attnrx.data.splits import SPLITS, VALIDATION_IS_TEST, Splits, padding_for, with_missing
 from attnrx.support.arguments import BELOW_ONE, PATH, SIDE, Kind, checked, each, either, optional
 from attnrx.support.errors import DataError, nearest
@@ -86,24 +87,31 @@ _CARDS: dict[str, DatasetCard] = {
         geometry=ImageGeometry.of_size(32, 1, "pad"),  # 28x28 as stored
         normalization=Normalization((0.2860,), (0.3530,)),
         hub_id="zalando-datasets/fashion_mnist",
+        other_names=("fashion-mnist", "FashionMNIST"),
     ),
     "cifar10": DatasetCard(
         geometry=ImageGeometry.of_size(32, 3, "fill"),
         normalization=Normalization((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
         hub_id="uoft-cs/cifar10",
+        other_names=("cifar-10", "cifar-10-batches-py", "cifar-10-batches-bin"),
     ),
     "cifar100": DatasetCard(
         geometry=ImageGeometry.of_size(32, 3, "fill"),
         normalization=Normalization((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
         hub_id="uoft-cs/cifar100",
+        other_names=("cifar-100", "cifar-100-python", "cifar-100-binary"),
     ),
     "food101": DatasetCard(
-        geometry=ImageGeometry.of_size(224, 3, "photo"), normalization=Normalization(*IMAGENET), hub_id="ethz/food101"
+        geometry=ImageGeometry.of_size(224, 3, "photo"),
+        normalization=Normalization(*IMAGENET),
+        hub_id="ethz/food101",
+        other_names=("food-101",),
     ),
     "tiny_imagenet": DatasetCard(
         geometry=ImageGeometry.of_size(64, 3, "fill"),
         normalization=Normalization((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
         hub_id="zh-plus/tiny-imagenet",
+        other_names=("tiny-imagenet", "tiny-imagenet-200"),
     ),
     "imagenette": DatasetCard(
         geometry=ImageGeometry.of_size(224, 3, "photo"),
@@ -118,7 +126,7 @@ _CARDS: dict[str, DatasetCard] = {
         normalization=Normalization(*IMAGENET),
         hub_id="ILSVRC/imagenet-1k",
         ignored=("test",),  # its labels are hidden: all are -1
-        other_names=("imagenet1k", "imagenet_1k", "imagenet"),
+        other_names=("imagenet1k", "imagenet_1k", "imagenet", "ILSVRC2012"),
     ),
 }
 DATASETS = Registry[DatasetCard]("dataset", named=_CARDS)
@@ -151,9 +159,10 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
         hub_id = requested.removeprefix(HUB)
         return DatasetLocation(hub_id, requested, partial(open_hub, hub_id, columns))
     names = _spellings()
-    # A Path names files, also if it is spelt like a dataset.
-    if isinstance(name_or_path, str) and requested in names:
-        return _locate_known(names[requested], columns)
+    # A Path names files, also if it is spelt like a dataset. Other spellings are usual names of folders.
+    known = names.get(requested.lower()) if isinstance(name_or_path, str) else None
+    if known is not None and (requested in DATASETS or not os.path.lexists(requested)):
+        return _locate_known(known, columns)
     path = Path(requested)
     try:
         path = path.expanduser()
@@ -176,7 +185,7 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
 
 def _spellings() -> dict[str, str]:
     """Returns the name in the catalogue for every way to spell it."""
-    return {spelling: name for name, card in DATASETS.items() for spelling in (name, *card.other_names)}
+    return {spelling.lower(): name for name, card in DATASETS.items() for spelling in (name, *card.other_names)}
 
 
 def catalogue_name(name_or_path: str | Path) -> str | None:
@@ -207,7 +216,7 @@ def _opener(path: Path, columns: Columns) -> Callable[[], Opened]:
     """Returns what opens a parquet file, or a folder: its parquet files or its images."""
     files = [path] if path.is_file() else sorted([*path.glob("*.parquet"), *path.glob("*/*.parquet")])
     if not files and path.is_dir():
-        return partial(open_folder, path)
+        return partial(open_published, path)
     if any(file.suffix.lower() != ".parquet" for file in files or [path]):
         raise DataError(f"{path} is neither parquet (.parquet) nor a folder of images; give a dataset that reads it.")
     files = files or [path]
@@ -239,7 +248,8 @@ def load_data(
     Args:
         name_or_path: A name of `DATASETS`, which is looked up in the folder that ATTNRX_DATA names, then on the Hugging
             Face hub; `hf:owner/name` of any hub dataset; or the path of a parquet file or a folder of them, or a
-            folder of images, with JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images.
+            folder of images, with JPEG, PNG, WebP, BMP, GIF, TIFF or PPM images, or a folder as the authors of CIFAR,
+            MNIST, Food-101, DTD, ImageNet, Tiny ImageNet or ImageNet-C publish it.
         image_size: The side of the input in pixels, or (height, width).
         geometry: How pictures become pixels, in full.
         validation_share: The share of each class that is held out of train where there is no validation split; with 0

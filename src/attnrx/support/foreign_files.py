@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from attnrx.support.arguments import described_error
-from attnrx.support.errors import CheckpointError, InvalidInput
-from attnrx.support.optional import environment
+from attnrx.support.errors import CheckpointError, DataError, InvalidInput
+from attnrx.support.optional import environment, required_module
 
 # The files of a model that can name code of its repository, in the order in which they are read.
 SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -152,6 +153,62 @@ def open_pickle(path: Path) -> Any:
         raise _not_tensors(path, error) from error
     except Exception as error:  # the error depends on what the file holds
         raise CheckpointError(f"{path} cannot be read as weights ({described_error(error)}).") from error
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Reads containers, numbers, texts and NumPy arrays, and calls nothing else: CIFAR's files are pickles."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
+            return _empty_array
+        if (module, name) == ("numpy", "ndarray"):
+            return np.ndarray
+        if (module, name) == ("numpy", "dtype"):
+            return np.dtype
+        if (module, name) == ("_codecs", "encode"):
+            return _latin1_bytes
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which reading it would call; nothing of it was run")
+
+
+def _empty_array(kind: Any, *_: Any) -> np.ndarray:
+    """Replaces NumPy's function of the same place, with which pickles begin every array; its content follows."""
+    if kind is not np.ndarray:
+        raise pickle.UnpicklingError("it holds an array of a class of its own")
+    return np.ndarray(0, np.uint8)
+
+
+def _latin1_bytes(text: str, encoding: str) -> bytes:
+    """Replaces the function by which Python 3 writes bytes into pickles for Python 2."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError("it holds bytes of another kind")
+    return text.encode("latin1")
+
+
+def open_arrays(path: Path) -> Any:
+    """Reads a pickle of containers and NumPy arrays, with texts of Python 2 as bytes; no code of it runs.
+
+    Raises:
+        CheckpointError: The file is damaged, or holds something else.
+    """
+    try:
+        with path.open("rb") as file:
+            return _ArraysOnly(file, encoding="bytes").load()
+    except Exception as error:  # the error depends on what the file holds
+        raise CheckpointError(f"{path} cannot be read as arrays ({described_error(error)}).") from error
+
+
+def open_structures(path: Path) -> Any:
+    """Reads the variables of a Matlab file by name; a structure is an array with fields.
+
+    Raises:
+        DataError: The file is damaged.
+        NotSupported: scipy is not installed.
+    """
+    reader = required_module("scipy.io", "data", "Matlab files")
+    try:
+        return reader.loadmat(path, squeeze_me=True)
+    except Exception as error:  # scipy's, or of its parts
+        raise DataError(f"{path} cannot be read as a Matlab file ({described_error(error)}).") from error
 
 
 def open_program(path: Path) -> Any:
