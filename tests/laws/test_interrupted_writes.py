@@ -156,7 +156,7 @@ def whole_result(out: Path) -> dict[str, bytes]:
     known |= {name for path, facts in exports.items() for name in (*facts["files"], f"{path.name}.json")}
     known |= {path.name for path in out.glob("prescription.json.tensors-*")}
     known |= {f"run_{path.stem}.py" for path in exports if path.suffix == ".onnx"}
-    known |= {f"evidence-{path.stem.partition('-')[2]}.json" for path in exports if "-" in path.stem}
+    known |= {f"evidence{path.stem.removeprefix('model') or '-onnx'}.json" for path in exports}
     assert set(files) <= known | {"notes.txt", "kept/weights.safetensors"} and known <= set(files)
     return files
 

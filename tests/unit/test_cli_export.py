@@ -122,14 +122,16 @@ def test_bad_input_is_told_and_leaves_nothing(made: SimpleNamespace, words: str,
 @pytest.mark.slow
 def test_a_shrunk_model_is_quantized_and_that_file_verified(made: SimpleNamespace) -> None:
     out = made.root / "shrunk"
-    given = ("--data", made.data, "--macs", 0.8, "--batch", 2, "--threads", 1, "--no-onnx", "--out", out)
+    given = ("--data", made.data, "--macs", 0.8, "--batch", 2, "--threads", 1, "--out", out)
     done = call("shrink", made.run, *given, "--to", "int8")
-    assert "model-int8.onnx: " in done.out, done.err
+    assert f"deploy: {out / 'model-int8.onnx'}\n" in done.out, done.err
+    assert [path.name for path in out.glob("*.onnx")] == ["model-int8.onnx"]
     (row,) = re.findall(r"^model-int8\.onnx +[\d.]+ MB +(.*)$", done.out, re.MULTILINE)
     assert re.match(r"\d+\.\d\dx (faster|the speed)", row) and "speed against the unchanged model's file" in done.out
-    evidence = rx.Evidence.load(out / "evidence-int8.json")
+    evidence = rx.Evidence.load(out / "evidence.json")
+    assert evidence.about["file"] == "model-int8.onnx" and not (out / "evidence-int8.json").exists()
     assert {"divergence", "agreement", "speed"} <= {one.details["quantity"] for one in evidence.findings}
-    assert evidence.about["candidate"] == rx.models.model_fingerprint(rx.load(out / "model-int8.onnx"))
+    assert "model-int8.onnx</code>: the speed, the accuracy" in (out / "report.html").read_text()
     assert "did you mean 'int8'" in call("shrink", made.run, *given, "--to", "int9").err
 
 
@@ -140,13 +142,13 @@ def test_a_speed_that_the_unchanged_file_has_changes_nothing(
     baseline = SimpleNamespace(title="the vendor's file")
     monkeypatch.setattr("attnrx.workflows.shrink.measure_baseline", lambda *_: (baseline, 1.5))
     out = made.root / "fast"
-    given = ("--data", made.data, "--batch", 2, "--threads", 1, "--no-onnx", "--out", out)
+    given = ("--data", made.data, "--batch", 2, "--threads", 1, "--out", out)
     done = call("shrink", made.run, *given, "--faster", 1.0001, "--to", "onnx")
     assert "met by the unchanged model as onnx: it is 1.50x as fast as the vendor's file" in done.err
-    assert "model-onnx.onnx: " in done.out
-    assert done.out.count("NOTHING WAS REMOVED") == 2 and done.out.count("is the unchanged model's") == 2
+    assert f"deploy: {out / 'model.onnx'}\n" in done.out and [*out.glob("*.onnx")] == [out / "model.onnx"]
+    assert done.out.count("NOTHING WAS REMOVED") == 1 and done.out.count("is the unchanged model's") == 2
     model, original = rx.load(out), rx.load(made.run)
     assert rx.models.model_fingerprint(model) == rx.models.model_fingerprint(original)
-    (speed,) = rx.Evidence.load(out / "evidence-onnx.json").of("latency")[:1]
-    assert not any("memory" in one.claim for one in rx.Evidence.load(out / "evidence-onnx.json").findings)  # of torch
+    (speed,) = rx.Evidence.load(out / "evidence.json").of("latency")[:1]
+    assert not any("memory" in one.claim for one in rx.Evidence.load(out / "evidence.json").findings)  # of torch
     assert speed.limit == pytest.approx(1.0001) and not (out / "prescription.json").exists()

@@ -7,6 +7,7 @@ import pytest
 
 from attnrx.nouns.evidence import Evidence, Finding
 from attnrx.show.reports import files_table, written_files
+from attnrx.show.reports.results import deployed
 from attnrx.support.estimate import Estimate
 from attnrx.support.storage import write_json
 from support import report_content
@@ -41,6 +42,30 @@ def test_every_file_has_its_size_speed_and_accuracy(tmp_path: Path) -> None:
     _, texts, _ = files_table(tmp_path)
     assert texts[0] == ("model.safetensors", "2.5 MB", "1.03x faster", "95.8 %")
     assert texts[2] == ("model.onnx", "3.0 MB", "1.25x faster", "as the model")
+
+
+def test_evidence_about_a_file_gives_its_numbers_to_this_file_only(tmp_path: Path) -> None:
+    folder_with(tmp_path, {"file": "model-openvino.xml", "format": "openvino"}, {})
+    (tmp_path / "evidence-openvino.json").unlink()
+    assert {row["file"]: row["faster"] for row in written_files(tmp_path)} == {
+        "model.safetensors": None, "model-openvino.xml": 1.03, "model.onnx": 1.25
+    }  # fmt: skip
+    _, texts, _ = files_table(tmp_path)
+    assert [row[3] for row in texts] == ["not measured", "95.8 %", "as the model"]
+
+
+@pytest.mark.parametrize(
+    ("about", "name", "words"),
+    [
+        ({"target": "faster=1.3", "file": "model-int8.onnx"}, "model-int8.onnx", "this file's"),
+        ({"target": "macs=0.7"}, "model.safetensors", "attnrx.load"),
+        ({"target": "macs=0.7", "portable": True}, "model.safetensors", "its own library"),
+        ({}, "", ""),
+    ],
+)
+def test_a_result_says_which_file_to_deploy(about: dict, name: str, words: str) -> None:
+    found, text = deployed(Evidence((), about))
+    assert found == name and words in text
 
 
 @pytest.mark.parametrize("about", [{"nothing_removed": True}])

@@ -36,11 +36,9 @@ def _shrink_options(parser: Parser) -> None:
     target = parser.add_mutually_exclusive_group(required=True)
     limits = {"faster": "TIMES", "macs": "SHARE", "params": "SHARE", "max_kl": "DIVERGENCE", "size": "MB"}
     options.add_arguments(target, "shrink", **limits, max_drop=options.POINTS)
-    options.add_out(
-        parser, "the folder of the model, its evidence, report, card and model.onnx", "runs/shrunk", folder=True
-    )
+    options.add_out(parser, "the folder of the model, its file, evidence, report and card", "runs/shrunk", folder=True)
     options.add_arguments(parser, "shrink", "batch", "threads", "seed", "effort", "portable", "multiple", to="FORMAT")
-    option(parser, "--no-onnx", bool, "write no model.onnx")
+    option(parser, "--no-onnx", bool, "write no model.onnx; with --to only the file of that format is written")
     option(parser, "--opset", options.COUNT, "the operator set version of model.onnx, 17 to 23 (23)")
     options.add_device(parser)
 
@@ -51,32 +49,29 @@ def _shrink_options(parser: Parser) -> None:
     _shrink_options,
 )
 def shrink(arguments: Namespace, log: Log) -> Outcome:
-    onnx = not arguments.no_onnx
     log(f"loading {arguments.model} and {arguments.data}")
     model = options.model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
     splits = options.splits_argument(model, arguments)
     settings = options.given_arguments(arguments, "shrink")
     shrunk = rx.shrink(model, splits, **settings, folder=arguments.out, log=log)
     log(shrunk.summary())
-    log("writing the folder and model.onnx, and timing it" if onnx else "writing the folder")
+    log("writing the folder")
     timing = {name: settings[name] for name in ("batch", "threads") if name in settings}
     version = {} if arguments.opset is None else {"opset": arguments.opset}
-    folder = shrunk.save(arguments.out, onnx, to=shrunk.form, **version, original=model, **timing)
-    name = None if shrunk.form is None else rx.exporting.parse_format(shrunk.form).name
-    exported = None if name is None else rx.Evidence.load(folder / f"evidence-{name}.json")
+    onnx = False if arguments.no_onnx else None
+    folder = shrunk.save(arguments.out, onnx, **version, original=model, **timing)
+    deployed = folder / str(shrunk.evidence.about.get("file", "model.safetensors"))
     record = {
         "summary": shrunk.summary(),
         "folder": str(folder),
         "prescription": None if shrunk.prescription is None else str(shrunk.prescription),
         "files": rx.reports.written_files(folder),
         "evidence": shrunk.evidence.to_record(),
-        "evidence_exported": None if exported is None else exported.to_record(),
+        "deploy": str(deployed),
     }
-    lines: list[str] = [shrunk.summary(), f"model: {folder}", f"report: {Path(folder) / 'report.html'}"]
-    if exported is not None:
-        lines.append(f"{exported.about['file']}: {rx.reports.summary_of(exported)}")
-    lines.append(aligned_table(*rx.reports.files_table(folder)))
-    failed = [finding for each in (shrunk.evidence, exported) if each is not None for finding in each.failures]
+    lines: list[str] = [aligned_table(*rx.reports.files_table(folder)), f"report: {folder / 'report.html'}"]
+    lines += [f"deploy: {deployed}", shrunk.summary()]
+    failed = shrunk.evidence.failures
     missed = [is_target(finding, shrunk.target.quantity) for finding in failed]
     notes = (failure(finding, target) for finding, target in zip(failed, missed, strict=True))
     warnings = (f"warning: {each}" for each in shrunk.evidence.warnings)

@@ -423,7 +423,7 @@ def require_inputs(arguments: Namespace) -> None:
     # Shrink and elastic, which have an effort, write a folder with a report.
     opset = getattr(arguments, "opset", None)
     onnx = "onnx" if opset is None else f"onnx(opset={opset})"
-    texts = to, None if getattr(arguments, "no_onnx", True) else onnx
+    texts = to, None if to or getattr(arguments, "no_onnx", True) else onnx
     formats, has_report = [rx.exporting.parse_format(text) for text in texts if text], hasattr(arguments, "effort")
     preflight(folder=arguments.out if has_report else None, formats=formats, report=has_report)
     if getattr(arguments, "label_map", None) is not None:

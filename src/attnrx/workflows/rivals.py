@@ -2,12 +2,12 @@
 bits by the vendor's defaults, and the unchanged model as a file of attnrx, all in one run.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class MeasuredFile:
         agreement: The decisions that are the original's, in %; None for outputs without decisions.
         bytes: Its size.
         timing: The comparison of times that both speeds are of.
+        file: The file itself, as long as its run is in use.
     """
 
     title: str
@@ -77,6 +78,7 @@ class MeasuredFile:
     agreement: Estimate | None
     bytes: int
     timing: LatencyComparison | None = None
+    file: Exported | None = None
 
     def dominates(self, other: "MeasuredFile") -> bool:
         """Whether it is faster than another file and its outputs are no farther from the original's."""
@@ -118,6 +120,10 @@ class FileRun:
     def unchanged(self) -> MeasuredFile:
         return self.files[UNCHANGED]
 
+    def chosen(self, instead: MeasuredFile | None) -> MeasuredFile:
+        """Returns the file to deploy: the result's or the unchanged model's, or the one that is returned `instead`."""
+        return instead or self.files.get(RESULT, self.unchanged)
+
     def headline(self, file: MeasuredFile, least: float | None) -> tuple[Finding, ...]:
         """Returns the speed of a file relative to the baseline, which is at least a target's, and its factors."""
         if file.timing is None:
@@ -129,8 +135,7 @@ class FileRun:
         """Returns the evidence with the findings, and a warning if a file of the unchanged model is better than the
         result, or is returned `instead` of it.
         """
-        chosen = instead or self.files.get(RESULT, self.unchanged)
-        headline = self.headline(chosen, 1 / target.limit if target.quantity == "latency" else None)
+        headline = self.headline(self.chosen(instead), 1 / target.limit if target.quantity == "latency" else None)
         about = dict(evidence.about)
         if instead is not None:
             speed, loss = f"{instead.speed.value:.2f}x", f"{instead.divergence.value:.3f}"
@@ -207,9 +212,10 @@ def measure_files(
         NotSupported: A file of attnrx cannot be written in the format, or the outputs of the result's file differ.
     """
     tested = tested.take(min(COMPARED_IMAGES, len(tested)))
-    with TemporaryDirectory() as folder:
+    with ExitStack() as opened:
+        folder = opened.enter_context(scratch_folder())
         written: dict[str, tuple[Exported, bool]] = {}
-        for name, file, is_own in _written(original, result, form, calibration, Path(folder), log):
+        for name, file, is_own in _written(original, result, form, calibration, folder, log):
             written[name] = file, is_own
         files = {name: file for name, (file, _) in written.items()}
         # By the precision that was asked for; where the vendor's tool fails, by attnrx's file of the unchanged model.
@@ -226,11 +232,13 @@ def measure_files(
             assert gain is not None
             divergence = mean_estimate(answers.divergence("original", name).double(), 0)
             speed = Estimate(1.0, 1.0, 1.0) if name == first else speeds[name].faster
-            about = speed, gain.value, divergence, agreement, file.bytes, speeds[name]
+            about = speed, gain.value, divergence, agreement, file.bytes, speeds[name], file
             measured[name] = MeasuredFile(name, file.form, is_own, *about)
             log(_line(measured[name], first, kind.columns[1]))
-    findings = [file.finding(first, protocol, len(noise), kind.unit) for file in measured.values()]
-    return FileRun(measured, first, tuple(findings))
+        findings = [file.finding(first, protocol, len(noise), kind.unit) for file in measured.values()]
+        run = FileRun(measured, first, tuple(findings))
+        weakref.finalize(run, opened.pop_all().close)
+    return run
 
 
 def _line(file: MeasuredFile, baseline: str, noun: str) -> str:

@@ -51,7 +51,16 @@ from attnrx.vit.models.boundary.verbs import verb
 from attnrx.vit.outputs import Divergence, Metric, judged, most_images, output_kind_of
 from attnrx.workflows.load import load_original, preflight
 from attnrx.workflows.rivals import FileRun, MeasuredFile, measure_baseline, measure_files
-from attnrx.workflows.shrunk import Shrunk, checks_of, require_result_folder, result_files, samples_of, with_accuracy
+from attnrx.workflows.shrunk import (
+    Shrunk,
+    checks_of,
+    require_result_folder,
+    result_files,
+    result_path,
+    samples_of,
+    with_accuracy,
+    with_file,
+)
 from attnrx.workflows.verify import verify
 
 # A target of latency that saves less is planned with the whole decoder, which could otherwise meet it alone.
@@ -153,7 +162,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         effort: How much is measured: quick (minutes), normal or thorough; both also distill the model from the
             original at the end, normal only one of at most 5e9 MACs per image.
         to: The format of a file that `faster` is about (see export), e.g. int8 or 'openvino(precision=bf16)': the plan
-            is made with the latency of blocks in the runtime of the format; `Shrunk.save(to=...)` writes the file.
+            is made with the latency of blocks in the runtime of the format; `Shrunk.save` writes the file.
         portable: The result is a model of the library's own class, with other sizes, and `Shrunk.save` writes the
             checkpoint of the library, which loads it without attnrx (see `save`). One width for all MLPs is pruned, and
             heads where the class states their number; `faster` is then the speed in the library's own code.
@@ -190,7 +199,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     portability = portable_settings(portable, multiple)
     preflight(data=data, columns=columns, folder=folder, formats=() if form is None else (form,))
     # What `Shrunk.save` will lack, before hours of work; not an error, because the result need not be saved.
-    for check in (partial(preflight, report=True), partial(preflight, formats=(parse_format("onnx"),))):
+    for check in (partial(preflight, report=True), partial(preflight, formats=(form or Onnx(),))):
         try:
             check()
         except NotSupported as missing:
@@ -202,7 +211,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         data = ModelBatches.of(data, inputs)
         original = load_original(model, weights, data)
         if folder is not None:  # before the work
-            require_result_folder(Path(folder), original, result_files(Path(folder), Onnx(), to))
+            require_result_folder(Path(folder), original, result_files(Path(folder), None if to else Onnx(), to))
         conditions = replace(timing_conditions(original, threads, batch, form, log), plain=portable)
         if conditions.on_cuda and target.minimized != "latency":
             log("on a CUDA device fewer MACs are not less time: faster=N plans for its time (docs/results/gpu.md)")
@@ -482,20 +491,27 @@ class ShrinkRun:
         files: FileRun | None = None,
         instead: MeasuredFile | None = None,
     ) -> Shrunk:
-        """Verifies a model against the original; `last` are the checks of what was promised."""
+        """Verifies a model, or its file if one is requested, against the original; `last` are the checks of what was
+        promised.
+        """
         begin("verifying")
         tested, names = self.images.verified, self.class_names
-        checks = with_accuracy(tested, self.original, *checks_of(target, self.original, tested), Costs(), *last)
+        chosen = None if files is None else files.chosen(instead)
+        file, form = None if chosen is None else chosen.file, self.settings.to if instead is None else str(instead.form)
         about = {"target": str(target), **self.about}
         context = {"prescription": prescription, "seed": self.settings.seed, "batch_size": 32}
+        of_outputs = with_accuracy(tested, self.original, *checks_of(target, self.original, tested))
+        checks = (*(of_outputs if file is None else ()), Costs(), *last)
         evidence = verify(model, self.original, tested, checks, about, **context)
+        if file is not None:  # it is what runs later: 8 bits may change answers that the model keeps
+            of_file = verify(file, self.original, tested, of_outputs, seed=self.settings.seed, batch_size=32)
+            evidence = with_file(evidence, of_file, result_path(Path(), file.form).name, str(form))
         evidence = evidence if files is None else files.added_to(evidence, target, instead)
         samples, maps = samples_of(self.original, model, tested, names)
         # Of the blocks, which a copy with a smaller decoder shares with the original.
         diagnosis = replace(self.diagnosis, fingerprint=model_fingerprint(self.original))
         in_kernels = self.settings.to is None and self.settings.conditions.in_kernels
         parts = diagnosis, samples, names, self.images, maps, in_kernels
-        form = self.settings.to if instead is None else str(instead.form)
         return Shrunk(model, prescription, evidence, plan, target, *parts, form)
 
 

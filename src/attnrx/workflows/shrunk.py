@@ -31,6 +31,7 @@ from attnrx.show.checks import Accuracy, Check, Fidelity, Index, Latency
 from attnrx.show.reports import (
     MapSamples,
     ReportContent,
+    evidence_stem,
     first_images,
     sample_maps,
     sample_tokens,
@@ -130,7 +131,7 @@ class Shrunk:
     def save(
         self,
         folder: Path | str,
-        onnx: bool = True,
+        onnx: bool | None = None,
         *,
         to: str | None = None,
         opset: int = Onnx.opset,
@@ -143,21 +144,23 @@ class Shrunk:
         Everything is written to a new folder, which replaces the old one in one step: files of an earlier result are
         replaced, and exports of other models removed; files that attnrx did not write are kept.
 
-        A file of the format `to` is named after it, model-int8.onnx, and so is the evidence of what it costs against
-        the original, evidence-int8.json. It is calibrated on the images that the plan was made on, and verified on
-        those that neither has seen. Its speed is that in the runtime of the format, relative to the original in its own
-        library at the precision of the file, which is the model's own or else float32. The original's file of the same
-        format is timed in turns with it, so that the speed is divided into what the format gave and what the
-        compression gave.
+        One file is written for deployment: model.onnx or, after `shrink(to=...)`, the file of that format, e.g.
+        model-int8.onnx. The evidence of `shrink` is then about this file: its speed, its accuracy, its outputs. It is
+        calibrated on the images that the plan was made on, and verified on images that neither has seen.
+
+        A file of another format `to` has its own evidence against the original, evidence-int8.json. Its speed is
+        relative to the original in its own library at the precision of the file. The original's file of the same format
+        is timed in turns with it, so you see what the format gave and what the compression gave.
 
         Args:
             folder: The folder.
-            onnx: Whether model.onnx is written.
-            to: Another format to write, e.g. "int8" or "openvino(precision=bf16)" (see `export`).
+            onnx: Whether model.onnx is written, also beside the file of a format; by default without such a file.
+            to: The format to write, e.g. "int8" or "openvino(precision=bf16)" (see `export`); by default the one that
+                `shrink` was given.
             opset: The operator set version of model.onnx, 17 to 23: a smaller one for a runtime or a tool that does not
                 know the newest.
             original: The model that `shrink` was given; with it model.onnx is timed beside the same file of the
-                original, for `reports.files_table`. `to` needs it.
+                original, for `reports.files_table`. A `to` that `shrink` was not given needs it.
             batch: For `to`, the images of a timed batch.
             threads: CPU threads of the timings (torch's default).
 
@@ -169,11 +172,13 @@ class Shrunk:
             AttnrxError: The model cannot be exported; everything else was saved.
         """
         folder = Path(folder)
+        to = self.form if to is None else to
+        onnx = to is None if onnx is None else onnx
         files = result_files(folder, Onnx(opset) if onnx else None, to)
         preflight(folder=folder, formats=files.values(), report=True)
         require_result_folder(folder, self.model, files)
         original = None if original is None else at_size_of(original, self.model)
-        if to is not None and original is None:
+        if to is not None and original is None and not self.has_evidence_of(to):
             raise InvalidInput(f"to={to!r} needs the original, which the evidence of the file is against; give it.")
         failures: list[AttnrxError] = []
 
@@ -198,12 +203,14 @@ class Shrunk:
         """Writes a file to a folder that has none: model.onnx with its speed beside the original's, if that is given,
         or the file of another format with its evidence.
         """
-        is_onnx, images = path.stem == "model", self.images
-        calibration = None if is_onnx or images is None else images.planned
+        is_of_format, images = to is not None and form == parse_format(to), self.images
+        calibration = images.planned if is_of_format and images is not None else None
         settings = {"precision": exporting.precision_for(self.model, form), "calibration": calibration}
         names = exporting.fitting_names(self.model, self.class_names)
         file = exporting.export(self.model, path, to=form, class_names=names, **settings)
-        if is_onnx:
+        if to is not None and is_of_format and self.has_evidence_of(to):
+            return
+        if not is_of_format:
             if original is not None and self.prescription is not None:
                 timed = int(self.evidence.about.get("batch", 32))
                 rounds = final_rounds(timed, family_of(original).costs(original).macs)
@@ -222,6 +229,11 @@ class Shrunk:
             exporting.remove_export(path)  # no file without evidence
             raise
         evidence.save(evidence_of(path))
+
+    def has_evidence_of(self, to: str) -> bool:
+        """Whether the evidence is about the file of this format."""
+        about = self.evidence.about.get("format")
+        return isinstance(about, str) and parse_format(about) == parse_format(to)
 
     def report(self, title: str) -> ReportContent:
         """Returns the content of the report, with the tokens of the sample images if tokens are pruned or merged."""
@@ -275,16 +287,29 @@ RESULT = re.compile(r"model(-\w+)?")  # the stems of exported files in a folder 
 
 def result_files(folder: Path, onnx: Onnx | None, to: str | None) -> dict[Path, Format]:
     """Returns the formats of the exported files of a result by their paths: model.onnx, and the file of a format."""
-    files: dict[Path, Format] = {} if onnx is None else {folder / "model.onnx": onnx}
-    if to is not None:
-        form = parse_format(to)
-        files[folder / f"model-{form.name}{form.suffix}"] = form
-    return files
+    formats = [onnx, None if to is None else parse_format(to)]  # the format replaces model.onnx, if it is ONNX
+    return {result_path(folder, form): form for form in formats if form is not None}
+
+
+def result_path(folder: Path, form: Format) -> Path:
+    """Returns the path of a file in a folder of results: model.onnx, or model-FORMAT.SUFFIX."""
+    return folder / f"{'model' if form.name == Onnx.name else f'model-{form.name}'}{form.suffix}"
 
 
 def evidence_of(path: Path) -> Path:
-    """Returns the path of the evidence of model-FORMAT.SUFFIX in a folder of results."""
-    return path.with_name(f"evidence{path.stem.removeprefix('model')}.json")
+    """Returns the path of the evidence of a file in a folder of results: evidence-FORMAT.json."""
+    return path.with_name(f"{evidence_stem(path.stem)}.json")
+
+
+def with_file(evidence: Evidence, of_file: Evidence, name: str, form: str) -> Evidence:
+    """Returns the evidence of a model with the findings on the outputs of its file, by which you judge the result."""
+    about = {**evidence.about, "checks": [*of_file.about["checks"], *evidence.about["checks"]]}
+    for key in ("notes", "warnings"):
+        about[key] = list(dict.fromkeys((*of_file.about[key], *evidence.about[key])))
+    # A metric of yours is measured in both.
+    of_outputs = {finding.check for finding in of_file.findings}
+    of_model = (finding for finding in evidence.findings if finding.check not in of_outputs)
+    return Evidence((*of_file.findings, *of_model), {**about, "file": name, "format": form})
 
 
 def require_result_folder(folder: Path, model: nn.Module, files: Mapping[Path, Format]) -> None:
@@ -295,8 +320,7 @@ def require_result_folder(folder: Path, model: nn.Module, files: Mapping[Path, F
     for path, form in files.items():
         exporting.require_replaceable_files(path, form.files(path))
         exporting.require_export_path(path, form, with_script=form.example(path) is not None and num_classes(model) > 0)
-        if path.stem != "model":
-            require_absent([evidence_of(path)], lambda path: file_kind(path) == EVIDENCE)
+        require_absent([evidence_of(path)], lambda path: file_kind(path) == EVIDENCE)
 
 
 def result_parts(fingerprint: str) -> ReplacedFiles:
@@ -315,7 +339,7 @@ def result_parts(fingerprint: str) -> ReplacedFiles:
             name = RESULT.fullmatch(path.stem)
             if (name and fingerprint != stored) or path.name in written:
                 names |= {each.name for each in files_of_export(path, facts)}
-                has_evidence = name and name[1] and file_kind(evidence_of(path)) == EVIDENCE
+                has_evidence = name and file_kind(evidence_of(path)) == EVIDENCE
                 names |= {evidence_of(path).name} if has_evidence else set()
         # Facts and scripts without a file are those of an export that was interrupted.
         paths = [folder / name for name in written]

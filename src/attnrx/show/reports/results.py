@@ -1,6 +1,7 @@
 """The results in numbers: one sentence, quantities before and after, findings, costs, and the files of a folder."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -217,11 +218,23 @@ def verdict(found: Evidence | None, records: Mapping[str, Record]) -> dict[str, 
         "times": _times(evidence),
         "files": measured_files(evidence),
         "file_columns": FILE_COLUMNS,
+        "deployed": deployed(evidence),
         "conditions": next((speed.conditions for speed in speeds(evidence)), ""),
         "notes": list(dict.fromkeys(notes)),
         "failures": list(evidence.failures),
         "undecided": list(evidence.undecided),
     }
+
+
+def deployed(evidence: Evidence) -> tuple[str, str]:
+    """Returns which file to deploy, and what is said of it; empty for evidence of no result of `shrink`."""
+    name = evidence.about.get("file")
+    if isinstance(name, str):
+        return name, "the speed, the accuracy and the outputs on this page are this file's."
+    if "target" not in evidence.about:
+        return "", ""
+    opened_by = "its own library" if evidence.about.get("portable") else "attnrx.load"
+    return "model.safetensors", f"open its folder with {opened_by}. The numbers on this page are of PyTorch."
 
 
 def sentence(evidence: Evidence | None) -> str:
@@ -358,15 +371,25 @@ def written_files(folder: Path | str) -> list[dict[str, Any]]:
     the evidence of a file cannot be read; it then has no numbers.
     """
     folder = Path(folder)
-    rows = [_record(folder, "model.safetensors", ("model.safetensors",), folder / "evidence.json", {})]
+    main, judged = folder / "evidence.json", None  # the file that the evidence of the folder is about
+    with suppress(CheckpointError, OSError):
+        judged = Evidence.load(main).about.get("file")
+    rows = [_record(folder, "model.safetensors", ("model.safetensors",), main, {})]
+    if judged is not None:
+        rows[0] |= {"faster": None, "batch": None, "accuracy": None}
     for facts_path in sorted(folder.glob("model*.json")):
         path = facts_path.with_suffix("")
         if path.suffix and path.is_file():
             facts = read_json(facts_path)
             names = tuple(facts.get("files") or (path.name,))
-            evidence = folder / f"evidence-{path.stem.removeprefix('model-')}.json"
+            evidence = main if path.name == judged else folder / f"{evidence_stem(path.stem)}.json"
             rows.append(_record(folder, path.name, names, evidence, facts))
     return [{**row, "unchanged": rows[0]["unchanged"]} for row in rows if row["bytes"]]
+
+
+def evidence_stem(stem: str) -> str:
+    """Returns the name of the evidence of an exported file without its suffix: evidence-FORMAT."""
+    return f"evidence{stem.removeprefix('model') or '-onnx'}"
 
 
 def files_table(folder: Path | str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], str]:
@@ -376,7 +399,8 @@ def files_table(folder: Path | str) -> tuple[tuple[str, ...], tuple[tuple[str, .
     for row in written_files(folder):
         measured = "not measured" if row["faster"] is None else speed_text(row["faster"])
         speed = "is the unchanged model's" if row["unchanged"] else measured
-        accuracy = "as the model" if row["accuracy"] is None else f"{row['accuracy']:.1f} %"
+        unknown = "not measured" if row["file"] == "model.safetensors" else "as the model"
+        accuracy = unknown if row["accuracy"] is None else f"{row['accuracy']:.1f} %"
         if row["problem"] is not None:
             speed, accuracy = "unknown: its evidence is damaged", "unknown"
         rows.append((row["file"], f"{row['bytes'] / 1e6:.1f} MB", speed, accuracy))
