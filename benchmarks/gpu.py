@@ -45,8 +45,6 @@ from attnrx.vit.costs.measured import PRECISIONS, RecordedCalls
 from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec
 
-# The C++ kernels of a CPU are not measured here, and compiling them takes half a minute.
-os.environ.setdefault("ATTNRX_BUILD", "0")
 ROOT = Path(__file__).resolve().parents[1]
 # The tests whose marker is gpu, and those of the code that they share with a CPU.
 TESTS = ("tests/laws/test_cuda.py", "tests/laws/test_compiled.py")
@@ -930,6 +928,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="small models and batches, for a test of this script")
     parser.add_argument("--render", action="store_true", help="write gpu.md from an earlier gpu.json, and end")
     arguments = parser.parse_args(words)
+    # The C++ kernels of a CPU are not measured here, and compiling them takes half a minute.
+    os.environ.setdefault("ATTNRX_BUILD", "0")
     if arguments.pack is not None:
         if arguments.images is None:
             parser.error("--pack needs --images, the file to write.")

@@ -94,7 +94,24 @@ def single_precision(exact_arithmetic: None) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def same_environment() -> Iterator[None]:
+    """Fails a test that leaves a setting of attnrx behind: ATTNRX_BUILD=0 took the kernels from all later tests."""
+    before = settings_of_attnrx()
+    yield
+    left = settings_of_attnrx()
+    if left != before:
+        os.environ.update(before)
+        for name in left.keys() - before.keys():
+            del os.environ[name]
+        pytest.fail(f"the environment had {before}, and has {left}")
+
+
+def settings_of_attnrx() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("ATTNRX_")}
+
+
+@pytest.fixture(autouse=True)
+def no_network(same_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuses every connection that leaves this machine."""
     connect = socket.socket.connect
 

@@ -158,6 +158,7 @@ COMPLETE = {
     "demo": "--out {out}",
     "diagnose": "{model} --data {data} --out {out}",
     "export": "{model} --to program --out {out}.pt2",
+    "figures": "{diagnosis} --out {out}",
     "prescribe": "{diagnosis} --rules total_rank:0.5 --out {out}.json",
     "push": "{model} owner/name",
     "realize": "{model} --prescription {plain} --out {out}",

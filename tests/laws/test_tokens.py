@@ -20,7 +20,7 @@ from support.token_models import KINDS, fits, original, reduced
 # One of each way of pooling, of tokens before the patches, and of scaling what a layer adds.
 FAMILIES = ("vit", "vit, no class token", "deit, distilled", "dinov2, registers", "hf vit", "hf dinov2")
 FAMILIES += ("dinov3", "rotary, mixed", "beit, bias per layer", "relative positions")
-FAMILIES += ("vit, attention pooling", "timm siglip", "hf siglip tower", "hf siglip2 tower")
+FAMILIES += ("vit, attention pooling", "timm siglip", "hf siglip tower")
 FAMILIES += ("open_clip, attention pooling",)
 
 

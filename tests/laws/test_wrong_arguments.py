@@ -80,6 +80,7 @@ def valid_arguments(folder: Path) -> dict[str, dict[str, Any]]:
         "distill": {**pair, "calibration": images},
         "elastic": {**on_images, "folder": folder / "elastic", "macs": (0.5,)},
         "export": {"model": model, "path": folder / "model.pt2", "to": "program"},
+        "figures": {"source": diagnosis, "folder": folder / "figures", "formats": ("csv",)},
         "load": {"source": model},
         "load_data": {"name_or_path": str(folder / "missing")},
         "plain": {"model": rx.accelerate(loaded)},

@@ -4,6 +4,7 @@ On a terminal phases and loops are one line that overwrites itself. Elsewhere a 
 minute.
 """
 
+import errno
 import os
 import shutil
 import sys
@@ -32,11 +33,17 @@ def no_log(_: str) -> None:
 
 
 def say(line: str) -> None:
-    """A log callback that prints a line on stderr, above the line that overwrites itself."""
+    """A log callback that prints a line on stderr, above the line that overwrites itself; nothing once the terminal is
+    closed, whose signal follows.
+    """
     global _is_live
     start, _is_live = "\r\x1b[K" if _is_live else "", False
-    sys.stderr.write(f"{start}{line}\n")
-    sys.stderr.flush()
+    try:
+        sys.stderr.write(f"{start}{line}\n")
+        sys.stderr.flush()
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
 
 
 def details(log: Log) -> Log:

@@ -101,8 +101,8 @@ POINTS = number(0.0, 100.0, "points of accuracy from 0 to 100, e.g. 1", above=Fa
     macs=optional(or_percent(BELOW_ONE)),
     params=optional(or_percent(BELOW_ONE)),
     max_drop=optional(POINTS),
-    max_kl=optional(number(0.0)),
-    size=optional(number(0.0)),
+    max_kl=optional(number(0.0, 1e3)),
+    size=optional(number(0.0, 1e6)),
     multiple=optional(COUNT),
 )
 @judged

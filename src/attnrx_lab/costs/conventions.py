@@ -119,12 +119,15 @@ def outer_norm_features(model: nn.Module, costs: ModelCosts) -> int | None:
         for name in parts.mlp
         for part in block.get_submodule(name).modules()
     )
+    queries = getattr(getattr(source, "attn_pool", None), "query", None)  # of open_clip's AttentionalPooler
     for name, module in source.named_modules():
         shape = getattr(module, "normalized_shape", None)
         if shape is None or module in inside:
             continue
         # Pooled norms run once, those of patches without prefix tokens; the last norm runs after tokens were pruned.
-        if name == "fc_norm" or name.startswith("attn_pool.") or name.endswith(POOLED_NORMS):
+        if queries is not None and name in ("attn_pool.ln_q", "attn_pool.ln_k", "ln_post"):
+            count = tokens[-1] if name == "attn_pool.ln_k" else len(queries)
+        elif name == "fc_norm" or name.startswith("attn_pool.") or name.endswith(POOLED_NORMS):
             count = 1
         elif module is last and (type(source).__name__.startswith("CLIP") or hasattr(source, "final_ln_after_pool")):
             count = 1 if getattr(source, "final_ln_after_pool", True) else tokens[-1]

@@ -790,7 +790,7 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         """
         adopted = self._adopted(model)
         plain, around = self.trunk_costs(adopted, shapes), adopted.around
-        tokens, calls = shapes.tokens.tokens, 1 if around is None else around.calls
+        tokens, calls = plain.tokens, 1 if around is None else around.calls
         lengths = [self.parts(adopted.trunk).sequences(*each) * calls for each in enumerate(tokens)]
         if around is None:
             return plain.called(lengths, 1, 1)

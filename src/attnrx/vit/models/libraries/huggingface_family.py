@@ -173,7 +173,8 @@ _READERS: Mapping[str, ModelReader] = {
     "CLIPVisionModelWithProjection": ModelReader(TOWER, answer="image_embeds"),
     # The mean of the patches before the last norm.
     "CLIPForImageClassification": ModelReader(TOWER, "mean without a norm"),
-    "SiglipVisionModel Siglip2VisionModel": ModelReader(TOWER, "attention", "pooler_output"),
+    "SiglipVisionModel": ModelReader(TOWER, "attention", "pooler_output"),
+    "Siglip2VisionModel": ModelReader(TOWER, "attention without padding", "pooler_output"),
     "SiglipForImageClassification": ModelReader(TOWER, "mean"),
     # The mean of the patches that are not padded.
     "Siglip2ForImageClassification": ModelReader(TOWER, "mean without padding"),

@@ -501,24 +501,24 @@ class TokenReduction(nn.Module):
         if run.is_past_blocks and run.present is not None:
             run.pooled = norm(run.present)
 
-    def attended(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns the tokens that a pooling by attention attends to, their patches, and the logarithms of their sizes.
+    def attended(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
+        """Returns the tokens that a pooling by attention attends to, and the logarithms of their sizes.
 
-        These tokens are the ones that are left, also where those of all patches were restored for other parts. Patches
-        and sizes are None where no token was pruned, the sizes also where all count as 1.
+        These tokens are the ones that are left, also where those of all patches were restored for other parts. The
+        sizes are None where no token was pruned, and where all count as 1.
         """
         run = self._run
         if run.is_past_blocks:
             self._end_outside()
         if run.sizes is None:
-            return tokens, None, None
+            return tokens, None
         # Tokens before the patches may be left out.
         present = run.sizes.shape[1] if run.pooled is None else self.shape.layout.prefix + run.patches
         skipped = present - tokens.shape[1]
         tokens = tokens if run.pooled is None else run.pooled[:, skipped:]
         # A sampled size of 0 needs a gradient, which the logarithm of 0 has not.
         scores = (run.sizes + TINY).log() if self.samples_patches else self.log_sizes()
-        return tokens, run.patch_indices, None if scores is None else scores[:, skipped:]
+        return tokens, None if scores is None else scores[:, skipped:]
 
 
 def reduction_of(model: nn.Module) -> TokenReduction | None:

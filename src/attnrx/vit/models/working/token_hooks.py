@@ -223,12 +223,8 @@ class PoolerHook(TokenHook):
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *outputs: Any) -> Any:
         is_latent = not isinstance(module, nn.MultiheadAttention)  # of timm: its query is no argument
         entering = args[0] if is_latent else args[1]
-        tokens, patches, scores = self.run(entering)
+        tokens, scores = self.run(entering)
         options = dict(kwargs)
-        if patches is not None and options.get("attn_mask") is not None:  # of padding: [..., tokens]
-            mask = options["attn_mask"]
-            rows = patches.repeat_interleave(mask.shape[0] // len(patches), 0)[:, None].expand(-1, mask.shape[1], -1)
-            options["attn_mask"] = mask.gather(2, rows)
         if scores is not None:
             options |= {"attn_mask": scores[:, None, None]} if is_latent else {"key_padding_mask": scores}
         return ((tokens, *args[1:]) if is_latent else (args[0], tokens, tokens, *args[3:])), options
