@@ -14,7 +14,7 @@ from attnrx.support.tables import markdown_table
 from attnrx_lab.papers.spot import SpotExperiment, outline_for, token_price
 from attnrx_lab.papers.spot_tables import RECIPES, SUBJECTS
 
-DIGITS = {"gmacs": 1, "predictors": 3}
+DIGITS = {"gmacs": 1, "gmacs_change": 1, "predictors": 3}
 TABLES = ("table1", "table2", "table3", "table7", "table8", "figure5")
 
 

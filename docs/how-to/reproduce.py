@@ -54,7 +54,32 @@ print("row:", row.split("|")[1].strip())
 # attnrx reproduce svda/table1 --only cifar10 --epochs 10 --seeds 42    # shorter than the paper; the table says so
 # ```
 #
-# What came out is in the [results](../results/svda.md#at-the-papers-protocol), beside the paper's numbers.
+# What came out is in the [results](../results/svda.md#at-the-papers-protocol), beside the paper's numbers. What is
+# exact, and what is missing, is [one list](../results/papers.md).
+#
+# ## What will it take?
+#
+# `--dry-run` trains nothing. It states every training with its images, steps, operations, and hours on one H100:
+
+# %%
+print(attnrx("reproduce", "svda/table1", "--only", "cifar10", "--dry-run"))
+
+# %% [markdown]
+# ## On several GPUs
+#
+# A launcher's processes make every run together: all train, and the first one writes. The batch size is the sum over
+# all processes, so the protocol stays the paper's.
+#
+# ```bash
+# accelerate launch --num_processes 4 -m attnrx reproduce spot/table2 --only deit_small --out runs    # 4 GPUs
+# torchrun --nproc-per-node 8 -m attnrx reproduce spot/table2 --only deit_small --out runs            # 8 GPUs
+# accelerate launch --num_machines 2 --machine_rank RANK --main_process_ip HOST --main_process_port 29500 \
+#     --num_processes 16 -m attnrx reproduce spot/table2 --only deit_small --out /shared/runs         # 2 machines
+# ```
+#
+# On several machines, run the command on each one with its own `RANK` and the same shared folder: every process reads
+# the results there. Repeat the command to continue a stopped run. `attnrx train --parallel fsdp` divides a model's
+# weights among the GPUs; recipes keep a copy on each.
 #
 # ## What can go wrong
 #

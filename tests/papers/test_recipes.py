@@ -121,6 +121,16 @@ SPOT_MISSED = [
     ("spot/table1", "LV-ViT-S, SPOT", "gmacs", 4.675),  # printed 4.5, which it costs without its predictors
     ("spot/table3", "DeiT-S, SPViT + SPOT", "gmacs", 3.007),  # printed 2.9, as SPViT
     ("spot/table8", "DeiT-S, head-averaged attention", "predictors", 0.1075),  # printed 0.106, which 12 features give
+    # The changes of the seven rows of Table 1 above, and the printed -1.5 of both: 2.9 is 1.7 less than 4.6.
+    ("spot/table1", "DeiT-S, DynamicViT", "gmacs_change", -1.6),
+    ("spot/table1", "DeiT-S, EViT", "gmacs_change", -1.7),
+    ("spot/table1", "LV-ViT-T, DynamicViT", "gmacs_change", -0.6),
+    ("spot/table1", "LV-ViT-T, SPOT", "gmacs_change", -0.6),
+    ("spot/table1", "LV-ViT-S, DynamicViT", "gmacs_change", -1.9),
+    ("spot/table1", "LV-ViT-S, EViT", "gmacs_change", -2.0),
+    ("spot/table1", "LV-ViT-S, SPOT", "gmacs_change", -1.9),
+    ("spot/table3", "DeiT-S, SPViT", "gmacs_change", -1.7),
+    ("spot/table3", "DeiT-S, SPViT + SPOT", "gmacs_change", -1.6),
 ]
 
 
@@ -140,7 +150,7 @@ def test_gflops_of_spot_follow_but_for_some():
                 (row.label, column): cell
                 for row in rows
                 for column, cell in file.expected.get(row.label, {}).items()
-                if column in ("gmacs", "predictors")
+                if column in ("gmacs", "gmacs_change", "predictors")
             }
             price = token_price(outline_for(protocol.model, protocol.subject), protocol.method) if cells else {}
             for (row, column), cell in cells.items():
@@ -149,7 +159,7 @@ def test_gflops_of_spot_follow_but_for_some():
                     missed.append((name, row, column, price[column]))
     assert met > 40
     wanted = [(*where, pytest.approx(gmacs, abs=6e-4)) for *where, gmacs in SPOT_MISSED]
-    assert sorted(missed) == sorted(wanted, key=lambda cell: cell[:3])
+    assert sorted(missed, key=lambda cell: cell[:3]) == sorted(wanted, key=lambda cell: cell[:3])
 
 
 @pytest.mark.parametrize("name", recipe_names())

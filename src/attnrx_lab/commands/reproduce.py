@@ -44,6 +44,8 @@ def _options(parser: Parser) -> None:
     option(parser, "--seeds", SEEDS, "instead of the recipe's, e.g. 42,43,44")
     tiny = "on generated images, in seconds: shows that it runs, and compares closed forms alone with the paper"
     option(parser, "--tiny", bool, tiny)
+    dry = "say what would be trained, in how many operations and hours of one H100, and do nothing"
+    option(parser, "--dry-run", bool, dry)
     add_out(parser, "the folder of all runs and tables", "runs", folder=True)
     knobs = parser.add_argument_group("instead of the paper's protocol, listed in the table; not every recipe has each")
     for name, (value, purpose) in KNOBS.items():
@@ -69,6 +71,9 @@ def reproduce(arguments: Namespace, log: Log) -> Outcome:
         "tiny": arguments.tiny,
         **{knob: getattr(arguments, knob) for knob in KNOBS},
     }
+    if arguments.dry_run:
+        planned = papers.plan_recipes(arguments.recipe, folder=arguments.out, **options)
+        return Outcome(planned.to_records(), (str(planned),))
     tables = papers.reproduce(arguments.recipe, log=log, folder=arguments.out, **options)
     shown: list[str] = []
     for table in tables:

@@ -18,6 +18,7 @@ from attnrx.support.errors import CheckpointError, InvalidInput
 from attnrx.support.progress import Log, no_log
 from attnrx.support.records import to_dict, without_folders
 from attnrx.support.storage import check_schema, read_json, write_json
+from attnrx_lab.papers.plan import Training
 from attnrx_lab.papers.processes import agreed, is_first, shared_lock
 
 SCHEMA = 1  # of settings.json and result.json
@@ -80,6 +81,10 @@ class Experiment(ABC):
     @abstractmethod
     def as_tiny(self) -> "Experiment":
         """The same run on generated images or weights, in a second or two."""
+
+    def trainings(self) -> tuple[Training, ...]:
+        """Returns the trainings of a run by their shapes, with nothing loaded; a tiny run's take seconds: none."""
+        return ()
 
     def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
         """Returns the names of the stages that measure these numbers, or of all stages.

@@ -21,6 +21,7 @@ from attnrx.support.progress import Log
 from attnrx.support.records import to_dict
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Task
+from attnrx.vit.costs import ModelCosts
 from attnrx.vit.models import family_of
 from attnrx.vit.spec import AttentionSpec
 from attnrx.workflows.load import load
@@ -38,6 +39,7 @@ from attnrx_lab.papers.experiment import (
     plain_measures,
 )
 from attnrx_lab.papers.ownership import FusionOwnership, nonnegative_fusion
+from attnrx_lab.papers.plan import BACKWARD, Training, training_images
 from attnrx_lab.papers.spot import ORIGINALS, outline_for
 
 # timm's decay for the running mean of a DeiT's weights; the paper does not state its decay.
@@ -111,15 +113,20 @@ class IrrattMethod:
         return realize(model, self.prescription(model, diagnosis, seed, factors)) if self.changes else model
 
 
-def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
-    """Returns the compression ratios in the paper's convention, in percent of the original; needs shapes only."""
+def method_costs(outline: nn.Module, method: IrrattMethod) -> ModelCosts:
+    """Returns the costs of a method's model by its ranks; needs shapes only."""
     family = family_of(outline)
     specs = family.specs(outline)
     compression = method.compression(specs[0])
     smaller = tuple(compression.spec(spec) for spec in specs)
-    after = family.costs(outline, smaller, compression.mlp_ranks(specs))
+    return family.costs(outline, smaller, compression.mlp_ranks(specs))
+
+
+def paper_price(outline: nn.Module, method: IrrattMethod) -> dict[str, float]:
+    """Returns the compression ratios in the paper's convention, in percent of the original; needs shapes only."""
+    after = method_costs(outline, method)
     norms = outer_norm_features(outline, after)  # of as many tokens
-    return priced(after, norms).percent_of(priced(family.costs(outline), norms))
+    return priced(after, norms).percent_of(priced(family_of(outline).costs(outline), norms))
 
 
 def realized_price(model: nn.Module, candidate: nn.Module) -> dict[str, float]:
@@ -204,6 +211,29 @@ class IrrattExperiment(sources.DatasetExperiment):
             ema=self.ema,
             seed=self.seed,
         )
+
+    def trainings(self) -> tuple[Training, ...]:
+        if self.tiny:
+            return ()
+        outline, images = self._outline(), training_images(self.dataset, self.held_out)
+
+        def planned(name: str, method: IrrattMethod) -> Training:
+            costs = method_costs(outline, method)
+            macs = BACKWARD * (costs.macs + costs.classifier_macs)
+            return Training(f"{self.name}, {name}", self.epochs, images, self.batch_size, macs)
+
+        trainings: list[Training] = []
+        if self.model is None:
+            made, costs = ORIGINALS[self.subject], family_of(outline).costs(outline)
+            macs = BACKWARD * (costs.macs + costs.classifier_macs)
+            name = f"{self.subject}, the original of all rows"
+            trainings.append(Training(name, made.epochs, images, made.batch_size, macs, "fp32"))
+        for method in self.methods if self.epochs else ():
+            if method.by_training:
+                trainings.append(planned(f"{method.name}, the constrained CP", replace(method, qk="cp")))
+            if method.changes:
+                trainings.append(planned(method.name, method))
+        return tuple(trainings)
 
     def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
         """Returns the names of the methods."""

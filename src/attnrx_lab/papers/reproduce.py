@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from attnrx.support.errors import UnknownName
 from attnrx.support.progress import Log, no_log
 from attnrx_lab.papers import irratt_tables, spot_tables, svda_tables
 from attnrx_lab.papers.experiment import Experiment
+from attnrx_lab.papers.plan import RecipePlan, planned_runs
 from attnrx_lab.papers.processes import is_first
 from attnrx_lab.papers.recipe import Expected, Recipe
 from attnrx_lab.papers.table import ReproducedTable, make_table
@@ -73,15 +75,8 @@ def reproduce(
         CheckpointError: The folder of a run holds another one.
         TrainingInterrupted: After Ctrl-C in a training; the same call continues.
     """
-    names = (names,) if isinstance(names, str) else names
-    changes = {knob: value for knob, value in knobs.items() if value is not None}
-    recipes, tables = [load_recipe(name) for name in names], []
-    # A scenario may have several runs in a recipe, and several recipes.
-    scenarios = list(dict.fromkeys(protocol.scenario for recipe in recipes for protocol in recipe.protocol))
-    requested = (only,) if isinstance(only, str) else tuple(dict.fromkeys(only or scenarios))
-    for scenario in requested:
-        if scenario not in scenarios:
-            raise UnknownName(f"scenario of the recipe {', '.join(names)}", scenario, scenarios)
+    recipes, requested = _requested(names, only)
+    changes, tables = {knob: value for knob, value in knobs.items() if value is not None}, []
     for recipe in recipes:
         experiments, deviations = _planned(recipe, requested, seeds, tiny, changes)
         runs = [each.run(Path(folder) / each.place, log, recipe.keys(each.scenario)) for each in experiments]
@@ -91,6 +86,52 @@ def reproduce(
             if is_first():
                 tables[-1].save(folder)
     return tuple(tables)
+
+
+def plan_recipes(
+    names: str | Sequence[str],
+    *,
+    only: str | Sequence[str] | None = None,
+    seeds: Sequence[int] | None = None,
+    tiny: bool = False,
+    folder: str | Path = "runs",
+    **knobs: Any,
+) -> RecipePlan:
+    """Returns what `reproduce` would do with these arguments: its trainings, their operations, the time on one H100.
+
+    Nothing is loaded, trained or written.
+
+    Raises:
+        UnknownName: There is no such recipe, or none has such a scenario.
+        InvalidInput: An experiment has no such setting.
+    """
+    recipes, requested = _requested(names, only)
+    changes = {knob: value for knob, value in knobs.items() if value is not None}
+    experiments: list[Experiment] = []
+    texts: list[str] = []
+    for recipe in recipes:
+        planned, deviations = _planned(recipe, requested, seeds, tiny, changes)
+        experiments += planned
+        texts += chain.from_iterable(deviations.values())
+    runs = planned_runs(experiments, Path(folder))
+    return RecipePlan(tuple(recipe.name for recipe in recipes), runs, tuple(dict.fromkeys(texts)))
+
+
+def _requested(names: str | Sequence[str], only: str | Sequence[str] | None) -> tuple[list[Recipe], tuple[str, ...]]:
+    """Returns the recipes, and the scenarios of them that are wanted.
+
+    Raises:
+        UnknownName: There is no such recipe, or none has such a scenario.
+    """
+    names = (names,) if isinstance(names, str) else names
+    recipes = [load_recipe(name) for name in names]
+    # A scenario may have several runs in a recipe, and several recipes.
+    scenarios = list(dict.fromkeys(protocol.scenario for recipe in recipes for protocol in recipe.protocol))
+    requested = (only,) if isinstance(only, str) else tuple(dict.fromkeys(only or scenarios))
+    for scenario in requested:
+        if scenario not in scenarios:
+            raise UnknownName(f"scenario of the recipe {', '.join(names)}", scenario, scenarios)
+    return recipes, requested
 
 
 def _planned(

@@ -14,6 +14,7 @@ from attnrx.workflows.load import load
 from attnrx_lab.papers.experiment import Experiment, first_images
 
 TINY_DIRECTIONS, TINY_SIDE, TINY_CLASSES = 8, 8, 4
+HELD_OUT = 0.1  # of the training images, to validate on, where a dataset has no others
 WATCHED = 10_000  # images whose accuracy a training reports where none is held out
 SIZES = {"train": 96, "validation": 32, "test": 64}
 
@@ -64,7 +65,7 @@ class DatasetExperiment(Experiment):
     label_column: str | None = None
     test_column: str | None = None
     test_images: int | None = None
-    held_out: float = 0.1
+    held_out: float = HELD_OUT
     tiny: bool = False
 
     def pretrained(self) -> nn.Module:

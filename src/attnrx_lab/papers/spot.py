@@ -36,6 +36,7 @@ from attnrx_lab.papers.experiment import (
     measures,
     plain_measures,
 )
+from attnrx_lab.papers.plan import BACKWARD, Training, fewer, training_images
 from attnrx_lab.papers.processes import shared_lock
 from attnrx_lab.papers.similarity import TokenSimilarity
 from attnrx_lab.tokens import KeepRatio, Random
@@ -79,6 +80,9 @@ class TokenMethod:
         attach_policy_(model, self.policy(len(family_of(model).attention(model)), seed), seed)
 
 
+ORIGINAL = TokenMethod("all-tokens", trained=False)
+
+
 def attach_policy_(model: nn.Module, policy: TokenPolicy | None, seed: int) -> None:
     if policy is not None:
         # The predictors are initialized from the global generator.
@@ -90,9 +94,10 @@ def attach_policy_(model: nn.Module, policy: TokenPolicy | None, seed: int) -> N
 def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
     """Returns the costs for one image in the paper's convention, in closed form; needs shapes only.
 
-    `gmacs`, which the paper prints as GFLOPS, counts every matrix product including the classifier's; `predictors` are
-    the costs of the predictors, with a LayerNorm at five per feature. `percent` is the remaining share of the MACs,
-    `patches_N` the patches after each stage, and `tokens` the mean over the layers.
+    `gmacs`, which the paper prints as GFLOPS, counts every matrix product including the classifier's. `gmacs_change` is
+    their change as the paper subtracts: of numbers with one decimal. `predictors` are the costs of the predictors, with
+    a LayerNorm at five per feature. `percent` is the remaining share of the MACs, `patches_N` the patches after each
+    stage, and `tokens` the mean over the layers.
     """
     family = family_of(outline)
     layout, depth = family.token_layout(outline), len(family.attention(outline))
@@ -105,6 +110,7 @@ def token_price(outline: nn.Module, method: TokenMethod) -> dict[str, float]:
     norms = 0 if policy is None else predictor_norm_features(policy, family.token_shape(outline))
     return {
         "gmacs": remaining / 1e9,
+        "gmacs_change": round(remaining / 1e9, 1) - round(whole / 1e9, 1),
         # The convention of the IrrAtt paper counts a LayerNorm at five per feature, which gives the printed overheads.
         "predictors": (after.predictors.macs + NORM_MACS * norms) / 1e9,
         "percent": 100 * remaining / whole,
@@ -289,6 +295,24 @@ class SpotExperiment(sources.DatasetExperiment):
             validation=first_images(splits.validation, self.validation_images),
             test=first_images(splits.test, self.test_images),
         )
+
+    def trainings(self) -> tuple[Training, ...]:
+        if self.tiny:
+            return ()
+        outline, made = outline_for(self.model, self.subject), self.made
+        price = token_price(outline, self.method)
+        whole = 1e9 * token_price(outline, ORIGINAL)["gmacs"]
+        images = training_images(self.dataset, self.held_out)
+        trainings: list[Training] = []
+        if made:
+            name = f"{self.subject}, the original of all rows"
+            trainings.append(Training(name, made.epochs, images, made.batch_size, BACKWARD * whole, "fp32"))
+        if self.method.trained:
+            # Learned reducers mask tokens in training, and keep their shapes; others leave them out.
+            student = whole + 1e9 * price["predictors"] if self.method.learned else 1e9 * price["gmacs"]
+            own = (fewer(images, self.tuning.images), self.batch_size, BACKWARD * student + whole)  # and the teacher
+            trainings.append(Training(self.name, self.epochs, *own, self.tuning.precision))
+        return tuple(trainings)
 
     def training(self, teacher: str) -> TrainingConfig:
         """The fine-tuning, the original as the teacher; Eqs. 12 and 14 of SPOT apply to methods with sampled masks."""

@@ -34,7 +34,8 @@ from attnrx_lab.papers.experiment import (
     measures,
     plain_measures,
 )
-from attnrx_lab.papers.sources import generated_splits
+from attnrx_lab.papers.plan import BACKWARD, Training, fewer, training_images
+from attnrx_lab.papers.sources import HELD_OUT, generated_splits
 from attnrx_lab.rules import TopRank, control_prescriptions
 from attnrx_lab.vision_transformer import SCENARIOS, named_config
 
@@ -154,6 +155,14 @@ class SvdaExperiment(Experiment):
             # as some fifty steps.
             checkpoint_every=2000 if torch.cuda.is_available() else 100,
         )
+
+    def trainings(self) -> tuple[Training, ...]:
+        if self.tiny:
+            return ()
+        costs = named_config("svda", self.subject).costs()
+        images = fewer(training_images(self.dataset or self.subject, HELD_OUT), self.train_images)
+        macs = BACKWARD * (costs.macs + costs.classifier_macs)
+        return (Training(self.name, self.epochs, images, self.batch_size, macs, self.precision),)
 
     def stages(self, keys: Collection[MeasureKey] | None = None) -> frozenset[str]:
         """Returns the pieces of evidence, RULE/KIND or RULE/controls-KIND, by their paths in the folder evidence/."""

@@ -1,0 +1,170 @@
+"""What a recipe will do, before anything runs: its trainings, their operations, and the time on one H100.
+
+Only shapes and published numbers of images are read: no data, no weights, and no folder but to see what is done.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from attnrx.data.loading import catalogue_name
+from attnrx.support.tables import aligned_table
+from attnrx_lab.cluttered_digits import CLUTTERED, canvases
+
+if TYPE_CHECKING:
+    from attnrx_lab.papers.experiment import Experiment
+
+# The training images of the published datasets, by their name in the catalogue.
+TRAINING_IMAGES = {
+    "imagenet-1k": 1_281_167,
+    "fashion_mnist": 60_000,
+    "cifar10": 50_000,
+    "cifar100": 50_000,
+    "food101": 75_750,
+    "imagenette": 9_469,
+}
+# Operations a second of an H100 (SXM) without sparsity, by its data sheet, and the share of them that is assumed.
+PEAK = {"bf16": 989e12, "fp32": 67e12}
+SHARE = 0.3
+# A step takes no less, because launching its kernels does not: six trainings of svda/table1 at once took 46 ms a step
+# each on an H200 (`benchmarks/svda_settings.py --jobs 6 --limit 365`, 45 epochs, 2026-11-29).
+LEAST_STEP = 0.008
+ASSUMED = (
+    f"the time assumes {SHARE:.0%} of an H100's {PEAK['bf16'] / 1e12:.0f} TFLOP/s in bfloat16 "
+    f"({PEAK['fp32'] / 1e12:.0f} in float32), at least {1000 * LEAST_STEP:g} ms a step, and data that are never waited "
+    "for; measuring is not counted"
+)
+BACKWARD = 3  # a step costs a forward pass, and twice as much backwards
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training: `macs` are those of one image in a step, backward pass and teachers included.
+
+    `images` are those of an epoch; None where only the data can tell.
+    """
+
+    name: str
+    epochs: int
+    images: int | None
+    batch_size: int
+    macs: float
+    precision: Literal["bf16", "fp32"] = "bf16"
+
+    @property
+    def steps(self) -> int | None:
+        return None if self.images is None else self.epochs * max(1, self.images // self.batch_size)
+
+    @property
+    def operations(self) -> float | None:
+        """Floating-point operations, two for a MAC."""
+        return None if self.images is None else 2.0 * self.macs * self.epochs * self.images
+
+    @property
+    def hours(self) -> float | None:
+        """The time on one H100 (`ASSUMED`)."""
+        if self.operations is None or self.steps is None:
+            return None
+        return max(self.operations / (SHARE * PEAK[self.precision]), LEAST_STEP * self.steps) / 3600
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a recipe with its trainings; `done` if the folder has a result of it."""
+
+    name: str
+    place: str
+    trainings: tuple[Training, ...]
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class RecipePlan:
+    """The runs of one or several recipes, and what differs from the papers' protocols."""
+
+    recipes: tuple[str, ...]
+    runs: tuple[PlannedRun, ...]
+    deviations: tuple[str, ...]
+
+    @property
+    def trainings(self) -> tuple[Training, ...]:
+        """The trainings that are still to be made; what several runs share is made once."""
+        return tuple(dict.fromkeys(each for run in self.runs if not run.done for each in run.trainings))
+
+    @property
+    def hours(self) -> float:
+        """The time of the trainings on one H100, without those whose images are not known."""
+        return sum(each.hours or 0.0 for each in self.trainings)
+
+    def to_records(self) -> dict[str, Any]:
+        return {
+            "kind": "attnrx plan of recipes",
+            "schema": 1,
+            "recipes": list(self.recipes),
+            "runs": [{"name": run.name, "place": run.place, "done": run.done} for run in self.runs],
+            "trainings": [
+                {
+                    "name": each.name,
+                    "epochs": each.epochs,
+                    "images": each.images,
+                    "batch_size": each.batch_size,
+                    "steps": each.steps,
+                    "operations": each.operations,
+                    "hours": each.hours,
+                }
+                for each in self.trainings
+            ],
+            "hours": self.hours,
+            "assumed": ASSUMED,
+            "deviations": list(self.deviations),
+        }
+
+    def __str__(self) -> str:
+        """The trainings as a table, then their sum."""
+        rows = [
+            (each.name, each.epochs, _whole(each.images), each.batch_size, _whole(each.steps), *_sizes(each))
+            for each in self.trainings
+        ]
+        columns = ("training", "epochs", "images", "batch", "steps", "PFLOP", "hours")
+        done = sum(run.done for run in self.runs)
+        parts = [aligned_table(columns, rows)] if rows else []
+        parts.append(
+            f"{len(self.runs)} runs, {done} of them done; {len(rows)} trainings, {self.hours:.1f} hours of one H100"
+        )
+        parts.append(ASSUMED)
+        if any(each.images is None for each in self.trainings):
+            parts.append("a dash: only the data tell how many images there are")
+        return "\n".join((*parts, *self.deviations))
+
+
+def training_images(dataset: str, held_out: float) -> int | None:
+    """Returns the published number of images to train on, without those held out; None if it is not known."""
+    if dataset == CLUTTERED:  # which has validation images of its own
+        return len(canvases("train").labels)
+    images = TRAINING_IMAGES.get(catalogue_name(dataset) or "")
+    return None if images is None else images - round(held_out * images)
+
+
+def fewer(images: int | None, most: int | None) -> int | None:
+    """Returns the number of images of which at most so many are used."""
+    return images if most is None else min(most, most if images is None else images)
+
+
+def planned_runs(experiments: Sequence["Experiment"], folder: Path) -> tuple[PlannedRun, ...]:
+    """Returns the runs of experiments in their order, each once."""
+    runs = (
+        PlannedRun(each.name, each.place.as_posix(), each.trainings(), (folder / each.place / "result.json").exists())
+        for each in experiments
+    )
+    return tuple({run.place: run for run in runs}.values())
+
+
+def _whole(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
+
+
+def _sizes(training: Training) -> tuple[str, str]:
+    if training.operations is None or training.hours is None:
+        return "-", "-"
+    return f"{training.operations / 1e15:.3g}", f"{training.hours:.2f}"
