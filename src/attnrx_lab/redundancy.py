@@ -1,5 +1,5 @@
 """Indicators of SVDA: heads of a layer with the same spectrum or output, which `remove_heads` reads, and sparsity,
-sensitivity and alignment, which no rule reads.
+active directions, sensitivity and alignment, which no rule reads.
 
 Similar spectra alone do not make two heads equal, since their projections differ; the similarity of their outputs
 must accompany them (SVDA, Section 3.7).
@@ -71,11 +71,18 @@ def _cosines(products: Float[Tensor, "heads heads"]) -> Float[Tensor, "heads hea
 
 @dataclass(frozen=True)
 class Indicators(Diagnostic):
-    """Returns sparsity, sensitivity and alignment [heads]; a head without energy has sparsity 1 and sensitivity 0."""
+    """Returns sparsity, active directions, sensitivity and alignment [heads].
+
+    A head without energy has sparsity 1, no active direction and sensitivity 0.
+    """
 
     def of_spectrum(self, spectrum: Spectrum) -> dict[str, Tensor]:
         strength, used = spectrum.strength, spectrum.used
-        return {"sparsity": sparsity(strength, used), "sensitivity": sensitivity(strength, spectrum.scale, used)}
+        return {
+            "sparsity": sparsity(strength, used),
+            "active_directions": active_directions(strength, used),
+            "sensitivity": sensitivity(strength, spectrum.scale, used),
+        }
 
     def measure(self, observation: Observation) -> dict[str, Tensor]:
         return {"alignment": alignment(observation.query, observation.key)}
@@ -89,13 +96,20 @@ def sparsity(
     Eq. 29 has an absolute threshold epsilon. Ours is a tenth of the head's largest |strength|, which does not depend on
     the scale of the strengths.
     """
-    magnitude = magnitude_of(strength, used)
-    there = torch.ones_like(magnitude, dtype=torch.bool) if used is None else used
-    # Zero is inactive also in the head whose largest strength, and so its threshold, is zero.
-    inactive = ((magnitude < INACTIVE_BELOW * largest_of(magnitude)[..., None]) | (magnitude == 0)) & there
+    there = torch.ones_like(strength, dtype=torch.bool) if used is None else used
     directions = there.sum(-1)
-    share = inactive.sum(-1).to(strength.dtype) / directions.clamp(min=1)
+    share = (directions - active_directions(strength, used)) / directions.clamp(min=1)
     return torch.where(directions > 0, share, torch.ones_like(share))
+
+
+def active_directions(
+    strength: Float[Tensor, "*heads directions"], used: Bool[Tensor, "*heads directions"] | None = None
+) -> Float[Tensor, "*heads"]:
+    """Returns how many directions of a head reach the threshold of `sparsity` (C_epsilon, SVDA, Eq. 30)."""
+    magnitude = magnitude_of(strength, used)
+    # Zero is inactive also in the head whose largest strength, and so its threshold, is zero.
+    active = (magnitude >= INACTIVE_BELOW * largest_of(magnitude)[..., None]) & (magnitude > 0)
+    return active.sum(-1).to(strength.dtype)
 
 
 def sensitivity(

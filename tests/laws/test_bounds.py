@@ -5,7 +5,7 @@ import torch
 
 from attnrx.decide.diagnostics import effective_rank
 from attnrx_lab.checks import Bounds
-from attnrx_lab.checks.bounds import head_scores, proposition_1, proposition_4, theorem_1
+from attnrx_lab.checks.bounds import head_scores, proposition_1, proposition_3, proposition_4, theorem_1
 from support import cases
 from support.comparisons import Setting, weakest_removed
 
@@ -59,6 +59,15 @@ def test_proposition_1_is_nearly_reached_at_even_odds():
     moved = scores.softmax(-1) - (scores - change).softmax(-1)
     assert 0.999 < float(proposition_1(change, moved)) <= 1
     assert float(proposition_1(change, 1.01 * moved)) > 1
+
+
+def test_proposition_3_is_reached_by_generic_rows_and_broken_by_what_was_not_removed():
+    query, key, strength = rows(1), rows(2), strengths(3)
+    keep = torch.tensor([[True, False, True, True, False], [False, False, True, False, False]])
+    scores = head_scores(query, key, strength * keep, SCALE)
+    assert torch.allclose(proposition_3(scores, keep.sum(-1)), torch.ones(BATCH, HEADS, dtype=torch.float64))
+    assert bool((proposition_3(head_scores(query, key, strength, SCALE), keep.sum(-1)) > 1).all())
+    assert float(proposition_3(torch.zeros(1, 1, 3, 3), torch.tensor([0]))) == 0  # nothing left, and no score
 
 
 def test_proposition_4_is_reached_in_one_direction():

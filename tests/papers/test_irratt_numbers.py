@@ -6,6 +6,7 @@ import pytest
 
 from attnrx.vit.costs import ModelCosts, PartCosts, linear_costs
 from attnrx_lab.costs import Compression, Price, priced
+from attnrx_lab.papers import load_recipe
 from attnrx_lab.vision_transformer import block_costs, full_spec, norm_costs
 
 LAYERS, PATCHES, PATCH, CLASSES = 12, 196, 3 * 16 * 16, 1000
@@ -86,6 +87,13 @@ def test_every_row_is_exact(row: Row) -> None:
     found = price(row)
     assert (found.mhsa_macs_per_layer, found.macs, found.params) == (row.mhsa, row.macs, row.params)
     assert sum(found.attention_macs) == LAYERS * row.mhsa
+
+
+def test_the_recipe_compares_with_these_printed_numbers() -> None:
+    cells = load_recipe("irratt/table1").expected
+    printed = [tuple(cells[row][key].paper for key in ("mhsa", "macs", "params")) for row in cells]
+    assert printed.pop(list(cells).index("DeiT-B, original")) == (100, 100, 100)  # DeiT-S's is in the list
+    assert printed == [row.printed for row in ROWS]
 
 
 def test_all_cells_but_one_come_out_to_the_printed_digit() -> None:

@@ -14,7 +14,14 @@ from attnrx.decide.diagnostics import (
     selectivity,
 )
 from attnrx_lab.perturbation import response
-from attnrx_lab.redundancy import alignment, output_similarity, sensitivity, sparsity, spectral_redundancy
+from attnrx_lab.redundancy import (
+    active_directions,
+    alignment,
+    output_similarity,
+    sensitivity,
+    sparsity,
+    spectral_redundancy,
+)
 
 STRENGTH = torch.tensor(
     [
@@ -44,6 +51,13 @@ def test_equation_29() -> None:
     for head, sigma in enumerate(STRENGTH.tolist()):
         limit = 0.1 * max(abs(s) for s in sigma)
         close(sparsity(STRENGTH)[head], sum(abs(s) < limit for s in sigma) / len(sigma))
+
+
+def test_equation_30() -> None:
+    for head, sigma in enumerate(STRENGTH.tolist()):
+        limit = 0.1 * max(abs(s) for s in sigma)
+        close(active_directions(STRENGTH)[head], float(sum(abs(s) >= limit for s in sigma)))
+    assert active_directions(torch.zeros(2, 3)).tolist() == [0, 0]
 
 
 def test_equation_33() -> None:

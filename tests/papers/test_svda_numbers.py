@@ -7,6 +7,7 @@ import pytest
 from attnrx.vit.costs import count_params
 from attnrx.vit.models import build_model
 from attnrx_lab.costs import direction_costs, saved_shares
+from attnrx_lab.papers import load_recipe
 from attnrx_lab.vision_transformer import named_config
 
 
@@ -53,6 +54,13 @@ def test_savings_come_out_to_the_printed_digit(row: Row) -> None:
     least, most = (saved_shares(costs, (row.removed + half) / 100) for half in (-0.005, 0.005))
     assert 100 * least[0] - 0.005 <= row.params_printed <= 100 * most[0] + 0.005
     assert 100 * least[1] - 0.005 <= row.macs_printed <= 100 * most[1] + 0.005
+
+
+def test_recipes_compare_with_these_printed_numbers() -> None:
+    tables = [load_recipe(f"svda/table{number}").expected for number in (1, 2)]
+    cells = [cell for table in tables for cell in table.values()]
+    printed = [tuple(cell[key].paper for key in ("removed", "params_down", "macs_down")) for cell in cells]
+    assert printed == [(row.removed, row.params_printed, row.macs_printed) for row in ROWS.values()]
 
 
 def test_one_direction_costs_a_row_and_a_bias_of_query_and_key_and_a_strength() -> None:

@@ -17,7 +17,7 @@ from attnrx_lab.vision_transformer import VisionTransformer
 from support.cases import CONFIGS, PATTERNS, model, prescription
 from support.pictures import speckles as data
 
-PER_HEAD = {"alignment", "effective_rank", "entropy", "selectivity", "sensitivity", "sparsity"}
+PER_HEAD = {"active_directions", "alignment", "effective_rank", "entropy", "selectivity", "sensitivity", "sparsity"}
 
 
 def equal(first: Diagnosis, second: Diagnosis, tolerance: float) -> None:

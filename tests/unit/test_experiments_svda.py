@@ -46,7 +46,7 @@ def test_refit_is_nearer_to_the_original_at_the_same_cost(run: Run):
 def test_half_the_directions_go_and_every_bound_holds(run: Run):
     assert value(run, "share-0.50", "mask", "removed") == pytest.approx(50)
     bounds = Evidence.load(run.folder / "evidence" / "share-0.50" / "mask.json").of("bounds")
-    assert len(bounds) == 5 and all(bound.outcome == "holds" for bound in bounds)
+    assert len(bounds) == 6 and all(bound.outcome == "holds" for bound in bounds)
 
 
 @pytest.mark.parametrize("kind", CONTROL_KINDS)

@@ -13,7 +13,7 @@ from attnrx.decide.diagnostics import effective_rank
 from attnrx.nouns.evidence import FAILS, HOLDS, Finding
 from attnrx.show.checks.check import Check, Comparison
 from attnrx.support.modules import evaluating
-from attnrx.support.shapes import Bool, Float, Tensor
+from attnrx.support.shapes import Bool, Float, Int, Tensor
 from attnrx.vit.attention import Observation
 from attnrx.vit.models import family_of, model_fingerprint, observing, require_all_tokens
 from attnrx.vit.spec import Spectrum
@@ -22,6 +22,7 @@ CLAIMS = {
     "Theorem 1, Eq. 12": "no score moves by more than the largest removed strength allows (Theorem 1, Eq. 12)",
     "Theorem 1, Eq. 13": "no score moves by more than the threshold of its head allows (Theorem 1, Eq. 13)",
     "Proposition 1": "no attention row moves by more than its scores, with C_sm = 1 (Proposition 1, Eq. 21)",
+    "Proposition 3": "no scores have a higher rank than their head has directions left (Proposition 3, Eq. 32)",
     "Proposition 4": "no noise moves the scores by more than the spectral norms allow (Proposition 4, Eq. 36)",
 }
 
@@ -29,22 +30,24 @@ CLAIMS = {
 ROUNDING = 1e-5
 # Lower limit of a bound: smaller bounds are below the rounding of the measured quantity.
 FLOOR = 1e-9
+RANK_ROUNDING = 1e-10  # smaller singular values of float64 scores, beside the largest, are rounding
 NOISE = 0.1  # the standard deviation of the perturbation of SVDA's Proposition 4, in normalized units
 BATCH = 16  # images per batch; every score of every head is held in float64
 
 
 @dataclass(frozen=True)
 class Bounds(Check):
-    """SVDA, Theorem 1, Propositions 1 and 4 and Eq. 25 on the activations of the reference, layer by layer.
+    """SVDA, Theorem 1, Propositions 1 to 4 on the activations of the reference, layer by layer.
 
     The theorems apply to one layer and one input: each layer is evaluated on the reference's activations, and only its
     strengths change. (In a masked model the inputs change from the second layer on.) The value of a finding is the
     largest ratio of measurement to bound over images, layers and heads: at most 1, and close to 1 for a tight bound.
 
     The comparison's prescription states the pruned directions. Without it, and in layers without strengths, Theorem 1
-    and Proposition 1 are skipped. Unchanged heads are not counted. Eq. 13 applies only to heads whose weakest
-    directions were pruned; its threshold is the smallest kept strength. Proposition 4 perturbs the images with Gaussian
-    noise of standard deviation NOISE.
+    and Propositions 1 and 3 are skipped. Unchanged heads are not counted. Eq. 13 applies only to heads whose weakest
+    directions were pruned; its threshold is the smallest kept strength. Proposition 2 is Eq. 25 and needs no images.
+    Proposition 3 reads one image of every BATCH: a rank needs a decomposition. Proposition 4 perturbs the images with
+    Gaussian noise of standard deviation NOISE. Proposition 5, about two equal heads, is no bound.
     """
 
     images: int = 256
@@ -73,8 +76,11 @@ class Bounds(Check):
                 # One pass of both halves, which `_ratios` splits again.
                 model(torch.cat([images, images + noise.to(images.device)]))
         images = len(comparison.data)
+        counted = {"Proposition 3": -(-images // BATCH)}
         findings = [
-            _finding(name, CLAIMS[name], worst[name], images, comparison.seed) for name in CLAIMS if name in worst
+            _finding(name, CLAIMS[name], worst[name], counted.get(name, images), comparison.seed)
+            for name in CLAIMS
+            if name in worst
         ]
         # Eq. 25 over all heads with nonzero energy; it needs no images, and n counts heads.
         spectra = _spectra(comparison)
@@ -83,7 +89,7 @@ class Bounds(Check):
         ranks, directions = ranks[ranks > 0], directions[ranks > 0]
         # Both ends as ratios that are at most 1: rank over directions, and 1 over rank.
         largest = float(torch.maximum(ranks / directions, 1 / ranks).max()) if len(ranks) else 0.0
-        claim = "every effective rank lies between 1 and the number of directions (Eq. 25)"
+        claim = "every effective rank lies between 1 and the number of directions (Proposition 2, Eq. 25)"
         return (*findings, _finding("Eq. 25", claim, largest, len(ranks)))
 
 
@@ -160,10 +166,15 @@ def _ratios(observation: Observation, change: SpectralChange | None) -> dict[str
     lost = head_scores(query, key, removed, scale)
     moved = (scores - lost).softmax(-1) - scores.softmax(-1)
     counted = change.counted.to(strength.device)
+    # Removed directions leave zeros, but for the rounding of the model's own precision.
+    left = strength - removed
+    active = left.abs() > ROUNDING * strength.abs()
+    first = head_scores(query[:1], key[:1], torch.where(active, left, 0), scale)
     return ratios | {
         "Theorem 1, Eq. 12": theorem_1(lost, scale * removed.abs().amax(-1))[:, counted],
         "Theorem 1, Eq. 13": theorem_1(lost, scale * threshold)[:, change.thresholded.to(strength.device)],
         "Proposition 1": proposition_1(lost, moved)[:, counted],
+        "Proposition 3": proposition_3(first, active.sum(-1))[:, counted],
     }
 
 
@@ -201,6 +212,13 @@ def proposition_1(
     mass of the increased entries. Returns the largest ratio over the rows of each head.
     """
     return bound_ratio(moved.abs().sum(-1), change.abs().amax(-1)).amax(-1)
+
+
+def proposition_3(
+    scores: Float[Tensor, "batch heads queries keys"], directions: Int[Tensor, "heads"]
+) -> Float[Tensor, "batch heads"]:
+    """Pruned scores depend on at most as many directions as are left, so their rank is no higher (SVDA, Eq. 32)."""
+    return bound_ratio(torch.linalg.matrix_rank(scores, rtol=RANK_ROUNDING).double(), directions.double())
 
 
 def proposition_4(

@@ -29,6 +29,7 @@ MEANING = {
     "effective_rank": "The effective number of directions by the entropy of the energy (Eq. 24).",
     "entropy": "Spectral entropy in nats (Eq. 23).",
     "sparsity": "Share of directions below a tenth of the head's largest strength (Eq. 29: an absolute threshold).",
+    "active_directions": "Directions of at least that strength (Eq. 30).",
     "alignment": "Mean cosine between queries and keys, before the strengths.",
     "sensitivity": "Largest strength times the scale: the bound on the change of a score (Proposition 4).",
     "perturbation_response": "Change of the attention map under a small change of the image (Eq. 33).",
