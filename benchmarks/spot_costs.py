@@ -15,7 +15,7 @@ from attnrx_lab.papers.spot import SpotExperiment, outline_for, token_price
 from attnrx_lab.papers.spot_tables import RECIPES, SUBJECTS
 
 DIGITS = {"gmacs": 1, "gmacs_change": 1, "predictors": 3}
-TABLES = ("table1", "table2", "table3", "table7", "table8", "figure5")
+TABLES = ("table1", "table2", "table3", "table5", "table7", "table8", "figure5")
 
 
 def rows() -> list[tuple[str, str, str, str, str, str]]:

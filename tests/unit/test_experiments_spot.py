@@ -7,15 +7,18 @@ import pytest
 import torch
 
 from attnrx.data import Normalization, load_data
-from attnrx.support.errors import CheckpointError
+from attnrx.support.errors import CheckpointError, DataError
 from attnrx.training.losses import Task
 from attnrx.vit.models import reduction_of
 from attnrx.workflows.load import load
 from attnrx_lab.clutter import object_finding
 from attnrx_lab.cluttered_digits import CLUTTERED, object_patches
+from attnrx_lab.corruptions import CORRUPTIONS
+from attnrx_lab.papers.corrupted import CorruptedExperiment
 from attnrx_lab.papers.spot import ORIGINALS, FineTuning, SpotExperiment, TokenMethod
 from attnrx_lab.papers.spot_tables import SUBJECTS, at
 from attnrx_lab.tokens import Random
+from support.pictures import write_tree
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 
@@ -117,3 +120,32 @@ def test_a_run_on_the_testbed_counts_the_patches_of_the_objects(tmp_path: Path) 
     first, last, accuracy = (run.measure("random-0.5", "measured", name) for name in names)
     assert first is not None and last is not None and 0 < last["value"] < first["value"] < 80
     assert accuracy is not None and len(accuracy["samples"]) == 64
+
+
+def test_corrupted_images_are_measured_on_the_model_of_the_clean_run(tmp_path: Path):
+    drawn = CorruptedExperiment.of(tiny(RANDOM))
+    found = drawn.run(tmp_path / drawn.place)
+    clean = tmp_path / tiny(RANDOM).place
+    assert (clean / "train" / "training.json").exists() and not (found.folder / "train").exists()
+    change = found.measure("random", "measured", "corrupted_change")
+    accuracy = found.measure("random", "measured", "corrupted_accuracy")
+    assert change is not None and change["low"] <= change["value"] <= change["high"]
+    assert accuracy is not None and 0 < accuracy["value"] <= 100
+    assert "not read from ImageNet-C" in drawn.differences[0]
+
+
+def test_corrupted_images_are_read_from_the_authors_folders(tmp_path: Path):
+    for number, corruption in enumerate(CORRUPTIONS):
+        # The archives put kinds of corruptions into folders, and another severity is not read.
+        write_tree(tmp_path / "c" / f"kind-{number % 3}" / corruption, "3/a 3/b 3/c 3/d 5/a", 2)
+    read = replace(CorruptedExperiment.of(tiny(ORIGINAL)), corrupted=str(tmp_path / "c"))
+    found = read.run(tmp_path / "runs" / read.place)
+    change, accuracy = (found.measure("all", "measured", f"corrupted_{name}") for name in ("change", "accuracy"))
+    assert change is not None and change["value"] == 0 and change["low"] < 0 < change["high"]
+    # Eight images of each corruption, equal in all of them.
+    assert accuracy is not None and accuracy["value"] / 12.5 == pytest.approx(round(accuracy["value"] / 12.5))
+    assert read.differences == ()
+    missing = replace(read, corrupted=str(tmp_path / "c" / "kind-0"), seed=1)
+    with pytest.raises(DataError, match=r"has no folder .*/3, as ImageNet-C has"):
+        missing.run(tmp_path / "other" / missing.place)
+    assert not (tmp_path / "other" / "spot").exists()

@@ -256,7 +256,8 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_folder_of_several_datasets_is_refused(tmp_path: Path) -> None:
-    cifar10_binary(tmp_path), fashion_mnist(tmp_path)
+    cifar10_binary(tmp_path)
+    fashion_mnist(tmp_path)
     with pytest.raises(DataError, match=r"several datasets \(raw, idx files, cifar-10-batches-bin, CIFAR-10\)"):
         load_data(tmp_path)
 

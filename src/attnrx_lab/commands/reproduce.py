@@ -33,6 +33,7 @@ KNOBS: Mapping[str, tuple[Any, str]] = {
     "model": ("MODEL", "a pre-trained model: timm:NAME, hf:ID or a saved folder"),
     "weights": ("FILE", "the weights of timm:NAME, instead of those that timm loads"),
     "dataset": ("NAME", "a known name, hf:owner/name, or a path"),
+    "corrupted": ("FOLDER", "ImageNet-C; left out, corruptions are drawn here"),
     "label_column": ("COLUMN", "the column that holds the labels, in tables"),
     "test_column": ("COLUMN", "test only on rows that this column marks as true"),
 }

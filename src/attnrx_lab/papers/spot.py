@@ -343,7 +343,7 @@ class SpotExperiment(sources.DatasetExperiment):
             InvalidInput: The original has no weights.
         """
         splits = self.splits()
-        original, teacher = self._original(splits, folder, log)
+        original, teacher = self.original(splits, folder, log)
         self.claim(folder)
         log(f"{self.name}: {folder}")
         evidence = evidence_at(folder / "evidence.json", lambda: self._evidence(original, teacher, splits, folder))
@@ -361,8 +361,12 @@ class SpotExperiment(sources.DatasetExperiment):
             "rules": {self.method.name: {"paper": price, "measured": numbers}},
         }
 
-    def _original(self, splits: Splits, folder: Path, log: Log) -> tuple[nn.Module, str]:
-        """Returns the original, and its source as a teacher for losses; it is trained once if necessary."""
+    def original(self, splits: Splits, folder: Path, log: Log) -> tuple[nn.Module, str]:
+        """Returns the original, and its source as a teacher for losses; it is trained once if necessary.
+
+        Raises:
+            InvalidInput: It has no weights.
+        """
         if self.made is None:
             assert self.model is not None
             if self.weights is None and self.model.startswith("lvvit:"):

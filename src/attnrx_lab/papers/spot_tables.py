@@ -6,6 +6,7 @@ from typing import Any
 
 from attnrx_lab.clutter import STAGES
 from attnrx_lab.cluttered_digits import CLUTTERED
+from attnrx_lab.papers.corrupted import CorruptedExperiment
 from attnrx_lab.papers.recipe import Column, Recipe, Row
 from attnrx_lab.papers.spot import ORIGINAL, FineTuning, SpotExperiment, TokenMethod
 
@@ -124,6 +125,7 @@ TITLES = {
     "cifar10_small": "CIFAR-10",
     TESTBED: "digits among clutter",
 }
+PRETRAINED = ("deit_tiny", "deit_small", "lvvit_tiny", "lvvit_small")  # the paper's
 # What the paper varies SPOT on, and the originals that a CPU can measure.
 ABLATED = ("deit_small", "vit_tiny", "cifar10_small", TESTBED)
 
@@ -131,13 +133,18 @@ ACCURACY = Column("accuracy", "Top-1", "measured", "accuracy", "%")
 CHANGE = Column("change", "Δ top-1", "measured", "accuracy_change", "pp")
 GFLOPS = Column("gmacs", "GFLOPS", "paper", "gmacs", decimals=1, exact=True)
 GFLOPS_CHANGE = Column("gmacs_change", "Δ GFLOPS", "paper", "gmacs_change", decimals=1, exact=True)
+CORRUPTED = Column("corrupted", "Top-1, corrupted", "measured", "corrupted_accuracy", "%")
+CORRUPTED_CHANGE = Column("corrupted_change", "Δ top-1, corrupted", "measured", "corrupted_change", "pp")
 PREDICTORS = Column("predictors", "GFLOPS of the predictors", "paper", "predictors", decimals=3, exact=True)
 # Not in the paper: the distance of a model from the original, and the remaining tokens and MACs.
+OWN_COSTS = (
+    Column("percent", "MACs", "paper", "percent", "%", decimals=1),
+    *(Column(f"patches_{n}", f"patches, stage {n}", "paper", f"patches_{n}", decimals=0) for n in (1, 2, 3)),
+)
 OWN_COLUMNS = (
     Column("agreement", "agrees with original", "measured", "agreement_to_original", "%"),
     Column("divergence", "KL to original (nats)", "measured", "divergence_to_original", decimals=3),
-    Column("percent", "MACs", "paper", "percent", "%", decimals=1),
-    *(Column(f"patches_{n}", f"patches, stage {n}", "paper", f"patches_{n}", decimals=0) for n in (1, 2, 3)),
+    *OWN_COSTS,
 )
 OVER_RANDOM, OVER_DYNAMICVIT = (
     Column(f"over_{line}".lower(), f"Δ to {line}", "measured", "accuracy_by_group", "pp", against=line)
@@ -165,6 +172,14 @@ def spot_recipe(
     )
     protocol = (replace(SUBJECTS[subject], method=method) for subject, _, method in lines if method)
     return Recipe(title, tuple(rows), tuple(columns), tuple(protocol), table, not_stated)
+
+
+def on_corrupted(recipe: Recipe) -> Recipe:
+    """The same rows, measured on corrupted images."""
+    return replace(
+        recipe,
+        protocol=tuple(CorruptedExperiment.of(each) for each in recipe.protocol if isinstance(each, SpotExperiment)),
+    )
 
 
 CONTROLS: tuple[Line, ...] = (
@@ -277,6 +292,19 @@ RECIPES = {
             (*SOFT, ("class attention, the rest packaged (EViT)", EVIT), *CONTROLS), ("deit_tiny", *ABLATED)
         ),
         (*COLUMNS, *OVER_SOFT),
+    ),
+    # The trained models are those of Table 1.
+    "table5": on_corrupted(
+        spot_recipe(
+            "SPOT on corrupted images",
+            "5",
+            f"{NOT_STATED}, and how the baselines were trained",
+            {
+                **dict.fromkeys(PRETRAINED, (("original", ORIGINAL), ("SPOT", SPOT))),
+                **dict.fromkeys(("vit_tiny", "cifar10_small"), (("original", ORIGINAL), ("SPOT", SPOT), *CONTROLS)),
+            },
+            (CORRUPTED, CORRUPTED_CHANGE, GFLOPS, GFLOPS_CHANGE, *OWN_COSTS),
+        )
     ),
     "table7": spot_recipe(
         "SPOT and an average of attention",
