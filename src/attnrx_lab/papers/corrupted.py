@@ -53,7 +53,7 @@ class CorruptedExperiment(SpotExperiment):
 
     @property
     def clean(self) -> SpotExperiment:
-        """The run of Table 1 with the same model."""
+        """The run with the same model on clean images (SPOT, Table 1)."""
         return SpotExperiment(**{each.name: getattr(self, each.name) for each in fields(SpotExperiment)})
 
     @property

@@ -9,7 +9,10 @@ from attnrx.support.errors import InvalidInput
 from attnrx_lab.papers.experiment import Experiment, MeasureKey
 
 # "near 0 pp" and "≈ 0.00 pp" are in the SVDA paper, "<0.01" in SPOT's Table 7.
-_PRINTED = re.compile(r"(?P<sign>near |\N{ALMOST EQUAL TO} |<)?(?P<number>[+-]?\d+(?:\.(?P<decimals>\d+))?)(?:%| pp)?")
+_PRINTED = re.compile(
+    r"(?P<sign>near |\N{ALMOST EQUAL TO} |<)?"
+    r"(?P<number>[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.(?P<decimals>\d+))?)(?:%| pp)?"
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Expected:
                 "'<0.01'. Its last digit is the tolerance."
             )
         # Half a unit of the last printed digit: as far as rounding goes, and no tolerance beyond it.
-        paper, half = float(match["number"]), 0.5 * 10.0 ** -len(match["decimals"] or "")
+        paper, half = float(match["number"].replace(",", "")), 0.5 * 10.0 ** -len(match["decimals"] or "")
         if match["sign"] == "<":  # an upper bound of something that is not negative
             return cls(printed, paper, 0.0, paper)
         return cls(printed, paper, paper - half, paper + half)

@@ -7,8 +7,10 @@ from typing import Any
 from attnrx_lab.clutter import STAGES
 from attnrx_lab.cluttered_digits import CLUTTERED
 from attnrx_lab.papers.corrupted import CorruptedExperiment
+from attnrx_lab.papers.datasets import DatasetCounts
 from attnrx_lab.papers.recipe import Column, Recipe, Row
 from attnrx_lab.papers.spot import ORIGINAL, FineTuning, SpotExperiment, TokenMethod
+from attnrx_lab.papers.throughput import ThroughputExperiment
 
 PAPER = "SPOT: Sparsification with Attention Dynamics via Token Relevance in Vision Transformers"
 
@@ -202,6 +204,15 @@ LAST: tuple[Line, ...] = (
 )
 OWN = (*FIRST, (HALTING, HALTING_SCORES), ("EViT", EVIT), ("Zero-TPrune", ZERO_TPRUNE), *LAST)
 
+# SPOT, Table 6, by the names of `load_data`.
+DATASETS = {
+    "imagenet-1k": "ImageNet-1K",
+    "cifar100": "CIFAR-100",
+    "food101": "Food-101",
+    "dtd": "DTD",
+    "eurosat": "EuroSAT",
+}
+
 # SPOT, Figures 4 and 5.
 RATIOS = (0.5, 0.6, 0.7, 0.8, 0.9)
 OVER_RATIOS: tuple[Line, ...] = (
@@ -250,6 +261,26 @@ COMPARED: tuple[Line, ...] = (
         TokenMethod("spot-standardized-projected-0", "spot(standardized=true,projected=0)"),
     ),
 )
+# SPOT, Figure 7: the variants of Section 4.3 at several keep ratios.
+TIMED: tuple[tuple[str, TokenMethod], ...] = (
+    ("original", ORIGINAL),
+    *(
+        (f"{label}, {ratio:g}", at(method, ratio))
+        for label, method in (*MOMENTS, ("without token features", projected(0)))
+        if method is not None
+        for ratio in RATIOS[::2]
+    ),
+)
+TIMINGS = tuple(
+    ThroughputExperiment(subject, model, tuple(method for _, method in TIMED))
+    for subject, model in (("deit_small", DEIT_SMALL), ("vit_tiny", VIT_TINY))
+)
+THROUGHPUT_COLUMNS = (
+    Column("throughput", "images/s", "measured", "throughput", decimals=1),
+    Column("faster", "times as fast", "measured", "faster", "x", null=1.0),
+    GFLOPS,
+    PREDICTORS,
+)
 NOT_STATED = "what spot/table1 lists"
 
 RECIPES = {
@@ -293,7 +324,7 @@ RECIPES = {
         ),
         (*COLUMNS, *OVER_SOFT),
     ),
-    # The trained models are those of Table 1.
+    # The trained models are those of SPOT, Table 1.
     "table5": on_corrupted(
         spot_recipe(
             "SPOT on corrupted images",
@@ -305,6 +336,19 @@ RECIPES = {
             },
             (CORRUPTED, CORRUPTED_CHANGE, GFLOPS, GFLOPS_CHANGE, *OWN_COSTS),
         )
+    ),
+    # Where a dataset is not found by its name, --only NAME --data FOLDER.
+    "table6": Recipe(
+        "The datasets",
+        (*(Row(title, name, "images") for name, title in DATASETS.items()), Row("ImageNet-C", "imagenet-1k")),
+        tuple(
+            Column(key, title, "measured", key, decimals=0)
+            for key, title in (("train", "training images"), ("test", "test images"), ("classes", "categories"))
+        ),
+        tuple(DatasetCounts(name) for name in DATASETS),
+        "6",
+        "which images of EuroSAT are tested on (here a fifth of each class), and the division of DTD (here the first)",
+        seeds=(0,),
     ),
     "table7": spot_recipe(
         "SPOT and an average of attention",
@@ -341,6 +385,21 @@ RECIPES = {
         f"{NOT_STATED}, and the numbers behind the drawn points",
         dict.fromkeys(SUBJECTS, OVER_RATIOS),
         (ACCURACY, CHANGE, GFLOPS, *OWN_COLUMNS),
+    ),
+    # Minutes on a GPU; on a CPU with a smaller --batch-size.
+    "figure7": Recipe(
+        "Throughput of SPOT's variants",
+        tuple(
+            Row(f"{TITLES[each.subject]}, {label}", each.subject, method.name, label)
+            for each in TIMINGS
+            for label, method in TIMED
+        ),
+        THROUGHPUT_COLUMNS,
+        TIMINGS,
+        "Figure 7",
+        "batch size, precision and runtime (eager PyTorch here), the numbers behind the drawn points, and the variant "
+        "that reaches the printed 3,880 images/s",
+        seeds=(0,),
     ),
     "figure5": spot_recipe(
         "SPOT with fewer token features",

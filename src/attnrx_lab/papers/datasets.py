@@ -1,0 +1,47 @@
+"""The datasets of a paper (SPOT, Table 6): how many images of how many classes are trained and tested on."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from attnrx.data import Splits, load_data
+from attnrx.support.progress import Log
+from attnrx_lab.papers.experiment import Experiment, plain_measures
+from attnrx_lab.papers.sources import TINY_CLASSES, TINY_SIDE, generated_splits
+
+
+@dataclass(frozen=True)
+class DatasetCounts(Experiment):
+    """One dataset as `load_data` divides it; nothing is trained. `dataset` is where it is, if not under its name.
+
+    Images held out for validation are counted as images to train on, as the paper has no others.
+    """
+
+    kind: ClassVar[str] = "datasets"
+    knobs: ClassVar[tuple[str, ...]] = ("dataset",)
+    chosen: ClassVar[tuple[str, ...]] = knobs
+
+    subject: str
+    dataset: str | None = None
+    seed: int = 0
+    tiny: bool = False
+
+    def as_tiny(self) -> "DatasetCounts":
+        return replace(self, tiny=True)
+
+    def splits(self) -> Splits:
+        if self.tiny:
+            return generated_splits(self.subject, 3, TINY_CLASSES, TINY_SIDE)
+        return load_data(self.dataset or self.subject, image_size=TINY_SIDE)  # counted, and hardly decoded
+
+    def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
+        splits = self.splits()
+        self.claim(folder)
+        others = {split.fingerprint: len(split) for split in (splits.train, splits.validation)}
+        others.pop(splits.test.fingerprint, None)  # where validation images are those of the test
+        counts = {"train": sum(others.values()), "test": len(splits.test), "classes": len(splits.class_names)}
+        return {
+            "data": {"name": splits.name, "images": len(splits.test), "notes": list(splits.notes)},
+            "rules": {"images": {"measured": plain_measures(counts)}},
+        }
