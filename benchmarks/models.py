@@ -168,12 +168,12 @@ def outcome_of_trunk(family: AdoptedFamily, model: nn.Module) -> Outcome:
     except AttnrxError as error:
         return Outcome(kind, (), reason_of(error))
     # An axis works if it does in every layer.
-    specs = [layer.spec for layer in family.attention(adopted)]
+    specs, parts = [layer.spec for layer in family.attention(adopted)], family.parts(adopted.trunk)
     works = {
         "qk": not any(spec.fixes_scores for spec in specs),
         "vo": not any(spec.fixes_values for spec in specs),
         "hidden": bool(family.mlp(adopted)),
-        "tokens": family.parts(adopted.trunk).pooling in ("class", "mean"),
+        "tokens": parts.pooling in ("class", "mean") and parts.grid_axis is None,
     }
     return Outcome(kind, tuple(axis for axis in AXES if works[axis]))
 
@@ -252,7 +252,9 @@ def of_transformers() -> Iterator[Architecture]:
     listed = [each for task in TASKS for each in getattr(tasks, f"MODEL_FOR_{task}_MAPPING_NAMES").values()]
     others = [name for each in listed for name in ((each,) if isinstance(each, str) else each)]
     for name in dict.fromkeys((*readers, *others, *OTHER_CLASSES)):
-        kind = getattr(transformers, name)
+        kind = getattr(transformers, name, None)
+        if kind is None:  # a part of a class, which has a reader of its own
+            continue
         # The masking of MAE removes patches at random, and a hybrid DPT has a convolutional backbone.
         config = kind.config_class(**({"mask_ratio": 0.0} if name == "ViTMAEModel" else {}))
         if name == "DPTForDepthEstimation":

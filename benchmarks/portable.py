@@ -171,9 +171,9 @@ def reload(options: argparse.Namespace) -> None:
 
 def classes(count: int, draw: random.Random) -> list[str]:
     """Returns classes of transformers that attnrx reads."""
-    from attnrx.vit.models.libraries.huggingface_family import READERS
+    from attnrx.vit.models.libraries.huggingface_family import MAPS, READERS
 
-    names = sorted(name for name in READERS if not name.endswith("Backbone"))
+    names = sorted(name for name, reader in READERS.items() if reader.answer != MAPS)
     return draw.sample(names, min(count, len(names)))
 
 

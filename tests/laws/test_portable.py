@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import attnrx as rx
 from attnrx.vit.models import model_fingerprint, stock_form
 from attnrx.vit.models.boundary.stock import Stock
-from attnrx.vit.models.libraries.huggingface_family import READERS
+from attnrx.vit.models.libraries.huggingface_family import MAPS, READERS
 from support import pretrained
 from support.stock_models import MODELS, images, stock_model, tensors, transformers
 
@@ -206,7 +206,7 @@ def test_widths_are_multiples_and_heads_are_whole(results: dict[str, rx.Shrunk])
     assert all(len(each) == 1 and not next(iter(each)) % 8 for each in widths.values()), widths
 
 
-@pytest.mark.parametrize("name", [name for name in READERS if not name.endswith("Backbone")])
+@pytest.mark.parametrize("name", [name for name, reader in READERS.items() if reader.answer != MAPS])
 def test_every_class_of_transformers_that_is_read_is_created_at_another_width(name: str) -> None:
     model = rx.load(pretrained.of_hf(name, hidden_size=24).float().eval())
     diagnosis = rx.diagnose(model, pretrained.images_for(model, 8), moments=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -117,6 +118,33 @@ def lw_detr() -> Any:
 
 def rf_detr() -> Any:
     return windowed_detector("RfDetr", {"num_windows": 2, "window_block_indexes": [0, 1]})
+
+
+def in_grids(kind: str, side: int, **fields: Any) -> Any:
+    """A model of transformers whose blocks attend to windows of this side in a grid of 4 x 4 patches."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 8}
+    cls = getattr(transformers, kind)
+    return cls(cls.config_class(**sizes, image_size=SIZE, window_size=side, **fields))
+
+
+def sam(side: int) -> Any:
+    return in_grids("SamVisionModel", side, global_attn_indexes=[1], output_channels=8, mlp_dim=48)
+
+
+def vitdet() -> Any:
+    fields = {"window_block_indices": [0, 2], "pretrain_image_size": SIZE, "mlp_ratio": 2, "out_indices": [2, 3]}
+    return in_grids("VitDetBackbone", 3, use_relative_position_embeddings=True, **fields)
+
+
+def timm_sam() -> Any:
+    sizes = {"img_size": SIZE, "patch_size": 8, "embed_dim": WIDTH, "depth": 3, "num_heads": 2, "neck_chans": 8}
+    windows = {"window_size": 3, "global_attn_indexes": (1,)}
+    return timm.create_model("samvit_base_patch16", num_classes=CLASSES, **sizes, **windows)
+
+
+def feature_maps(model: Any) -> Callable[[Tensor], Any]:
+    return lambda images: model(images).feature_maps
 
 
 def detections(model: Any) -> Callable[[Tensor], dict[str, Tensor]]:
@@ -526,6 +554,9 @@ CASES: dict[str, Case] = {
     "detector": Case(Detector, needs_factory=False),
     "depth": Case(Depth, needs_factory=False),
     "LW-DETR": Case(lw_detr, needs_factory=False, of_images=detections),
+    "SAM, a border of zeros": Case(partial(sam, 3), "qk vo hidden", needs_factory=False),
+    "SAM of timm": Case(timm_sam, "qk vo hidden", needs_factory=False),
+    "ViTDet": Case(vitdet, "qk vo hidden", needs_factory=False),
     "RF-DETR": Case(rf_detr, needs_factory=False, of_images=detections),
     "encoder of torch": Case(lambda: OfEncoder(norm_first=True, activation="gelu")),
     "encoder of torch, tokens first": Case(lambda: OfEncoder(batch_first=False, dropout=0.0)),

@@ -19,8 +19,9 @@ class FormTraits:
     `has_strengths`: every direction has a learned strength in every head that uses it. `shares_directions`: all heads
     share one set of directions. `norms` are its normalizations of query and key rows, the default first. `rotates`:
     pairs of rows are rotated by angles that depend on the position of the token. `mixes_blocks`: the shared directions
-    are in blocks, and a matrix mixes the score maps of the blocks. The class that is registered with them
-    (`attention.forms.register_form`) computes the scores.
+    are in blocks, and a matrix mixes the score maps of the blocks. `has_distances`: every query is also multiplied with
+    the vectors of its distances, in rows and in columns, from the keys in a window. The class that is registered with
+    them (`attention.forms.register_form`) computes the scores.
     """
 
     has_strengths: bool
@@ -28,6 +29,7 @@ class FormTraits:
     norms: tuple[str, ...]
     rotates: bool = False
     mixes_blocks: bool = False
+    has_distances: bool = False
 
 
 # Other packages add forms (`attention.forms.register_form`).
@@ -36,6 +38,7 @@ FORMS = Registry[FormTraits](
     named={
         "dense": FormTraits(has_strengths=False, shares_directions=False, norms=("none",)),
         "rotary": FormTraits(has_strengths=False, shares_directions=False, norms=("none",), rotates=True),
+        "axial": FormTraits(has_strengths=False, shares_directions=False, norms=("none",), has_distances=True),
     },
 )
 NORMS = ("kept", "none", "original")
@@ -84,7 +87,8 @@ class AttentionSpec:
     that are rotated, with `pairs[h]` their indices among the frequencies of the original head (default: all of them);
     the rows before them are ordinary directions. `pair_bias`: whether a bias per pair of tokens is added to the scores.
     `inner_norms` are the modules of the original library that the layer applies: to the query and the key of every
-    head, and to the concatenated outputs of the heads before the output projection.
+    head, and to the concatenated outputs of the heads before the output projection. `window` are the rows and columns
+    of the tokens among which the axial form has distances.
     """
 
     form: str
@@ -101,6 +105,7 @@ class AttentionSpec:
     pairs: tuple[tuple[int, ...], ...] | None = None
     pair_bias: bool = False
     inner_norms: tuple[str, ...] = ()
+    window: tuple[int, int] | None = None
 
     def __post_init__(self):
         # Defaults that depend on other fields; the class is frozen.
@@ -165,6 +170,8 @@ class AttentionSpec:
         # A head of rank 0 is computed as a mean of the values, without a softmax to which a bias could be added.
         if self.pair_bias and not all(self.ranks):
             raise InvalidInput("a head with a bias per pair of tokens keeps one direction or more: it is not uniform.")
+        if self.traits.has_distances != (self.window is not None):
+            raise InvalidInput(f"form={self.form!r} with window={self.window}: only the axial form has a window.")
         if any(name not in INNER_NORMS for name in self.inner_norms):
             raise InvalidInput(f"inner_norms={self.inner_norms}: choose from {INNER_NORMS}.")
         if self.fixes_scores and any(rank != self.original_rank for rank in self.ranks):
@@ -185,6 +192,11 @@ class AttentionSpec:
     def has_norms(self) -> bool:
         """Whether the rows of query and key are normalized."""
         return self.norms != "none"
+
+    @property
+    def num_distances(self) -> int:
+        """The number of distances, in rows and in columns, of two tokens in the window."""
+        return 0 if self.window is None else 2 * sum(self.window) - 2
 
     @property
     def fixes_scores(self) -> bool:
@@ -245,6 +257,8 @@ class AttentionSpec:
         Raises:
             NotSupported: No installed package has registered such a form.
         """
+        if self.traits.has_distances:
+            raise NotSupported("heads with relative positions decomposed by axis cannot share their directions.")
         # Of a layer that is shared already, the original rank is that of all heads together.
         blocks, whole = blocks if rank and self.heads else None, self.original_rank
         form = _sharing_form(mixes_blocks=blocks is not None)

@@ -87,7 +87,7 @@ def descend_(
         with torch.enable_grad():
             for _ in range(steps):
                 optimizer.zero_grad()
-                error(generator).backward()
+                error(generator).backward(inputs=parameters)  # others may be part of the error
                 optimizer.step()
                 cosine.step()
     finally:

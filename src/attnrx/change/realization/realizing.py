@@ -39,7 +39,7 @@ from attnrx.support.progress import Log, begin, no_log
 from attnrx.support.records import to_dict
 from attnrx.support.shapes import Float, Int, Tensor
 from attnrx.vit.attention import Attention
-from attnrx.vit.attention.forms import row_pairs
+from attnrx.vit.attention.forms import AxialForm, ScoreForm, row_pairs
 from attnrx.vit.attention.head_linear import HeadLinear
 from attnrx.vit.kernels.native_products import NativeLinear
 from attnrx.vit.maps import FITS, LINEAR_MAPS
@@ -414,6 +414,7 @@ def compressed_attention(attention: Attention, layer: LayerPrescription, keeps_n
         _copy_directions_(result, attention, layer.qk, order)
     else:
         _combine_directions_(result, attention, layer.qk, layer.qk.basis, order)
+    _follow_queries_(result.scores, attention.scores)
     if values is None:
         features = _in_order(attention.spec.value_dims, order)
         _copy_rows_(result.value, attention.value, features)
@@ -453,12 +454,14 @@ def mask_attention_(attention: Attention, layer: LayerPrescription) -> None:
     if values is not None:
         compressed_spec(spec, layer)  # raises for decisions that cannot be realized
         _mask_values_(attention, values)
+    before = copy.deepcopy(attention.scores)
     if layer.qk.basis is None:
         # Zeros in the strengths or, for forms without strengths, in the query rows.
         strength = torch.where(layer.qk.keep, layer.qk.strength, 0)
         attention.scores.set_strengths_([row[:rank] for row, rank in zip(strength, spec.ranks, strict=True)])
     else:
         _mask_combined_directions_(attention, layer.qk, layer.qk.basis)
+    _follow_queries_(attention.scores, before)
     # [sum of value dimensions]: the columns of removed heads in the output projection.
     removed = (~layer.heads).repeat_interleave(torch.tensor(spec.value_dims, dtype=torch.long))
     attention.output.weight[:, removed] = 0
@@ -602,6 +605,26 @@ def _combine_directions_(
     if basis.shared:
         # A direction that some head keeps is stored once; the strength of the other heads is zero there.
         target.scores.set_strengths_(list(torch.where(scores.keep, scores.strength, 0.0)[order][:, kept]))
+
+
+def _follow_queries_(scores: ScoreForm, before: ScoreForm) -> None:
+    """Writes relative positions for other rows of the query: their products stay the same as far as the rows of before
+    are combinations of the rows of now.
+    """
+    if not isinstance(scores, AxialForm) or not isinstance(before, AxialForm):
+        return
+    old_rows, new_rows = (form.query.augmented().split(form.spec.rows) for form in (before, scores))
+    for name in ("down", "right"):
+        table, old_table = getattr(scores, name), getattr(before, name).detach().cpu().double()
+        old = dict(zip(before.spec.heads, zip(old_rows, old_table.split(before.spec.rows), strict=True), strict=True))
+        parts = [table.new_zeros(0, table.shape[1])]
+        for head, rows in zip(scores.spec.heads, new_rows, strict=True):
+            rows_before, vectors = old[head]
+            if not torch.equal(rows, rows_before):
+                # rows_before = combination @ rows, by least squares.
+                vectors = torch.linalg.pinv(rows.mT) @ rows_before.mT @ vectors
+            parts.append(vectors.to(table))
+        table.copy_(torch.cat(parts))
 
 
 def _mask_combined_directions_(attention: Attention, scores: ScoreDecision, basis: Basis) -> None:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -214,11 +214,42 @@ def within_budget(reference: nn.Module, candidate: nn.Module, knobs: Repair, ima
 Tokens = Float[Tensor, "images tokens width"]
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """How a block takes the tokens of an image: in so many sequences, or in a grid whose `width_axis` has the features,
+    with these `sides`.
+    """
+
+    windows: int
+    width_axis: int | None
+    sides: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "_Layout":
+        family = family_of(model)
+        return cls(family.windows(model), family.grid_axis(model))
+
+    def at(self, tokens: Tensor) -> "_Layout":
+        """Returns the layout with the sides of the grid of these tokens."""
+        return self if self.width_axis is None else replace(self, sides=tokens.movedim(self.width_axis, -1).shape[1:3])
+
+    def by_image(self, tokens: Tensor) -> Tokens:
+        """Returns the tokens of every image side by side."""
+        if self.width_axis is not None:
+            return tokens.movedim(self.width_axis, -1).flatten(1, 2)
+        return tokens if self.windows == 1 else tokens.unflatten(0, (-1, self.windows)).flatten(1, 2)
+
+    def of_block(self, tokens: Tokens) -> Tensor:
+        if self.width_axis is not None:
+            return tokens.unflatten(1, self.sides).movedim(-1, self.width_axis)
+        return tokens if self.windows == 1 else tokens.unflatten(1, (self.windows, -1)).flatten(0, 1)
+
+
 @dataclass(frozen=True, eq=False)
 class _Block:
     """A block, its attention, the two maps of its MLP, and the arguments that its model passes beside the tokens.
 
-    The tokens of an image are side by side here, whatever the number of its `windows` is.
+    The tokens of an image are side by side here, whatever the `layout` is in which the block takes them.
     """
 
     module: nn.Module
@@ -226,11 +257,11 @@ class _Block:
     maps: tuple[Any, Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    windows: int
+    layout: _Layout
 
     def run(self, tokens: Tokens) -> Tokens:
-        output = self.module(_in_windows(tokens, self.windows), *self.args, **self.kwargs)
-        return _by_image(output if isinstance(output, Tensor) else output[0], self.windows)
+        output = self.module(self.layout.of_block(tokens), *self.args, **self.kwargs)
+        return self.layout.by_image(output if isinstance(output, Tensor) else output[0])
 
     def run_all(self, tokens: Tokens) -> Tokens:
         """Returns the outputs for all images."""
@@ -238,7 +269,7 @@ class _Block:
 
     def run_both(self, tokens: Tokens) -> tuple[Tokens, Tokens]:
         """Returns the outputs for all images with zeros for the output of the MLP, and the outputs."""
-        scale = self.scale(tokens[:2], self.maps[1])
+        scale = self.scale(tokens[:2])
         without_mlp, outputs = [], []
         # One pass: what the MLP adds to the stream is known from its output.
         with recording_calls(self.maps[1:], lambda call: call.output) as added:
@@ -256,27 +287,19 @@ class _Block:
                 stack.enter_context(replacing_forward(linear, partial(_zeros, linear.out_features)))
             yield
 
-    def run_recorded(self, tokens: Tokens, part: nn.Module) -> tuple[Tokens, list[ModuleCall]]:
-        """Returns the outputs for all images without the MLP, and the calls of a part of the block."""
-        with self.without_mlp(), recording_calls((part,), lambda call: call) as calls:
-            return self.run_all(tokens), calls
-
-    def scale(self, tokens: Tokens, last: nn.Module) -> Float[Tensor, "width"]:
-        """Returns the factors between the output of a branch, the attention or the MLP, whose last module this is, and
-        its share of the block's output (LayerScale).
-        """
-        # The slope of the block's output, summed over all entries, with respect to the branch's is the factor of every
-        # feature, if the branch is added linearly; whether it is the same for all tokens is verified.
+    def scale(self, tokens: Tokens) -> Float[Tensor, "width"]:
+        """Returns the factors between the output of the MLP and its share of the block's output (LayerScale)."""
+        # The slope of the block's output, summed over all entries, with respect to the MLP's is the factor of every
+        # feature, if the MLP is added linearly; whether it is the same for all tokens is verified.
         outputs: list[Tensor] = []
 
         def record(_: nn.Module, given: object, output: Tensor) -> Tensor:
             outputs.append(output.detach().requires_grad_())
-            return outputs[0]  # a leaf in place of the branch's output
+            return outputs[0]  # a leaf in place of the MLP's output
 
-        hook = last.register_forward_hook(record)
+        hook = self.maps[1].register_forward_hook(record)
         try:
-            # For the attention without the MLP: its target is the stream before the MLP, whose errors are not its own.
-            with torch.enable_grad(), self.without_mlp() if last is self.attention else nullcontext():
+            with torch.enable_grad():
                 block_outputs = self.run_all(tokens)
                 (slope,) = torch.autograd.grad(block_outputs.sum(), outputs)
         finally:
@@ -284,8 +307,8 @@ class _Block:
         factors = slope.flatten(0, -2).mean(0)
         if not torch.allclose(slope, factors.expand_as(slope), rtol=1e-3) or not bool(factors.abs().min() > 0):
             raise NotSupported(
-                "a block changes the output of its attention or MLP by more than a constant factor per feature before "
-                "it is added (e.g. a norm after the MLP), so repair has no target for it."
+                "a block changes the output of its MLP by more than a constant factor per feature before it is added "
+                "(e.g. a norm after the MLP), so repair has no target for it."
             )
         return factors
 
@@ -320,21 +343,12 @@ def _blocks(model: nn.Module, images: ImageSet) -> Iterator[_Block]:
     """Returns the blocks of a model, with the arguments that it passes to them."""
     # Two images suffice: the arguments (positions, masks) are those of every image.
     family, blocks = family_of(model), blocks_of(model, family_of(model))
-    windows = family.windows(model)
-    with recording_calls(blocks, lambda call: (call.module, (call.args, call.kwargs))) as calls:
+    layout = _Layout.of(model)
+    with recording_calls(blocks, lambda call: (call.module, (call.args, call.kwargs, layout.at(call.tokens)))) as calls:
         model(next(iter(images.take(2).batches(2, device=_weight(model).device))).images.to(_weight(model).dtype))
     arguments = dict(calls)
     for block, attention, maps in zip(blocks, family.attention(model), family.mlp(model), strict=True):
-        yield _Block(block, attention, maps, *arguments[block], windows)
-
-
-def _by_image(tokens: Float[Tensor, "sequences tokens width"], windows: int) -> Tokens:
-    """Returns the tokens of an image side by side, which are in so many sequences."""
-    return tokens if windows == 1 else tokens.unflatten(0, (-1, windows)).flatten(1, 2)
-
-
-def _in_windows(tokens: Tokens, windows: int) -> Float[Tensor, "sequences tokens width"]:
-    return tokens if windows == 1 else tokens.unflatten(1, (windows, -1)).flatten(0, 1)
+        yield _Block(block, attention, maps, *arguments[block])
 
 
 def _are_equal(block: nn.Module, other: nn.Module) -> bool:
@@ -376,7 +390,7 @@ def _tokens_before(model: nn.Module, block: nn.Module, images: ImageSet) -> tupl
         warnings.simplefilter("ignore", ScaleWarning)  # the notes have it
         batches = (validation.take(batch.images) for batch in images.batches(CHUNK, device=weight.device))
         tokens = [_input_of(block, partial(model, pixels)).detach() for pixels in batches]
-        return _by_image(torch.cat(tokens), family.windows(model)), validation.notes()
+        return _Layout.of(model).by_image(torch.cat(tokens)), validation.notes()
 
 
 def _input_of(part: nn.Module, run: Callable[[], object]) -> Tensor:
@@ -408,8 +422,7 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
     # One sampled class per image estimates the diagonal of the Fisher matrix without a pass per class, and without
     # labels. Its root fits better than the square (docs/results/hidden.md).
     family, generator = family_of(model), torch.Generator().manual_seed(0)
-    windows = family.windows(model)
-    blocks = blocks_of(model, family)
+    layout, blocks = _Layout.of(model), blocks_of(model, family)
     sums: dict[nn.Module, Tensor] = {}
     kind = output_kind_of(model)
     weight, chosen = _weight(model), images.take(min(round(IMPORTANCE_IMAGES * kind.needed_images), len(images)))
@@ -426,12 +439,12 @@ def token_importance(model: nn.Module, images: ImageSet) -> list[Float[Tensor, "
         slopes = {id(output): slope for output, slope in zip(known, found, strict=True) if slope is not None}
         for call in calls:
             # A module may call a block several times; its fit is that of sequences as in the first call.
-            count = windows * call.tokens.shape[1]
+            count = layout.by_image(call.tokens).shape[1]
             total = sums.setdefault(call.module, call.tokens.new_zeros(count))
             slope = slopes.get(id(call.output_tokens))
             if slope is not None and count == len(total):
                 # The last block of a class-token model may compute that token only.
-                squares = _by_image(slope, windows).square().sum((0, -1))
+                squares = layout.by_image(slope).square().sum((0, -1))
                 total[: len(squares)] += squares
     roots = [sums[block].sqrt() for block in blocks]
     return [(1 - EVEN) * root / root.mean().clamp_min(1e-30) + EVEN for root in roots]
@@ -486,24 +499,13 @@ class _BlockFit:
 
     def _fit_attention(self, without_mlp: Tokens) -> None:
         block, weight, fitted, number = self.block, self.weight, self.fitted, self.knobs.images
-        scale = block.scale(self.tokens[:2], block.attention)
-        stream, calls = block.run_recorded(self.tokens, block.attention)
-        inputs, outputs = (
-            torch.cat(rows) for rows in zip(*((call.tokens, call.output) for call in calls), strict=True)
-        )
-        args, kwargs, windows = calls[-1].args, calls[-1].kwargs, len(inputs) // len(stream)  # of this attention
-        inputs, outputs = _by_image(inputs, windows), _by_image(outputs, windows)
-        del calls  # as large as the tokens of all images
-        # The attention's output that would make the block's output equal to the target, [images, tokens, width].
-        targets = outputs + (without_mlp - stream) / scale
-        del stream, outputs
 
         def images_error(generator: torch.Generator) -> Float[Tensor, ""]:
             # Whole images, because attention mixes the tokens of one; few, because these are many tokens.
             images = fitted[torch.randint(len(fitted), (number,), generator=generator)]
-            # Times the scale again: features that LayerScale hardly adds count as little as they do in the block.
-            mixed = _by_image(block.attention(_in_windows(inputs[images], windows), *args, **kwargs), windows)
-            missed = (mixed - targets[images]) * scale
+            # In the block, which may divide the tokens for its attention, and scale what that returns.
+            with block.without_mlp():
+                missed = block.run(self.tokens[images]) - without_mlp[images]
             return (weight[:, None] * missed.square()).mean()
 
         self._descend(block.attention, self._block_error, images_error)
@@ -512,10 +514,11 @@ class _BlockFit:
         """Fits the MLP, and returns the outputs of the block."""
         block, weight, fitted, number = self.block, self.weight, self.fitted, self.knobs.tokens
         mlp = nn.Sequential(block.features(self.tokens[:2]), block.maps[1])
-        scale = block.scale(self.tokens[:2], block.maps[1])
-        stream, calls = block.run_recorded(self.tokens, block.maps[0])
-        inputs = torch.cat([call.tokens for call in calls]).reshape_as(stream)
-        del calls
+        scale = block.scale(self.tokens[:2])
+        with block.without_mlp(), recording_calls(block.maps[:1], lambda call: call.tokens) as calls:
+            stream = block.run_all(self.tokens)
+        inputs = torch.cat(calls).reshape_as(stream)
+        del calls  # as large as the tokens of all images
         targets, shares = (self.targets - stream) / scale, weight.cpu()
 
         def outputs_of(images: Tensor) -> Tokens:

@@ -113,13 +113,42 @@ class Mixture(ABC):
 
 
 @dataclass(frozen=True)
+class GridScores:
+    """What is added to the scores of keys in a grid: every query has a number for each row, and one for each column."""
+
+    rows: Float[Tensor, "batch heads queries rows"]
+    columns: Float[Tensor, "batch heads queries columns"]
+
+    def added(self) -> Float[Tensor, "batch heads queries keys"]:
+        return (self.rows[..., None] + self.columns[..., None, :]).flatten(3)
+
+    def features(
+        self, scale: float
+    ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
+        """Returns features of queries and keys whose product, times the scale, is what is added."""
+        numbers = torch.cat([self.rows, self.columns], -1) * (1 / scale)
+        sizes = self.rows.shape[-1], self.columns.shape[-1]
+        places = places_in_grid(*sizes, numbers.dtype, numbers.device)
+        # Fused kernels load features in steps.
+        added = -sum(sizes) % Fused.STEP
+        return F.pad(numbers, (0, added)), F.pad(places, (0, added)).expand(*numbers.shape[:2], -1, -1)
+
+
+@kept
+def places_in_grid(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "tokens lines"]:
+    """Returns ones at the row and at the column of every token of a grid, row by row."""
+    of_rows, of_columns = (torch.eye(size, dtype=dtype, device=device) for size in (rows, columns))
+    return torch.cat([of_rows.repeat_interleave(columns, 0), of_columns.repeat(rows, 1)], 1)
+
+
+@dataclass(frozen=True)
 class ScoreFactors:
     """The factors of one bucket's scores: score[i, j] = scale * sum_r strength[r] query[i, r] key[j, r].
 
     The rows of query and key are divided by their norms, and rotated, already where the form does that; `strength` is
     None where it is one. There are as many owners as heads, or a single one of directions that all heads share. With
     `mixture` fewer operations give the same scores, as weighted sums of maps that heads share. `bias` is added to the
-    scores, if given, of all images or of each.
+    scores, if given, of all images or of each, and so is `grid`.
     """
 
     bucket: Bucket
@@ -129,9 +158,18 @@ class ScoreFactors:
     scale: float
     mixture: Mixture | None = None
     bias: Float[Tensor, "images heads queries keys"] | None = None
+    grid: GridScores | None = None
 
     def folded(self) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
-        """Returns query and key for the fused kernels: heads first, the strength multiplied into the query."""
+        """Returns query and key for the fused kernels, as `sides` does, with the features of their places in a grid."""
+        query, key = self.sides()
+        if self.grid is None:
+            return query, key
+        of_queries, of_keys = self.grid.features(self.scale)
+        return torch.cat([query, of_queries], -1), torch.cat([key, of_keys], -1)
+
+    def sides(self) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads keys width"]]:
+        """Returns query and key, heads first, with the strength multiplied into the query."""
         # Fused kernels have no diagonal between query and key: a strength is folded into one side. It differs by head,
         # so shared rows [batch, tokens, 1, width] get as many heads as it has; the keys only by a view.
         query = self.query if self.strength is None else self.query * self.strength.to(self.query.dtype)
@@ -282,8 +320,10 @@ def scores(factors: ScoreFactors) -> Float[Tensor, "batch heads queries keys"]:
         products = factors.mixture.scores(factors.scale)
     else:
         # The query is scaled instead of the map, which has more entries where tokens outnumber directions.
-        query, key = factors.folded()
+        query, key = factors.sides()
         products = (query * factors.scale) @ key.transpose(-1, -2)
+    if factors.grid is not None:
+        products = products + factors.grid.added()
     return products if factors.bias is None else products + factors.bias
 
 
@@ -367,7 +407,11 @@ class Native(Eager):
         # The kernel multiplies rows as they are projected: strengths, shared rows and norms need an operation in
         # between. Rotations and biases are arguments of it.
         has_products = not (
-            spec.traits.has_strengths or spec.traits.shares_directions or spec.has_norms or spec.fixes_scores
+            spec.traits.has_strengths
+            or spec.traits.shares_directions
+            or spec.traits.has_distances
+            or spec.has_norms
+            or spec.fixes_scores
         )
         return has_products and context.free_on_cpu and int(context.tokens) >= FEW_QUERIES
 

@@ -1,19 +1,21 @@
 """The forms of attention: how tokens, at their positions, become the factors of the scores."""
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from attnrx.support.errors import InvalidInput
-from attnrx.support.modules import has_fixed_weights, kept
+from attnrx.support.modules import has_fixed_weights, kept, of_weights
 from attnrx.support.registry import Registry
 from attnrx.support.shapes import Float, Int, Tensor
-from attnrx.vit.attention.backends import Bucket, ScoreFactors
+from attnrx.vit.attention.backends import Bucket, GridScores, ScoreFactors
 from attnrx.vit.attention.head_linear import HeadLinear
 from attnrx.vit.kernels.native_attention import RotationTable
 from attnrx.vit.spec import COMPRESSIONS, FORMS, AttentionSpec, Compression, FormTraits
@@ -193,6 +195,61 @@ class RotaryForm(DenseForm):
         return RotationTable(sides[0], sides[1], [*columns, *counts, *stills, prefix])
 
 
+class AxialForm(DenseForm):
+    """Dot products of query and key, and relative positions decomposed by axis (Li et al., MViTv2, 2022), as in ViTDet
+    and SAM.
+
+    score[i, j] = scale query[i] . key[j] + query[i] . (down[y_i - y_j] + right[x_i - x_j]), where a token is in row y
+    and column x of the window. `down` and `right` have a column for every distance, from the most negative, and a row
+    for every row of the query: heads that have lost directions have vectors of their own.
+    """
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        height, width = spec.window or (1, 1)
+        self.down = nn.Parameter(torch.zeros(sum(spec.rows), 2 * height - 1))
+        self.right = nn.Parameter(torch.zeros(sum(spec.rows), 2 * width - 1))
+
+    @property
+    def query_factor(self) -> float:
+        return 1.0  # the vectors are multiplied with the query itself
+
+    def forward(self, query: Queries, key: Keys, buckets: tuple[Bucket, ...]) -> tuple[ScoreFactors, ...]:
+        """Returns the factors of the products, with the scores of the places in the window.
+
+        Raises:
+            InvalidInput: The tokens do not fill a window.
+        """
+        window = self.spec.window or (1, 1)
+        if query.shape[1] != math.prod(window):
+            raise InvalidInput(
+                f"{query.shape[1]} tokens in a layer with relative positions in a window of {window}: create the model "
+                "for the size of these images."
+            )
+        return tuple(replace(part, grid=self._grid(part)) for part in super().forward(query, key, buckets))
+
+    def _grid(self, part: ScoreFactors) -> GridScores:
+        query = part.query.unflatten(1, self.spec.window or (1, 1))  # [batch, rows, columns, heads, features]
+        features = query.shape[-1]
+        down, right = (
+            of_weights(self, (axis, part.bucket), partial(self._vectors, table, part.bucket, features))
+            for axis, table in enumerate((self.down, self.right))
+        )
+        rows = torch.einsum("byxhr,hryk->bhyxk", query, down)
+        columns = torch.einsum("byxhr,hrxk->bhyxk", query, right)
+        return GridScores(rows.flatten(2, 3), columns.flatten(2, 3))
+
+    def _vectors(
+        self, table: Float[Tensor, "rows distances"], bucket: Bucket, features: int
+    ) -> Float[Tensor, "heads features lines lines"]:
+        """Returns the vectors of every head for a line of the query and a line of the key, padded to `features`."""
+        parts = table.split(self.spec.rows)[bucket.heads]
+        padded = torch.stack([F.pad(part, (0, 0, 0, features - len(part))) for part in parts])
+        size = (table.shape[1] + 1) // 2
+        lines = torch.arange(size, device=table.device)
+        return padded[:, :, lines[:, None] - lines + size - 1]
+
+
 @kept
 def pair_columns(spec: AttentionSpec, heads: int, frequencies: int, device: torch.device) -> Int[Tensor, "pairs"]:
     """Returns the columns of the kept pairs of all heads among `heads` x `frequencies` (`rotation_index`)."""
@@ -265,7 +322,9 @@ def row_pairs(spec: AttentionSpec) -> Int[Tensor, "heads directions"]:
     return frequencies
 
 
-SCORES = Registry[type[ScoreForm]]("form of attention", named={"dense": DenseForm, "rotary": RotaryForm})
+SCORES = Registry[type[ScoreForm]](
+    "form of attention", named={"dense": DenseForm, "rotary": RotaryForm, "axial": AxialForm}
+)
 
 
 def register_form(

@@ -47,9 +47,10 @@ class PartCosts:
 class LayerCosts:
     """The costs of one transformer block by part.
 
-    `query_key` are the two projections of the score pathway, `scores` the products of queries and keys, `diagonal`
-    the strengths, `fusion` the matrix that mixes the score maps of blocks, `value_output` the two projections of the
-    other pathway, and `read_out` attention times values. `spec` and `tokens` are the inputs of the attention's costs.
+    `query_key` are the two projections of the score pathway, and the products of queries and relative positions;
+    `scores` the products of queries and keys, `diagonal` the strengths, `fusion` the matrix that mixes the score maps
+    of blocks, `value_output` the two projections of the other pathway, and `read_out` attention times values. `spec`
+    and `tokens` are the inputs of the attention's costs.
     """
 
     query_key: PartCosts
@@ -75,13 +76,17 @@ class LayerCosts:
         """The whole layer."""
         return _sum(self.parts.values())
 
-    def over(self, lengths: Sequence[int]) -> "LayerCosts":
-        """Returns the costs of the block when it is called, for one image, with sequences of so many tokens."""
+    def over(self, lengths: Sequence[int], mlp_tokens: int | None = None) -> "LayerCosts":
+        """Returns the costs of the block when its attention is called, for one image, with sequences of so many tokens.
+
+        The MLP has as many tokens, or `mlp_tokens`, if given.
+        """
         once, squares = sum(lengths), sum(length * length for length in lengths)
 
         def repeated(name: str, part: PartCosts) -> PartCosts:
             of_pairs = name in ("scores", "fusion", "read_out")
-            total = part.macs // self.tokens**2 * squares if of_pairs else part.macs // self.tokens * once
+            count = mlp_tokens if name == "mlp" and mlp_tokens is not None else once
+            total = part.macs // self.tokens**2 * squares if of_pairs else part.macs // self.tokens * count
             return PartCosts(part.params, total)
 
         return replace(self, **{name: repeated(name, part) for name, part in self.parts.items()})
@@ -117,7 +122,9 @@ class ModelCosts(Displayed):
             "classifier": self.classifier,
         }
 
-    def called(self, lengths: Sequence[Sequence[int]], patches: int, heads: int) -> "ModelCosts":
+    def called(
+        self, lengths: Sequence[Sequence[int]], patches: int, heads: int, mlp_tokens: Sequence[int] | None = None
+    ) -> "ModelCosts":
         """Returns the costs inside a module that calls the parts in its own way for one image: every layer with
         sequences of so many tokens (`LayerCosts.over`), the patch embedding and the classifier so often.
         """
@@ -125,7 +132,9 @@ class ModelCosts(Displayed):
         def often(part: PartCosts) -> PartCosts:
             return PartCosts(part.params, patches * part.macs)
 
-        layers = tuple(layer.over(each) for layer, each in zip(self.layers, lengths, strict=True))
+        counts = mlp_tokens or (None,) * len(lengths)
+        called = zip(self.layers, lengths, counts, strict=True)
+        layers = tuple(layer.over(each, count) for layer, each, count in called)
         classifier_macs = heads * self.classifier_macs
         return replace(
             self, patches=often(self.patches), layers=layers, predictors=often(self.predictors),
@@ -192,8 +201,11 @@ def layer_costs(spec: AttentionSpec, tokens: int, mlp: PartCosts, layer_norms: P
     query, key = (linear_costs(spec.width, rows, tokens, bias=spec.has_bias(side)) for side in ("query", "key"))
     value = linear_costs(spec.width, features, tokens, bias=spec.has_bias("value"))
     output = linear_costs(sum(spec.value_dims), spec.width, tokens, bias=spec.has_bias("output"))
+    # Every query is multiplied with the vectors of its distances from all rows and columns of a window. The vectors may
+    # be those of all heads, so their parameters are counted with the rest of the block.
+    distances = PartCosts(0, tokens * sum(spec.window or ()) * rank)
     return LayerCosts(
-        query_key=query + key,
+        query_key=query + key + distances,
         # Shared directions are multiplied in every head (`rank` sums over heads), those in blocks once for all heads.
         scores=PartCosts(0, tokens * tokens * (rows if spec.traits.mixes_blocks else rank)),
         diagonal=PartCosts(strengths, tokens * strengths),

@@ -238,6 +238,10 @@ class Family(ABC):
         """Returns into how many sequences the tokens of an image are divided between blocks."""
         return 1
 
+    def grid_axis(self, model: nn.Module) -> int | None:
+        """Returns the axis of the features where blocks take grids of tokens; None where they take sequences."""
+        return None
+
     @abstractmethod
     def num_tokens(self, model: nn.Module) -> int:
         """Returns the number of tokens of an image in every layer without a token policy."""

@@ -332,7 +332,9 @@ def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, ad
         family.write_attention_(source, module, adapter)
         found = family.convert_attention(source, module)
         is_same = found.spec == attention.spec and _are_equal(found, attention)
-        if is_same and (KEPT_HEADS not in vars(module) or _answer_alike(module, adapter)):
+        # A grid, or a sequence, of tokens.
+        sides = (5,) if family.parts(source).grid_axis is None else (attention.spec.window or (2, 3))
+        if is_same and (KEPT_HEADS not in vars(module) or _answer_alike(module, adapter, sides)):
             return True
     except Exception:  # the shapes or parts of the module are others
         pass
@@ -342,13 +344,13 @@ def _is_written_(family: AdoptedFamily, source: nn.Module, module: nn.Module, ad
     return False
 
 
-def _answer_alike(module: nn.Module, adapter: Adapter) -> bool:
+def _answer_alike(module: nn.Module, adapter: Adapter, sides: tuple[int, ...]) -> bool:
     """Whether an attention module that has lost heads computes with the others, as far as tokens alone show."""
     weight = adapter.attention.output.weight
     if weight.is_meta:
         return False
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randn(1, 5, adapter.attention.spec.width, generator=generator, dtype=torch.float64).to(weight)
+    tokens = torch.randn(1, *sides, adapter.attention.spec.width, generator=generator, dtype=torch.float64).to(weight)
     with evaluating((module, adapter)):
         outputs = [part(tokens) for part in (module, adapter)]
     one, other = ({"": each[0] if isinstance(each, tuple) else each} for each in outputs)

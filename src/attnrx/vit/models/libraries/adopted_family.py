@@ -688,6 +688,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         """
         adopted = self._adopted(model)
         parts, pooling = self.parts(adopted.trunk), self.parts(adopted.trunk).pooling
+        if parts.grid_axis is not None:
+            raise NotSupported(
+                f"{adopted.name} divides grids of tokens into windows inside its blocks, so tokens can be neither "
+                "pruned nor merged: plan ranks (qk, vo) and hidden units."
+            )
         usual, sequences = self.num_tokens(adopted), () if adopted.around is None else adopted.around.lengths
         if others := sorted({length for each in sequences for length in each} - {usual}):
             raise NotSupported(
@@ -778,6 +783,10 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         adopted = self._adopted(model)
         return self.parts(adopted.trunk).windows
 
+    def grid_axis(self, model: nn.Module) -> int | None:
+        adopted = self._adopted(model)
+        return self.parts(adopted.trunk).grid_axis
+
     def num_tokens(self, model: nn.Module) -> int:
         adopted = self._adopted(model)
         parts = self.parts(adopted.trunk)
@@ -785,8 +794,8 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
 
     def costs_with(self, model: nn.Module, shapes: LayerShapes) -> ModelCosts:
         """Returns the costs; all parameters before the first layer (tokens and position embeddings too) count as
-        patches, those of a layer outside attention and MLP (LayerScale too) as its norms, and all parts around the
-        Vision Transformer as classifier. The parameters therefore add up to those of the model.
+        patches, those of a layer outside attention and MLP (LayerScale and relative positions too) as its norms, and
+        all parts around the Vision Transformer as classifier. The parameters therefore add up to those of the model.
         """
         adopted = self._adopted(model)
         plain, around = self.trunk_costs(adopted, shapes), adopted.around
@@ -797,7 +806,9 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
         if around.lengths:  # a policy removes the same number of tokens from every sequence
             before = self.num_tokens(adopted)
             lengths = [[n - before + count for n in each] for count, each in zip(tokens, around.lengths, strict=True)]
-        costs = plain.called(lengths, calls, calls if around.head_calls is None else around.head_calls)
+        # Where attention alone has windows, with a border of zeros, the MLP has the tokens of the image.
+        counts = None if self.grid_axis(adopted) is None else [calls * count for count in tokens]
+        costs = plain.called(lengths, calls, calls if around.head_calls is None else around.head_calls, counts)
         outside = PartCosts(sum(weight.numel() for weight in weights_around(adopted)), around.macs)
         return replace(costs, classifier=costs.classifier + outside)
 
@@ -821,7 +832,11 @@ class AdoptedFamily(AttentionConversion, LibraryModels, Family):
                     num_tokens,
                     mlp_costs(mlp, num_tokens, *change),
                     # Inner norms of the attention are not counted by its spec.
-                    PartCosts(num_params(block) - sum(map(num_params, (*mlp, own.scores, own.value, own.output)))),
+                    PartCosts(
+                        num_params(block)
+                        - sum(map(num_params, (*mlp, own.scores, own.value, own.output)))
+                        + sum(own.spec.rows) * own.spec.num_distances
+                    ),
                 )
                 for block, mlp, own, spec, change, num_tokens in zip(
                     blocks, mlps, self.attention(adopted), shapes.attention, changes, tokens.tokens, strict=True
@@ -947,5 +962,5 @@ def output_sizes(adopted: Adopted) -> dict[str, int]:
 
 def _sequences(call: ModuleCall) -> tuple[nn.Module, list[int]]:
     """Returns a module and the number of tokens of every sequence in a call of it."""
-    count, width = call.tokens.shape[-2:]
-    return call.module, [count] * (call.tokens.numel() // (count * width))
+    sequences, *sides, _ = call.tokens.shape  # a sequence may be a grid
+    return call.module, [math.prod(sides)] * sequences

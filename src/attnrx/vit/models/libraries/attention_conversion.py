@@ -23,9 +23,17 @@ from attnrx.vit.models.working.adopted import (
     interleaved_rows,
 )
 
+# The parameters of attention modules with vectors for every distance in rows, and in columns, [distances, head_dim].
+DISTANCES = ("rel_pos_h", "rel_pos_w")
 # The attributes of attention modules with the number of heads, and with the features of all of them.
 HEAD_COUNTS = {"num_heads", "num_attention_heads", "heads"}
 HEAD_WIDTHS = {"attn_dim", "all_head_size"}
+
+
+def distances_of(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """Returns the vectors of an attention module for distances in rows and in columns; None where it has none."""
+    down, right = (getattr(module, name, None) for name in DISTANCES)
+    return None if down is None or right is None else (down, right)
 
 
 class AttentionConversion(ABC):
@@ -47,7 +55,9 @@ class AttentionConversion(ABC):
         heads = self._num_heads(module, parts) if kept_heads is None else len(kept_heads)
         scale = getattr(module, parts.scale) if isinstance(parts.scale, str) else parts.scale
         scale = scale or (weights[0].shape[0] // heads) ** -0.5
-        attention = attention_from_projections(weights, biases, heads, scale, **self.traits(source, module))
+        attention = attention_from_projections(
+            weights, biases, heads, scale, distances=distances_of(module), **self.traits(source, module)
+        )
         if kept_heads is not None:
             attention.spec = attention.scores.spec = replace(attention.spec, heads=kept_heads)
         return attention
@@ -61,7 +71,7 @@ class AttentionConversion(ABC):
         """
         attention, parts = adapter.attention, self.parts(source)
         spec, rotary = attention.spec, self.traits(source, module).get("rotary")
-        if attention.spec.form not in ("dense", "rotary") or len({*spec.ranks, *spec.value_dims}) > 1:
+        if attention.spec.form not in ("dense", "rotary", "axial") or len({*spec.ranks, *spec.value_dims}) > 1:
             raise NotSupported("heads of other forms or sizes")
         sides = [attention.get_submodule(path) for path in PROJECTION_PATHS]
         weights: list[Any] = [side.weight for side in sides]
@@ -72,6 +82,8 @@ class AttentionConversion(ABC):
                 weights[side] = weights[side][order.to(weights[side].device)]
                 biases[side] = None if biases[side] is None else biases[side][order.to(weights[side].device)]
         self.write_projections_(source, module, weights, biases)
+        if spec.window is not None:
+            self._write_distances_(module, attention)
         for name, norm in attention.inner_norms.items():
             own = self.traits(source, module)["inner_norms"][name]
             for (path, target), parameter in zip(own.named_parameters(), norm.parameters(), strict=True):
@@ -92,6 +104,15 @@ class AttentionConversion(ABC):
                 set_parameter_(holder, name, state[path], target.requires_grad)
         if spec.heads != tuple(range(self._num_heads(module, parts))):
             self.keep_heads_(module, spec.heads, spec.head_dim)
+
+    def _write_distances_(self, module: nn.Module, attention: Attention) -> None:
+        """Writes relative positions into a library's module, in which all heads share them."""
+        scores: Any = attention.scores
+        for name, rows in zip(DISTANCES, (scores.down, scores.right), strict=True):
+            tables = rows.detach().unflatten(0, (len(attention.spec.heads), -1))
+            if not rows.is_meta and not torch.equal(tables, tables[:1].expand_as(tables)):
+                raise NotSupported("heads with relative positions of their own")
+            set_parameter_(module, name, tables[0].mT.contiguous(), getattr(module, name).requires_grad)
 
     def _num_heads(self, module: nn.Module, parts: ViTParts) -> int:
         """Returns the number of heads that an attention module states."""

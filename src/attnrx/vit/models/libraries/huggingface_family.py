@@ -61,7 +61,8 @@ class ModelReader:
 
     The parts are where `layout` says in the body, the module with the embeddings and the layers. `answer` is a field of
     the output, or one of ANSWERS. `windowed` are the fields of the configuration with the number of windows per side of
-    an image, and with the indices of the blocks that attend to one window each.
+    an image, and with the indices of the blocks that attend to one window each. `embeddings` is the name of the part of
+    the body that makes the tokens.
     """
 
     layout: ViTParts = LAYOUT
@@ -69,6 +70,7 @@ class ModelReader:
     answer: str = "logits"
     takes_any_size: bool = False
     windowed: tuple[str, str] | None = None
+    embeddings: str = "embeddings"
 
     def windows(self, config: Any) -> tuple[int, tuple[int, ...]]:
         """Returns the windows of an image between blocks, and the blocks that attend to all of them."""
@@ -84,7 +86,7 @@ class ModelReader:
 
     def body_path(self, source: nn.Module) -> str:
         """Returns the path of the module with the embeddings and the layers."""
-        return next((path for path, part in source.named_modules() if "embeddings" in part._modules), "")
+        return next((path for path, part in source.named_modules() if self.embeddings in part._modules), "")
 
     def body_of(self, source: nn.Module) -> Any:
         return source.get_submodule(self.body_path(source))
@@ -101,7 +103,7 @@ class ModelReader:
             f"{path}.{name}".strip(".") for name in (layout.blocks, layout.norm, layout.patches, "head", "pooler")
         )
         # [1, tokens, width], or [width] for the class embedding of CLIP.
-        tokens = body.get_submodule("embeddings").named_parameters(recurse=False)
+        tokens = body.get_submodule(self.embeddings).named_parameters(recurse=False)
         prefix_tokens = sum(token.shape[1] if token.ndim == 3 else 1 for name, token in tokens if name in PREFIX)
         last_block = list(source.get_submodule(blocks).children())[-1:]
         # The word that begins the names of the classes of a block and its MLP, e.g. ViT; a block may be of a subclass.
@@ -114,7 +116,7 @@ class ModelReader:
         windows, joined = self.windows(body.config)
         return replace(
             layout, blocks=blocks, patches=patches, norm=norm if layout.norm else "", windows=windows, joined=joined,
-            mlp_classes=(f"{word}MLP", f"{word}Mlp", f"{word}Intermediate"),
+            mlp_classes=layout.mlp_classes or (f"{word}MLP", f"{word}Mlp", f"{word}Intermediate"),
             gated=dict.fromkeys((f"{word}SwiGLUFFN", f"{word}GatedMLP"), GATED),
             heads=(*HEADS, *OTHER_HEADS, norm, head, pooler),
             num_heads=body.config.num_attention_heads,
@@ -136,6 +138,14 @@ TOWER = replace(
 LW_DETR = replace(
     LAYOUT, blocks="encoder.layer", patches="embeddings.projection", norm="", mlp=("intermediate",),
     maps=("intermediate.fc1", "intermediate.fc2"),
+)  # fmt: skip
+VITDET = replace(
+    LAYOUT, blocks="encoder.layer", patches="embeddings.projection", norm="", projections=("qkv", "proj"),
+    grid_axis=1,
+)  # fmt: skip
+SAM = replace(
+    LAYOUT, attention="attn", patches="patch_embed.projection", norm="", projections=("qkv", "proj"),
+    maps=("mlp.lin1", "mlp.lin2"), mlp_classes=("SamMLPBlock",), grid_axis=-1,
 )  # fmt: skip
 # Classes whose attention consists of two modules, and whose MLP too.
 NESTED = replace(
@@ -168,6 +178,8 @@ _READERS: Mapping[str, ModelReader] = {
     "RfDetrDinov2Backbone": ModelReader(
         DINO, "mean", MAPS, takes_any_size=True, windowed=("num_windows", "window_block_indexes")
     ),
+    "VitDetBackbone VitDetModel": ModelReader(VITDET, "mean", MAPS),
+    "SamVisionModel SamVisionEncoder": ModelReader(SAM, "mean", MAPS, embeddings="patch_embed"),
     "DINOv3ViTBackbone": ModelReader(DINO3, answer=MAPS, takes_any_size=True),
     "CLIPVisionModel": ModelReader(TOWER, answer="pooler_output"),
     "CLIPVisionModelWithProjection": ModelReader(TOWER, answer="image_embeds"),

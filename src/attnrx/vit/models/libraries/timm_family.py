@@ -21,6 +21,7 @@ from attnrx.support.shapes import Float, Int, Tensor, TokenBatch
 from attnrx.vit.attention import Attention
 from attnrx.vit.models.family import num_outputs
 from attnrx.vit.models.libraries.adopted_family import AdoptedFamily
+from attnrx.vit.models.libraries.attention_conversion import DISTANCES
 from attnrx.vit.models.parts.mlp import set_parameter_
 from attnrx.vit.models.parts.vit_parts import NOT_PLAIN, Refusal, ViTParts, unread_attention
 from attnrx.vit.models.working.adopted import (
@@ -35,10 +36,11 @@ from attnrx.vit.models.working.adopted import (
 )
 
 NO_BLOCKS = "Of timm, attnrx adopts models with one list of blocks, whose attention is attn."
+IN_GRIDS = "VisionTransformerSAM"  # the class whose blocks are called with grids of tokens
 POST_NORM = ("ResPostBlock", "EvaBlockPostNorm", "ResPostRelPosBlock")
 # The parts of an attention module that are read: submodules, and parameters of its own.
 ATTENTION_PARTS = {"qkv", "q_proj", "k_proj", "v_proj", "proj", "q_norm", "k_norm", "norm", "rel_pos"}
-ATTENTION_PARAMETERS = {"q_bias", "v_bias", "relative_position_bias_table"}
+ATTENTION_PARAMETERS = {"q_bias", "v_bias", "relative_position_bias_table", *DISTANCES}
 INNER_NORM_PATHS = {"query_norm": "q_norm", "key_norm": "k_norm", "output_norm": "norm"}
 # Where the classes of layers are that a model may be created with, and the name under which they are saved.
 LAYER_MODULES, LAYER = ("torch.nn", "timm.layers"), "layer class"
@@ -172,7 +174,8 @@ class TimmFamily(AdoptedFamily):
     def refusals(self, model: nn.Module) -> Iterator[Refusal]:
         """Yields the parts of the model that are not read: blocks, attention, and unsupported features."""
         blocks, embedding = getattr(model, "blocks", None), getattr(model, "patch_embed", None)
-        if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not hasattr(model, "num_prefix_tokens"):
+        is_read = hasattr(model, "num_prefix_tokens") or type(model).__name__ == IN_GRIDS
+        if not isinstance(blocks, nn.ModuleList | nn.Sequential) or not is_read:
             yield Refusal(f"the class {type(model).__name__} has no reader", NO_BLOCKS)
             return
         if type(embedding).__name__ != "PatchEmbed":
@@ -255,6 +258,13 @@ class TimmFamily(AdoptedFamily):
             stated = {"input_size": origin.input_shape, "mean": origin.mean, "std": origin.std}
             model.pretrained_cfg = model.default_cfg = {**config, **origin.preprocessing, **stated}
 
+    def stated_origin(
+        self, model: nn.Module, path: str | None, facts: Mapping[str, Any], stated: Mapping[str, Any]
+    ) -> Origin:
+        if path is None and type(model).__name__ == IN_GRIDS:
+            raise NotSupported(f"{IN_GRIDS} has a neck after its blocks, so it is adopted as a whole module.")
+        return super().stated_origin(model, path, facts, stated)
+
     def origin_inside(self, model: nn.Module) -> Origin:
         """Returns the origin of a model inside a user's own module; one that was made by its constructor, or from
         values that cannot be saved, has no arguments.
@@ -311,9 +321,10 @@ class TimmFamily(AdoptedFamily):
             blocks="blocks", attention="attn", patches="patch_embed.proj", norm="norm", mlp_classes=("Mlp",),
             gated=GATED, heads=("norm", "fc_norm", "attn_pool", *CLASSIFIERS), classifiers=CLASSIFIERS,
             projections=FUSED if is_fused else SEPARATE, scale="scale",
-            norm_before=None if post_norm else "norm1", prefix_tokens=int(model.num_prefix_tokens),
+            norm_before=None if post_norm else "norm1", prefix_tokens=int(getattr(model, "num_prefix_tokens", 0)),
             has_class_token=getattr(model, "cls_token", None) is not None, pooling=pooling,
             pooler="attn_pool" if is_attention else "",
+            grid_axis=-1 if type(model).__name__ == IN_GRIDS else None,
         )  # fmt: skip
 
     def projected(self, source: nn.Module, module: nn.Module) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -85,7 +85,9 @@ class ViTParts:
 
     Blocks are called with [batch * windows, tokens, width], where the patches of an image are divided into `windows` of
     equal size, each with prefix tokens of its own. The blocks with the indices `joined` attend to all of them, in
-    sequences of windows * tokens.
+    sequences of windows * tokens. `grid_axis`: blocks are called with grids of tokens, whose features are on this axis
+    (-1, or 1 where rows and columns follow them); attention with [batch, rows, columns, width], the grid of an image or
+    of a window in it.
     """
 
     blocks: str | tuple[str, ...]
@@ -109,6 +111,7 @@ class ViTParts:
     pooler: str = ""
     windows: int = 1
     joined: tuple[int, ...] = ()
+    grid_axis: int | None = None
 
     def sequences(self, layer: int, tokens: int) -> tuple[int, ...]:
         """Returns the lengths of the sequences of an image to which a layer attends, with so many tokens per window."""

@@ -310,6 +310,11 @@ class Adapter(nn.Module):
         )
 
     def mixed(self, tokens: TokenBatch, positions: Positions | None = None) -> TokenBatch:
+        """Returns the attention output of tokens [batch, tokens, width], or of a grid of them [batch, rows, columns,
+        width].
+        """
+        if tokens.ndim == 4:
+            return self.mixed(tokens.flatten(1, 2), positions).view_as(tokens)
         if self.call.entered is None:
             return self.attention(tokens, None, positions)
         (entered, norm), self.call.entered = self.call.entered, None  # of one call only: the next one has other images
@@ -397,6 +402,7 @@ def attention_from_projections(
     rotary: str | None = None,
     pair_bias: bool = False,
     inner_norms: Mapping[str, nn.Module] | None = None,
+    distances: tuple[Tensor, Tensor] | None = None,
 ) -> Attention:
     """Returns attnrx attention with copies of four projections: query, key, value, output.
 
@@ -411,6 +417,7 @@ def attention_from_projections(
         rotary: INTERLEAVED, HALVES, or None.
         pair_bias: Whether a bias per pair of tokens is added to the scores.
         inner_norms: Modules of the library that normalize queries, keys or outputs.
+        distances: The vectors for distances in rows and in columns, [distances, head_dim], that all heads share.
 
     Raises:
         NotSupported: The shapes do not fit heads of equal size.
@@ -425,8 +432,10 @@ def attention_from_projections(
     ranks, norms = (rows // heads,) * heads, dict(inner_norms or {})
     present = tuple(name for name, bias in zip(BIASES, biases, strict=True) if bias is not None)
     spec = AttentionSpec(
-        "rotary" if rotary else "dense", width, ranks[0], ranks, tuple(range(heads)), float(scale), ranks[0],
-        biases=present, pair_bias=pair_bias, inner_norms=tuple(name for name in INNER_NORMS if name in norms),
+        "rotary" if rotary else "axial" if distances else "dense", width, ranks[0], ranks, tuple(range(heads)),
+        float(scale), ranks[0], biases=present, pair_bias=pair_bias,
+        inner_norms=tuple(name for name in INNER_NORMS if name in norms),
+        window=None if distances is None else ((len(distances[0]) + 1) // 2, (len(distances[1]) + 1) // 2),
     )  # fmt: skip
     # On the meta device: its random weights would be replaced at once (assign=True).
     with torch.device("meta"):
@@ -446,6 +455,9 @@ def attention_from_projections(
     tensors = {f"{path}.weight": weight for path, weight in zip(PROJECTION_PATHS, weights, strict=True)}
     named_biases = zip(PROJECTION_PATHS, biases, strict=True)
     tensors |= {f"{path}.bias": bias for path, bias in named_biases if bias is not None}
+    if distances is not None:
+        names = ("scores.down", "scores.right")
+        tensors |= {name: table.mT.repeat(heads, 1) for name, table in zip(names, distances, strict=True)}
     # Cloned, because the slices of a fused projection share one storage.
     attention.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()}, assign=True)
     for name, parameter in attention.named_parameters():  # frozen weights stay frozen
