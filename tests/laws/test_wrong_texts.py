@@ -42,7 +42,7 @@ LANGUAGES: Mapping[str, tuple[Callable[[str], Any], bool, tuple[str, ...]]] = {
         ("evit:0.7@4,7,10", "tome:13@every", "spot(projected=5,mean=false):0.8/0.5@2,5"),
     ),
     "reducer": (parse_reducer, False, ("ward(relevance=0.3)", "tome", "spvit(scores=spot)")),
-    "target": (Target.parse, False, ("latency=0.6x", "macs=50%", "size=4MB", "max-kl=0.05", "max-drop=1pt")),
+    "target": (Target.parse, False, ("latency=0.6x", "macs=50%", "size=4MB", "max-kl=0.05", "recall=98%")),
     "format": (parse_format, False, ("onnx(opset=18)", "int8(images=9)", "openvino(precision=bf16)")),
     "checks": (parse_checks, False, ("accuracy(most_drop=0.5),costs", "robustness(severities=3,corruptions=fog/snow)")),
     "losses": (

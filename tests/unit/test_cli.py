@@ -253,6 +253,7 @@ def test_of_the_claims_that_fail_only_the_target_is_a_failure_of_shrink() -> Non
     assert not is_target(agreement, "latency") and not is_target(agreement, "macs")
     assert is_target(failed("promised_change", -3.0, "points", -1.0), "max-drop")
     assert is_target(failed("divergence", 0.06, "nats", 0.05), "max-kl")
+    assert is_target(failed("index recall", 96.0, "%", 98.0), "recall")
     line = "worse than the plan predicted (not your target): as predicted: 80 %, limit 91.25 %"
     assert failure(agreement, False) == line
 

@@ -480,6 +480,7 @@ def test_a_limit_that_cannot_be_missed_is_no_claim(model: VisionTransformer) -> 
         ("max-drop=200pt", "percentage points"),
         ("max-kl=0", "above 0"),
         ("max-kl=5%", "wrong unit"),
+        ("recall=1", "below 1"),
         ("size=50%", "wrong unit"),
         ("size=0MB", "above 0"),
     ],
@@ -490,7 +491,7 @@ def test_targets_that_are_none_are_refused(text: str, message: str) -> None:
 
 
 def test_targets_as_text() -> None:
-    for text in ("latency=0.6x", "macs=0.5x", "params=0.7x", "size=4MB", "max-kl=0.05", "max-drop=1pt"):
+    for text in ("latency=0.6x", "macs=0.5x", "params=0.7x", "size=4MB", "max-kl=0.05", "recall=0.98", "max-drop=1pt"):
         assert str(Target.parse(text)) == text
     for text in ("faster=1.6", "1.6x", "1.6x faster", "faster = 1.6x", "latency=62.5%"):
         assert Target.parse(text) == Target("latency", 0.625)

@@ -53,6 +53,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Shrunk, list[
         ({"params": 0.7}, Target("params", 0.7)),
         ({"max_drop": 1.0}, Target("max-drop", 1.0)),
         ({"max_kl": 0.05}, Target("max-kl", 0.05)),
+        ({"recall": 0.98}, Target("recall", 0.98)),
         ({"size": 4}, Target("size", 4.0)),
     ],
 )

@@ -27,7 +27,12 @@ __all__ = ["COMMANDS"]  # those of attnrx are in it once this module is imported
 Part = TypeVar("Part")
 
 # The quantities of the claims about a target that is measured; MACs and parameters are met by construction.
-MEASURED_TARGETS = {"latency": ("promised speed", "speed"), "max-drop": ("promised_change",), "max-kl": ("divergence",)}
+MEASURED_TARGETS = {
+    "latency": ("promised speed", "speed"),
+    "max-drop": ("promised_change",),
+    "max-kl": ("divergence",),
+    "recall": ("index recall",),
+}
 
 
 def _shrink_options(parser: Parser) -> None:
@@ -35,9 +40,10 @@ def _shrink_options(parser: Parser) -> None:
     options.add_data(parser, "the images to plan and to verify on")
     target = parser.add_mutually_exclusive_group(required=True)
     limits = {"faster": "TIMES", "macs": "SHARE", "params": "SHARE", "max_kl": "DIVERGENCE", "size": "MB"}
-    options.add_arguments(target, "shrink", **limits, max_drop=options.POINTS)
+    options.add_arguments(target, "shrink", **limits, recall="SHARE", max_drop=options.POINTS)
     options.add_out(parser, "the folder of the model, its file, evidence, report and card", "runs/shrunk", folder=True)
     options.add_arguments(parser, "shrink", "batch", "threads", "seed", "effort", "portable", "multiple", to="FORMAT")
+    options.add_arguments(parser, "shrink", "keep_index")
     option(parser, "--no-onnx", bool, "write no model.onnx; with --to only the file of that format is written")
     option(parser, "--opset", options.COUNT, "the operator set version of model.onnx, 17 to 23 (23)")
     options.add_device(parser)

@@ -280,6 +280,7 @@ class Effort:
         image_share: The share of the images that were read which a quick call plans, fits and predicts maps on; None
             for all.
         decoder_fits: The fits of a smaller decoder, before the plan and after it.
+        keep_index: Whether the distillation is for search in an index of the original's embeddings.
     """
 
     name: str
@@ -293,10 +294,16 @@ class Effort:
     verified_images: int = 10_000
     image_share: float | None = None
     decoder_fits: tuple[DecoderFit, DecoderFit] = (DecoderFit(64, 60), DecoderFit(128, 200))
+    keep_index: bool = False
 
     @classmethod
     def of(
-        cls, name: str, kind: OutputKind, macs: float | None = None, settings: PlanSettings | None = None
+        cls,
+        name: str,
+        kind: OutputKind,
+        macs: float | None = None,
+        settings: PlanSettings | None = None,
+        keep_index: bool = False,
     ) -> "Effort":
         """Returns what a call measures and fits for one model.
 
@@ -306,13 +313,14 @@ class Effort:
             macs: The model's MACs per image, at the size of the images; None before the images are read. The images to
                 read do not depend on it.
             settings: The settings of the call's plans, with the images of the effort; by default the effort's.
+            keep_index: Whether the model is for search in an index of the original's embeddings.
 
         Raises:
             UnknownName: No such effort.
         """
         if name not in EFFORTS:
             raise UnknownName("effort", name, EFFORTS)
-        effort = EFFORTS[name]
+        effort = EFFORTS[name]._for_index() if keep_index else EFFORTS[name]
         settings = (settings or effort.settings).for_outputs(kind)
         # The images on which a mean is as precise as that of logits are fewer; a fit and a diagnosis take more of them.
         precision = kind.needed_images**0.5
@@ -354,6 +362,17 @@ class Effort:
             image_share=share**0.5 if is_map else None,
         )
 
+    def _for_index(self) -> "Effort":
+        """Returns the effort for a model that is to find the same neighbours, which every effort then distills."""
+        return replace(
+            self,
+            keep_index=True,
+            fitted_images=max(self.fitted_images, INDEX_IMAGES),
+            predicted_images=max(self.predicted_images, INDEX_QUERIES),
+            distill_epochs=INDEX_EPOCHS[self.name],
+            most_distilled=MOST_QUICKLY_DISTILLED if self.name == "quick" else inf,
+        )
+
     def with_smaller_decoder(self) -> "Effort":
         """Returns the effort for a plan with a smaller decoder, whose fits take a part of the time."""
         # The search of ten plans gained 5 % in 53 CPU seconds, of which the fit of the decoder needs fewer. That fit
@@ -361,6 +380,13 @@ class Effort:
         settings = replace(self.settings, trials=-(-self.settings.trials // 2))
         return replace(self, settings=settings, repair=None if self.name == "quick" else self.repair)
 
+
+# A model for search in an old index: the images it is fitted to at least, the epochs of its distillation, and the
+# queries that the recall of a plan is measured with. A share of 0.98 of 10 neighbours has a standard error of 0.3
+# points on them.
+INDEX_IMAGES, INDEX_QUERIES = 1024, 512
+INDEX_EPOCHS = {"quick": 2, "normal": 4, "thorough": 8}
+MOST_QUICKLY_DISTILLED = 5e9  # MACs per image: a ViT-S has 4.6e9
 
 EFFORTS: dict[str, Effort] = {
     "quick": Effort(
@@ -399,7 +425,7 @@ EFFORTS: dict[str, Effort] = {
         # The distillation takes 14 % of the divergence of a plan of one image for eager PyTorch, in 131 s on two
         # threads.
         distill_epochs=2,
-        most_distilled=5e9,  # a ViT-S has 4.6e9
+        most_distilled=MOST_QUICKLY_DISTILLED,
     ),
     "thorough": Effort(
         "thorough",

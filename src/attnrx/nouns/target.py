@@ -9,21 +9,22 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.text_parsing import NAME, NUMBER
 
 COSTS = ("latency", "macs", "params")
-DROP, DIVERGENCE, SIZE = "max-drop", "max-kl", "size"
-LOSSES = (DROP, DIVERGENCE)
-EXAMPLES = "faster=1.6, latency=0.6x, macs=50%, params=0.7x, size=4MB, max-kl=0.05 or max-drop=1pt"
+DROP, DIVERGENCE, RECALL, SIZE = "max-drop", "max-kl", "recall", "size"
+LOSSES = (DROP, DIVERGENCE, RECALL)
+EXAMPLES = "faster=1.6, latency=0.6x, macs=50%, params=0.7x, size=4MB, max-kl=0.05, recall=98% or max-drop=1pt"
 FORM = re.compile(rf"\s*(?:({NAME})\s*=)?\s*({NUMBER})\s*(x|pt|%|MB)?(\s+faster)?\s*")
 # The units that each quantity may be written with, and the one that it is printed with.
-UNITS = {DROP: ("", "pt"), DIVERGENCE: ("",), SIZE: ("", "MB"), "faster": ("", "x")}
-PRINTED = {DROP: "pt", DIVERGENCE: "", SIZE: "MB"}
-MINIMIZED = {DROP: "macs", DIVERGENCE: "macs", SIZE: "params"}
+UNITS = {DROP: ("", "pt"), DIVERGENCE: ("",), RECALL: ("", "%"), SIZE: ("", "MB"), "faster": ("", "x")}
+PRINTED = {DROP: "pt", DIVERGENCE: "", RECALL: "", SIZE: "MB"}
+MINIMIZED = {DROP: "macs", DIVERGENCE: "macs", RECALL: "macs", SIZE: "params"}
 
 
 @dataclass(frozen=True)
 class Target:
     """An upper limit: a share of the original's latency, MACs or parameters; the size of the file in megabytes; the
     mean divergence of the outputs from the original's ("max-kl", in nats for classes); or a drop of top-1 accuracy in
-    points ("max-drop").
+    points ("max-drop"). "recall" is a lower limit: of the share of the nearest neighbours of a new query that are found
+    in an index of the original's embeddings.
     """
 
     quantity: str
@@ -37,6 +38,8 @@ class Target:
             )
         if self.quantity in (DIVERGENCE, SIZE) and not 0 < self.limit < inf:
             raise InvalidInput(f"{self.quantity}={self.limit:g}: give a number above 0, e.g. {self.quantity}=0.05.")
+        if self.quantity == RECALL and not 0 < self.limit < 1:
+            raise InvalidInput(f"recall={self.limit:g}: give a share of the neighbours below 1, e.g. recall=0.98.")
         if self.quantity == DROP and self.limit > 100:
             raise InvalidInput(f"max-drop={self.limit:g}pt: give percentage points from 0 to 100, e.g. max-drop=1pt.")
 
@@ -75,6 +78,7 @@ def target_of(
     max_drop: float | None = None,
     max_kl: float | None = None,
     size: float | None = None,
+    recall: float | str | None = None,
 ) -> Target:
     """Returns the target of exactly one of the arguments.
 
@@ -82,12 +86,12 @@ def target_of(
         InvalidInput: None or several are given, or the one is no number in its range.
     """
     arguments = {"faster": faster, "macs": macs, "params": params}
-    arguments |= {"max_drop": max_drop, "max_kl": max_kl, "size": size}
+    arguments |= {"max_drop": max_drop, "max_kl": max_kl, "size": size, "recall": recall}
     named = {name: value for name, value in arguments.items() if value is not None}
     if len(named) != 1:
         raise InvalidInput(
             f"{' and '.join(named) or 'no target'} given: give exactly one of faster=1.6, macs=0.5, params=0.7, "
-            "max_drop=1, max_kl=0.05 or size=4."
+            "max_drop=1, max_kl=0.05, recall=0.98 or size=4."
         )
     ((name, value),) = named.items()
     return Target.parse(f"{name.replace('_', '-')}={value}")

@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
 
-from attnrx.change.predictions import predict
+from attnrx.change.predictions import Predictions, predict
 from attnrx.change.realization.decoding import fit_decoder, smaller_decoder
 from attnrx.change.realization.realizing import fits_record, realize_with_effort
 from attnrx.data import (
@@ -39,16 +40,17 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.effort import EFFORTS, Effort, PlanSettings, final_rounds
 from attnrx.nouns.plan import Plan, TargetMet
 from attnrx.nouns.prescription import Prescription
-from attnrx.nouns.target import DIVERGENCE, DROP, Target, target_of
-from attnrx.show.checks import Check, Costs, Latency, Promises
+from attnrx.nouns.target import DIVERGENCE, DROP, RECALL, Target, target_of
+from attnrx.show.checks import Check, Costs, Index, Latency, Promises
 from attnrx.support.arguments import COUNT, FASTER, checked, instance, number, optional, or_percent
 from attnrx.support.atomic_writes import file_lock, scratch_folder
 from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.progress import Log, begin, no_log, phases
+from attnrx.support.shapes import Tensor
 from attnrx.support.subprocess_runner import shared_subprocess
 from attnrx.vit.models import accepting, family_of, model_fingerprint
 from attnrx.vit.models.boundary.verbs import verb
-from attnrx.vit.outputs import Divergence, Metric, judged, most_images, output_kind_of
+from attnrx.vit.outputs import Divergence, Embeddings, Metric, judged, most_images, name_of, output_kind_of, recalled
 from attnrx.workflows.load import load_original, preflight
 from attnrx.workflows.rivals import FileRun, MeasuredFile, measure_baseline, measure_files
 from attnrx.workflows.shrunk import (
@@ -68,7 +70,10 @@ LARGEST_DECODER = 0.2
 
 # The plans that are made for an allowed divergence, the share of it that is enough, the share that the next plan aims
 # at, and the most by which its limit is raised.
-CORRECTIONS, ENOUGH, AIMED, FARTHEST = 3, 0.8, 0.95, 1.6
+CORRECTIONS, ENOUGH, AIMED, FARTHEST = 4, 0.8, 0.95, 1.6
+# Neighbours of a target of recall, and the share of them that a cosine distance d loses, divided by its root: of a
+# ViT-Tiny's features in an index of 10,000 images (2026-11).
+NEIGHBOURS, LOST = 10, 1.3
 
 # The unchanged model's file meets a target of speed if it was timed at so many times the target.
 ENOUGH_SPEED = 1.02
@@ -103,6 +108,7 @@ POINTS = number(0.0, 100.0, "points of accuracy from 0 to 100, e.g. 1", above=Fa
     max_drop=optional(POINTS),
     max_kl=optional(number(0.0, 1e3)),
     size=optional(number(0.0, 1e6)),
+    recall=optional(or_percent(BELOW_ONE)),
     multiple=optional(COUNT),
 )
 @judged
@@ -117,6 +123,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     max_drop: float | None = None,
     max_kl: float | None = None,
     size: float | None = None,
+    recall: float | str | None = None,
+    keep_index: bool = False,
     batch: int = 32,
     threads: int | None = None,
     effort: Literal["quick", "normal", "thorough"] = "quick",
@@ -134,8 +142,8 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
 ) -> Shrunk:
     """Makes a model smaller for one target, without labels, and verifies it on images that the plan has not seen.
 
-    Pass one target: `faster`, `macs`, `params`, `size`, `max_kl` or `max_drop`. attnrx reads your data once: as many
-    images as the effort needs, and at most 10,000 to verify on (with the effort "quick" as many as take 6e12
+    Pass one target: `faster`, `macs`, `params`, `size`, `max_kl`, `recall` or `max_drop`. attnrx reads your data once:
+    as many images as the effort needs, and at most 10,000 to verify on (with the effort "quick" as many as take 6e12
     multiply-accumulates, or 256). Random transforms and samplers are one draw of `seed`. If your data have splits, the
     plan sees training and validation images, and the evidence is about test images. Other data are divided into three
     parts. No two parts have images of the same pixels.
@@ -157,6 +165,10 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         max_kl: The mean divergence from the original's outputs that is allowed, e.g. 0.05 (nats; for other outputs than
             classes their own divergence), of the file with `to`: fewer MACs are planned as long as it allows them.
         size: The megabytes of the file with `to`, or of the weights, e.g. 4.
+        recall: The share of the 10 nearest neighbours that new queries still find in an index of the original's
+            embeddings, e.g. 0.98 or 98%: fewer MACs are planned as long as it is kept. It implies `keep_index`.
+        keep_index: Fits embeddings for search in an index of vectors that the original made. Every effort then distills
+            the model by the cosine distance to these vectors.
         batch: Images per forward pass whose latency is measured.
         threads: CPU threads of that forward pass (torch's default).
         effort: How much is measured: quick (minutes), normal or thorough; both also distill the model from the
@@ -194,7 +206,13 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         >>> answers = shrunk.model(torch.randn(1, 3, 32, 32))
         >>> folder = shrunk.save("faster")
     """
-    target = target_of(faster, macs, params, max_drop, max_kl, size)
+    target = target_of(faster, macs, params, max_drop, max_kl, size, recall)
+    keep_index = keep_index or target.quantity == RECALL
+    if keep_index and divergence is not None:
+        raise InvalidInput(
+            f"divergence={name_of(divergence)} with {'keep_index=True' if recall is None else str(target)}: an index "
+            "is searched by cosine similarity, so leave the divergence out."
+        )
     form = None if to is None else parse_format(to)
     portability = portable_settings(portable, multiple)
     preflight(data=data, columns=columns, folder=folder, formats=() if form is None else (form,))
@@ -207,9 +225,16 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
     # One process for all latency measurements, which starts while the images are read.
     one_process = shared_subprocess() if target.minimized == "latency" else nullcontext()
     one_call = nullcontext() if folder is None else file_lock(folder, seconds=0.0)
-    with one_call, phases(phase_shares(target.minimized, effort, portable, to is not None), log), one_process:
+    shares = phase_shares(target.minimized, effort, portable, to is not None, keep_index)
+    with one_call, phases(shares, log), one_process:
         data = ModelBatches.of(data, inputs)
         original = load_original(model, weights, data)
+        if keep_index and not isinstance(kind := output_kind_of(original), Embeddings):
+            asked, instead = ("keep_index=True", "leave it out") if recall is None else (target, "give another target")
+            raise InvalidInput(
+                f"{asked} is about embeddings, and this model returns {kind.returns}: {instead}, or load the model "
+                'with outputs="embedding".'
+            )
         if folder is not None:  # before the work
             require_result_folder(Path(folder), original, result_files(Path(folder), None if to else Onnx(), to))
         conditions = replace(timing_conditions(original, threads, batch, form, log), plain=portable)
@@ -222,7 +247,7 @@ def shrink(  # noqa: PLR0913  (a keyword for every target)
         # For a latency in PyTorch that the decoder alone is not expected to reach.
         decoder = target.quantity == target.minimized == "latency" and to is None and target.limit < 1 - LARGEST_DECODER
         decoder = decoder and not portable
-        run = ShrinkRun.start(original, data, columns, effort, settings, decoder, target)
+        run = ShrinkRun.start(original, data, columns, effort, settings, decoder, target, keep_index)
         if target.quantity == DROP:
             require_labels(run.images.planned)
         result = run.result(target)
@@ -244,7 +269,9 @@ def portable_settings(portable: bool, multiple: int | None) -> dict[str, int]:
     return {} if multiple is None else {"multiple": multiple}
 
 
-def phase_shares(spend: str, effort: str, portable: bool = False, is_file: bool = False) -> dict[str, float]:
+def phase_shares(
+    spend: str, effort: str, portable: bool = False, is_file: bool = False, keep_index: bool = False
+) -> dict[str, float]:
     """Returns the phases of a call for a target of this cost, with their usual shares of the time."""
     shares = dict(PHASE_SHARES)
     if spend == "latency":
@@ -252,7 +279,7 @@ def phase_shares(spend: str, effort: str, portable: bool = False, is_file: bool 
         shares |= {"diagnosing": 11.0, "measuring costs": 18.0, "measuring sensitivities": 12.0}
         shares |= {"searching plans": 34.0, "realizing and repairing": 34.0, "measuring speed": 50.0}
         shares["timing your model"] = 20.0 if is_file else 0.0
-    if EFFORTS[effort].distill_epochs:
+    if EFFORTS[effort].distill_epochs or keep_index:
         shares["distilling"] = 150.0
     if portable:  # plans of few sizes are compared by themselves
         shares["measuring sensitivities"] = 0.0
@@ -285,11 +312,13 @@ class ShrinkRun:
         settings: PlanSettings,
         decoder: bool = False,
         target: Target | None = None,
+        keep_index: bool = False,
     ) -> "ShrinkRun":
         """Divides the images, diagnoses the model and, for a speed of a file, times what it is relative to.
 
         Raises:
             NotSupported: The speed of the target is out of reach, whatever is removed.
+            InvalidInput: Too few images to verify the search in an index on.
         """
         log, seed = settings.log, settings.seed
         begin("reading the images")
@@ -298,7 +327,7 @@ class ShrinkRun:
             log(kind.note)
         if isinstance(data, str | Path):
             data = adapt_preprocessing(load_data(str(data), columns=columns), original)
-        needed = Effort.of(effort, kind, settings=settings)
+        needed = Effort.of(effort, kind, settings=settings, keep_index=keep_index)
         counts = needed.fitted_images, needed.predicted_images, needed.verified_images
         splits = splits_for(original, data, limit=sum(counts), seed=seed)
         # What is chosen, what is predicted and what is reported are measured on disjoint images: a plan is the best of
@@ -306,13 +335,20 @@ class ShrinkRun:
         images = three_parts(splits, *counts)
         for line in (images.summary, *images.notes):
             log(line)
+        if keep_index and len(images.verified) < Index.least:
+            raise InvalidInput(
+                f"{len(images.verified)} images are left to verify on, and a search for {NEIGHBOURS} neighbours in an "
+                f"index of them needs {Index.least}: give more images, 300 or more of any kind."
+            )
         original, splits = _at_size_of(images.planned, original, splits, log)
-        work = Effort.of(effort, kind, family_of(original).costs(original).macs, settings)
+        work = Effort.of(effort, kind, family_of(original).costs(original).macs, settings, keep_index)
         images = _verified_on(images, most_images(original), "the outputs are large", log)
         images = _verified_on(images, work.verified_images, f"a {effort} call", log)
         if work.image_share is not None:
             fewer = {name: _share_of(getattr(images, name), work.image_share) for name in ("planned", "predicted")}
             images = images._replace(**fewer)
+        if keep_index and not work.distill_epochs:
+            log("not distilled: the model is large, and effort='normal' distills it for the index")
         planned = images.planned.take(min(work.settings.num_images, len(images.planned)))
         planned_model = original
         form, baseline, unchanged = format_of(settings), None, 0.0
@@ -329,6 +365,7 @@ class ShrinkRun:
         diagnosis = diagnose(planned_model, diagnosed, moments=True, batch_size=32)
         about = {"effort": effort, "batch": settings.batch, "planned_on": planned.fingerprint}
         about |= {"portable": True} if settings.portable else {}
+        about |= {"keep_index": True} if keep_index else {}
         return cls(
             original, diagnosis, planned, images, splits.class_names, work, about, planned_model, baseline, unchanged
         )
@@ -348,7 +385,7 @@ class ShrinkRun:
         if self.baseline is not None and self.unchanged_speed >= ENOUGH_SPEED / target.limit:
             speed, where = self.unchanged_speed, f"as {self.settings.to}"
             return TargetMet.by_speed(1 / target.limit, speed, where, self.baseline.title)
-        if target.quantity == DIVERGENCE:
+        if target.quantity in (DIVERGENCE, RECALL):
             made = self._within(target)
         else:
             plan = self._planned(target)
@@ -362,48 +399,101 @@ class ShrinkRun:
         return self._verified(made.model, target, made.plan, made.prescription, last, files)
 
     def _within(self, target: Target) -> "_Made":
-        """Returns the plan and the model with the fewest MACs whose divergence on other images is within the target:
-        that of its file, if there is a format.
+        """Returns the plan and the model with the fewest MACs whose loss on other images is within the target: the loss
+        of its file, if there is a format.
 
         Raises:
             NotSupported: No plan is.
         """
         # A plan is chosen by its divergence before the repair and in float, so the limit of the next one is corrected
         # by what was measured.
-        limit, best, last, measured = target.limit, None, None, list[float]()
+        loss = self._loss_of(target)
+        limit, best, last, measured = loss.limit, None, None, list[float]()
+        refusal: NotSupported | None = None
         for _ in range(CORRECTIONS):
-            plan = self._planned(replace(target, limit=limit))
+            try:
+                plan = self._planned(Target(DIVERGENCE, limit))
+            except NotSupported as error:
+                if measured:
+                    break
+                refusal, limit = error, limit * FARTHEST**loss.power  # before the repair a plan may diverge by more
+                continue
             assert isinstance(plan, Plan)  # the unchanged model meets targets of cost alone
             if last is not None and (plan.cost, plan.explained) == (last.cost, last.explained):
-                break
-            last, made = plan, self._realized(plan)
-            measured.append(self._divergence_of(made.model))
-            self.settings.log(f"divergence on other images: {measured[-1]:.3g}, and {target.limit:g} is allowed")
-            if measured[-1] <= target.limit:
+                if best is not None:
+                    break
+                limit /= FARTHEST  # so little less changes no choice
+                continue
+            last, made = plan, self._realized(replace(plan, target=str(target)))
+            measured.append(loss.measured(made.model))
+            self.settings.log(f"{loss.name} on other images: {measured[-1]:.3g}, and {loss.allowed:.3g} is allowed")
+            if measured[-1] <= loss.allowed:
                 best = made
-                if measured[-1] >= ENOUGH * target.limit:
+                if measured[-1] >= ENOUGH * loss.allowed:
                     break
             elif best is not None:
                 break
-            limit *= min(AIMED * target.limit / max(measured[-1], 1e-30), FARTHEST)
-        if best is None:
-            least = min(measured)
-            raise NotSupported(
-                f"{target}: the results of {len(measured)} plans diverge by {least:.3g} or more on other images. Allow "
-                f"at least max_kl={1.1 * least:.2g}, or take a greater effort."
-            )
-        return best
+            limit *= min(AIMED * loss.allowed / max(measured[-1], 1e-30), FARTHEST) ** loss.power
+        if best is not None:
+            return best
+        if not measured:
+            raise NotSupported(f"{target}: no plan is expected to lose so little ({refusal})") from refusal
+        reached = f"{loss.name} of the results of {len(measured)} plans is {min(measured):.3g} or more on other images"
+        raise NotSupported(f"{target}: the {reached}. {loss.advice(1.1 * min(measured))}, or take a greater effort.")
+
+    def _loss_of(self, target: Target) -> "_Loss":
+        """Returns what a target of divergence or recall limits."""
+        if target.quantity != RECALL:
+
+            def most(loss: float) -> str:
+                return f"Allow at least max_kl={loss:.2g}"
+
+            return _Loss("divergence", target.limit, target.limit, 1, self._divergence_of, most)
+
+        def least(loss: float) -> str:
+            return f"Ask for recall={max(1 - loss, 0.0):.3f} or less"
+
+        lost = 1 - target.limit
+        # The share of the neighbours that are lost grows with the root of the divergence.
+        name, limit = "share of the neighbours that are lost", (lost / LOST) ** 2
+        return _Loss(name, lost, limit, 2, self._share_lost_by, least)
 
     def _divergence_of(self, model: nn.Module) -> float:
         """Returns the mean divergence of a model, or of its file, on the images that predictions are made on."""
+        return self._answers_of(model).divergence("original", "result").double().mean().item()
+
+    def _share_lost_by(self, model: nn.Module) -> float:
+        """Returns the share of the nearest neighbours in an old index that a model, or its file, does not find for the
+        images that predictions are made on, plus its standard error.
+        """
+        answers = self._answers_of(model)
+        old, new = answers.outputs["original"], answers.outputs["result"]
+        index, own = torch.cat([old, self._stored]), torch.arange(len(old))
+        lost = 1 - recalled((old, index), (new, index), (NEIGHBOURS,), own)
+        # A plan that is within the limit by the luck of a few queries is not on others.
+        return float(lost.mean() + lost.std(correction=0) / len(lost) ** 0.5)
+
+    @cached_property
+    def _stored(self) -> Tensor:
+        """The original's vectors of the images that are fitted to or verified on, [images, features].
+
+        A plan is so tried in an index that is as large as the verified one. Its queries are other images.
+        """
+        parts = [self.images.planned, self.images.verified]
+        rows = [predict({"original": self.original}, each, task="making an index").outputs for each in parts]
+        return torch.cat([each["original"] for each in rows])
+
+    def _answers_of(self, model: nn.Module) -> Predictions:
+        """Returns the outputs of the original and of a model, or of its file, on the images that predictions are made
+        on.
+        """
         form, images = format_of(self.settings), self.images.predicted
         with scratch_folder() as folder:
             candidate = model
             if form is not None:
                 subject = subject_of(model, form, self.images.planned)
                 candidate = write_exported(subject, folder / f"model{form.suffix}", form)
-            answers = predict({"original": self.original, "result": candidate}, images, task="comparing outputs")
-        return answers.divergence("original", "result").double().mean().item()
+            return predict({"original": self.original, "result": candidate}, images, task="comparing outputs")
 
     def _planned(self, target: Target) -> Plan | TargetMet:
         images, shared = (self.planned, self.images.predicted), {"settings": self.settings, "reference": self.original}
@@ -522,6 +612,19 @@ class _Made:
     plan: Plan
     model: nn.Module
     prescription: Prescription
+
+
+class _Loss(NamedTuple):
+    """What a target limits: how much is allowed, the first limit of the divergence of a plan and the power with which
+    it grows with the loss, how the loss of a model is measured, and what to ask for instead.
+    """
+
+    name: str
+    allowed: float
+    limit: float
+    power: int
+    measured: Callable[[nn.Module], float]
+    advice: Callable[[float], str]
 
 
 def _verified_on(images: ImageParts, most: int, reason: str, log: Log) -> ImageParts:

@@ -26,7 +26,7 @@ from attnrx.nouns.evidence import KIND as EVIDENCE
 from attnrx.nouns.evidence import Evidence
 from attnrx.nouns.plan import Plan
 from attnrx.nouns.prescription import Prescription
-from attnrx.nouns.target import DIVERGENCE, Target
+from attnrx.nouns.target import DIVERGENCE, RECALL, Target
 from attnrx.show.checks import Accuracy, Check, Fidelity, Index, Latency
 from attnrx.show.reports import (
     MapSamples,
@@ -269,11 +269,13 @@ def samples_of(
 
 def checks_of(target: Target, model: nn.Module, images: ImageSet) -> tuple[Check, ...]:
     """Returns the checks of the outputs, with the limit of a target of their divergence; of embeddings also that of
-    search in an old index.
+    search in an old index, with the limit of a target of recall.
     """
     fidelity = Fidelity(most_divergence=target.limit if target.quantity == DIVERGENCE else None)
     is_searched = isinstance(output_kind_of(model), Embeddings) and len(images) >= Index.least
-    return (fidelity, Index()) if is_searched else (fidelity,)
+    if not is_searched:
+        return (fidelity,)
+    return fidelity, Index(least_recall=100 * target.limit if target.quantity == RECALL else None)
 
 
 def with_accuracy(images: ImageSet, model: nn.Module, *checks: Check) -> tuple[Check, ...]:

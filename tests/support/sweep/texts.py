@@ -95,7 +95,7 @@ def languages() -> dict[str, tuple[Callable[[str], Any], Law, tuple[str, ...]]]:
         "reducer": (rx.tokens.parse_reducer, finite, tuple(f"{each}(scores=spot)" for each in REDUCERS)),
         "target": (
             Target.parse, same_text(Target.parse),
-            ("faster=1.6", "latency=0.6x", "macs=50%", "params=0.7x", "size=4MB", "max-kl=0.05", "max-drop=1pt"),
+            ("faster=1.6", "latency=0.6x", "macs=50%", "size=4MB", "max-kl=0.05", "recall=0.98", "max-drop=1pt"),
         ),
         "format": (rx.exporting.parse_format, finite, tuple(f"{each}(images=9)" for each in FORMATS)),
         "checks": (rx.checks.parse_checks, finite, tuple(f"costs,{each}(most_drop=0.5)" for each in CHECKS)),

@@ -22,7 +22,7 @@ from attnrx.support.progress import track
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.models import InputValidation, family_of
 from attnrx.vit.models.boundary.verbs import verb
-from attnrx.vit.outputs import output_kind_of
+from attnrx.vit.outputs import Embeddings, output_kind_of
 
 # One image in so many is not fitted to: it decides whether a fit is kept.
 HELD_OUT = 8
@@ -101,7 +101,8 @@ class Distill:
     """The settings: passes over the images, the learning rates of Adam that are tried, relative to the root mean square
     of each tensor, and the images of a step.
 
-    Every learning rate decays to zero by a cosine.
+    Every learning rate decays to zero by a cosine. With `directions` the loss is the cosine distance of the embeddings,
+    as a search in an index of the reference's vectors compares them: their lengths are free.
     """
 
     example = "attnrx.realization.distillation.Distill(epochs=2)"
@@ -112,6 +113,7 @@ class Distill:
     learning_rates: tuple[float, ...] = (2e-4, 1e-3)
     batch: int = 64
     seed: int = 0
+    directions: bool = False
 
     def __post_init__(self):
         rates = each(RATE, "learning rates between 0 and 1, e.g. (2e-4, 1e-3)", least=1)
@@ -140,7 +142,8 @@ def distill(
         The distilled copy with the divergence before and after.
 
     Raises:
-        InvalidInput: The models return outputs of different widths, or there are too few images.
+        InvalidInput: The models return outputs of different widths, there are too few images, or directions are to be
+            fitted and the outputs are no embeddings.
         DataError: The images do not have the model's input shape, or contain NaN or infinity.
 
     Examples:
@@ -154,6 +157,12 @@ def distill(
     images = images_for(reference, calibration, "calibration", seed=knobs.seed)
     if len(images) < 2 * HELD_OUT:
         raise InvalidInput(f"distill was given {len(images)} images; give at least {2 * HELD_OUT}, better 2,000.")
+    kind = output_kind_of(reference)
+    if knobs.directions and not isinstance(kind, Embeddings):
+        raise InvalidInput(
+            f"Distill(directions=True) fits embeddings, and this model returns {kind.returns}: leave it out, or load "
+            'the model with outputs="embedding".'
+        )
     weight = next(candidate.parameters())
     # Steps are smaller than the rounding of half precision.
     work = copy_module(candidate).to(torch.promote_types(weight.dtype, torch.float32))
@@ -179,7 +188,8 @@ class _OutputFit:
 
     def __init__(self, model: nn.Module, reference: nn.Module, images: ImageSet, knobs: Distill):
         self.model, self.reference, self.images, self.batch = model, reference, images, knobs.batch
-        self.kind = output_kind_of(reference)
+        kind = output_kind_of(reference)
+        self.distance = kind.divergence if knobs.directions else kind.softened
         batches = -(-len(images) // knobs.batch)
         self.steps = knobs.epochs * batches
         # In the order of the set, which goes round the classes: decoded once per epoch and never all in memory. A fit
@@ -190,7 +200,7 @@ class _OutputFit:
     def error(self, generator: torch.Generator) -> Float[Tensor, ""]:
         """Returns the mean divergence on the next images to fit to."""
         pixels = next(self._next)
-        return self.kind.softened(*self._outputs(pixels[~_held_out(pixels)])).mean()
+        return self.distance(*self._outputs(pixels[~_held_out(pixels)])).mean()
 
     def held_out(self, validation: InputValidation | None = None) -> float:
         """Returns the mean divergence on the images that are held out; all are validated, if that is requested."""
@@ -199,7 +209,7 @@ class _OutputFit:
             parts = [self._outputs(pixels) for pixels in held_out if len(pixels)]
         # Of all images together: the scale of a divergence may be that of the outputs of all images.
         target, outputs = (torch.cat(rows) for rows in zip(*parts, strict=True))
-        return float(self.kind.softened(target, outputs).mean())
+        return float(self.distance(target, outputs).mean())
 
     def _batches(self, validation: InputValidation | None = None) -> Iterator[Tensor]:
         weight = next(self.reference.parameters())

@@ -382,7 +382,7 @@ def realize_with_effort(
         steps, at_once, macs = effort.repair
         fits.append(Repair(steps, images=at_once, macs=macs, seed=seed, bfloat16=bfloat16))
     if effort.distill_epochs and len(images) >= 2 * HELD_OUT:
-        fits.append(Distill(effort.distill_epochs, seed=seed))
+        fits.append(Distill(effort.distill_epochs, seed=seed, directions=effort.keep_index))
     try:
         return realize_and_fit(model, prescription, images, fits, log=log), tuple(fits)
     except (NotSupported, InvalidInput) as error:  # e.g. other MLPs, or fewer images than repair needs

@@ -29,7 +29,7 @@ from attnrx.exporting import Baseline
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.effort import AXES, AXIS_WORDS, PlanSettings
 from attnrx.nouns.plan import Plan, PredictedQuantity, TargetMet, limits_of
-from attnrx.nouns.target import COSTS, DROP, SIZE, Target
+from attnrx.nouns.target import COSTS, DROP, RECALL, SIZE, Target
 from attnrx.support.arguments import checked, instance
 from attnrx.support.errors import InvalidInput, NoOpPrescription, NotSupported
 from attnrx.support.progress import begin, details, phases, track
@@ -100,6 +100,7 @@ def plan(
         The plan with its prescription and predictions.
 
     Raises:
+        InvalidInput: The target is a recall, which is measured after the repair: give it to `shrink`.
         FingerprintMismatch: The diagnosis belongs to another model.
         NotSupported: No plan is cheap enough by the cost table, or the measured latency does not reach the target.
         NoOpPrescription: The unchanged model meets the target, e.g. by its kernels: save it as it is.
@@ -135,8 +136,13 @@ def plan_sharing(
 
     All divergences and shares of costs are relative to the `reference`, by default the model, which may be a copy of it
     with a smaller decoder; latencies to the `baseline`, by default the model as it runs without attnrx.
+
+    Raises:
+        InvalidInput: The target is a recall, which is measured after the repair.
     """
     target = Target.parse(target) if isinstance(target, str) else target
+    if target.quantity == RECALL:
+        raise InvalidInput(f"{target} is measured after the repair: give it to shrink, or plan for e.g. max-kl=0.001.")
     require_all_tokens(model, "plan for")
     diagnosis.require(model_fingerprint(model), "the model to plan for")
     settings = settings or PlanSettings()
