@@ -129,7 +129,7 @@ def shrunk_state(folder: Path) -> str:
 
 def elastic_state(folder: Path) -> str:
     for each in folder.iterdir():
-        if each.is_dir():
+        if each.is_dir() and not each.name.endswith(".partial"):  # a temporary folder, which a kill leaves
             whole(each)
     if not is_elastic(folder):
         return "part"
