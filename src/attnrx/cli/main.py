@@ -9,7 +9,7 @@ import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,7 @@ from attnrx.support.errors import (
     is_out_of_memory,
     nearest,
 )
-from attnrx.support.optional import import_file
+from attnrx.support.optional import environment, import_file
 from attnrx.support.progress import DETAILED, SETTING, say
 from attnrx.support.signals import STOPPING, handling
 
@@ -159,9 +159,9 @@ def _run(words: list[str]) -> int:
     for plugin in arguments.plugin:
         import_file(plugin)
     require_inputs(arguments)
-    if "--debug" in words:
-        os.environ.setdefault(SETTING, DETAILED)
-    with warnings.catch_warnings():
+    progress = os.environ.get(SETTING, DETAILED) if "--debug" in words else None
+    detailed = nullcontext() if progress is None else environment(SETTING, progress)
+    with detailed, warnings.catch_warnings():
         warnings.simplefilter("always", ScaleWarning)  # Python shows a repeated warning once only
         warnings.showwarning = show_warning
         try:
