@@ -24,7 +24,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_name_lists_the_nearest() -> None:
     with pytest.raises(DataError, match=r"it is no name of a dataset: did you mean 'fashion_mnist'"):
-        load_data("fashion-mnist")
+        load_data("fashion-mist")
     with pytest.raises(DataError, match="there is nothing at"):
         load_data("data/nothing.parquet")
     with pytest.raises(DataError, match="there is nothing at"):
