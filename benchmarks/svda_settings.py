@@ -22,15 +22,16 @@ from typing import Any
 import torch
 
 from attnrx.data import Augmentation
-from attnrx.data.model_data import normalization_of
 from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.rules import EnergyRetention
 from attnrx.decide.rules.prescribing import prescribe
+from attnrx.show.checks import Accuracy
 from attnrx.support.errors import NoOpPrescription, TrainingInterrupted
 from attnrx.support.storage import read_json, write_json
 from attnrx.support.tables import markdown_table
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Task
+from attnrx_lab.papers.experiment import comparison_with
 from attnrx_lab.papers.svda import RHOS, SvdaExperiment
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -60,18 +61,12 @@ def trained(subject: str, setting: str, seed: int, out: Path, tiny: bool) -> dic
     except TrainingInterrupted as interrupted:
         row["interrupted"] = str(interrupted)[:200]
     row["seconds"] = round(time.monotonic() - begun, 1)
-    history = (folder / "history.jsonl").read_text().splitlines() if (folder / "history.jsonl").exists() else []
-    row["history"] = history[-1:]
-    row["epochs_done"] = len(history)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = model.eval().to(device)
-    with torch.no_grad():
-        right = sum(
-            int((model(batch.images.float()).argmax(-1) == batch.labels).sum())
-            for batch in splits.test.renormalized(normalization_of(model)).batches(500, device=device)
-        )
-    row["accuracy"] = right / len(splits.test)
-    diagnosis = diagnose(model.cpu(), splits.validation, images=min(64, len(splits.validation)))
+    history = folder / "history.jsonl"
+    row["epochs_done"] = len(history.read_text().splitlines()) if history.exists() else 0
+    model = model.cpu().eval()
+    found = Accuracy(most_drop=None)(comparison_with(model, splits.test))
+    row["accuracy"] = next(each.value for each in found if each.details.get("model") == "reference")
+    diagnosis = diagnose(model, splits.validation, images=min(64, len(splits.validation)))
     ranks = torch.cat([layer.readings["effective_rank"].flatten() for layer in diagnosis.layers])
     row["effective_rank"] = float(ranks.double().mean())
     row["removed"] = {}
@@ -88,7 +83,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     head += [f"removed at {rho:.2f}, %" for rho in RHOS]
     lines = [
         [row["subject"], row["setting"], str(row["seed"]), f"{row['epochs_done']} of {row['epochs']}"]
-        + [f"{100 * row['accuracy']:.2f}", f"{row['effective_rank']:.1f}"]
+        + [f"{row['accuracy']:.2f}", f"{row['effective_rank']:.1f}"]
         + [f"{value:.2f}" for value in row["removed"].values()]
         for row in rows
     ]

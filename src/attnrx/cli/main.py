@@ -159,8 +159,8 @@ def _run(words: list[str]) -> int:
     for plugin in arguments.plugin:
         import_file(plugin)
     require_inputs(arguments)
-    progress = os.environ.get(SETTING, DETAILED) if "--debug" in words else None
-    detailed = nullcontext() if progress is None else environment(SETTING, progress)
+    is_detailed = "--debug" in words
+    detailed = environment(SETTING, os.environ.get(SETTING, DETAILED)) if is_detailed else nullcontext()
     with detailed, warnings.catch_warnings():
         warnings.simplefilter("always", ScaleWarning)  # Python shows a repeated warning once only
         warnings.showwarning = show_warning

@@ -33,17 +33,10 @@ def no_log(_: str) -> None:
 
 
 def say(line: str) -> None:
-    """A log callback that prints a line on stderr, above the line that overwrites itself; nothing once the terminal is
-    closed, whose signal follows.
-    """
+    """A log callback that prints a line on stderr, above the line that overwrites itself."""
     global _is_live
     start, _is_live = "\r\x1b[K" if _is_live else "", False
-    try:
-        sys.stderr.write(f"{start}{line}\n")
-        sys.stderr.flush()
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
+    _write(f"{start}{line}\n")
 
 
 def details(log: Log) -> Log:
@@ -176,17 +169,25 @@ def _show(line: str) -> None:
         return
     if _on_terminal():
         width = shutil.get_terminal_size().columns
-        sys.stderr.write(f"\r\x1b[K{line[: max(width - 1, 20)]}")
+        _write(f"\r\x1b[K{line[: max(width - 1, 20)]}")
         _is_live = True
     else:
-        sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+        _write(f"{line}\n")
 
 
 def _clear() -> None:
     """Removes the line of progress of a terminal."""
     global _is_live
     if _is_live:
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
+        _write("\r\x1b[K")
         _is_live = False
+
+
+def _write(text: str) -> None:
+    """Writes to stderr; nothing once the terminal is closed, whose signal follows."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise

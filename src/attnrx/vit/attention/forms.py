@@ -206,9 +206,15 @@ class AxialForm(DenseForm):
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
-        height, width = spec.window or (1, 1)
+        height, width = self.window
         self.down = nn.Parameter(torch.zeros(sum(spec.rows), 2 * height - 1))
         self.right = nn.Parameter(torch.zeros(sum(spec.rows), 2 * width - 1))
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The rows and columns of the tokens."""
+        assert self.spec.window is not None  # the spec of this form has one
+        return self.spec.window
 
     @property
     def query_factor(self) -> float:
@@ -220,16 +226,15 @@ class AxialForm(DenseForm):
         Raises:
             InvalidInput: The tokens do not fill a window.
         """
-        window = self.spec.window or (1, 1)
-        if query.shape[1] != math.prod(window):
+        if query.shape[1] != math.prod(self.window):
             raise InvalidInput(
-                f"{query.shape[1]} tokens in a layer with relative positions in a window of {window}: create the model "
-                "for the size of these images."
+                f"{query.shape[1]} tokens in a layer with relative positions in a window of {self.window}: create the "
+                "model for the size of these images."
             )
         return tuple(replace(part, grid=self._grid(part)) for part in super().forward(query, key, buckets))
 
     def _grid(self, part: ScoreFactors) -> GridScores:
-        query = part.query.unflatten(1, self.spec.window or (1, 1))  # [batch, rows, columns, heads, features]
+        query = part.query.unflatten(1, self.window)  # [batch, rows, columns, heads, features]
         features = query.shape[-1]
         down, right = (
             of_weights(self, (axis, part.bucket), partial(self._vectors, table, part.bucket, features))
