@@ -11,7 +11,6 @@ from attnrx.decide.planning import PlanSettings
 from attnrx.decide.planning.cost_table import CostTable
 from attnrx.decide.planning.measured_costs import measured_cost_table
 from attnrx.decide.planning.space import Choices, Space
-from attnrx.exporting import Format
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.vit.costs import Conditions
 from attnrx.vit.tokens import Ward
@@ -49,9 +48,9 @@ def spanned() -> Space:
     return Space(original(), diagnosed(), Ward(), form="total_rank", step=2)
 
 
-def timed(space: Space, levels: tuple[int, ...] = SETTINGS.timed_levels, form: Format | None = None) -> CostTable:
+def timed(space: Space, levels: tuple[int, ...] = SETTINGS.timed_levels) -> CostTable:
     """Returns a cost table of few timings in this process."""
-    return measured_cost_table(space, SETTINGS.protocol, SETTINGS.noise(space.model), levels, form)
+    return measured_cost_table(space, SETTINGS.protocol, SETTINGS.noise(space.model), levels)
 
 
 def made(space: Space, choices: Choices) -> nn.Module:

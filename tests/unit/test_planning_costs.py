@@ -12,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import attnrx as rx
+from attnrx.data.model_data import images_for
 from attnrx.decide.planning.cost_table import (
     JOINT,
     STAGES,
@@ -23,9 +24,9 @@ from attnrx.decide.planning.cost_table import (
     never_slower,
     nonnegative_fit,
 )
-from attnrx.decide.planning.measured_costs import _Timer
+from attnrx.decide.planning.measured_costs import _Timer, file_cost_table
 from attnrx.decide.planning.space import RANKS, Choices, Space
-from attnrx.exporting import parse_format
+from attnrx.exporting import Baseline, parse_format
 from attnrx.nouns.target import Target
 from attnrx.vit.costs import Conditions
 from attnrx.vit.models import family_of
@@ -83,10 +84,10 @@ def test_blocks_give_the_same_at_every_number_of_tokens_in_a_runtime(name: str |
     if name is not None:  # biases, or rotations, of all patches
         model = rx.load(pretrained.of_timm(name, depth=3)).float()
         own = replace(own, model=model, _pieces={})
-    protocol, tokens = replace(SETTINGS.protocol, conditions=Conditions(threads=1)), own.shape.layout.tokens
-    grid = [tokens - 2, tokens - 1, tokens]
-    timer = _Timer(own, protocol, SETTINGS.noise(own.model), grid, parse_format(form))
-    eager = _Timer(own, protocol, SETTINGS.noise(own.model), grid)
+    protocol = replace(SETTINGS.protocol, conditions=Conditions(threads=1))
+    timer = _Timer(own, protocol, SETTINGS.noise(own.model), parse_format(form))
+    eager = _Timer(own, protocol, SETTINGS.noise(own.model))
+    grid = timer.grid
     layers = range(1, 3)
     for after_stage in (False, True):
         run, expected = (each._prepared(own.model, layers, after_stage=after_stage) for each in (timer, eager))
@@ -102,7 +103,9 @@ def test_blocks_give_the_same_at_every_number_of_tokens_in_a_runtime(name: str |
 def test_a_table_of_a_runtime_has_every_level(space: Space) -> None:
     pytest.importorskip("onnxscript")
     units = replace(space, axes=("mlp",), reducer=None, _pieces={})
-    table = timed(units, (4,), parse_format("onnx"))
+    images = images_for(units.model, torch.randn(8, *SETTINGS.noise(units.model).shape[1:]), "images")
+    baseline = Baseline.as_file(units.model, parse_format("onnx"), images, lambda _: None)
+    table = file_cost_table(units, SETTINGS.protocol, SETTINGS.noise(units.model), parse_format("onnx"), baseline)
     assert table.total(Choices.nothing(3)) == pytest.approx(1.0) and table.attention[0, 0, 0, -1] > 0
     assert (np.diff(table.mlp[0, :, -1]) <= 1e-12).all()
 

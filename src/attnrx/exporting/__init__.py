@@ -12,6 +12,7 @@ from attnrx.exporting.baseline import (
     vendor_title,
     with_8_bits,
     without_8_bits,
+    without_blocks,
 )
 from attnrx.exporting.exported import (
     Exported,
@@ -46,5 +47,5 @@ __all__ = [
     "dtype_name",
     "export", "fitting_names", "is_exported", "library_subject", "load_exported", "parse_format", "precision_for",
     "present_exports", "present_script", "remove_export", "require_export_path", "require_replaceable_files",
-    "subject_of", "vendor_file", "vendor_title", "with_8_bits", "without_8_bits", "write_exported",
+    "subject_of", "vendor_file", "vendor_title", "with_8_bits", "without_8_bits", "without_blocks", "write_exported",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ the vendor's own tools make of it in the runtime and precision that you name.
 
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +20,12 @@ from attnrx.exporting.quantizing import quantized, silent, single_images
 from attnrx.exporting.runtime_formats import BATCH, Int8, Onnx, OpenVINO
 from attnrx.exporting.writing import CAPTURED, ExportSubject, bare_subject, subject_of, write_exported
 from attnrx.support.atomic_writes import scratch_folder
-from attnrx.support.errors import AttnrxError
+from attnrx.support.errors import AttnrxError, NotSupported
+from attnrx.support.modules import copy_module
 from attnrx.support.optional import is_installed
 from attnrx.support.progress import Log
 from attnrx.support.shapes import Tensor
-from attnrx.vit.models import family_of, timed_form
+from attnrx.vit.models import blocks_of, family_of, timed_form
 
 UNCHANGED = "nothing removed"
 FREE_BATCH: Any = ({0: torch.export.Dim(BATCH)},)
@@ -38,11 +39,15 @@ class Baseline:
         title: Its name in logs, claims and reports.
         model: What is timed: a module, or a file.
         form: The format of the file; None for eager PyTorch.
+        unchanged: attnrx's file of the model with nothing removed, if it was written.
+        empty: attnrx's file of the model without its blocks, if it was written.
     """
 
     title: str
     model: nn.Module
     form: Format | None = None
+    unchanged: Exported | None = None
+    empty: Exported | None = None
 
     @classmethod
     def eager(cls, model: nn.Module) -> "Baseline":
@@ -56,22 +61,38 @@ class Baseline:
 
     @classmethod
     def as_file(cls, model: nn.Module, form: Format, images: ImageSet, log: Log) -> "Baseline":
-        """Returns the vendor's file of a model in the runtime and precision of a format, quantized on these images for
-        a format of 8 bits. Where the vendor's tool fails, it is attnrx's file of the model.
+        """Returns the vendor's file of a model in the runtime and precision of a format, beside attnrx's, all quantized
+        on these images for a format of 8 bits. Where the vendor's tool fails, attnrx's file takes its place.
 
         Raises:
-            NotSupported: Neither can write the model in the format.
+            NotSupported: attnrx cannot write the model in the format.
         """
         opened = ExitStack()
-        path = opened.enter_context(scratch_folder()) / f"baseline{form.suffix}"
+        folder = opened.enter_context(scratch_folder())
+
+        def written(name: str, module: nn.Module) -> Exported:
+            subject = subject_of(module, form, images)
+            return write_exported(subject, folder / f"{name}{form.suffix}", form, is_compared=False)
+
+        path, unchanged, empty = folder / f"vendor{form.suffix}", written("unchanged", model), None
+        with suppress(NotSupported):
+            empty = written("empty", without_blocks(model))
+        title, file = UNCHANGED, unchanged
         try:
-            made = cls(vendor_title(form), vendor_file(library_subject(model, form, images), path, form), form)
+            title, file = vendor_title(form), vendor_file(library_subject(model, form, images), path, form)
         except AttnrxError as error:
             log(f"speeds are relative to attnrx's file of your model: {error}")
-            file = write_exported(subject_of(model, form, images), path, form, is_compared=False)
-            made = cls(UNCHANGED, file, form)
-        weakref.finalize(made, opened.close)  # the file is read while it is timed
+        made = cls(title, file, form, unchanged, empty)
+        weakref.finalize(made, opened.close)  # the files are read while they are timed
         return made
+
+
+def without_blocks(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model whose blocks return their tokens."""
+    empty = copy_module(model)
+    for block in blocks_of(empty, family_of(empty)):
+        block.forward = lambda tokens, *_, **__: tokens
+    return empty
 
 
 def with_8_bits(form: Format) -> Format | None:

@@ -121,6 +121,21 @@ def evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def trainable(module: nn.Module) -> Iterator[None]:
+    """Lets gradients reach all parameters; afterwards the frozen ones are frozen again, and none has a gradient."""
+    parameters = [parameter for parameter in module.parameters() if parameter.numel()]
+    flags = [parameter.requires_grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_()
+        yield
+    finally:
+        for parameter, flag in zip(parameters, flags, strict=True):
+            parameter.grad = None
+            parameter.requires_grad_(flag)
+
+
 def is_traced() -> bool:
     """Whether operations that run now become a graph of a compiler, an exporter or a trace."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()

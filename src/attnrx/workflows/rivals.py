@@ -4,7 +4,7 @@ bits by the vendor's defaults, and the unchanged model as a file of attnrx, all 
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -15,7 +15,6 @@ from torch import nn
 
 from attnrx.change.predictions import predict
 from attnrx.data import ImageSet
-from attnrx.decide.planning.measured_costs import few_images
 from attnrx.exporting import (
     UNCHANGED,
     Baseline,
@@ -40,12 +39,11 @@ from attnrx.show.checks.statistics import mean_estimate
 from attnrx.support.atomic_writes import scratch_folder
 from attnrx.support.errors import AttnrxError, NotSupported
 from attnrx.support.estimate import Estimate
-from attnrx.support.modules import copy_module
 from attnrx.support.progress import Log
 from attnrx.support.records import to_dict
 from attnrx.support.shapes import ImageBatch
 from attnrx.vit.costs import LatencyComparison, LatencyProtocol, compare_latencies
-from attnrx.vit.models import blocks_of, family_of
+from attnrx.vit.models import family_of
 
 # The test images on which the files are compared: their mean divergence varies by some percent.
 COMPARED_IMAGES = 500
@@ -157,26 +155,19 @@ def measure_baseline(
     original: nn.Module, form: Format, images: ImageSet, settings: PlanSettings, limit: float
 ) -> tuple[Baseline, float]:
     """Returns the vendor's file of the unchanged model, which speeds are relative to, and the speed of attnrx's file of
-    it. Logs both, the model in eager PyTorch, and what no plan can exceed: the model without its blocks.
+    it; files of 8 bits are quantized on these images. Logs both, the model in eager PyTorch, and what no plan can
+    exceed: the model without its blocks.
 
     Raises:
         NotSupported: The latency `limit`, a share of the baseline's, is below the model without its blocks; or the
             model cannot be written in the format.
     """
-    settings, few = settings.while_planning(family_of(original).costs(original).macs), few_images(images)
-    baseline = Baseline.as_file(original, form, few, settings.log)
-    empty = copy_module(original)
-    for block in blocks_of(empty, family_of(empty)):
-        block.forward = lambda tokens, *_, **__: tokens
-    with scratch_folder() as folder:
-        timed: dict[str, nn.Module] = {"eager": Baseline.eager(original).model}
-        path = folder / f"unchanged{form.suffix}"
-        timed[UNCHANGED] = write_exported(subject_of(original, form, few), path, form, is_compared=False)
-        with suppress(NotSupported):
-            path = folder / f"empty{form.suffix}"
-            timed["empty"] = write_exported(subject_of(empty, form, few), path, form, is_compared=False)
-        noise = settings.noise(original)
-        times = compare_latencies(timed, baseline.model, noise, replace(settings.protocol, warmup=1))
+    settings = settings.while_planning(family_of(original).costs(original).macs)
+    baseline = Baseline.as_file(original, form, images, settings.log)
+    timed = {"eager": Baseline.eager(original).model, UNCHANGED: baseline.unchanged, "empty": baseline.empty}
+    timed = {name: model for name, model in timed.items() if model is not None}
+    noise = settings.noise(original)
+    times = compare_latencies(timed, baseline.model, noise, replace(settings.protocol, warmup=1))
     speeds = {name: each.faster.value for name, each in times.items()}
     threads = times["eager"].threads
     conditions = f"batch {settings.batch}, {threads} thread{'s' * (threads != 1)}"
@@ -201,12 +192,14 @@ def measure_files(
     protocol: LatencyProtocol,
     noise: ImageBatch,
     log: Log,
+    baseline: Baseline | None = None,
 ) -> FileRun:
     """Writes and measures the files in the runtime of a format: the vendor's of the unchanged model in float and 8
     bits, attnrx's files of it in the format and in 8 bits, and the file of the `result`, if there is one.
 
     All are timed in turns on the `noise`, calibrated on the same images, and compared on the `tested` ones. A file that
-    cannot be written is left out and logged. Files of attnrx in the format itself have to be written.
+    cannot be written is left out and logged. Files of attnrx in the format itself have to be written. Those of a
+    `baseline`, which was calibrated on the same images, are not written again.
 
     Raises:
         NotSupported: A file of attnrx cannot be written in the format, or the outputs of the result's file differ.
@@ -215,7 +208,7 @@ def measure_files(
     with ExitStack() as opened:
         folder = opened.enter_context(scratch_folder())
         written: dict[str, tuple[Exported, bool]] = {}
-        for name, file, is_own in _written(original, result, form, calibration, folder, log):
+        for name, file, is_own in _written(original, result, form, calibration, folder, log, baseline):
             written[name] = file, is_own
         files = {name: file for name, (file, _) in written.items()}
         # By the precision that was asked for; where the vendor's tool fails, by attnrx's file of the unchanged model.
@@ -248,35 +241,48 @@ def _line(file: MeasuredFile, baseline: str, noun: str) -> str:
 
 
 def _written(
-    original: nn.Module, result: nn.Module | None, form: Format, calibration: ImageSet, folder: Path, log: Log
+    original: nn.Module,
+    result: nn.Module | None,
+    form: Format,
+    calibration: ImageSet,
+    folder: Path,
+    log: Log,
+    baseline: Baseline | None,
 ) -> Iterator[tuple[str, Exported, bool]]:
     """Yields the title of every file, the file, and whether attnrx wrote it; the vendor's float file, if any, first."""
     plain, bits = without_8_bits(form), with_8_bits(form)
     if bits is None and isinstance(form, Onnx | OpenVINO):
         log("not compared with files of 8 bits: pip install 'attnrx[int8]'")
     library = library_subject(original, form, calibration)
+    # By their titles; a vendor's tool that failed once is not tried again.
+    known = {} if baseline is None else {baseline.title: baseline.model, UNCHANGED: baseline.unchanged}
     for index, each in enumerate(dict.fromkeys(filter(None, (plain, form, bits)))):
+        title = vendor_title(each)
+        if baseline is not None and each == form:
+            if isinstance(file := known.get(title), Exported):
+                yield title, file, False
+            continue
         path = folder / f"vendor{index}" / f"model{form.suffix}"
         path.parent.mkdir()
         try:
-            yield vendor_title(each), vendor_file(library, path, each), False
+            yield title, vendor_file(library, path, each), False
         except AttnrxError as error:
-            log(f"not compared with {vendor_title(each)}: {error}")
+            log(f"not compared with {title}: {error}")
     own = {UNCHANGED: (original, form)}
     if bits is not None and bits != form:
         own[f"{UNCHANGED}, int8"] = original, bits
     if result is not None:
         own[RESULT] = result, form
     for index, (name, (model, each)) in enumerate(own.items()):
+        if isinstance(file := known.get(name), Exported):
+            yield name, file, True
+            continue
         path = folder / f"own{index}" / f"model{each.suffix}"
         path.parent.mkdir()
         try:
             # A file that differs from its model could not be saved.
-            yield (
-                name,
-                write_exported(subject_of(model, each, calibration), path, each, is_compared=name != UNCHANGED),
-                True,
-            )
+            subject, is_compared = subject_of(model, each, calibration), name != UNCHANGED
+            yield name, write_exported(subject, path, each, is_compared=is_compared), True
         except AttnrxError as error:
             if each == form:
                 raise

@@ -506,8 +506,9 @@ class ShrinkRun:
         begin("realizing and repairing")
         chosen = plan.with_predictions
         # In bfloat16 if plans were compared in it.
-        bfloat16, fitted = bool(plan.about["bfloat16"]), self.images.planned
-        slim, fits = realize_with_effort(self.planned_model, chosen, fitted, self.effort, bfloat16, log)
+        bfloat16, fitted, form = bool(plan.about["bfloat16"]), self.images.planned, format_of(self.settings)
+        bits = 8 if form is not None and form.calibrated else None
+        slim, fits = realize_with_effort(self.planned_model, chosen, fitted, self.effort, bfloat16, log, bits)
         if self.settings.portable:
             slim = portable_form(slim, self.original, fitted)
         if self.has_smaller_decoder:
@@ -540,7 +541,7 @@ class ShrinkRun:
         protocol = replace(settings.protocol, rounds=self._final_rounds)
         noise = settings.noise(self.original)
         images = self.images.planned, self.images.verified
-        return measure_files(self.original, model, form, *images, protocol, noise, settings.log)
+        return measure_files(self.original, model, form, *images, protocol, noise, settings.log, self.baseline)
 
     def _instead(self, files: FileRun, target: Target) -> MeasuredFile | None:
         """Returns the file of the unchanged model that is better than the plan's file, or None.

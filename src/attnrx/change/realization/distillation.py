@@ -7,17 +7,19 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from functools import partial
+from itertools import chain, islice, repeat
 
 import torch
 from torch import nn
 
 from attnrx.change.predictions import outputs_of
+from attnrx.change.realization.rounding import rounded
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
-from attnrx.support.arguments import COUNT, RATE, SEED, checked, each, require_fields, whole
+from attnrx.support.arguments import COUNT, RATE, SEED, checked, each, optional, require_fields, whole
 from attnrx.support.errors import InvalidInput
-from attnrx.support.modules import copy_module, evaluating
+from attnrx.support.modules import copy_module, evaluating, trainable
 from attnrx.support.progress import track
 from attnrx.support.shapes import Bool, Float, Tensor
 from attnrx.vit.models import InputValidation, family_of
@@ -26,6 +28,8 @@ from attnrx.vit.outputs import Embeddings, output_kind_of
 
 # One image in so many is not fitted to: it decides whether a fit is kept.
 HELD_OUT = 8
+# The ranges of activations are taken from as many images, as files of 8 bits are calibrated on.
+RANGE_IMAGES = 256
 
 
 @dataclass
@@ -70,30 +74,22 @@ def descend_(
     parameters are fitted too, and are frozen again afterwards.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.numel()]
-    flags = [parameter.requires_grad for parameter in parameters]
     # A step of Adam has the size of its learning rate, whatever the scale of the gradient; so that of a tensor is
     # relative to its entries.
     sizes = [float(row.detach().double().square().mean().sqrt().clamp_min(1e-12)) for row in parameters]
-    pairs = zip(parameters, sizes, strict=True)
-    optimizer = torch.optim.Adam(
-        [{"params": [row.requires_grad_()], "lr": learning_rate * size} for row, size in pairs], fused=True
-    )
-    # From 1 to 0 by half a cosine.
-    cosine = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: (1 + math.cos(math.pi * (step / max(steps, 1)))) / 2
-    )
     generator = torch.Generator().manual_seed(seed)
-    try:
-        with torch.enable_grad():
-            for _ in range(steps):
-                optimizer.zero_grad()
-                error(generator).backward(inputs=parameters)  # others may be part of the error
-                optimizer.step()
-                cosine.step()
-    finally:
-        for parameter, flag in zip(parameters, flags, strict=True):
-            parameter.grad = None
-            parameter.requires_grad_(flag)
+    with trainable(module), torch.enable_grad():
+        pairs = zip(parameters, sizes, strict=True)
+        optimizer = torch.optim.Adam([{"params": [row], "lr": learning_rate * size} for row, size in pairs], fused=True)
+        # From 1 to 0 by half a cosine.
+        cosine = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: (1 + math.cos(math.pi * (step / max(steps, 1)))) / 2
+        )
+        for _ in range(steps):
+            optimizer.zero_grad()
+            error(generator).backward(inputs=parameters)  # others may be part of the error
+            optimizer.step()
+            cosine.step()
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,8 @@ class Distill:
     of each tensor, and the images of a step.
 
     Every learning rate decays to zero by a cosine. With `directions` the loss is the cosine distance of the embeddings,
-    as a search in an index of the reference's vectors compares them: their lengths are free.
+    as a search in an index of the reference's vectors compares them: their lengths are free. With `bits=8` the linear
+    maps of the candidate are computed as a file of 8 bits computes them (`EightBits`): for a model that is exported so.
     """
 
     example = "attnrx.realization.distillation.Distill(epochs=2)"
@@ -114,10 +111,12 @@ class Distill:
     batch: int = 64
     seed: int = 0
     directions: bool = False
+    bits: int | None = None
 
     def __post_init__(self):
         rates = each(RATE, "learning rates between 0 and 1, e.g. (2e-4, 1e-3)", least=1)
-        require_fields(self, epochs=COUNT, learning_rates=rates, batch=whole(HELD_OUT), seed=SEED)
+        counts = {"epochs": COUNT, "batch": whole(HELD_OUT), "bits": optional(whole(8, 8))}
+        require_fields(self, learning_rates=rates, seed=SEED, **counts)
 
 
 @checked()
@@ -167,8 +166,10 @@ def distill(
     # Steps are smaller than the rounding of half precision.
     work = copy_module(candidate).to(torch.promote_types(weight.dtype, torch.float32))
     fit = _OutputFit(work, reference, images, knobs)
-    validation = InputValidation(reference, family_of(reference), "distill")
-    with evaluating((work, reference)):
+    validation, other = (InputValidation(reference, family_of(reference), "distill") for _ in range(2))
+    with evaluating((work, reference)), trainable(work):
+        if knobs.bits is not None:
+            fit.calibrate(other, knobs.bits)
         before = after = fit.held_out(validation)  # a pass over all images
         notes = [*images.notes, *validation.notes()]
         start = best = copy.deepcopy(work.state_dict())
@@ -190,12 +191,18 @@ class _OutputFit:
         self.model, self.reference, self.images, self.batch = model, reference, images, knobs.batch
         kind = output_kind_of(reference)
         self.distance = kind.divergence if knobs.directions else kind.softened
+        self._answers = partial(outputs_of, model)
         batches = -(-len(images) // knobs.batch)
         self.steps = knobs.epochs * batches
         # In the order of the set, which goes round the classes: decoded once per epoch and never all in memory. A fit
         # ends with a pass, so the next one begins with the first images again.
         rounds = chain.from_iterable(self._batches() for _ in repeat(None))
         self._next: Iterator[Tensor] = iter(track(rounds, "distilling", self.steps * len(knobs.learning_rates)))
+
+    def calibrate(self, validation: InputValidation, bits: int) -> None:
+        """Computes the model as a file of so many bits does from now on, with ranges of the first images."""
+        batches = islice(self._batches(validation), -(-RANGE_IMAGES // self.batch))
+        self._answers = rounded(self._answers, batches, bits)
 
     def error(self, generator: torch.Generator) -> Float[Tensor, ""]:
         """Returns the mean divergence on the next images to fit to."""
@@ -220,7 +227,7 @@ class _OutputFit:
         """Returns the outputs of the reference and of the model."""
         with torch.no_grad():
             target = outputs_of(self.reference, pixels)
-        outputs = outputs_of(self.model, pixels)
+        outputs = self._answers(pixels)
         if outputs.shape != target.shape:
             raise InvalidInput(
                 f"the candidate returns {outputs.shape[1]} numbers per image, the reference {target.shape[1]}; distill "

@@ -365,6 +365,7 @@ def realize_with_effort(
     effort: Effort,
     bfloat16: bool = False,
     log: Log = no_log,
+    bits: int | None = None,
 ) -> tuple[nn.Module, tuple[Fit, ...]]:
     """Realizes a prescription with those fits of an effort that are possible, and returns them too.
 
@@ -375,14 +376,15 @@ def realize_with_effort(
         effort: The fits.
         bfloat16: Whether a repair has products of bfloat16, where the device is faster with them.
         log: Receives a line if the model cannot be repaired, and what the fits state.
+        bits: 8 for a model that will be a file of 8 bits.
     """
     fits, seed = list[Fit](), effort.settings.seed
     # Without its tokens the rules are those of ranks and units. Without any there is no map to repair.
     if effort.repair is not None and replace(prescription, tokens=None).rules:
         steps, at_once, macs = effort.repair
-        fits.append(Repair(steps, images=at_once, macs=macs, seed=seed, bfloat16=bfloat16))
+        fits.append(Repair(steps, images=at_once, macs=macs, seed=seed, bfloat16=bfloat16, bits=bits))
     if effort.distill_epochs and len(images) >= 2 * HELD_OUT:
-        fits.append(Distill(effort.distill_epochs, seed=seed, directions=effort.keep_index))
+        fits.append(Distill(effort.distill_epochs, seed=seed, directions=effort.keep_index, bits=bits))
     try:
         return realize_and_fit(model, prescription, images, fits, log=log), tuple(fits)
     except (NotSupported, InvalidInput) as error:  # e.g. other MLPs, or fewer images than repair needs

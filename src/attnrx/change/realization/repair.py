@@ -13,13 +13,25 @@ from torch import nn
 
 from attnrx.change.decompositions import RIDGE, gram
 from attnrx.change.realization.distillation import HELD_OUT, Fitted, descend_, improve_
+from attnrx.change.realization.rounding import rounded
 from attnrx.data import ImageData, ImageSet
 from attnrx.data.model_data import images_for
 from attnrx.nouns.effort import MIN_REPAIR_IMAGES
-from attnrx.support.arguments import COUNT, NATURAL, POSITIVE, RATE, SEED, checked, each, optional, require_fields
+from attnrx.support.arguments import (
+    COUNT,
+    NATURAL,
+    POSITIVE,
+    RATE,
+    SEED,
+    checked,
+    each,
+    optional,
+    require_fields,
+    whole,
+)
 from attnrx.support.errors import InvalidInput, NotSupported, ScaleWarning
 from attnrx.support.hardware import bfloat16_products, has_fast_bfloat16
-from attnrx.support.modules import copy_module, evaluating, rows_of
+from attnrx.support.modules import copy_module, evaluating, rows_of, trainable
 from attnrx.support.progress import track
 from attnrx.support.shapes import Float, Tensor
 from attnrx.vit.models import (
@@ -63,6 +75,8 @@ class Repair:
     `removed` are the blocks of the reference that the candidate lacks, counted from 1. The block before them is fitted
     to their output.
 
+    With `bits=8` the linear maps of the candidate's blocks are computed as a file of 8 bits computes them.
+
     `ridge` weights the squared change of the second map of an MLP, relative to the mean variance of its inputs. The
     learning rate is relative to the root mean square of each tensor, and decays to zero by a cosine.
     """
@@ -78,9 +92,10 @@ class Repair:
     macs: float | None = None
     bfloat16: bool = False
     removed: tuple[int, ...] = ()
+    bits: int | None = None
 
     def __post_init__(self):
-        positive = {"ridge": POSITIVE, "macs": optional(POSITIVE)}
+        positive = {"ridge": POSITIVE, "macs": optional(POSITIVE), "bits": optional(whole(8, 8))}
         require_fields(
             self, {int: COUNT}, steps=NATURAL, learning_rate=RATE, seed=SEED, removed=each(COUNT, "blocks"), **positive
         )
@@ -142,7 +157,7 @@ def repair(
     images = images.take(count)
     device = _weight(reference).device
     precision = bfloat16_products(device, knobs.bfloat16 and has_fast_bfloat16(device.type))
-    with evaluating((reference, result.model)), precision:
+    with evaluating((reference, result.model)), trainable(result.model), precision:
         # Two streams of tokens run side by side, `base` through the reference and `tokens` through the repaired blocks:
         # the targets of a block are those of the reference's own inputs.
         weights = token_importance(reference, importance)
@@ -166,7 +181,7 @@ def repair(
             # (docs/results/plan.md).
             is_whole = following == index + 1 and _are_equal(original.module, block.module)
             is_fitted = fit.before > 0 and not is_whole
-            tokens = fit.run(without_mlp) if is_fitted else block.run_all(tokens)
+            tokens = fit.run(without_mlp) if is_fitted else fit.run_all(tokens)
             del without_mlp  # before the next block has its own
             result.before.append(fit.before)
             result.after.append(fit.error)
@@ -476,6 +491,7 @@ class _BlockFit:
         held_out = torch.arange(len(tokens)) % HELD_OUT == 0
         self.held_out, self.fitted = held_out.nonzero()[:, 0], (~held_out).nonzero()[:, 0]
         self._expected = targets[self.held_out]
+        self._block = rounded(block.run, tokens.split(CHUNK), knobs.bits)
         self._size = (weight[:, None] * self._expected.square()).mean()
         self.before = self.error = self._block_error()
 
@@ -485,11 +501,15 @@ class _BlockFit:
             self._fit_attention(without_mlp)
         return self._fit_mlp()
 
+    def run_all(self, tokens: Tokens) -> Tokens:
+        """Returns the outputs of the block for all images."""
+        return torch.cat([self._block(part) for part in tokens.split(CHUNK)])
+
     def _error_of(self, outputs: Tokens) -> float:
         return float((self.weight[:, None] * (outputs - self._expected).square()).mean() / self._size)
 
     def _block_error(self) -> float:
-        return self._error_of(self.block.run_all(self.tokens[self.held_out]))
+        return self._error_of(self.run_all(self.tokens[self.held_out]))
 
     def _descend(self, module: nn.Module, error: Callable[[], float], loss: Any) -> None:
         knobs = self.knobs
@@ -499,13 +519,15 @@ class _BlockFit:
 
     def _fit_attention(self, without_mlp: Tokens) -> None:
         block, weight, fitted, number = self.block, self.weight, self.fitted, self.knobs.images
+        with block.without_mlp():
+            run = rounded(block.run, self.tokens.split(CHUNK), self.knobs.bits)
 
         def images_error(generator: torch.Generator) -> Float[Tensor, ""]:
             # Whole images, because attention mixes the tokens of one; few, because these are many tokens.
             images = fitted[torch.randint(len(fitted), (number,), generator=generator)]
             # In the block, which may divide the tokens for its attention, and scale what that returns.
             with block.without_mlp():
-                missed = block.run(self.tokens[images]) - without_mlp[images]
+                missed = run(self.tokens[images]) - without_mlp[images]
             return (weight[:, None] * missed.square()).mean()
 
         self._descend(block.attention, self._block_error, images_error)
@@ -515,15 +537,18 @@ class _BlockFit:
         block, weight, fitted, number = self.block, self.weight, self.fitted, self.knobs.tokens
         mlp = nn.Sequential(block.features(self.tokens[:2]), block.maps[1])
         scale = block.scale(self.tokens[:2])
-        with block.without_mlp(), recording_calls(block.maps[:1], lambda call: call.tokens) as calls:
-            stream = block.run_all(self.tokens)
+        with block.without_mlp():
+            run = rounded(block.run, self.tokens.split(CHUNK), self.knobs.bits)
+            with recording_calls(block.maps[:1], lambda call: call.tokens.detach()) as calls:
+                stream = torch.cat([run(part) for part in self.tokens.split(CHUNK)])
         inputs = torch.cat(calls).reshape_as(stream)
         del calls  # as large as the tokens of all images
         targets, shares = (self.targets - stream) / scale, weight.cpu()
+        compute = rounded(mlp, inputs.split(CHUNK), self.knobs.bits)
 
         def outputs_of(images: Tensor) -> Tokens:
             # Of the block, from its stream before the MLP: the rest of the block need not run again.
-            return torch.cat([stream[part] + scale * mlp(inputs[part]) for part in images.split(CHUNK)])
+            return torch.cat([stream[part] + scale * compute(inputs[part]) for part in images.split(CHUNK)])
 
         def mlp_error() -> float:
             return self._error_of(outputs_of(self.held_out))
@@ -533,7 +558,7 @@ class _BlockFit:
             # Single tokens of many images differ more than all tokens of a few.
             images = fitted[torch.randint(len(fitted), (number,), generator=generator)]
             drawn = torch.multinomial(shares, number, replacement=True, generator=generator)
-            return ((mlp(inputs[images, drawn]) - targets[images, drawn]) * scale).square().mean()
+            return ((compute(inputs[images, drawn]) - targets[images, drawn]) * scale).square().mean()
 
         fit_ = partial(_fit_second_, mlp, inputs, targets, fitted, weight, self.knobs.ridge)
         self.error = improve_(mlp, self.error, mlp_error, fit_)

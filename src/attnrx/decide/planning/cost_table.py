@@ -190,6 +190,8 @@ def corrected(
     some = {str(stages): _some_at(space, stages) for stages in STAGES} if TOKENS in space.axes else {}
     pair = [ranks[axis] for axis in ("qk", "vo") if axis in ranks]
     joint = {JOINT: replace(pair[0], vo=pair[1].vo)} if len(pair) == 2 else {}
+    if joint and abs(sum(map(cost_table.total, pair)) - sum(map(cost_table.total, (unchanged, joint[JOINT])))) < LEAST:
+        joint = {}  # the table adds them up
     models = {name: realize(space.model, space.prescription(at)) for name, at in {**ranks, **joint, **some}.items()}
     shares = latency_shares({OWN: space.model, **models})
     # Total costs are divided by `whole`: afterwards the table gives the measured share for the unchanged model.

@@ -3,6 +3,7 @@ the runtime of a file format.
 """
 
 import copy
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from functools import cache, cached_property, partial
 from hashlib import sha256
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,20 @@ from torch import nn
 
 from attnrx.change.realization import realize
 from attnrx.data import ImageSet
-from attnrx.decide.planning.cost_table import CostTable, corrected, never_slower
+from attnrx.decide.planning.cost_table import CostTable, corrected, exact_cost_table, never_slower
 from attnrx.decide.planning.space import RANKS, TOKENS, Choices, Space, format_of
 from attnrx.exporting import (
     Baseline,
     Exported,
+    ExportSubject,
     Format,
     Runtime,
     dtype_name,
+    load_exported,
     parse_format,
     precision_for,
     subject_of,
+    without_blocks,
     write_exported,
 )
 from attnrx.nouns.effort import LONG_PASS, MIN_TIMED_IMAGES, ROUND_FACTOR, PlanSettings, final_rounds
@@ -164,14 +169,9 @@ def cached_cost_table(space: Space, settings: PlanSettings, measure: Callable[[]
 
 
 def measured_cost_table(
-    space: Space,
-    protocol: LatencyProtocol,
-    images: Float[Tensor, "batch channels height width"],
-    levels: Sequence[int],
-    form: Format | None = None,
+    space: Space, protocol: LatencyProtocol, images: Float[Tensor, "batch channels height width"], levels: Sequence[int]
 ) -> CostTable:
-    """Times one block at some levels and at several numbers of tokens, and the whole model, on a batch of images; with
-    a `form` all in the runtime of this format, and several blocks in place of one.
+    """Times one block at some levels and at several numbers of tokens, and the whole model, on a batch of images.
 
     After a stage attention may use token sizes (proportional attention), and the timed block does. Each time is divided
     by the original block's in the same round. The costs are shares of the latency of attnrx's own model and do not
@@ -180,19 +180,11 @@ def measured_cost_table(
     Raises:
         NotSupported: The layers do not all have the same shape.
     """
-    family = family_of(space.model)
-    if len(set(family.specs(space.model))) > 1:
-        raise NotSupported(
-            "the layers of this model do not all have the same shape, so one block does not represent the others."
-        )
-    tokens = space.shape.layout.tokens
+    timer, counts = _Timer(space, protocol, images), np.arange(space.shape.layout.tokens + 1)
     # Blocks are timed on a grid of levels and numbers of tokens, axes with an interaction (qk and vo, which share the
     # kernel of attention) in all pairs, the MLP by itself. The rest of the table is interpolated, made monotone, and
     # scaled to the time of the whole model.
-    # Without the axis of tokens it is the number of all tokens alone.
-    least = min(space.shape.layout.prefix + 1, tokens)
-    grid = sorted({max(least, round(share * tokens)) for share in TIMED})
-    timer = _Timer(space, protocol, images, grid, form)
+    grid = timer.grid
     # [level of qk, level of vo, grid]: times of a whole block with the full MLP; the last entry of the grid is a block
     # before any stage. The table of the MLP holds differences to it, so that the sum of both is the time of a block.
     attention = np.zeros((len(space.levels), len(space.levels), len(grid) + 1))
@@ -208,15 +200,40 @@ def measured_cost_table(
     mlp = between_levels(space, "mlp", mlp, mlp_levels, 0)[:, None]
     mlp = never_slower(mlp, space.available("mlp"), from_zero=True)[:, 0]
     # The last block is timed without compression only; its share of a block's time is assumed for all levels.
-    last = timer.last(attention[0, 0]) / attention[0, 0]
-    counts = np.arange(tokens + 1)
+    last = timer.last() / attention[0, 0]
     # The tables of all layers, of which the last one may be cheaper (last-layer class-token shortcut).
     tables = [
         np.stack([_interpolated(counts, grid, part)] * (space.depth - 1) + [_interpolated(counts, grid, last * part)])
         for part in (attention, mlp)
     ]
     steps = timer.steps(counts)
-    return timer.whole(*[steps * table for table in tables])
+    return timer.whole(steps * tables[0], steps * tables[1])
+
+
+def file_cost_table(
+    space: Space,
+    protocol: LatencyProtocol,
+    images: Float[Tensor, "batch channels height width"],
+    form: Format,
+    baseline: Baseline,
+) -> CostTable:
+    """Times some unchanged blocks at several numbers of tokens, and the whole model, in the runtime of a format.
+
+    What lower levels save of the time of a block is what they save of its multiply-accumulates; `corrected` scales it
+    by the times of whole files, of which every one takes seconds to write.
+
+    Raises:
+        NotSupported: The layers do not all have the same shape.
+    """
+    timer, counts = _Timer(space, protocol, images, form), np.arange(space.shape.layout.tokens + 1)
+    times = timer.steps(counts) * _interpolated(counts, timer.grid, timer.block({}))
+    exact = exact_cost_table(space, "macs")
+    of_mlp = exact.mlp[:, :1]  # [layer, 1, tokens]
+    unchanged = (exact.attention[:, 0, 0] + of_mlp[:, 0])[timer.layers.start]
+    # The time of a multiply-accumulate [tokens]. Of a last block that computes the class token alone it is the same.
+    unit = np.divide(times, unchanged, out=np.zeros_like(times), where=unchanged > 0)
+    attention, mlp = unit * (exact.attention + of_mlp[:, None]), unit * (exact.mlp - of_mlp)
+    return timer.whole(attention, mlp, (baseline.unchanged, baseline.empty))
 
 
 def between_levels(space: Space, axis: str, times: np.ndarray, known: Sequence[int], dim: int) -> np.ndarray:
@@ -273,15 +290,25 @@ class _Called(nn.Module):
 
 
 class _Timer:
-    """Times blocks and models in one runtime, in units of the original block with all tokens.
+    """Times blocks and models in one runtime, in units of the original block with all tokens, at the numbers of tokens
+    of the `grid`.
 
     The timed blocks are those after a stage, or without the axis of tokens the first ones.
+
+    Raises:
+        NotSupported: The layers do not all have the same shape.
     """
 
-    def __init__(
-        self, space: Space, protocol: LatencyProtocol, images: Tensor, grid: list[int], form: Format | None = None
-    ):
-        self.space, self.protocol, self.images, self.grid = space, protocol, images, grid
+    def __init__(self, space: Space, protocol: LatencyProtocol, images: Tensor, form: Format | None = None):
+        if len(set(family_of(space.model).specs(space.model))) > 1:
+            raise NotSupported(
+                "the layers of this model do not all have the same shape, so one block does not represent the others."
+            )
+        self.space, self.protocol, self.images = space, protocol, images
+        tokens = space.shape.layout.tokens
+        # Without the axis of tokens it is the number of all tokens alone.
+        least = min(space.shape.layout.prefix + 1, tokens)
+        grid = self.grid = sorted({max(least, round(share * tokens)) for share in TIMED})
         self.conditions, self.runtime = protocol.conditions, Runtime(protocol.conditions, form)
         self.family, self.is_in_library = family_of(space.model), form is None
         self.prunes_tokens = TOKENS in space.axes
@@ -305,6 +332,7 @@ class _Timer:
         # A batch may be run in chunks; `whole` divides by the number of runs of a block.
         self.parts = -(-len(images) // count)
         self.spreads: list[float] = []
+        self._ready: dict[tuple[range, bool, bool], Callable[[torch.Tensor], Any]] = {}  # of the unchanged model
         self.original = self._prepared(space.model, self.layers)
         # The time of a call without blocks, which a model has once, in units of the original block: that of the others
         # is without it.
@@ -318,18 +346,24 @@ class _Timer:
         self, model: nn.Module, layers: range, shortened: bool = False, after_stage: bool = False
     ) -> Callable[[torch.Tensor], Any]:
         """Returns these blocks as the runtime runs them, before any stage or in their state after one."""
+        key = layers, shortened, after_stage
+        if model is self.space.model and key in self._ready:
+            return self._ready[key]
         # After a stage no example of all tokens, whose number may be that of a table of positions, and is fixed then.
-        rows, reduction = self.rows[self.grid[0 if after_stage else -1]], None
+        rows, reduction, staged = self.rows[self.grid[0 if after_stage else -1]], None, model
         if after_stage:
-            reducer, model = self.space.reducer, copy.deepcopy(model)  # hooks are attached below
+            reducer, staged = self.space.reducer, copy.deepcopy(model)  # hooks are attached below
             assert reducer is not None
             policy = TokenPolicy(reducer, (STAGE_LAYER,), (STAGE_KEEP,))
-            reduction = attach_tokens_(model, self.family, policy)
+            reduction = attach_tokens_(staged, self.family, policy)
             # The block is called with the tokens to be timed: its stage, if it has one, keeps them all.
             reduction.policy = replace(policy, keep=(1.0,))
-        blocks = blocks_of(model, self.family)[layers.start : layers.stop]
-        called = _Called(blocks, self.call, getattr(model, "last", None) if shortened else None, reduction)
-        return self.runtime.prepare(called, rows)
+        blocks = blocks_of(staged, self.family)[layers.start : layers.stop]
+        called = _Called(blocks, self.call, getattr(staged, "last", None) if shortened else None, reduction)
+        run = self.runtime.prepare(called, rows)
+        if model is self.space.model:
+            self._ready[key] = run
+        return run
 
     def block(self, levels: Mapping[str, int]) -> np.ndarray:
         """Returns the times of a block at several numbers of tokens after a stage; the last entry is for all tokens
@@ -343,13 +377,10 @@ class _Timer:
             model = realize(model, self.space.prescription(choices))
         return self._times(model, self.layers, False) / len(self.layers)
 
-    def last(self, full: np.ndarray) -> np.ndarray:
-        """Returns the times of the last block with the last-layer class-token shortcut, if the model has one; the times
-        of other blocks are `full`.
-        """
-        count, depth = len(self.layers), self.space.depth
-        times = self._times(self.space.model, range(depth - count, depth), True)
-        return (times - (count - 1) * full).clip(min=0.0)
+    def last(self) -> np.ndarray:
+        """Returns the times of the last block with the last-layer class-token shortcut, if the model has one."""
+        depth = self.space.depth
+        return self._times(self.space.model, range(depth - 1, depth), True)
 
     def steps(self, counts: np.ndarray) -> np.ndarray:
         """Returns the factors [counts] between the times of the unchanged block at these numbers of tokens and the
@@ -396,16 +427,15 @@ class _Timer:
                 self.spreads.append((high - low) / middle)
         return {name: float(values.median()) for name, values in ratios.items()}
 
-    def whole(self, attention: np.ndarray, mlp: np.ndarray) -> CostTable:
-        """Times the whole model and the model without blocks, and returns the cost table."""
-        space, conditions = self.space, self.conditions
-        images = conditions.prepare_images(self.images)
+    def whole(self, attention: np.ndarray, mlp: np.ndarray, files: Sequence[Exported | None] = ()) -> CostTable:
+        """Times the whole model and the model without blocks, by their `files` if there are some, and returns the cost
+        table.
+        """
+        space, images = self.space, self.conditions.prepare_images(self.images)
         # What blocks cost together is the time of the model less that of the model with identity blocks.
-        empty = copy_module(space.model)
-        for block in blocks_of(empty, self.family):
-            block.forward = lambda tokens, *_, **__: tokens
-        models = {"own": space.model, "empty": empty}
-        runs = {name: partial(self.runtime.prepare(model, images), images) for name, model in models.items()}
+        models, runs = (space.model, without_blocks(space.model)), dict[str, Callable[[], object]]()
+        for name, model, file in zip_longest(("own", "empty"), models, files):
+            runs[name] = partial(file or self.runtime.prepare(model, images), images)
         seconds = self._turns(runs)
         # The unit is one call of the original block, on `images` images; a batch in chunks calls it `parts` times.
         total, outside = seconds["own"] / self.parts, seconds["empty"] / self.parts
@@ -466,6 +496,34 @@ def few_images(images: ImageSet) -> ImageSet:
     return images.take(min(TIMED_ON, len(images)))
 
 
+def written_files(
+    subjects: Mapping[str, ExportSubject], folder: Path, form: Format, in_subprocess: bool
+) -> dict[str, Exported]:
+    """Writes files to be timed, by their names: half of them in another process, because each takes one core."""
+    there = dict(list(subjects.items())[::2]) if in_subprocess else {}
+    failed = list[NotSupported]()
+
+    def write_there() -> None:
+        try:
+            run_in_subprocess(_write_files, there, folder, form)
+        except NotSupported as error:  # e.g. classes of a notebook, which no other process finds
+            failed.append(error)
+
+    # It ends with its process, which an interrupted call ends.
+    worker = threading.Thread(target=write_there, daemon=True)
+    worker.start()
+    _write_files({name: subject for name, subject in subjects.items() if name not in there}, folder, form)
+    worker.join()
+    if failed:
+        _write_files(there, folder, form)
+    return {name: load_exported(folder / f"{name}{form.suffix}") for name in subjects}
+
+
+def _write_files(subjects: Mapping[str, ExportSubject], folder: Path, form: Format) -> None:
+    for name, subject in subjects.items():
+        write_exported(subject, folder / f"{name}{form.suffix}", form, is_compared=False)
+
+
 class PlanTimer:
     """Times whole plans beside the `baseline`: as models in PyTorch or, with a format, as files that are calibrated on
     `images`.
@@ -495,11 +553,12 @@ class PlanTimer:
         def measure() -> CostTable:
             space, settings = self.space, self.settings
             form, noise = format_of(settings), settings.noise(space.model)
-            arguments = space, settings.protocol, noise, settings.timed_levels, form
-            # In a process of their own, as whole models: after the blocks were timed in it, these were slower. The
-            # runtime of a format is used in this process, because it allocates its memory itself.
-            forked = settings.in_subprocess and form is None
-            blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
+            if form is None:
+                # In a process of their own, as whole models: after the blocks were timed in it, these were slower.
+                arguments, forked = (space, settings.protocol, noise, settings.timed_levels), settings.in_subprocess
+                blocks = run_in_subprocess(measured_cost_table, *arguments, in_subprocess=forked, on_line=self.log)
+            else:  # in this process, because the runtime of a format allocates its memory itself
+                blocks = file_cost_table(space, settings.protocol, noise, form, self.baseline)
             return corrected(blocks, space, partial(self.latency_shares, rounds=settings.whole_rounds))
 
         return cached_cost_table(self.space, self.settings, measure)
@@ -558,12 +617,14 @@ class PlanTimer:
     def latency_shares(self, models: Mapping[str, nn.Module], rounds: int) -> dict[str, float]:
         """Returns the latency of models, or of their files, relative to the baseline, in turns."""
         settings, baseline, noise = self.settings, self.baseline.model, self.settings.noise(self.space.model)
-        protocol = replace(settings.protocol, rounds=rounds)
-        if settings.to is not None:
+        protocol, unchanged = replace(settings.protocol, rounds=rounds), self.baseline.unchanged
+        if unchanged is not None:
             with scratch_folder() as folder:
-                files = {
-                    name: self._file(each, folder, str(index)) for index, (name, each) in enumerate(models.items())
-                }
+                form, few = format_of(settings), few_images(self.images)
+                assert form is not None
+                changed = {name: each for name, each in models.items() if each is not self.space.model}
+                subjects = {name: subject_of(each, form, few) for name, each in changed.items()}
+                files = dict.fromkeys(models, unchanged) | written_files(subjects, folder, form, settings.in_subprocess)
                 speeds = compare_latencies(files, baseline, noise, protocol)
         else:
             timed = {name: timed_form(model, settings.conditions.in_kernels) for name, model in models.items()}

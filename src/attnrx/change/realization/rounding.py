@@ -1,0 +1,139 @@
+"""Linear maps as a file of 8 bits computes them, with gradients, for fits of models that will be quantized."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from attnrx.support.errors import NotSupported
+from attnrx.support.shapes import Float, Tensor
+
+# SmoothQuant (Xiao et al., 2023, Eq. 4) moves this share of an input channel's range into the weights; as NNCF does.
+SMOOTHED = 0.95
+INPUT_STEPS, WEIGHT_STEPS = 255, 127
+
+
+@dataclass(frozen=True)
+class ChannelRanges:
+    """The smallest and the largest input of every channel of one linear map."""
+
+    low: Float[Tensor, "inputs"]
+    high: Float[Tensor, "inputs"]
+
+    @classmethod
+    def of(cls, inputs: Float[Tensor, "*batch inputs"]) -> "ChannelRanges":
+        rows = inputs.detach().reshape(-1, inputs.shape[-1])
+        return cls(rows.amin(0), rows.amax(0))
+
+    def joined(self, other: "ChannelRanges") -> "ChannelRanges":
+        return ChannelRanges(torch.minimum(self.low, other.low), torch.maximum(self.high, other.high))
+
+
+class EightBits(TorchFunctionMode):
+    """Computes every linear map with both operands rounded to 8 bits, as NNCF's scheme for transformers does.
+
+    Inputs are divided by a factor per channel (SmoothQuant) and rounded in one range, which covers the inputs of all
+    passes under `calibrating`. Every row of weights has a range of its own. The mean error of every output is
+    subtracted, as corrected biases do. Gradients pass the rounding as if it were the identity (Bengio et al., 2013).
+
+    The order of the calls tells the maps apart, so every `pass_` is one pass of the same module. Gradients are enabled
+    in it: without them a module may compute several maps in one kernel, which nothing rounds.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.ranges: list[ChannelRanges] = []
+        self._calls, self._calibrates = 0, False
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Widens the ranges by the inputs of the passes inside, and rounds nothing."""
+        self._calibrates = True
+        try:
+            yield
+        finally:
+            self._calibrates = False
+
+    def pass_(self, run: Callable[[], Tensor]) -> Tensor:
+        """Returns what `run`, one pass of the module, returns with rounded maps."""
+        has_gradients = torch.is_grad_enabled()
+        self._calls = 0
+        with torch.enable_grad(), self:
+            outputs = run()
+        return outputs if has_gradients else outputs.detach()
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is not F.linear:
+            return function(*args, **(kwargs or {}))
+        return self._linear(*args, **(kwargs or {}))
+
+    def _linear(
+        self,
+        input: Float[Tensor, "*batch inputs"],
+        weight: Float[Tensor, "outputs inputs"],
+        bias: Float[Tensor, "outputs"] | None = None,
+    ) -> Float[Tensor, "*batch outputs"]:
+        index, self._calls = self._calls, self._calls + 1
+        exact = F.linear(input, weight, bias)
+        if not (input.numel() and weight.numel()):
+            return exact
+        if self._calibrates:
+            self._widen(index, ChannelRanges.of(input))
+            return exact
+        if index >= len(self.ranges) or len(self.ranges[index].low) != weight.shape[1]:
+            raise NotSupported("bits=8: the maps that this model computes differ from one pass to the next.")
+        factors = smoothing_factors(self.ranges[index], weight)
+        low, high = (self.ranges[index].low / factors).min(), (self.ranges[index].high / factors).max()
+        rounded = F.linear(rounded_inputs(input / factors, low, high), rounded_rows(weight * factors), bias)
+        error = (rounded - exact).detach()
+        return rounded - error.mean(tuple(range(error.ndim - 1)))
+
+    def _widen(self, index: int, ranges: ChannelRanges) -> None:
+        if index < len(self.ranges):
+            self.ranges[index] = ranges.joined(self.ranges[index])
+        else:
+            self.ranges.append(ranges)
+
+
+def smoothing_factors(ranges: ChannelRanges, weight: Float[Tensor, "outputs inputs"]) -> Float[Tensor, "inputs"]:
+    """Returns the numbers that SmoothQuant divides the input channels by (Xiao et al., 2023, Eq. 4); 1 for channels
+    without a range.
+    """
+    inputs, weights = torch.maximum(-ranges.low, ranges.high), weight.detach().abs().amax(0)
+    factors = inputs**SMOOTHED / weights ** (1 - SMOOTHED)
+    return torch.where((inputs > 0) & (weights > 0), factors, 1.0)
+
+
+def rounded_inputs(inputs: Float[Tensor, "*_"], low: Float[Tensor, ""], high: Float[Tensor, ""]) -> Float[Tensor, "*_"]:
+    """Returns the inputs rounded to 256 evenly spaced numbers from `low` to `high`, zero among them."""
+    step = ((high.clamp_min(0) - low.clamp_max(0)) / INPUT_STEPS).clamp_min(torch.finfo(inputs.dtype).tiny)
+    zero = (-low.clamp_max(0) / step).round()
+    return _with_gradient(inputs, ((inputs / step).round() + zero).clamp(0, INPUT_STEPS).sub(zero) * step)
+
+
+def rounded_rows(weight: Float[Tensor, "outputs inputs"]) -> Float[Tensor, "outputs inputs"]:
+    """Returns the weights rounded to 255 evenly spaced numbers around zero, in every row."""
+    step = (weight.detach().abs().amax(1, keepdim=True) / WEIGHT_STEPS).clamp_min(torch.finfo(weight.dtype).tiny)
+    return _with_gradient(weight, (weight / step).round() * step)
+
+
+def _with_gradient(exact: Tensor, rounded: Tensor) -> Tensor:
+    return exact + (rounded - exact).detach()
+
+
+def rounded(run: Callable[[Tensor], Tensor], inputs: Iterable[Tensor], bits: int | None) -> Callable[[Tensor], Tensor]:
+    """Returns a pass of a module as a file of so many bits computes it, with ranges of these inputs (None: exactly)."""
+    if bits is None:
+        return run
+    rounding = EightBits()
+    with torch.no_grad(), rounding.calibrating():
+        for each in inputs:
+            rounding.pass_(partial(run, each))
+    return lambda tokens: rounding.pass_(partial(run, tokens))
