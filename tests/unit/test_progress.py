@@ -81,6 +81,17 @@ def test_a_loop_in_a_log_is_a_line_a_minute(clock: Clock, capsys: pytest.Capture
     assert lines_of(8) == ["blocks: 5 of 8, about 36 s left"]
 
 
+def test_short_phases_are_no_lines_of_a_log(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with phases(SHARES, say):
+        for name, now in zip(SHARES, (0.0, 1.0, 7.0, 11.0), strict=True):
+            clock.now = now
+            begin(name)
+    assert [line.partition(";")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "[1 of 4] reading",
+        "[3 of 4] fitting",
+    ]
+
+
 def test_a_terminal_has_one_line_that_overwrites_itself(
     clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """Progress of long calls: log callbacks, the phases of a call, and loops.
 
-On a terminal phases and loops are one line that overwrites itself. Elsewhere a phase is one line, and a loop one every
-minute.
+On a terminal phases and loops are one line that overwrites itself. In a log a phase is a line if it begins some seconds
+after the last one, and a loop is a line every minute.
 """
 
 import errno
@@ -19,6 +19,7 @@ Item = TypeVar("Item")
 
 # Seconds before a loop is shown at all, between two lines of a loop in a log, and between two on a terminal.
 DELAY, EVERY, EVERY_LIVE = 2.0, 60.0, 0.5
+BETWEEN_PHASES = 5.0  # seconds from the line of a phase to the next one in a log
 # "0": no progress; "1": phases and loops; "2": also every trial of a plan.
 SETTING, SILENT, DETAILED = "ATTNRX_PROGRESS", "0", "2"
 # The time left is shown once so much of the call is done by the usual shares of its phases, and if the last two
@@ -55,6 +56,7 @@ class Phases:
         self.steps, self.log = tuple(shares), log
         self.position, self.skipped = -1, 0.0
         self.start, self.wholes = time.monotonic(), list[float]()
+        self.shown: float | None = None  # when a phase was last a line
 
     def begin(self, name: str) -> None:
         """Begins the next phase of this name; those in between are skipped, e.g. a diagnosis of an earlier call."""
@@ -70,7 +72,10 @@ class Phases:
         line = f"{self}{self.left}"
         # Without a callback, or with attnrx's own, the phases are shown as loops are.
         if getattr(self.log, "__wrapped__", self.log) in (no_log, say):
-            _show(line)
+            now = time.monotonic()
+            if _on_terminal() or self.shown is None or now - self.shown >= BETWEEN_PHASES:
+                self.shown = now
+                _show(line)
         else:
             self.log(line)
 
