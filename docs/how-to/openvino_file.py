@@ -31,6 +31,9 @@ else:
 #
 # The file is run, and refused if its outputs differ from the model's. `openvino(precision=bf16)` computes in bfloat16
 # on CPUs that can. `openvino(precision=int8)` is quantized on your images by NNCF (`pip install 'attnrx[int8]'`).
+# `rx.shrink(..., to="openvino(precision=int8)")` repairs and distills with the rounding in place, so that the fit
+# corrects it. In your own code pass the settings `rx.realization.repair.Repair(bits=8)` and
+# `rx.realization.distillation.Distill(bits=8)`.
 
 # %%
 slim = rx.realize(model, rx.prescribe(model, "tokens=ward:0.8@2"))
