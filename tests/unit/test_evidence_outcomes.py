@@ -114,3 +114,11 @@ def test_an_undecided_claim_says_its_limit_why_and_what_would_decide(
     judged = against_limit(value, 0.0, ends, n, at_least=True)
     claim = Finding("accuracy", "change", value, "points", **{**judged, "outcome": "undecided"})
     assert claim.outcome_text.startswith("undecided: ") and words in claim.outcome_text
+
+
+def test_a_value_that_differs_from_its_limit_by_rounding_is_decided_by_no_number_of_samples() -> None:
+    limit = 1.0 + 2e-9
+    found = Finding("check", "a claim", 1.0, **against_limit(1.0, limit, (0.0, 2.0), 200, at_least=False))
+    assert found.outcome == "holds" or found.deciding_n is None
+    found = Finding("check", "a claim", 1.0, **against_limit(1.0, limit, (0.0, 2.0), 200, at_least=True))
+    assert (found.outcome, found.deciding_n) == ("undecided", None) and "would decide" not in found.outcome_text

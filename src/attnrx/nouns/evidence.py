@@ -150,6 +150,8 @@ def against_limit(
     # n or more: the interval of an undecided claim contains the limit, so its half is at least the distance. Rounded up
     # to two significant digits, the precision of such an estimate.
     count = n * (half / distance) ** 2
+    if count >= kinds.LARGEST / 10:  # a value that differs from the limit by rounding
+        return {**judgement, "outcome": UNDECIDED, "deciding_n": None}
     unit = 10 ** max(0, math.floor(math.log10(count)) - 1)
     return {**judgement, "outcome": UNDECIDED, "deciding_n": unit * math.ceil(count / unit)}
 
