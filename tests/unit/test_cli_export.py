@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import attnrx as rx
-from attnrx.exporting import Onnx
+from attnrx.exporting import Baseline, Onnx
 from attnrx.support.errors import InvalidInput
 from attnrx.support.records import to_dict
 from attnrx.vit.models import build_model, save_model
@@ -139,7 +140,7 @@ def test_a_shrunk_model_is_quantized_and_that_file_verified(made: SimpleNamespac
 def test_a_speed_that_the_unchanged_file_has_changes_nothing(
     made: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    baseline = SimpleNamespace(title="the vendor's file")
+    baseline = Baseline("the vendor's file", nn.Identity())
     monkeypatch.setattr("attnrx.workflows.shrink.measure_baseline", lambda *_: (baseline, 1.5))
     out = made.root / "fast"
     given = ("--data", made.data, "--batch", 2, "--threads", 1, "--out", out)

@@ -254,13 +254,13 @@ def _written(
     if bits is None and isinstance(form, Onnx | OpenVINO):
         log("not compared with files of 8 bits: pip install 'attnrx[int8]'")
     library = library_subject(original, form, calibration)
-    # By their titles; a vendor's tool that failed once is not tried again.
     known = {} if baseline is None else {baseline.title: baseline.model, UNCHANGED: baseline.unchanged}
     for index, each in enumerate(dict.fromkeys(filter(None, (plain, form, bits)))):
         title = vendor_title(each)
-        if baseline is not None and each == form:
-            if isinstance(file := known.get(title), Exported):
-                yield title, file, False
+        if each == form and isinstance(file := known.get(title), Exported):
+            yield title, file, False
+            continue
+        if each == form and baseline is not None and baseline.title == UNCHANGED:  # the vendor's tool failed
             continue
         path = folder / f"vendor{index}" / f"model{form.suffix}"
         path.parent.mkdir()

@@ -56,4 +56,6 @@ def demo(arguments: Namespace, log: Log) -> Outcome:
 def _too_slow(speed: float) -> str:
     from attnrx_lab.demo import LEAST
 
-    return f"          the compression alone: {speed:.2f}x, less than {LEAST:g}x: it made the model smaller, hardly faster"
+    return (
+        f"          the compression alone: {speed:.2f}x, less than {LEAST:g}x: it made the model smaller, hardly faster"
+    )

@@ -129,7 +129,10 @@ def _with_gradient(exact: Tensor, rounded: Tensor) -> Tensor:
 
 
 def rounded(run: Callable[[Tensor], Tensor], inputs: Iterable[Tensor], bits: int | None) -> Callable[[Tensor], Tensor]:
-    """Returns a pass of a module as a file of so many bits computes it, with ranges of these inputs (None: exactly)."""
+    """Returns a pass of a module as a file of so many bits computes it; exactly for None.
+
+    The ranges are those of the `inputs` [any shape], one pass each.
+    """
     if bits is None:
         return run
     rounding = EightBits()

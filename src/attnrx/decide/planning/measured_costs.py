@@ -306,8 +306,8 @@ class _Timer:
             )
         self.space, self.protocol, self.images = space, protocol, images
         tokens = space.shape.layout.tokens
-        # Without the axis of tokens it is the number of all tokens alone.
-        least = min(space.shape.layout.prefix + 1, tokens)
+        # Without the axis of tokens it is the number of all tokens alone. With one patch torch.export would fix it.
+        least = min(space.shape.layout.prefix + 2, tokens)
         grid = self.grid = sorted({max(least, round(share * tokens)) for share in TIMED})
         self.conditions, self.runtime = protocol.conditions, Runtime(protocol.conditions, form)
         self.family, self.is_in_library = family_of(space.model), form is None
