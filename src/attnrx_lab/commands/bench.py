@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import attnrx as rx
 from attnrx.cli.options import (
@@ -26,6 +27,9 @@ from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
 from attnrx_lab.commands.methods import SHARES, add_methods
+
+if TYPE_CHECKING:
+    from attnrx_lab import comparison
 
 MACS = (0.7, 0.5, 0.35)  # the default of --macs where --faster is not given
 BATCHES = (1, 8, 64)  # the default of --batches where there are no data
@@ -67,7 +71,7 @@ def _options(parser: Parser) -> None:
 
 @command(
     "make the table of the field: methods at equal budgets, by task, with their measured latency",
-    "attnrx bench timm:vit_tiny_patch16_224 --data imagenette --tasks classification,retrieval --macs 0.7,0.5 --out bench",
+    "attnrx bench timm:vit_tiny_patch16_224 --data imagenette --tasks classification,dense --macs 0.7,0.5 --out bench",
     _options,
 )
 def bench(arguments: Namespace, log: Log) -> Outcome:
@@ -110,7 +114,7 @@ def bench(arguments: Namespace, log: Log) -> Outcome:
     return Outcome(record, (*tables, comparison.about_rows(rows), f"page: {path}"))
 
 
-def _rates(arguments: Namespace, device: str):
+def _rates(arguments: Namespace, device: str) -> "comparison.Rates | None":
     """Returns what is timed; None where nothing is."""
     from attnrx_lab import comparison
 
@@ -131,7 +135,7 @@ def _rates(arguments: Namespace, device: str):
     return None if batches is None else comparison.Rates(batches, protocols, runtime=runtime)
 
 
-def _repeated(repeats, out: str) -> Outcome:
+def _repeated(repeats: "list[comparison.Repeat]", out: str) -> Outcome:
     """Returns the table of repeated rows."""
     if not repeats:
         raise InvalidInput(f"--repeat: {out} has no measured rows of these methods and budgets; run without it first.")

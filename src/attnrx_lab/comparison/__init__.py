@@ -4,15 +4,7 @@ from attnrx_lab.comparison.comparing import compare_methods, require_comparable
 from attnrx_lab.comparison.field import FieldBench, Repeat, Row, about_rows, field_methods, tables_of
 from attnrx_lab.comparison.methods import BASELINES, Method, MethodBench, baseline, diagnosed, parse_methods
 from attnrx_lab.comparison.record import MethodComparison, MethodTrial
-from attnrx_lab.comparison.speeds import (
-    SPEED_COLUMNS,
-    Rates,
-    Speed,
-    Speeds,
-    compare_speeds,
-    noise_bench,
-    noise_images,
-)
+from attnrx_lab.comparison.speeds import SPEED_COLUMNS, Rates, Speed, Speeds, compare_speeds, noise_bench, noise_images
 from attnrx_lab.comparison.tasks import TASKS, Task
 
 __all__ = [

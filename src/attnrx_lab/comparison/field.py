@@ -39,6 +39,13 @@ KIND, ROW, SCHEMA = "attnrx bench", "attnrx bench row", 1
 MEASURED, UNREACHED, REFUSED = "measured", "unreached", "refused"
 STEPS = 16  # a measured speed is sought among so many shares of the MACs, by bisection
 VERSIONS = ("attnrx", "torch", "timm", "transformers", "onnxruntime", "openvino", "nncf", "torch-pruning")
+
+
+def _require_estimates(values: Mapping[str, Any], where: str) -> None:
+    for name, value in values.items():
+        ESTIMATE.check(value, f"{where}.{name}")
+
+
 RECORD = kinds.record(
     {
         **dict.fromkeys(("task", "method", "text", "budget", "note"), kinds.ANY_TEXT),
@@ -46,7 +53,7 @@ RECORD = kinds.record(
         "share": SHARE,
         **dict.fromkeys(("params", "macs", "n"), COUNT),
         **dict.fromkeys(("params_share", "macs_share", "seconds"), kinds.finite(0.0)),
-        "measures": kinds.record(open=True),
+        "measures": kinds.record(then=_require_estimates, open=True),
         "speeds": kinds.each(
             kinds.record({"batch": COUNT, "threads": COUNT, "faster": ESTIMATE, "milliseconds": NUMBER}, open=True)
         ),
@@ -68,9 +75,13 @@ def field_methods(model: nn.Module) -> list[Method]:
         "plan": "baseline:plan",
         "hidden units": "hidden=uniform_rank:{share} repair=100",
         **{name: f"tokens={reducer}:{{share}}@{layers}" for name, reducer in tokens.items()},
-        **{"SVD": "baseline:svd", "SVD-LLM": "baseline:svd_llm", "CORP": "baseline:corp"},
-        **{"SnapViT": "baseline:snapvit", "Torch-Pruning": "baseline:torch_pruning"},
-        **{"lower resolution": "baseline:resolution", "vendor's int8": "baseline:int8"},
+        "SVD": "baseline:svd",
+        "SVD-LLM": "baseline:svd_llm",
+        "CORP": "baseline:corp",
+        "SnapViT": "baseline:snapvit",
+        "Torch-Pruning": "baseline:torch_pruning",
+        "lower resolution": "baseline:resolution",
+        "vendor's int8": "baseline:int8",
     }
     return [Method.parse(f"{name}={text}") for name, text in texts.items()]
 
@@ -437,6 +448,6 @@ def about_rows(rows: Sequence[Row]) -> str:
     conditions = rows[0].conditions
     places = sorted({f"{row.about['hardware']}, torch {row.about.get('torch', '?')}" for row in rows})
     return (
-        f"{max(row.n for row in rows):,} test images ({conditions['test']}), calibrated on {conditions['calibration']}, "
-        f"seed {conditions['seed']}; intervals are 95 % over images, those of speeds over rounds. {'; '.join(places)}."
+        f"tested on {conditions['test']}, calibrated on {conditions['calibration']}, seed {conditions['seed']}; intervals "
+        f"are 95 % over images, those of speeds over rounds. {'; '.join(places)}."
     )

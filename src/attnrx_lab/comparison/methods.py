@@ -23,8 +23,8 @@ from attnrx.nouns.prescription import TokenPrescription
 from attnrx.support.arguments import user_code
 from attnrx.support.errors import InvalidInput, NoOpPrescription
 from attnrx.support.progress import Log
-from attnrx.support.registry import Registry
 from attnrx.support.records import without_folders
+from attnrx.support.registry import Registry
 from attnrx.support.text_parsing import split_named
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.maps import FITS, TOKENS

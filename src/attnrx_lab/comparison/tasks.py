@@ -45,8 +45,9 @@ class Task(ABC):
 
     @abstractmethod
     def measures(self, original: Predictions, smaller: Predictions, seed: int) -> dict[str, Estimate]:
-        """Returns what is compared, by the name of its column, with intervals over images. Of the first one more is better: it
-        ranks the methods.
+        """Returns what is compared, by the name of its column, with intervals over images.
+
+        The first one ranks the methods: more of it is better.
         """
 
 
