@@ -3,7 +3,7 @@
 import platform
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import sha256
@@ -361,11 +361,13 @@ class _TaskRun:
             n=len(self.bench.test),
         )
 
-    def _speeds(self, model: nn.Module) -> tuple[dict[str, Any], ...]:
-        """Times a model in turns with the original as its library ships it."""
+    def _speeds(self, model: nn.Module, first: bool = False) -> tuple[dict[str, Any], ...]:
+        """Times a model in turns with the original as its library ships it; only at the `first` batch, if asked for."""
         rates = self.bench.rates
         if rates is None:
             return ()
+        if first:
+            rates = replace(rates, batches=rates.batches[:1], protocols=rates.protocols[:1])
         speeds = []
         for found in timed({"smaller": model, "": self.library_model}, rates, self.methods):
             latency = found["smaller"]
@@ -393,7 +395,7 @@ class _TaskRun:
             if share is None:
                 low = middle
                 continue
-            speed = self._speeds(compressor.make(share))[0]["faster"]["value"]
+            speed = self._speeds(compressor.make(share), True)[0]["faster"]["value"]
             fastest = max(fastest, speed)
             self.log(f"{speed:.2f}x at {100 * middle / STEPS:.0f} % of the MACs")
             low, high, best = (middle, high, share) if speed >= faster else (low, middle, best)
@@ -433,7 +435,7 @@ def _summary(row: Row) -> str:
     return ", ".join((*parts, f"{100 * row.macs_share:.1f} % of the MACs")) if row.state == MEASURED else row.note
 
 
-def write_table(folder: Path | str, rows: Sequence[Row] | Any) -> None:
+def write_table(folder: Path | str, rows: Iterable[Row]) -> None:
     """Writes bench.json, bench.md and index.html of these rows into the folder."""
     rows = sorted(rows, key=lambda row: (list(TASKS).index(row.task), *row.rank, row.method))
     record = {"kind": KIND, "schema": SCHEMA, "rows": [asdict(row) for row in rows]}
