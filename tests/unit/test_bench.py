@@ -14,8 +14,18 @@ from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
 from attnrx.support.storage import read_json
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.models import family_of
-from attnrx_lab.comparison import BASELINES, TASKS, FieldBench, Method, Rates, Row, baseline, field_methods, tables_of
-from attnrx_lab.comparison import field
+from attnrx_lab.comparison import (
+    BASELINES,
+    TASKS,
+    FieldBench,
+    Method,
+    Rates,
+    Row,
+    baseline,
+    field,
+    field_methods,
+    tables_of,
+)
 from support.command_line import call, record
 from support.pictures import write_folder
 
@@ -27,7 +37,8 @@ from attnrx_lab.comparison import baseline
 
 @baseline
 def narrow(model, images, macs):
-    return rx.realize(model, rx.prescribe(model, f"hidden=uniform_rank:{macs - 0.2}"))
+    diagnosis = rx.diagnose(model, images, moments=True)
+    return rx.realize(model, rx.prescribe(diagnosis, f"hidden=uniform_rank:{macs / 2}"))
 """
 
 
@@ -176,7 +187,7 @@ def test_a_file_outside_the_repository_is_a_method_of_the_table(tmp_path: Path) 
     data = write_folder(tmp_path / "images", {"train": 8, "validation": 2, "test": 6})
     words = ("bench", tmp_path / "model", "--data", data, "--tasks", "classification", "--out", tmp_path / "table")
     mine = (*words, "--plugin", plugin, "--methods", "mine=baseline:narrow", "--macs", "0.8")
-    assert [row["state"] for row in record(*mine)["rows"]] == ["measured"]
+    assert [(row["state"], row["note"]) for row in record(*mine)["rows"]] == [("measured", "")]
     both = record(*words, "--methods", "same=baseline:unchanged")["rows"]
     assert {row["method"] for row in both} == {"mine", "same"}
     repeated = call(*mine, "--repeat", 1)
