@@ -11,6 +11,7 @@ import attnrx as rx
 from attnrx.data import ImageSet, from_tensors
 from attnrx.nouns.target import Target
 from attnrx.support.errors import CheckpointError, InvalidInput, NotSupported
+from attnrx.support.optional import is_installed
 from attnrx.support.storage import read_json
 from attnrx.vit.costs import Conditions, LatencyProtocol
 from attnrx.vit.models import family_of
@@ -85,7 +86,7 @@ def test_every_task_has_a_row_per_method_and_budget(tmp_path: Path) -> None:
     assert found["classification", "same", ""].macs == costs.macs
     # The largest square of whole patches: 3 x 3 of 4 x 4.
     small = found["classification", "small", "macs=0.7x"]
-    assert small.state == "measured" and 0.4 < small.macs_share <= 0.7
+    assert (small.state, small.share) == ("measured", 0.75) and 0.4 < small.macs_share <= 0.7
     assert found["dense", "small", "macs=0.7x"].state == "refused"  # it has other patches
     for path in (tmp_path / "rows").glob("*.json"):
         assert Row.load(path) in rows
@@ -156,6 +157,7 @@ def test_methods_that_do_not_fit_are_rows_that_say_why(tmp_path: Path, monkeypat
     assert "needs training" in notes["spot"][1]
 
 
+@pytest.mark.slow
 def test_a_budget_of_latency_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     protocol = LatencyProtocol(Conditions(threads=1), rounds=2, warmup=1, clock="cpu")
     bench = table(RANKS, tasks=("speed",))
@@ -165,7 +167,8 @@ def test_a_budget_of_latency_is_measured(tmp_path: Path, monkeypatch: pytest.Mon
     (row,) = replace(timed, targets=(Target.parse("faster=900"),)).run(tmp_path / "fast")
     assert (row.state, row.budget) == ("unreached", "faster=900x") and row.note.endswith("x was measured")
     # Fast enough in every measurement of the search, so the largest share is taken.
-    monkeypatch.setattr(field._TaskRun, "_speeds", lambda *_: ({"faster": {"value": 2.0}, "batch": 2, "threads": 1},))
+    speed = {"faster": {"value": 2.0, "low": 1.9, "high": 2.1}, "batch": 2, "threads": 1}
+    monkeypatch.setattr(field._TaskRun, "_speeds", lambda *_: (speed,))
     (row,) = replace(timed, targets=(Target.parse("faster=1.5"),), rates=timed.rates).run(tmp_path / "slow")
     assert row.state == "measured" and 0.8 < row.macs_share <= 15 / 16
 
@@ -204,11 +207,10 @@ def test_the_methods_of_the_table_fit_the_model() -> None:
 
 @pytest.mark.slow
 def test_all_methods_of_the_table_make_rows(tmp_path: Path) -> None:
-    bench = table(RANKS, tasks=("classification", "retrieval"), targets=("macs=0.6x",))
+    bench = table(RANKS, tasks=("classification", "retrieval"), targets=("macs=0.8x",))
     rows = replace(bench, methods=tuple(field_methods(bench.model))).run(tmp_path)
-    states = {(row.task, row.method): (row.state, row.note) for row in rows}
-    assert len(states) == 2 * 14
-    refused = {name: note for name, (state, note) in states.items() if state == "refused"}
-    assert {name for _, name in refused} <= {"vendor's int8", "Torch-Pruning"}, refused
-    measured = [row for row in rows if row.state == "measured" and row.budget]
-    assert len(measured) >= 18 and all(row.macs_share <= 0.6 for row in measured)
+    assert len(rows) == 2 * 14
+    needs = {"vendor's int8": "openvino", "Torch-Pruning": "torch_pruning"}
+    notes = {(row.task, row.method): row.note for row in rows if row.state != "measured"}
+    assert all(not is_installed(needs.get(method, "torch")) for _, method in notes), notes
+    assert all(row.macs_share <= 0.8 for row in rows if row.budget)

@@ -91,6 +91,10 @@ class LowerResolution(ModelCompressor):
     def least(self) -> float:
         return 1 / min(self.rows, self.columns)
 
+    def share_within(self, macs: int) -> float | None:
+        share = super().share_within(macs)
+        return None if share is None else max(1, int(share * self.rows + 1e-9)) / self.rows  # of whole patches
+
     def costs(self, share: float) -> ModelCosts:
         model = self._at(share)
         return family_of(model).costs(model)

@@ -16,6 +16,8 @@ from attnrx.support.errors import InvalidInput, NotSupported
 from attnrx.support.estimate import Estimate
 from attnrx.support.modules import evaluating
 from attnrx.support.registry import Registry
+from attnrx.vit.models import family_of, known_family
+from attnrx.vit.models.boundary.working_copy import library_form, working_copy
 from attnrx.vit.models.parts.record import record_of
 from attnrx.vit.outputs import Embeddings, output_kind_of, recalled
 from attnrx.workflows.load import load
@@ -96,7 +98,10 @@ class ImageRetrieval(Task):
             )
         tower: Any = copy.deepcopy(model)
         tower.reset_classifier(0)
-        return load(tower, outputs="embedding")
+        working: Any = working_copy(tower)
+        family: Any = family_of(working)
+        family.refresh_(working)  # states the missing classifier where baselines create the model again
+        return load(library_form(working), outputs="embedding")
 
     def require(self, model: nn.Module, images: ImageSet) -> None:
         if len(images) < NEIGHBOURS + 2:
@@ -118,7 +123,9 @@ class DenseFeatures(Task):
     name = "dense"
 
     def outputs(self, model: nn.Module, images: ImageSet, batch_size: int) -> Predictions:
-        """Returns the features, [images, patches, features]."""
+        """Returns the features, [images, patches, features]; raises NotSupported for files and for fewer pixels."""
+        if known_family(model) is None:
+            raise NotSupported("it returns no features of the original's patches.")
         device = next(model.parameters()).device
         with evaluating([model]):
             batches = images.batches(batch_size, device=device)
