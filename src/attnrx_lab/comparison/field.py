@@ -450,6 +450,6 @@ def about_rows(rows: Sequence[Row]) -> str:
     conditions = rows[0].conditions
     places = sorted({f"{row.about['hardware']}, torch {row.about.get('torch', '?')}" for row in rows})
     return (
-        f"tested on {conditions['test']}, calibrated on {conditions['calibration']}, seed {conditions['seed']}; intervals "
-        f"are 95 % over images, those of speeds over rounds. {'; '.join(places)}."
+        f"tested on {conditions['test']}, calibrated on {conditions['calibration']}, seed {conditions['seed']}; "
+        f"intervals are 95 % over images, those of speeds over rounds. {'; '.join(places)}."
     )
