@@ -50,7 +50,9 @@ class Parser(argparse.ArgumentParser):
         output.add_argument(
             "--debug", action="store_true", help="show every trial of a plan, and the traceback of an error"
         )
-        plugin = "a file of Python to run first: its reducers, rules, losses, checks and methods can be named then; repeatable"
+        plugin = (
+            "a file of Python to run first; then its reducers, rules, losses, checks and methods have names; repeatable"
+        )
         self.add_argument("--plugin", metavar="FILE", action="append", default=[], help=plugin)
 
     def error(self, message: str) -> NoReturn:

@@ -224,7 +224,13 @@ class FieldBench:
         return list(rows.values())
 
     def repeat(self, folder: Path | str, count: int, log: Log = no_log) -> list["Repeat"]:
-        """Measures some rows of a table again, with the next seed, and compares the first measure of each."""
+        """Measures some rows of a table again, with the next seed, and compares the first measure of each.
+
+        FOLDER/repeats has the repeated rows; those that are there already are read.
+
+        Raises:
+            InvalidInput: As of `run`.
+        """
         rows, other = self._stored(Path(folder)), replace(self, seed=self.seed + 1)
         cells = [cell for cell in self.cells if (row := rows.get(Path(folder) / "rows" / cell.file_name)) is not None]
         cells = [cell for cell in cells if rows[Path(folder) / "rows" / cell.file_name].measures]

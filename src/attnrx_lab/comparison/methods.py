@@ -271,7 +271,7 @@ class MethodBench:
         return MapStatistics(self.working, self.calibration, min(self.batch_size, 32))
 
     def describe(self, methods: Sequence[Method]) -> dict[str, Any]:
-        described = [asdict(method) for method in methods]
+        described = [without_folders(asdict(method)) for method in methods]
         about = dict(self.diagnosis.about)
         return {"diagnosis": about, "seed": self.seed, "methods": described, "torch": torch.__version__}
 

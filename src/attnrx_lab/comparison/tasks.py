@@ -118,7 +118,10 @@ class ImageRetrieval(Task):
 
 
 class DenseFeatures(Task):
-    """The last features of all patches: their cosine, and their relative squared error, averaged per image."""
+    """The last features of all patches: their cosine, and their relative squared error, averaged per image.
+
+    A model raises NotSupported that has no features of as many patches: a file, or one at fewer pixels.
+    """
 
     name = "dense"
 
@@ -133,6 +136,7 @@ class DenseFeatures(Task):
         return Predictions({"model": features}, torch.zeros(len(features), dtype=torch.long))
 
     def measures(self, original: Predictions, smaller: Predictions, seed: int) -> dict[str, Estimate]:
+        """Compares the features; raises NotSupported for a smaller model of another width."""
         base, other = original.outputs["model"], smaller.outputs["model"]
         if base.shape != other.shape:
             raise NotSupported(f"features of {tuple(base.shape[1:])} and {tuple(other.shape[1:])} cannot be compared.")
