@@ -50,9 +50,7 @@ class Parser(argparse.ArgumentParser):
         output.add_argument(
             "--debug", action="store_true", help="show every trial of a plan, and the traceback of an error"
         )
-        plugin = (
-            "a file of Python to run first; then its reducers, rules, losses, checks and methods have names; repeatable"
-        )
+        plugin = "a file of Python to run first, which adds reducers, rules, losses, checks or methods; repeatable"
         self.add_argument("--plugin", metavar="FILE", action="append", default=[], help=plugin)
 
     def error(self, message: str) -> NoReturn:

@@ -118,10 +118,7 @@ class ImageRetrieval(Task):
 
 
 class DenseFeatures(Task):
-    """The last features of all patches: their cosine, and their relative squared error, averaged per image.
-
-    A model raises NotSupported that has no features of as many patches: a file, or one at fewer pixels.
-    """
+    """The last features of all patches: their cosine, and their relative squared error, averaged per image."""
 
     name = "dense"
 
