@@ -96,6 +96,49 @@ print(speeds.to_markdown())
 #     'ranks=qk=total_rank:{share} vo=total_rank:{share} fc1=uniform_rank:{share} fc2=uniform_rank:{share}' \
 #     'tome=tokens=tome:{share}@4,7,10' 'spot=runs/spot'
 # attnrx figures comparison.json --out figures
-# attnrx bench timm:vit_tiny_patch16_224 --macs 0.8 --batches 1,8,64 --threads 1,2 --out speeds.json \
-#     --methods 'svd=baseline:svd' 'tome=tokens=tome:{share}@4,7,10'
 # ```
+#
+# ## The table of the field
+#
+# `attnrx bench` measures methods at equal budgets, task by task. Without `--methods` it takes ours, token reducers,
+# low ranks, pruning, a lower resolution and the vendor's 8 bits. All are calibrated on the same images.
+#
+# ```bash
+# attnrx bench timm:vit_tiny_patch16_224 --data path/to/images --tasks classification,retrieval,dense --out table
+# ```
+#
+# | task | what is measured |
+# |---|---|
+# | `classification` | accuracy, its change, the answers that stay, the divergence |
+# | `retrieval` | how many of an image's 10 nearest neighbours the smaller tower finds |
+# | `dense` | cosine and error of the features of all patches |
+# | `speed` | latency only; the default without `--data` |
+#
+# Budgets are shares of the MACs (`--macs 0.7,0.5,0.35`), or measured speeds (`--faster 1.3,1.6 --runtime onnx`).
+# `--batches 1,8` adds the latency of every row. A method that cannot reach a budget has a row that says so.
+#
+# Open `table/index.html` in a browser: it filters and sorts. `table/rows` has a file for every row. Stop the command
+# and run it again: it goes on with the next row. `--repeat 10` measures ten rows again with another seed, and tells
+# which ones leave their intervals.
+#
+# ## Your method in the table
+#
+# Put a function into a file. It gets the model, the calibration images and a share of the MACs:
+#
+# ```python
+# import attnrx as rx
+# from attnrx_lab.comparison import baseline
+#
+# @baseline
+# def mine(model, images, macs):
+#     return rx.shrink(model, images, macs=macs).model
+# ```
+#
+# The same `--out` adds its rows to the table. For the next smaller model give its name or folder:
+#
+# ```bash
+# attnrx bench timm:deit_small_patch16_224 --data path/to/images --out table \
+#     --plugin mine.py --methods 'mine=baseline:mine' 'smaller=timm:deit_tiny_patch16_224'
+# ```
+#
+# Token Transforming (arXiv 2506.05709) is not in the table: its abstract does not determine its matrices.

@@ -92,12 +92,13 @@ def test_methods_and_baselines_are_compared_at_equal_macs(chain: SimpleNamespace
 
 @pytest.mark.slow
 def test_methods_are_timed_beside_the_shipped_model(chain: SimpleNamespace) -> None:
-    out = chain.root / "speeds.json"
-    words = ("bench", chain.run, "--methods", "qk=top_rank:2", "--batches", "1,2", "--threads", 1, "--rounds", 2)
+    out, methods = chain.root / "speeds", ("--methods", "qk=top_rank:2", "same=baseline:unchanged")
+    words = ("bench", chain.run, *methods, "--batches", "1,2", "--threads", 1, "--rounds", 2)
     found = record(*words, "--clock", "cpu", "--out", out)
-    assert [reported["method"] for reported in found["speeds"]] == ["attnrx", "qk"] * 2
+    assert [[speed["batch"] for speed in row["speeds"]] for row in found["rows"]] == [[1, 2]] * 2
+    assert {row["task"] for row in found["rows"]} == {"speed"} and found["rows"][0]["speeds"][0]["rounds"] == 2
     shown = call(*words, "--clock", "cpu", "--out", out)
-    assert "share of ideal" in shown.out and "2 rounds" in shown.out
+    assert "speed, batch 2, 1 thread" in shown.out and "own cost" in shown.out
     refused = call(*words[:-6], "--batches", "1,many", "--out", out)
     assert refused.code != 0 and "argument --batches: 'many' is not a whole number" in refused.err
 

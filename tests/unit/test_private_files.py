@@ -139,11 +139,11 @@ def test_a_stopped_training_with_a_teacher_names_no_folder(place: Path, tmp_path
 def test_files_of_the_laboratory_name_no_folder(place: Path, tmp_path: Path) -> None:
     data = write_parquet(tmp_path / "pets.parquet", rows(60) + rows(30, "test"))
     rx.save(model(), tmp_path / "original")
-    methods = ("--methods", "a=total_rank:{share}", "--shares", 0.5)
+    methods = ("--methods", "a=total_rank:{share}", f"b={tmp_path / 'original'}", "--macs", 0.97)
     about = ("--tiny", "--seeds", 7, "--out", place / "runs")
     for words in (
         ("compare", tmp_path / "original", "--data", data, *methods, "--out", place / "comparison.json"),
-        ("bench", tmp_path / "original", *methods, "--rounds", 2, "--batches", 1, "--out", place / "speeds.json"),
+        ("bench", tmp_path / "original", *methods, "--rounds", 2, "--batches", 1, "--out", place / "speeds"),
         ("reproduce", "svda/table1", *about),
         ("reproduce", "irratt/table1", "--only", "deit_small", "--model", tmp_path / "original", *about),
     ):

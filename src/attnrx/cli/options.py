@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         output.add_argument(
             "--debug", action="store_true", help="show every trial of a plan, and the traceback of an error"
         )
-        plugin = "a file of Python to run first, whose reducers, rules, losses or checks can be named then; repeatable"
+        plugin = "a file of Python to run first, which adds reducers, rules, losses, checks or methods; repeatable"
         self.add_argument("--plugin", metavar="FILE", action="append", default=[], help=plugin)
 
     def error(self, message: str) -> NoReturn:

@@ -2,19 +2,19 @@
 
 from collections.abc import Mapping
 
-from attnrx_lab.baselines.compressor import ModelCompressor, PrescribedBaseline
+from attnrx_lab.baselines.compressor import ModelCompressor, PrescribedBaseline, SearchedBaseline
 from attnrx_lab.baselines.corp import CorpBaseline
 from attnrx_lab.baselines.diffrate import DiffRateBaseline
 from attnrx_lab.baselines.factoring import FACTORS, FactoringBaseline, MapStatistics
 from attnrx_lab.baselines.gates import GatedBaseline, GatedModel, prescribe_gates
+from attnrx_lab.baselines.plan import PlanBaseline
 from attnrx_lab.baselines.snapvit import SnapVitBaseline
 from attnrx_lab.baselines.torch_pruning import TorchPruningBaseline
+from attnrx_lab.baselines.unplanned import LowerResolution, UnchangedModel, VendorInt8
 
 PRESCRIBED: Mapping[str, type[PrescribedBaseline]] = {each.name: each for each in (CorpBaseline, SnapVitBaseline)}
-BASELINES = (*FACTORS, *PRESCRIBED, "wdpruning", "diffrate", "torch_pruning")
 
 __all__ = [
-    "BASELINES",
     "FACTORS",
     "PRESCRIBED",
     "CorpBaseline",
@@ -22,10 +22,15 @@ __all__ = [
     "FactoringBaseline",
     "GatedBaseline",
     "GatedModel",
+    "LowerResolution",
     "MapStatistics",
     "ModelCompressor",
+    "PlanBaseline",
     "PrescribedBaseline",
+    "SearchedBaseline",
     "SnapVitBaseline",
     "TorchPruningBaseline",
+    "UnchangedModel",
+    "VendorInt8",
     "prescribe_gates",
 ]

@@ -24,9 +24,10 @@ class TorchPruningBaseline(ModelCompressor):
     unchanged.
 
     Importance is its first-order Taylor criterion (`GroupTaylorImportance`), from gradients on calibration images
-    towards the model's own predictions, without labels. Queries, keys and values of a layer lose the same share of
-    every head, the MLP that share of its hidden features. The pruned weights run in attnrx attention, because the
-    attention of timm 1.0.31 breaks when pruned (its attn_dim is unchanged) and its fused path would rescale the scores.
+    towards the model's own predictions (of an embedding its largest number), without labels. Queries, keys and values
+    of a layer lose the same share of every head, the MLP that share of its hidden features. The pruned weights run in
+    attnrx attention, because the attention of timm 1.0.31 breaks when pruned (its attn_dim is unchanged) and its fused
+    path would rescale the scores.
 
     Raises:
         NotSupported: the library is not installed, or the model is not an uncompressed one of timm.

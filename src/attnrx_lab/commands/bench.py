@@ -1,94 +1,147 @@
-"""attnrx bench: the measured latency of a model and of several ways of compressing it."""
+"""attnrx bench: the table of the field, of methods at equal budgets on several tasks, and their measured latency."""
 
 from argparse import Namespace
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import attnrx as rx
 from attnrx.cli.options import (
-    SEED,
+    COUNT,
     Number,
     Outcome,
     Parser,
-    add_device,
+    add_data,
     add_model,
     add_out,
+    add_running,
+    add_split,
+    chosen_images,
     command,
     default_device,
     is_fresh,
     model_argument,
     option,
+    splits_argument,
 )
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
-from attnrx_lab.commands.methods import add_methods
+from attnrx_lab.commands.methods import SHARES, add_methods
 
-SHARES = (0.5,)  # the default of --shares where --macs is not given
+if TYPE_CHECKING:
+    from attnrx_lab import comparison
+
+MACS = (0.7, 0.5, 0.35)  # the default of --macs where --faster is not given
+BATCHES = (1, 8, 64)  # the default of --batches where there are no data
+TASKS = "classification,retrieval"  # the default of --tasks where there are data
 
 
 def _options(parser: Parser) -> None:
     add_model(parser)
-    add_out(parser, "the speeds, one JSON file", kind="attnrx speeds")
-    add_methods(parser, SHARES)
+    add_data(parser, "calibration from its training images, measurement on --split", required=False)
+    add_out(parser, "a file per row, bench.json, bench.md and index.html; a run that was stopped goes on", folder=True)
+    add_split(parser, "test")
+    add_running(parser, 64)
+    option(parser, "--calibration-images", COUNT, "training images that all methods are calibrated on", 96)
+    tasks = f"some of classification, retrieval, dense and speed ({TASKS}; speed without --data)"
+    option(parser, "--tasks", "TASK,TASK", tasks)
+    add_methods(parser, required=False)
+    budgets = parser.add_mutually_exclusive_group()
+    costs = f"shares of the model's MACs ({','.join(map(str, MACS))})"
+    option(budgets, "--macs", SHARES, costs)
+    factors = Number(float, lambda kinds: kinds.each(kinds.FASTER, "numbers above 1, e.g. 1.3,1.6"), "X,X", True)
+    option(budgets, "--faster", factors, "measured speeds in place of MACs: in --runtime, at the first of --batches")
+    repeat = "measure N rows of the table again, with the next seed: exit code 1 if one leaves its interval"
+    option(parser, "--repeat", COUNT, repeat)
+    timing = parser.add_argument_group("latency, beside the model as its library ships it")
     batches = Number(int, lambda kinds: kinds.each(kinds.BATCH, "numbers from 1 to 65536, e.g. 1,8"), "N,N", True)
-    option(parser, "--batches", batches, "images at once", "1,8,64")
+    option(timing, "--batches", batches, "images at once (not timed; 1,8,64 without --data)")
     threads = Number(int, lambda kinds: kinds.each(kinds.THREADS, "numbers from 1 to 1024, e.g. 1,2"), "N,N", True)
-    option(parser, "--threads", threads, "CPU threads (as many as torch takes)")
-    option(parser, "--precision", ("float32", "bfloat16", "float16"), "", "float32")
+    option(timing, "--threads", threads, "CPU threads (as many as torch takes)")
+    option(timing, "--precision", ("float32", "bfloat16", "float16"), "", "float32")
     runtime = (
         "the runtime of all models, the reference's too: eager, compiled, or a format of `attnrx export`, e.g. onnx"
     )
-    option(parser, "--runtime", "RUNTIME", runtime, "eager")
+    option(timing, "--runtime", "RUNTIME", runtime, "eager")
     # One round has no spread, and so no interval.
     rounds = Number(int, lambda kinds: kinds.whole(2, 100_000))
-    option(parser, "--rounds", rounds, "rounds in which all take turns", 20)
-    option(parser, "--clock", ("wall", "cpu", "cuda"), "cpu: for a machine that is busy")
-    add_device(parser)
-    option(parser, "--seed", SEED, "feeds fresh weights and every random draw", 0)
+    option(timing, "--rounds", rounds, "rounds in which both take turns", 20)
+    option(timing, "--clock", ("wall", "cpu", "cuda"), "cpu: for a machine that is busy")
 
 
 @command(
-    "compress one model in several ways, and time each beside the model as its library ships it",
-    "attnrx bench timm:deit_small_patch16_224 --methods 'spot=tokens=spot:0.7@4,7,10' 'tome=tokens=tome:0.7@4,7,10' "
-    "--batches 1,8,64 --threads 1,2 --out speeds.json",
+    "make the table of the field: methods at equal budgets, by task, with their measured latency",
+    "attnrx bench timm:vit_tiny_patch16_224 --data imagenette --tasks classification,dense --macs 0.7,0.5 --out bench",
     _options,
 )
 def bench(arguments: Namespace, log: Log) -> Outcome:
-    """Diagnoses on noise, makes every method, and times all in turns with the reference implementation."""
+    """Measures what the folder does not have yet, and shows the whole table; or repeats some of its rows."""
+    from attnrx.nouns.target import Target
+    from attnrx.support.atomic_writes import file_lock
     from attnrx_lab import comparison
 
-    macs = arguments.macs or ()
-    shares = () if macs else arguments.shares or SHARES
-    methods = comparison.parse_methods(arguments.methods)
-    device = arguments.device or default_device()
+    has_data, device = arguments.data is not None, arguments.device or default_device()
+    names = [name.strip() for name in (arguments.tasks or (TASKS if has_data else "speed")).split(",")]
+    tasks = tuple(comparison.TASKS[name].name for name in dict.fromkeys(names))
+    if not has_data and tasks != ("speed",):
+        raise InvalidInput(f"--tasks {arguments.tasks} needs images: give --data, or leave --tasks out to time only.")
+    given = None if arguments.methods is None else comparison.parse_methods(arguments.methods)
+    rates = _rates(arguments, device)
+    if is_fresh(arguments.model) and arguments.weights is None and not has_data:
+        model = rx.models.build_model(arguments.model, seed=0)  # random weights, so that nothing is downloaded
+    else:
+        model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
+    if has_data:
+        splits = splits_argument(model, arguments, log)
+        calibration = splits.train.take(min(arguments.calibration_images, len(splits.train)))
+        test = chosen_images(splits, arguments)
+    else:
+        # Methods are made on the CPU; the protocols place copies of the models on their device.
+        model = model.to("cpu")
+        calibration = test = comparison.noise_images(model)
+    shares = [Target("macs", share) for share in arguments.macs or MACS]
+    targets = [Target("latency", 1 / factor) for factor in arguments.faster or ()] or shares
+    methods = tuple(given or comparison.field_methods(model))
+    about = rates, arguments.seed, arguments.batch_size
+    field = comparison.FieldBench(model, calibration, test, tasks, methods, tuple(targets), *about)
+    with file_lock(arguments.out, seconds=0.0):  # two processes would measure the same rows
+        if arguments.repeat is not None:
+            return _repeated(field.repeat(arguments.out, arguments.repeat, log), arguments.out)
+        rows = field.run(arguments.out, log)
+    tables = [table.to_text() for table in comparison.tables_of(rows)]
+    path = f"{arguments.out}/index.html"
+    record = rx.serialization.read_json(f"{arguments.out}/bench.json")
+    return Outcome(record, (*tables, comparison.about_rows(rows), f"page: {path}"))
+
+
+def _rates(arguments: Namespace, device: str) -> "comparison.Rates | None":
+    """Returns what is timed; None where nothing is."""
+    from attnrx_lab import comparison
+
+    batches = arguments.batches or (None if arguments.data is not None and not arguments.faster else BATCHES)
     if arguments.clock == "cuda" and not device.startswith("cuda"):
         raise InvalidInput(
             f"--clock cuda times streams of a CUDA device, and the models are on {device}; take wall or cpu, or "
             "--device cuda where there is one."
         )
-    if is_fresh(arguments.model) and arguments.weights is None:  # random weights, so that nothing is downloaded
-        model = rx.models.build_model(arguments.model, seed=0).to(device)
-    else:
-        model = model_argument(arguments.model, arguments.device, arguments.weights, arguments.trust)
-    device = str(next(model.parameters()).device)
     conditions = rx.costs.Conditions(device, arguments.precision, None, arguments.runtime == "compiled")
     # The models of another runtime are files, which are written for the precision of these conditions.
     in_torch = arguments.runtime in ("eager", "compiled")
     runtime = None if in_torch else rx.exporting.parse_format(arguments.runtime)
-    threads = arguments.threads or (None,)
     protocols = tuple(
         rx.costs.LatencyProtocol(replace(conditions, threads=count), arguments.rounds, clock=arguments.clock)
-        for count in threads
+        for count in arguments.threads or (None,)
     )
-    rates = comparison.Rates(arguments.batches, protocols, shares, macs, runtime)
-    # Methods are made on the CPU; the protocols place copies of the models on their device.
-    bench = comparison.noise_bench(model.to("cpu"), arguments.seed)
-    speeds = comparison.compare_speeds(bench, methods, rates, log, arguments.out)
-    latency = speeds.speeds[0].latency  # hardware, clock and rounds are the same in all
-    summary = (
-        f"{latency.hardware}, torch {latency.torch_version}, {latency.conditions.precision}, "
-        f"{arguments.runtime}, {latency.clock} clock, {latency.rounds} rounds; "
-        "speed-ups are medians over rounds with 95 % intervals, against the model as its library ships it"
-    )
-    table = aligned_table(comparison.SPEED_COLUMNS, tuple(each.cells for each in speeds.speeds))
-    return Outcome(rx.serialization.read_json(arguments.out), (table, summary, f"speeds: {arguments.out}"))
+    return None if batches is None else comparison.Rates(batches, protocols, runtime=runtime)
+
+
+def _repeated(repeats: "list[comparison.Repeat]", out: str) -> Outcome:
+    """Returns the table of repeated rows."""
+    if not repeats:
+        raise InvalidInput(f"--repeat: {out} has no measured rows of these methods and budgets; run without it first.")
+    columns = ("task", "method", "budget", "measure", "stored", "again", "verdict")
+    held = sum(repeat.holds for repeat in repeats)
+    rows = [dict(zip(columns, repeat.cells, strict=True)) for repeat in repeats]
+    table = aligned_table(columns, tuple(repeat.cells for repeat in repeats))
+    verdict = f"{held} of {len(repeats)} rows are within the intervals of the table"
+    return Outcome({"repeats": rows, "held": held}, (table, verdict), 0 if held == len(repeats) else 1)

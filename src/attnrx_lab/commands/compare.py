@@ -20,7 +20,7 @@ from attnrx.cli.options import (
 )
 from attnrx.support.progress import Log
 from attnrx.support.tables import aligned_table
-from attnrx_lab.commands.methods import add_methods
+from attnrx_lab.commands.methods import add_methods, add_points
 
 SHARES = (0.75, 0.5, 0.25)  # the default of --shares where --macs is not given
 
@@ -31,7 +31,8 @@ def _options(parser: Parser) -> None:
     add_out(parser, "the comparison, one JSON file", kind="attnrx comparison")
     add_split(parser, "test")
     add_running(parser, 64)
-    add_methods(parser, SHARES)
+    add_methods(parser)
+    add_points(parser, SHARES)
     option(parser, "--calibration-images", COUNT, "training images to diagnose on", 96)
 
 
@@ -53,23 +54,7 @@ def compare(arguments: Namespace, log: Log) -> Outcome:
     test = chosen_images(splits, arguments)
     comparison.require_comparable(model, test, methods)
     calibration = splits.train.take(min(arguments.calibration_images, len(splits.train)))
-    log(f"diagnosing {arguments.model} on {len(calibration):,} training images")
-    # With moments for a model of any form: rules of values, heads and MLP need them.
-    spectra = tuple(layer.spectrum() for layer in rx.models.family_of(model).attention(model))
-    diagnostics = rx.diagnostics.suited_diagnostics(spectra, moments=True)
-    if any("joint=centered" in method.rules for method in methods):
-        from attnrx_lab.rules import JointMoments
-
-        diagnostics = (*diagnostics, JointMoments())
-    batch_size = min(arguments.batch_size, 32)
-    diagnosis = rx.diagnose(model, calibration, diagnostics=diagnostics, batch_size=batch_size, seed=arguments.seed)
-    # Only these rules need it: one more pass, in which the attention is computed at every rank.
-    if any("divergence_rank" in method.rules for method in methods):
-        from attnrx_lab.rules import measure_divergence
-
-        priced = calibration.take(min(len(calibration), 24))
-        log(f"measuring the divergence at every rank on {len(priced)} images")
-        diagnosis = measure_divergence(model, diagnosis, priced)
+    diagnosis = comparison.diagnosed(model, methods, calibration, arguments.batch_size, arguments.seed, log)
     bench = comparison.MethodBench(model, diagnosis, calibration, test, arguments.seed, arguments.batch_size)
     trials = comparison.compare_methods(bench, methods, shares, log, arguments.out, macs)
     path = arguments.out

@@ -1,22 +1,36 @@
 """Comparisons of methods on one model at equal shares or MACs: quality, paired by image, and latency, side by side."""
 
 from attnrx_lab.comparison.comparing import compare_methods, require_comparable
-from attnrx_lab.comparison.methods import Method, MethodBench, parse_methods
+from attnrx_lab.comparison.field import FieldBench, Repeat, Row, about_rows, field_methods, tables_of
+from attnrx_lab.comparison.methods import BASELINES, Method, MethodBench, baseline, diagnosed, parse_methods
 from attnrx_lab.comparison.record import MethodComparison, MethodTrial
-from attnrx_lab.comparison.speeds import SPEED_COLUMNS, Rates, Speed, Speeds, compare_speeds, noise_bench
+from attnrx_lab.comparison.speeds import SPEED_COLUMNS, Rates, Speed, Speeds, compare_speeds, noise_bench, noise_images
+from attnrx_lab.comparison.tasks import TASKS, Task
 
 __all__ = [
+    "BASELINES",
     "SPEED_COLUMNS",
+    "TASKS",
+    "FieldBench",
     "Method",
     "MethodBench",
     "MethodComparison",
     "MethodTrial",
     "Rates",
+    "Repeat",
+    "Row",
     "Speed",
     "Speeds",
+    "Task",
+    "about_rows",
+    "baseline",
     "compare_methods",
     "compare_speeds",
+    "diagnosed",
+    "field_methods",
     "noise_bench",
+    "noise_images",
     "parse_methods",
     "require_comparable",
+    "tables_of",
 ]

@@ -121,14 +121,14 @@ def require_comparable(model: nn.Module, test: ImageSet, methods: Sequence[Metho
         raise InvalidInput(f"methods are compared by accuracy, and this model returns {kind.returns}.")
     require_labels(test)
     for method in methods:
-        _require_meaning(method)
+        require_meaning(method)
         if method.folder is not None:
             TrainedModel(model, method.folder)
         elif method.baseline is None:
             token_policy(method.template, 1.0, model)
 
 
-def _require_meaning(method: Method) -> None:
+def require_meaning(method: Method) -> None:
     """Raises NotSupported for tokens selected by what only a training makes meaningful, and no training follows."""
     tokens = method.template.at(1.0).get(TOKENS) if method.has_rules else None
     if tokens is None or method.distilled:

@@ -1,8 +1,8 @@
 """Methods: ways of compressing a model as text, with one open share, and the compressors that make the model at any."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import floor
 from pathlib import Path
 from typing import Any
@@ -13,32 +13,44 @@ from torch import nn
 from attnrx.change.realization.realizing import fits_of, realize_and_fit
 from attnrx.data import ImageSet
 from attnrx.data.model_data import normalization_of
+from attnrx.decide.diagnosing import diagnose
+from attnrx.decide.diagnostics import suited_diagnostics
 from attnrx.decide.planning.cost_table import prescribed_costs
 from attnrx.decide.rules import parse_rules, prescribe_maps, split_maps
 from attnrx.decide.rules.prescribing import prescribe
 from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.prescription import TokenPrescription
-from attnrx.support.errors import InvalidInput, NoOpPrescription, UnknownName
+from attnrx.support.arguments import user_code
+from attnrx.support.errors import InvalidInput, NoOpPrescription
+from attnrx.support.progress import Log
+from attnrx.support.records import without_folders
+from attnrx.support.registry import Registry
 from attnrx.support.text_parsing import split_named
 from attnrx.vit.costs import ModelCosts
 from attnrx.vit.maps import FITS, TOKENS
-from attnrx.vit.models import family_of, num_outputs
+from attnrx.vit.models import LIBRARIES, family_of, num_outputs
 from attnrx.vit.models.boundary.working_copy import working_copy
+from attnrx.vit.outputs import Embeddings, output_kind_of
 from attnrx.vit.tokens import parse_policy
 from attnrx.workflows.load import load
 from attnrx_lab.baselines import (
-    BASELINES,
     FACTORS,
     PRESCRIBED,
     DiffRateBaseline,
     FactoringBaseline,
     GatedBaseline,
+    LowerResolution,
     MapStatistics,
     ModelCompressor,
+    PlanBaseline,
+    SearchedBaseline,
     TorchPruningBaseline,
+    UnchangedModel,
+    VendorInt8,
 )
 from attnrx_lab.baselines.compressor import GRID, largest_share
 from attnrx_lab.comparison.record import Unreached
+from attnrx_lab.rules import JointMoments, measure_divergence
 
 SHARE = "{share}"
 
@@ -118,7 +130,8 @@ class Method:
     trained model in a `folder`, which is measured as it is.
 
     `repaired` is the number of steps of a repair per block on the calibration images afterwards, and `distilled` the
-    number of passes of a distillation over those images. A `baseline` is one of BASELINES.
+    number of passes of a distillation over those images. A `baseline` is one of BASELINES. A `folder` is what `load`
+    reads without further arguments, also a name such as timm:NAME.
     """
 
     name: str
@@ -132,8 +145,8 @@ class Method:
         if self.has_rules:
             parse_rules(self.template.at(1.0))  # refuses maps and rules that do not exist
             return
-        if self.baseline is not None and self.baseline not in BASELINES:
-            raise UnknownName("baseline", self.baseline, BASELINES)
+        if self.baseline is not None:
+            BASELINES[self.baseline]  # raises UnknownName
         if self.rules or self.repaired or self.distilled:
             what = "a baseline" if self.folder is None else "a trained model"
             raise InvalidInput(f"{self.name}: {what} takes no rules and no fits; make them methods.")
@@ -141,13 +154,14 @@ class Method:
     @classmethod
     def parse(cls, text: str) -> "Method":
         """Parses `NAME=RULES [repair=STEPS] [distill=EPOCHS]`, with the RULES of `prescribe`, `NAME=baseline:NAME`, or
-        `NAME=FOLDER` of a trained model.
+        `NAME=FOLDER` of a trained model, or its name, e.g. `NAME=timm:vit_tiny_patch16_224`.
 
         Raises:
             InvalidInput: The text has another form.
         """
         name, _, rest = text.partition("=")  # at the first sign: the rules have others
-        if name.strip() and rest.strip() and Path(rest.strip()).is_dir():
+        is_named = rest.strip().partition(":")[0] in (*LIBRARIES, "hub", "hf")
+        if name.strip() and rest.strip() and (is_named or Path(rest.strip()).is_dir()):
             return cls(name.strip(), folder=rest.strip())
         before, parts = split_named(rest)
         fits = [(fit, steps) for fit, steps in parts if fit in FITS]
@@ -176,7 +190,18 @@ class Method:
 
     @property
     def varies(self) -> bool:
-        return self.baseline is not None or (self.has_rules and self.template.varies)
+        """Whether the method has a share; others have a cost of their own."""
+        if self.baseline is not None:
+            return BASELINES[self.baseline].varies
+        return self.has_rules and self.template.varies
+
+    @property
+    def text(self) -> str:
+        """The method as `parse` reads it, without its name; of a folder the last name only."""
+        fits = zip(FITS, (self.repaired, self.distilled), strict=True)
+        source = self.folder and without_folders(self.folder)
+        rules = self.rules if self.baseline is None else f"baseline:{self.baseline}"
+        return " ".join((source or rules, *(f"{fit}={steps}" for fit, steps in fits if steps)))
 
 
 def parse_methods(texts: Sequence[str]) -> list[Method]:
@@ -193,9 +218,31 @@ def parse_methods(texts: Sequence[str]) -> list[Method]:
     return methods
 
 
+def diagnosed(
+    model: nn.Module, methods: Sequence[Method], calibration: ImageSet, batch_size: int, seed: int, log: Log
+) -> Diagnosis:
+    """Diagnoses a model as far as the methods need it."""
+    # With moments for a model of any form: rules of values, heads and MLP need them.
+    spectra = tuple(layer.spectrum() for layer in family_of(model).attention(model))
+    diagnostics = suited_diagnostics(spectra, moments=True)
+    if any("joint=centered" in method.rules for method in methods):
+        diagnostics = (*diagnostics, JointMoments())
+    log(f"diagnosing on {len(calibration):,} images")
+    diagnosis = diagnose(model, calibration, diagnostics=diagnostics, batch_size=min(batch_size, 32), seed=seed)
+    # Only these rules need it: one more pass, in which the attention is computed at every rank.
+    if any("divergence_rank" in method.rules for method in methods):
+        priced = calibration.take(min(len(calibration), 24))
+        log(f"measuring the divergence at every rank on {len(priced)} images")
+        diagnosis = measure_divergence(model, diagnosis, priced)
+    return diagnosis
+
+
 @dataclass(frozen=True)
 class MethodBench:
-    """A model, its diagnosis, the images for fitting the methods, and the images for measuring them."""
+    """A model, its diagnosis, the images for fitting the methods, and the images for measuring them.
+
+    `prepare` makes of a trained model what `model` was made of, e.g. an image tower of a classifier.
+    """
 
     model: nn.Module
     diagnosis: Diagnosis
@@ -203,39 +250,102 @@ class MethodBench:
     test: ImageSet
     seed: int = 0
     batch_size: int = 64
+    prepare: Callable[[nn.Module], nn.Module] | None = None
 
     def compressor(self, method: Method) -> ModelCompressor:
         """Returns the compressor of one method; baselines share their calibration statistics."""
         if method.folder is not None:
-            return TrainedModel(self.model, method.folder)
-        if method.baseline is None:
-            return RuleCompressor(self, method)
-        model = self._working
-        if method.baseline in FACTORS:
-            return FactoringBaseline(model, method.baseline, self._statistics)
-        if method.baseline in PRESCRIBED:
-            return PRESCRIBED[method.baseline](model, self.diagnosis, self.calibration, self.seed)
-        if method.baseline == "diffrate":
-            return DiffRateBaseline(model, self.calibration, self.seed)
-        if method.baseline == "wdpruning":
-            return GatedBaseline(model, self.calibration, self.seed)
-        return TorchPruningBaseline(model, self.calibration)
+            return TrainedModel(self.model, method.folder, self.prepare)
+        return RuleCompressor(self, method) if method.baseline is None else BASELINES[method.baseline].compressor(self)
 
     @cached_property
-    def _working(self) -> nn.Module:
+    def working(self) -> nn.Module:
         """The model in attnrx's own parts, which baselines read and replace."""
         return working_copy(self.model)
 
     # A cached property writes into the instance's __dict__, which a frozen dataclass allows.
     @cached_property
-    def _statistics(self) -> MapStatistics:
+    def statistics(self) -> MapStatistics:
+        """The statistics of all maps, which the baselines of factors share."""
         # Small batches: the inputs of every map are converted to float64.
-        return MapStatistics(self._working, self.calibration, min(self.batch_size, 32))
+        return MapStatistics(self.working, self.calibration, min(self.batch_size, 32))
 
     def describe(self, methods: Sequence[Method]) -> dict[str, Any]:
-        described = [asdict(method) for method in methods]
+        described = [without_folders(asdict(method)) for method in methods]
         about = dict(self.diagnosis.about)
         return {"diagnosis": about, "seed": self.seed, "methods": described, "torch": torch.__version__}
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A method by its name, `baseline:NAME` in texts; one that does not vary has no share, and a cost of its own."""
+
+    name: str
+    compressor: Callable[[MethodBench], ModelCompressor]
+    varies: bool = True
+
+
+def _factored(kind: str, bench: MethodBench) -> ModelCompressor:
+    return FactoringBaseline(bench.working, kind, bench.statistics)
+
+
+def _prescribed(name: str, bench: MethodBench) -> ModelCompressor:
+    return PRESCRIBED[name](bench.working, bench.diagnosis, bench.calibration, bench.seed)
+
+
+BASELINES = Registry[Baseline](
+    "baseline",
+    *(Baseline(kind, partial(_factored, kind)) for kind in FACTORS),
+    *(Baseline(name, partial(_prescribed, name)) for name in PRESCRIBED),
+    Baseline("wdpruning", lambda bench: GatedBaseline(bench.working, bench.calibration, bench.seed)),
+    Baseline("diffrate", lambda bench: DiffRateBaseline(bench.working, bench.calibration, bench.seed)),
+    Baseline("torch_pruning", lambda bench: TorchPruningBaseline(bench.working, bench.calibration)),
+    Baseline("plan", lambda bench: PlanBaseline(bench.working, bench.diagnosis, bench.calibration, bench.seed)),
+    Baseline("resolution", lambda bench: LowerResolution(bench.model)),
+    Baseline("int8", lambda bench: VendorInt8(bench.model, bench.calibration), varies=False),
+    Baseline("unchanged", lambda bench: UnchangedModel(bench.model), varies=False),
+)
+Made = Callable[[nn.Module, ImageSet, float], nn.Module]
+
+
+def baseline(function: Made) -> Made:
+    """Registers a function of yours as the method `baseline:NAME`, where NAME is the function's: a decorator.
+
+    It is called with the model, the calibration images and a share of the MACs. It returns a model that costs no more,
+    of any kind that `load` reads. Its random draws have the seed of the comparison.
+
+    Raises:
+        InvalidInput: Another method has this name.
+    """
+    name = getattr(function, "__name__", "")
+    BASELINES.register(Baseline(name, partial(MadeByFunction, name, function)))
+    return function
+
+
+class MadeByFunction(SearchedBaseline):
+    """The models that a user's function makes, each for one share of the MACs."""
+
+    def __init__(self, name: str, function: Made, bench: MethodBench):
+        super().__init__(bench.model, bench.calibration, bench.seed)
+        self.name, self.function = name, function
+
+    def searched(self, share: float) -> nn.Module:
+        """Calls the function.
+
+        Raises:
+            UserCodeError: It raises.
+            InvalidInput: The model costs more.
+        """
+        with torch.random.fork_rng(devices=[]), user_code(f"the method {self.name}"):
+            torch.manual_seed(self.seed)
+            model = load(self.function(self.model, self.calibration, share)).eval()
+        cost = family_of(model).costs(model).macs / self._macs
+        if cost > share:
+            raise InvalidInput(
+                f"the method {self.name} returned a model of {100 * cost:.1f} % of the MACs, and was asked for "
+                f"{100 * share:.1f} %: remove more."
+            )
+        return model
 
 
 class TrainedModel(ModelCompressor):
@@ -246,13 +356,14 @@ class TrainedModel(ModelCompressor):
         CheckpointError: The folder has no model of attnrx.
     """
 
-    def __init__(self, model: nn.Module, folder: str):
-        self.model = load(folder)
+    def __init__(self, model: nn.Module, folder: str, prepare: Callable[[nn.Module], nn.Module] | None = None):
+        self.model = load(folder) if prepare is None else prepare(load(folder))
         pairs = {
             "images": tuple(family_of(each).input_shape(each) for each in (model, self.model)),
             "a scale of pixels": tuple(normalization_of(each) for each in (model, self.model)),
-            "outputs": tuple(num_outputs(*family_of(each).heads(each)) for each in (model, self.model)),
         }
+        if not isinstance(output_kind_of(model), Embeddings):  # whose neighbours are compared, whatever their width
+            pairs["outputs"] = tuple(num_outputs(*family_of(each).heads(each)) for each in (model, self.model))
         for what, (expected, found) in pairs.items():
             if found != expected:
                 raise InvalidInput(

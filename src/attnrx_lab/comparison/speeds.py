@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnrx.data import from_tensors
+from attnrx.data import ImageSet, from_tensors
 from attnrx.data.model_data import normalization_of
 from attnrx.decide.diagnosing import diagnose
-from attnrx.exporting import ExportSubject, Format, bare_subject, write_exported
+from attnrx.exporting import Exported, ExportSubject, Format, bare_subject, write_exported
 from attnrx.support.atomic_writes import scratch_folder
 from attnrx.support.errors import InvalidInput
 from attnrx.support.progress import Log, no_log
@@ -115,9 +115,17 @@ class Rates:
     runtime: Format | None = None
 
     def __post_init__(self):
-        require_points(self.shares, self.macs)
         if not self.batches or not self.protocols or min(self.batches) < 1:
             raise InvalidInput(f"batches={self.batches}, protocols={self.protocols}: give at least one of each.")
+
+
+def noise_images(model: nn.Module, seed: int = 0, images: int = 8) -> ImageSet:
+    """Returns images of noise in the input format of a model."""
+    channels, height, width = family_of(model).input_shape(model)
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (images, channels, height, width), generator=generator, dtype=torch.uint8)
+    # On the model's scale: `diagnose` warns of another one, and no user could change it.
+    return from_tensors("noise", pixels, torch.zeros(images, dtype=torch.long), normalization_of(model))
 
 
 def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench:
@@ -125,11 +133,7 @@ def noise_bench(model: nn.Module, seed: int = 0, images: int = 8) -> MethodBench
 
     Ranks that follow an energy or a divergence depend on the images, and so does the latency of such methods.
     """
-    channels, height, width = family_of(model).input_shape(model)
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(0, 256, (images, channels, height, width), generator=generator, dtype=torch.uint8)
-    # On the model's scale: `diagnose` warns of another one, and no user could change it.
-    noise = from_tensors("noise", pixels, torch.zeros(images, dtype=torch.long), normalization_of(model))
+    noise = noise_images(model, seed, images)
     # With moments for a model of any form: rules of values, heads and MLP need them.
     diagnosis = diagnose(model, noise, moments=True, batch_size=images, seed=seed)
     return MethodBench(model, diagnosis, noise, noise, seed, images)
@@ -151,7 +155,11 @@ def compare_speeds(
 
     The uncompressed model of the bench is always timed too, as "attnrx". The results so far are saved to `out` after
     every batch size.
+
+    Raises:
+        InvalidInput: There is no share, or one is not in (0, 1].
     """
+    require_points(rates.shares, rates.macs)
     family = family_of(bench.model)
     before = family.costs(bench.model)
     entries: dict[str, tuple[str, float | None, float]] = {"attnrx": ("attnrx", 1.0, 1.0)}
@@ -169,19 +177,23 @@ def compare_speeds(
             models[key] = compressor.make(share)
     runtime = None if rates.runtime is None else to_dict(rates.runtime)
     speeds = Speeds((), {**bench.describe(methods), "runtime": runtime})
-    # All of one protocol and batch size take turns in one run, so that other load of the machine affects all alike.
+    for latencies in timed(models, rates, bench):
+        new_speeds = tuple(Speed(*entries[key], latency) for key, latency in latencies.items())
+        speeds = replace(speeds, speeds=(*speeds.speeds, *new_speeds))
+        for speed in new_speeds:
+            log(f"{speed.method}, batch {speed.latency.batch}: {speed.cells[-3]}, ideal {speed.cells[-2]}")
+        if out is not None:
+            speeds.save(out)
+    return speeds
+
+
+def timed(models: Mapping[str, nn.Module], rates: Rates, bench: MethodBench) -> Iterator[dict[str, LatencyComparison]]:
+    """Times models by name in turns with the one of the empty name, and yields all latencies per protocol and batch."""
+    # In one run, so that other load of the machine affects all alike.
     with _running_in(rates, models, bench) as running:
         reference = running.pop("")
         for protocol, batch in product(rates.protocols, rates.batches):
-            images = _images(bench, batch)
-            latencies = compare_latencies(running, reference, images, protocol)
-            new_speeds = tuple(Speed(*entries[key], latency) for key, latency in latencies.items())
-            speeds = replace(speeds, speeds=(*speeds.speeds, *new_speeds))
-            for speed in new_speeds:
-                log(f"{speed.method}, batch {batch}: {speed.cells[-3]}, ideal {speed.cells[-2]}")
-            if out is not None:
-                speeds.save(out)
-    return speeds
+            yield compare_latencies(running, reference, _images(bench, batch), protocol)
 
 
 @contextmanager
@@ -199,6 +211,8 @@ def _running_in(rates: Rates, models: Mapping[str, nn.Module], bench: MethodBenc
     with scratch_folder() as folder:
         yield {
             # Numbered files: names of methods may contain any characters.
-            name: write_exported(bare_subject(model, subject), folder / f"{index}{form.suffix}", form)
+            name: model  # a file already
+            if isinstance(model, Exported)
+            else write_exported(bare_subject(model, subject), folder / f"{index}{form.suffix}", form)
             for index, (name, model) in enumerate(models.items())
         }

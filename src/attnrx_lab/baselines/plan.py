@@ -1,0 +1,45 @@
+"""attnrx's own plans as a method: what `shrink(macs=...)` of the effort quick makes of the same calibration images."""
+
+from torch import nn
+
+from attnrx.change.realization.realizing import realize_with_effort
+from attnrx.data import ImageSet
+from attnrx.decide.planning.planner import Planner, plan_sharing
+from attnrx.nouns.diagnosis import Diagnosis
+from attnrx.nouns.effort import Effort, PlanSettings
+from attnrx.nouns.plan import Plan
+from attnrx.nouns.target import Target
+from attnrx.support.errors import InvalidInput
+from attnrx.vit.outputs import output_kind_of
+from attnrx_lab.baselines.compressor import SearchedBaseline
+
+LEAST = 16  # calibration images: an eighth of them is kept for the predictions of a plan
+
+
+class PlanBaseline(SearchedBaseline):
+    """A plan for a share of the MACs, realized and repaired with the effort quick.
+
+    The plan is chosen on seven eighths of the calibration images, and its weights are fitted to all of them. One search
+    serves all shares.
+
+    Raises:
+        InvalidInput: There are fewer than LEAST calibration images.
+    """
+
+    def __init__(self, model: nn.Module, diagnosis: Diagnosis, calibration: ImageSet, seed: int = 0):
+        super().__init__(model, calibration, seed)
+        if len(calibration) < LEAST:
+            raise InvalidInput(f"{len(calibration)} calibration images: a plan needs {LEAST} or more.")
+        self.diagnosis = diagnosis
+        self._planners: dict[str, Planner] = {}
+
+    def searched(self, share: float) -> nn.Module:
+        """Returns the model of a plan; raises NotSupported where no plan costs so little."""
+        settings = PlanSettings.preset("quick", seed=self.seed)
+        effort = Effort.of("quick", output_kind_of(self.model), self._macs, settings)
+        images, others = self.calibration, self.calibration.take(len(self.calibration) // 8)
+        # Of the images to plan on it leaves the others out.
+        about = self.model, self.diagnosis, Target("macs", share), images, others, self._planners
+        plan = plan_sharing(*about, settings=effort.settings)
+        assert isinstance(plan, Plan)  # only a target of latency is met by the unchanged model
+        return realize_with_effort(self.model, plan.with_predictions, images, effort)[0]
