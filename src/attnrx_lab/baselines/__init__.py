@@ -9,12 +9,15 @@ from attnrx_lab.baselines.factoring import FACTORS, FactoringBaseline, MapStatis
 from attnrx_lab.baselines.gates import GatedBaseline, GatedModel, prescribe_gates
 from attnrx_lab.baselines.snapvit import SnapVitBaseline
 from attnrx_lab.baselines.torch_pruning import TorchPruningBaseline
+from attnrx_lab.baselines.tucker import TUCKER, TUCKER_TERMS, TuckerBaseline
 
 PRESCRIBED: Mapping[str, type[PrescribedBaseline]] = {each.name: each for each in (CorpBaseline, SnapVitBaseline)}
-BASELINES = (*FACTORS, *PRESCRIBED, "wdpruning", "diffrate", "torch_pruning")
+DECOMPOSED = (TUCKER, TUCKER_TERMS)
+BASELINES = (*FACTORS, *PRESCRIBED, *DECOMPOSED, "wdpruning", "diffrate", "torch_pruning")
 
 __all__ = [
     "BASELINES",
+    "DECOMPOSED",
     "FACTORS",
     "PRESCRIBED",
     "CorpBaseline",
@@ -27,5 +30,6 @@ __all__ = [
     "PrescribedBaseline",
     "SnapVitBaseline",
     "TorchPruningBaseline",
+    "TuckerBaseline",
     "prescribe_gates",
 ]

@@ -35,6 +35,8 @@ KNOBS: Mapping[str, tuple[Any, str]] = {
     "weights": ("FILE", "the weights of timm:NAME, instead of those that timm loads"),
     "dataset": ("NAME", "a known name, hf:owner/name, or a path"),
     "corrupted": ("FOLDER", "ImageNet-C; left out, corruptions are drawn here"),
+    "transfer": ("FOLDER", "the images of the dataset that models are transferred to, with --only"),
+    "tuned": ("FOLDER", "a fine-tuned model with a token policy, instead of training one"),
     "label_column": ("COLUMN", "the column that holds the labels, in tables"),
     "test_column": ("COLUMN", "test only on rows that this column marks as true"),
 }

@@ -28,6 +28,7 @@ from attnrx.vit.tokens import parse_policy
 from attnrx.workflows.load import load
 from attnrx_lab.baselines import (
     BASELINES,
+    DECOMPOSED,
     FACTORS,
     PRESCRIBED,
     DiffRateBaseline,
@@ -36,6 +37,7 @@ from attnrx_lab.baselines import (
     MapStatistics,
     ModelCompressor,
     TorchPruningBaseline,
+    TuckerBaseline,
 )
 from attnrx_lab.baselines.compressor import GRID, largest_share
 from attnrx_lab.comparison.record import Unreached
@@ -213,6 +215,8 @@ class MethodBench:
         model = self._working
         if method.baseline in FACTORS:
             return FactoringBaseline(model, method.baseline, self._statistics)
+        if method.baseline in DECOMPOSED:
+            return TuckerBaseline(model, self.diagnosis, method.baseline)
         if method.baseline in PRESCRIBED:
             return PRESCRIBED[method.baseline](model, self.diagnosis, self.calibration, self.seed)
         if method.baseline == "diffrate":

@@ -26,6 +26,7 @@ SCHEMA = 1  # of settings.json and result.json
 # The knobs of experiments that load a pre-trained model, and of those that load data by name.
 MODEL_KNOBS = ("model", "weights")
 DATA_KNOBS = ("dataset", "label_column", "test_column")
+PLACES = ("dataset", "transfer")  # knobs that tell where images are
 
 # value, low and high, the last two None without an interval; and `samples`, the values of groups of images, if any.
 Measure = dict[str, Any]
@@ -157,7 +158,9 @@ class Experiment(ABC):
         texts = []
         for name in self.knobs:
             value, default = getattr(self, name), getattr(protocol, name)
-            if value == default or (name == "dataset" and catalogue_name(value) == (default or protocol.subject)):
+            # The published images are the protocol's, wherever they are.
+            published = default or protocol.scenario
+            if value == default or (name in PLACES and catalogue_name(value) == published):
                 continue
             default_text = "the default" if default is None else default
             if name in self.chosen:
