@@ -57,9 +57,10 @@ def test_the_core_is_orthogonal_and_ordered() -> None:
 def test_terms_are_found_where_the_tensor_is_their_sum() -> None:
     generator = torch.Generator().manual_seed(1)
     left, right = (torch.linalg.qr(torch.randn(n, 4, generator=generator, dtype=torch.float64)).Q for n in (9, 7))
-    cores = torch.randn(2, 3, 2, 2, generator=generator, dtype=torch.float64) * torch.tensor([4.0, 1.0])[
-        :, None, None, None
-    ]
+    cores = (
+        torch.randn(2, 3, 2, 2, generator=generator, dtype=torch.float64)
+        * torch.tensor([4.0, 1.0])[:, None, None, None]
+    )
     # Two blocks in orthogonal subspaces: the left factors of the slices, then their right ones.
     inner_left = torch.cat([left[:, :2], left[:, 2:]], 1).T.expand(3, -1, -1)
     inner_right = torch.cat([cores[0] @ right[:, :2].T, cores[1] @ right[:, 2:].T], 1)
@@ -76,9 +77,7 @@ def sum_of(terms: tuple[Tucker, ...]) -> torch.Tensor:
 
 
 def test_more_terms_have_less_error_and_one_is_the_hosvd() -> None:
-    errors = [
-        float((sum_of(tucker_terms(SOURCE, count, (2, 2, 3))) - SOURCE.dense()).norm()) for count in (1, 2, 3)
-    ]
+    errors = [float((sum_of(tucker_terms(SOURCE, count, (2, 2, 3))) - SOURCE.dense()).norm()) for count in (1, 2, 3)]
     assert errors[0] > errors[1] > errors[2]
     torch.testing.assert_close(sum_of(tucker_terms(SOURCE, 1, (2, 2, 3))), hosvd(SOURCE, (2, 2, 3)).dense())
 

@@ -1,7 +1,7 @@
 """Figures for papers: spectra, readings, ranks, tokens, kept patches and trade-offs, as SVG, PDF and CSV.
 
-A `Figure` is numbers with their labels, or pictures. Matplotlib draws it, and a CSV file holds the same numbers. `DRAWN` knows what
-can be drawn; another package registers its own results there.
+A `Figure` is numbers with their labels, or pictures. Matplotlib draws it, and a CSV file holds the same numbers.
+`DRAWN` knows what can be drawn; another package registers its own results there.
 """
 
 import csv

@@ -119,10 +119,7 @@ class TuckerBaseline(ModelCompressor):
         terms, rank = self._shape(spec, share)
         rows, biases = terms * rank, tuple(bias for bias in spec.biases if bias != "key")
         return replace(
-            spec,
-            ranks=(rows,) * len(spec.heads),
-            original_rank=max(rows, spec.original_rank),
-            biases=biases,
+            spec, ranks=(rows,) * len(spec.heads), original_rank=max(rows, spec.original_rank), biases=biases
         )
 
     @torch.no_grad()

@@ -29,6 +29,7 @@ KNOBS: Mapping[str, tuple[Any, str]] = {
     "control_images": (COUNT, "measure the controls on fewer test images"),
     "factors": (("weights", "data"), "values and MLP by the SVD of the weights, or on the calibration images"),
     "calibration_images": (COUNT, "diagnose on so many training images"),
+    "accumulate": (COUNT, "parts of a process's images in a step, in less memory; changes rounding only"),
     "batch_size": (BATCH, "images in a step of training, or in a timed pass"),
     "rounds": (Number(int, lambda kinds: kinds.whole(2, 100_000)), "rounds of timed passes"),
     "model": ("MODEL", "a pre-trained model: timm:NAME, hf:ID or a saved folder"),

@@ -253,13 +253,14 @@ class SpotExperiment(sources.DatasetExperiment):
     """
 
     kind: ClassVar[str] = "spot"
-    knobs: ClassVar[tuple[str, ...]] = (*MODEL_KNOBS, *DATA_KNOBS, "epochs", "batch_size", "test_images")
+    knobs: ClassVar[tuple[str, ...]] = (*MODEL_KNOBS, *DATA_KNOBS, "epochs", "batch_size", "accumulate", "test_images")
 
     method: TokenMethod
     seed: int = field(default=42, kw_only=True)
     tuning: FineTuning = FineTuning()
     epochs: int = 80
     batch_size: int = 512
+    accumulate: int = 1
     validation_images: int | None = None
 
     @property
@@ -327,6 +328,7 @@ class SpotExperiment(sources.DatasetExperiment):
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,
+            accumulate=self.accumulate,
             learning_rate=tuning.learning_rate,
             predictor_learning_rate=tuning.predictor_factor,  # a multiple of the rate of the other weights
             weight_decay=tuning.weight_decay,
