@@ -89,6 +89,6 @@ print(attnrx("reproduce", "svda/table1", "--only", "cifar10", "--dry-run"))
 #
 # ## What can go wrong
 #
-# - CIFAR-10, FashionMNIST and others are downloaded by `datasets`, or given with `--data PATH`. DTD and EuroSAT are on no
-#   hub: the error names where their authors publish them.
+# - CIFAR-10, FashionMNIST and others are downloaded by `datasets`, or given with `--data PATH`. DTD and EuroSAT are on
+#   no hub: the error names where their authors publish them.
 # - A recipe differs from the paper where the paper does not state something; the table lists it.

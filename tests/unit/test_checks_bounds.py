@@ -82,7 +82,7 @@ def with_equal_heads(setting: Setting) -> VisionTransformer:
     directions, features = layer.spec.ranks[0], layer.spec.value_dims[0]
     with torch.no_grad():
         for side, count in ((layer.scores.query, directions), (layer.scores.key, directions), (layer.value, features)):
-            for rows in filter(None.__ne__, (side.weight, side.bias)):
+            for rows in side.parameters():
                 rows[count : 2 * count] = rows[:count]
         layer.output.weight[:, features : 2 * features] = layer.output.weight[:, :features]
         strengths = layer.scores.get_parameter("strength")

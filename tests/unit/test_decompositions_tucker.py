@@ -22,7 +22,7 @@ def written_out(dense: torch.Tensor, ranks: tuple[int, int, int]) -> torch.Tenso
     """The truncated HOSVD by its definition: projections on leading left singular vectors of every unfolding."""
     for mode, rank in enumerate(ranks):
         vectors = torch.linalg.svd(unfolded(SOURCE.dense(), mode), full_matrices=False).U[:, :rank]
-        dense = torch.tensordot(dense, vectors @ vectors.T, dims=([mode], [0])).movedim(-1, mode)
+        dense = (dense.movedim(mode, -1) @ (vectors @ vectors.T)).movedim(-1, mode)
     return dense
 
 

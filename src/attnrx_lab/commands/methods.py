@@ -12,7 +12,8 @@ def add_methods(parser: Parser, shares: tuple[float, ...]) -> None:
         "'both=qk=total_rank:{share} tokens=evit:{share}@4,7,10', where {share} stands for the share kept (a rule "
         "without a map is that of qk), or "
         "'NAME=baseline:BASELINE': svd, asvd, fwsvd or svd_llm on all linear maps, tucker or tucker_terms on the "
-        "scores of all heads, or corp, snapvit, wdpruning, diffrate, torch_pruning; or 'NAME=FOLDER', a model that was trained, e.g. spot=runs/spot"
+        "scores of all heads, or corp, snapvit, wdpruning, diffrate, torch_pruning; or 'NAME=FOLDER', a model that was "
+        "trained, e.g. spot=runs/spot"
     )
     option(parser, "--methods", "NAME=RULES", syntax, nargs="+", required=True)
     # Methods are compared at equal shares kept or at equal costs, and never at both.
