@@ -175,7 +175,9 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
     names = _spellings()
     # A Path names files, also if it is spelt like a dataset. Other spellings are usual names of folders.
     known = names.get(requested.lower()) if isinstance(name_or_path, str) else None
-    if known is not None and (requested in DATASETS or not os.path.lexists(requested)):
+    # A name that nothing fetches stands for a folder of this name first.
+    fetched = requested in DATASETS and (DATASETS[requested].hub_id or DATASETS[requested].open) is not None
+    if known is not None and (fetched or not os.path.lexists(requested)):
         return _locate_known(known, columns)
     path = Path(requested)
     try:
