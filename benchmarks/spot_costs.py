@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from importlib import resources
 
 from attnrx.support.tables import markdown_table
-from attnrx_lab.papers.spot import SpotExperiment, outline_for, token_price
+from attnrx_lab.papers.spot import ORIGINAL, SpotExperiment, outline_for, token_price
 from attnrx_lab.papers.spot_tables import RECIPES, SUBJECTS
 
 DIGITS = {"gmacs": 1, "gmacs_change": 1, "predictors": 3}
-TABLES = ("table1", "table2", "table3", "table5", "table7", "table8", "figure5")
+TABLES = ("table1", "table2", "table3", "table4", "table5", "table7", "table8", "figure5")
 
 
 def rows() -> list[tuple[str, str, str, str, str, str]]:
@@ -24,13 +24,16 @@ def rows() -> list[tuple[str, str, str, str, str, str]]:
     found = []
     for table in TABLES:
         protocol = [each for each in RECIPES[table].protocol if isinstance(each, SpotExperiment)]
-        methods = {(each.subject, each.method.name): each.method for each in protocol}
+        methods = {(each.scenario, each.method.name): each.method for each in protocol}
+        subjects = {each.scenario: each.subject for each in protocol}
         for row in RECIPES[table].rows:
             expected = printed.get(table, {}).get(row.label, {})
-            method = methods.get((row.scenario, row.rule or ""))
+            # A run of Table 4 measures the original, too.
+            method = ORIGINAL if row.rule == ORIGINAL.name else methods.get((row.scenario, row.rule or ""))
             if method is None or not expected.keys() & DIGITS.keys():
                 continue
-            costs = token_price(outline_for(SUBJECTS[row.scenario].model, row.scenario), method)
+            subject = subjects[row.scenario]
+            costs = token_price(outline_for(SUBJECTS[subject].model, subject), method)
             for quantity in (name for name in DIGITS if name in expected):
                 digits = DIGITS[quantity]
                 text = f"{costs[quantity]:.{digits + 1}f}"

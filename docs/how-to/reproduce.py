@@ -71,17 +71,24 @@ print(attnrx("reproduce", "svda/table1", "--only", "cifar10", "--dry-run"))
 # all processes, so the protocol stays the paper's.
 #
 # ```bash
-# accelerate launch --num_processes 4 -m attnrx reproduce spot/table2 --only deit_small --out runs    # 4 GPUs
-# torchrun --nproc-per-node 8 -m attnrx reproduce spot/table2 --only deit_small --out runs            # 8 GPUs
-# accelerate launch --num_machines 2 --machine_rank RANK --main_process_ip HOST --main_process_port 29500 \
-#     --num_processes 16 -m attnrx reproduce spot/table2 --only deit_small --out /shared/runs         # 2 machines
+# torchrun --nproc-per-node 8 -m attnrx reproduce spot/table2 --only deit_small --out runs    # 8 GPUs
+# attnrx reproduce spot/table2 --only deit_small --accumulate 4 --out runs                    # 1 GPU, with less memory
 # ```
 #
-# On several machines, run the command on each one with its own `RANK` and the same shared folder: every process reads
-# the results there. Repeat the command to continue a stopped run. `attnrx train --parallel fsdp` divides a model's
-# weights among the GPUs; recipes keep a copy on each.
+# Several machines, launch files and Slurm are on [a page of their own](several_gpus.md).
+#
+# ## Models and images of yours
+#
+# ```bash
+# attnrx reproduce spot/table4 --only dtd --transfer path/to/dtd --tuned runs/spot    # new heads on your SPOT model
+# attnrx reproduce spot/figure3 --only deit_small --data path/to/imagenet --tuned runs/spot    # which patches it keeps
+# ```
+#
+# `--tuned` takes a model with a token policy, so nothing is fine-tuned. Pictures are in the folder of the run. In
+# Python, `rx.figures(rx.reports.sample_tokens(model, images), "figures")` draws them for any model that prunes tokens.
 #
 # ## What can go wrong
 #
-# - CIFAR-10, FashionMNIST and others are downloaded by `datasets`, or given with `--data PATH`.
+# - CIFAR-10, FashionMNIST and others are downloaded by `datasets`, or given with `--data PATH`. DTD and EuroSAT are on
+#   no hub: the error names where their authors publish them.
 # - A recipe differs from the paper where the paper does not state something; the table lists it.

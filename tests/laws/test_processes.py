@@ -17,7 +17,10 @@ from support.tiny_runs import run, weights
 pytestmark = pytest.mark.slow
 
 ALONE: dict[str, Callable[[Path], TrainingRun]] = {"fresh": run, "compressed": fine_tuned}
-TRAINED = tuple(f"{made}-{parallel}" for made in ALONE for parallel in ("ddp", "fsdp"))
+TRAINED = (
+    *(f"{made}-{parallel}" for made in ALONE for parallel in ("ddp", "fsdp")),
+    *(f"fresh-{parallel}-parts" for parallel in ("ddp", "fsdp")),  # each in two or four parts (accumulate)
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,11 @@ def test_checkpoints_of_weights_in_parts_are_whole(case: str, two: Path, one: di
     assert found is not None
     assert alone is not None
     torch.testing.assert_close(found[1], alone[1], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_a_step_in_parts_equals_a_whole_one(parts: int, tmp_path: Path, one: dict[str, TrainingRun]) -> None:
+    same_to_rounding(run(tmp_path, accumulate=parts).folder, one["fresh"])
 
 
 def test_one_process_goes_on_where_two_with_parts_were_killed(two: Path, one: dict[str, TrainingRun]) -> None:

@@ -67,6 +67,8 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "fresh-fsdp": lambda folder: run(folder, parallel="fsdp"),
     "compressed-ddp": fine_tuned,
     "compressed-fsdp": lambda folder: fine_tuned(folder, parallel="fsdp"),
+    "fresh-ddp-parts": lambda folder: run(folder, accumulate=2),
+    "fresh-fsdp-parts": lambda folder: run(folder, parallel="fsdp", accumulate=4),
     "killed": killed,
 }
 

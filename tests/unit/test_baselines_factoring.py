@@ -15,11 +15,28 @@ from attnrx.decide.diagnosing import diagnose
 from attnrx.decide.rules.prescribing import prescribe
 from attnrx.support.errors import NotSupported
 from attnrx.vit.attention import Eager, using
+from attnrx.vit.attention.head_linear import HeadLinear, PackedWeights
 from attnrx.vit.costs import count_params, count_product_macs
 from attnrx.vit.models import family_of
-from attnrx_lab.baselines import FACTORS, FactoringBaseline, MapStatistics, TorchPruningBaseline
-from attnrx_lab.baselines.factoring import LowRank, linear_at, map_addresses, svd, weights_at, with_factors
+from attnrx_lab.baselines import (
+    DECOMPOSED,
+    FACTORS,
+    FactoringBaseline,
+    MapStatistics,
+    TorchPruningBaseline,
+    TuckerBaseline,
+)
+from attnrx_lab.baselines.factoring import (
+    FactoredHeads,
+    LowRank,
+    linear_at,
+    map_addresses,
+    svd,
+    weights_at,
+    with_factors,
+)
 from attnrx_lab.comparison.methods import Method, MethodBench
+from attnrx_lab.decompositions import FactoredTensor, tucker_terms
 from attnrx_lab.vision_transformer import VisionTransformer
 from support import cases
 from support.comparisons import logits, pixels
@@ -172,3 +189,65 @@ def test_torch_pruning_costs_what_it_says_and_leaves_the_width() -> None:
     assert count_params(baseline.make(1 / 4096)) < count_params(small)
     with pytest.raises(NotSupported, match="uncompressed"):
         TorchPruningBaseline(small, images)
+
+
+@pytest.mark.parametrize("kind", DECOMPOSED)
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_tucker_scores_are_those_of_the_formed_terms_and_cost_what_they_say(kind: str, share: float) -> None:
+    model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 8)
+    baseline = TuckerBaseline(model, diagnose(model, images, batch_size=8), kind)
+    small, costs = baseline.make(share), baseline.costs(share)
+    assert costs.params == count_params(small)
+    layers = family_of(small).attention(small)
+    with using(layers, [Eager()] * len(layers)):
+        assert costs.product_macs == count_product_macs(small, next(iter(images.batches(8))).images.double())
+    tokens = torch.randn(2, 5, model.config.width, dtype=torch.float64)
+    for layer, own in zip(layers, family_of(model).attention(model), strict=True):
+        spectrum, heads = own.spectrum(), len(own.spec.heads)
+        tensor = FactoredTensor(spectrum.query, spectrum.key[..., :-1])
+        terms, rank = baseline._shape(own.spec, share)
+        found = tucker_terms(tensor, terms, (rank, rank, heads))
+        dense = torch.stack([term.dense() for term in found]).sum(0)
+        augmented = torch.cat([tokens, torch.ones(2, 5, 1, dtype=torch.float64)], -1)
+        expected = torch.einsum("bia,ach,bjc->bhij", augmented, dense, tokens)
+        query, key = (side(tokens).unflatten(-1, (heads, -1)) for side in (layer.scores.query, layer.scores.key))
+        torch.testing.assert_close(torch.einsum("bihr,bjhr->bhij", query, key), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", DECOMPOSED)
+def test_all_of_tucker_is_the_original(kind: str) -> None:
+    """One term of full ranks is the tensor itself; of several, each is as large as the tensor at this share."""
+    model, images = model_of("dense"), pixels(cases.CONFIGS["dense"], 8)
+    baseline = TuckerBaseline(model, diagnose(model, images, batch_size=8), kind)
+    if kind == "tucker":
+        torch.testing.assert_close(logits(baseline.make(1.0), images), logits(model, images), rtol=1e-9, atol=1e-9)
+    spent = [baseline.costs(share).macs for share in (0.3, 0.6, 0.9)]
+    assert all(less < more for less, more in pairwise(spent))
+
+
+@pytest.mark.parametrize("kind", DECOMPOSED)
+def test_tucker_changes_a_model_of_a_library(kind: str) -> None:
+    torch.manual_seed(0)
+    timm = pytest.importorskip("timm")
+    shape = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 3, "num_classes": 5}
+    model = rx.load(timm.create_model("vit_tiny_patch16_224", **shape).eval())
+    inputs = torch.randn(16, 3, 32, 32)
+    images = images_for(model, inputs, "calibration")
+    bench = MethodBench(model, rx.diagnose(model, images), images, images)
+    made = bench.compressor(Method.parse(f"x=baseline:{kind}")).make(0.5)
+    with torch.no_grad():
+        assert (made(inputs) - model(inputs)).abs().max() > 1e-4
+
+
+def test_tucker_needs_plain_scores() -> None:
+    model, images = model_of("svda"), pixels(cases.CONFIGS["svda"], 8)
+    with pytest.raises(NotSupported, match="plain dot products"):
+        TuckerBaseline(model, diagnose(model, images, batch_size=8), "tucker")
+
+
+def test_projections_that_compute_something_else_are_not_packed() -> None:
+    """On a device other than a CPU weights of plain projections share memory; a subclass's have other shapes."""
+    with torch.device("meta"):
+        plain = [HeadLinear(6, (2, 2)) for _ in range(3)]
+        assert PackedWeights.of_(plain) is not None
+        assert PackedWeights.of_([FactoredHeads(plain[0], 3), *plain[1:]]) is None

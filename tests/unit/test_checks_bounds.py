@@ -1,14 +1,20 @@
 """The bounds check as a reader of findings sees it: what counts, where it is read from, what is refused."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 
+from attnrx.nouns.evidence import Finding
+from attnrx.show.checks import Comparison
 from attnrx.support.errors import FingerprintMismatch
+from attnrx.vit.models import family_of
+from attnrx_lab import svda_attention
 from attnrx_lab.checks import Bounds
-from attnrx_lab.checks.bounds import SpectralChange
-from support.cases import PATTERNS, prescription
+from attnrx_lab.checks.bounds import SpectralChange, equal_heads
+from attnrx_lab.vision_transformer import VisionTransformer
+from support.cases import PATTERNS, pixels, prescription
 from support.comparisons import Setting, weakest_removed
 
 
@@ -67,6 +73,49 @@ def test_the_result_does_not_depend_on_the_batches(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("attnrx_lab.checks.bounds.BATCH", 5)
     for whole, cut in zip(at_once, Bounds(images=12)(comparison), strict=True):
         assert cut.value == pytest.approx(whole.value, rel=1e-9)
+
+
+def with_equal_heads(setting: Setting) -> VisionTransformer:
+    """The reference, in whose first layer the second head has the weights of the first."""
+    model = copy.deepcopy(setting.reference)
+    layer = family_of(model).attention(model)[0]
+    directions, features = layer.spec.ranks[0], layer.spec.value_dims[0]
+    with torch.no_grad():
+        for side, count in ((layer.scores.query, directions), (layer.scores.key, directions), (layer.value, features)):
+            for rows in side.parameters():
+                rows[count : 2 * count] = rows[:count]
+        layer.output.weight[:, features : 2 * features] = layer.output.weight[:, :features]
+        strengths = layer.scores.get_parameter("strength")
+        strengths[directions : 2 * directions] = strengths[:directions]
+    return model
+
+
+def proposition_5_of(model: VisionTransformer) -> list[Finding]:
+    findings = Bounds(images=6)(Comparison(model, model, pixels(model.config, 6)))
+    return [finding for finding in findings if finding.details["quantity"] == "Proposition 5"]
+
+
+def test_equal_heads_add_the_same_and_others_are_not_compared(monkeypatch: pytest.MonkeyPatch):
+    setting = Setting.of("svda-deep")
+    model = with_equal_heads(setting)
+    layer = family_of(model).attention(model)[0]
+    assert equal_heads(layer) == [(0, 1)] and equal_heads(family_of(model).attention(model)[1]) == []
+    assert proposition_5_of(setting.reference) == []
+    (finding,) = proposition_5_of(model)
+    assert finding.outcome == "holds" and finding.value < 1e-6 and finding.n == 6
+    # A defect of the attention, planted: the rows of a head depend on its place.
+    rows = svda_attention.unit_rows
+
+    def by_place(values: torch.Tensor, width: int | None = None) -> torch.Tensor:
+        return rows(values, width) * torch.linspace(1, 2, values.shape[-2], dtype=values.dtype)[:, None]
+
+    with monkeypatch.context() as planted:
+        planted.setattr("attnrx_lab.svda_attention.unit_rows", by_place)
+        (finding,) = proposition_5_of(model)
+        assert finding.outcome == "fails" and finding.value > 1
+    with torch.no_grad():
+        layer.scores.get_parameter("strength")[-1] += 1e-9  # equal to every printed digit, and not identical
+    assert proposition_5_of(model) == []
 
 
 def test_float32_models_reach_their_bounds_and_hold_them():

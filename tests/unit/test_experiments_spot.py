@@ -7,16 +7,19 @@ import pytest
 import torch
 
 from attnrx.data import Normalization, load_data
-from attnrx.support.errors import CheckpointError, DataError
+from attnrx.support.errors import CheckpointError, DataError, InvalidInput
 from attnrx.training.losses import Task
-from attnrx.vit.models import reduction_of
+from attnrx.vit.models import reduction_of, save_model
 from attnrx.workflows.load import load
 from attnrx_lab.clutter import object_finding
 from attnrx_lab.cluttered_digits import CLUTTERED, object_patches
 from attnrx_lab.corruptions import CORRUPTIONS
 from attnrx_lab.papers.corrupted import CorruptedExperiment
+from attnrx_lab.papers.kept import KeptPatchesExperiment
 from attnrx_lab.papers.spot import ORIGINALS, FineTuning, SpotExperiment, TokenMethod
-from attnrx_lab.papers.spot_tables import SUBJECTS, at
+from attnrx_lab.papers.spot import TINY as TINY_ORIGINAL
+from attnrx_lab.papers.spot_tables import RECIPES, SUBJECTS, at
+from attnrx_lab.papers.transferred import TransferExperiment
 from attnrx_lab.tokens import Random
 from support.pictures import write_tree
 
@@ -149,3 +152,83 @@ def test_corrupted_images_are_read_from_the_authors_folders(tmp_path: Path):
     with pytest.raises(DataError, match=r"has no folder .*/3, as ImageNet-C has"):
         missing.run(tmp_path / "other" / missing.place)
     assert not (tmp_path / "other" / "spot").exists()
+
+
+def transferred(target: str = "dtd", **changes: object) -> TransferExperiment:
+    protocol = next(each for each in RECIPES["table4"].protocol if each.scenario == target)
+    assert isinstance(protocol, TransferExperiment)
+    return replace(protocol, **changes)  # type: ignore[arg-type]
+
+
+def test_new_heads_are_trained_on_the_model_of_the_clean_run(tmp_path: Path):
+    experiment = transferred().as_tiny()
+    found = experiment.run(tmp_path / experiment.place)
+    clean = tmp_path / "spot" / "deit_tiny-tiny" / "spot" / "seed-42" / "train"
+    before, after, change = (
+        found.measure(rule, "measured", name)
+        for rule, name in (("all-tokens", "accuracy"), ("spot", "accuracy"), ("spot", "accuracy_change"))
+    )
+    assert before is not None and after is not None and change is not None
+    assert change["value"] == pytest.approx(after["value"] - before["value"])
+    assert found.record["data"]["images"] == 64
+    # The same model given: nothing is fine-tuned, and the numbers are the same.
+    given = replace(experiment, tuned=str(clean))
+    again = given.run(tmp_path / "given" / given.place)
+    assert again.record["rules"] == found.record["rules"]
+    assert not (tmp_path / "given" / "spot" / "deit_tiny-tiny").exists()
+    assert given.trainings() == () and given.changed({"tuned": str(clean)}) == given
+    without_tokens = replace(experiment, tuned=str(tmp_path / "spot" / "originals" / "deit_tiny-tiny"), seed=1)
+    with pytest.raises(InvalidInput, match="prunes no tokens"):
+        without_tokens.run(tmp_path / "other" / without_tokens.place)
+
+
+def test_a_target_is_read_as_published_and_its_validation_images_are_trained_on(tmp_path: Path):
+    root = write_tree(tmp_path / "dtd" / "images", "banded dotted", 6).parent
+    (root / "labels").mkdir()
+    for number, split in enumerate(("train", "val", "test")):
+        lines = [f"{name}/{place}-{number}.png" for place, name in enumerate(("banded", "dotted"))]
+        (root / "labels" / f"{split}1.txt").write_text("\n".join(lines))
+    model = save_model(tmp_path / "model", TINY_ORIGINAL.build())
+    experiment = transferred(model=str(model), transfer=str(root), classes=2)
+    splits = experiment.transferred()
+    assert (len(splits.train), len(splits.test)) == (4, 2)
+    (batch,) = splits.train.batches(4)
+    assert batch.labels.tolist() == [0, 1, 0, 1]
+    own = load_data(root, image_size=16)
+    parts = [next(images.batches(2)).images for images in (own.train, own.validation)]
+    assert torch.equal(batch.images, torch.cat(parts)) and not torch.equal(*parts)
+    with pytest.raises(DataError, match=r"has 2 classes and dtd has 47"):
+        replace(experiment, classes=47).transferred()
+    protocol = transferred()
+    assert replace(protocol, transfer=str(root)).deviations(protocol) == []  # the published images, elsewhere
+    assert len(replace(protocol, transfer=str(tmp_path / "mine")).deviations(protocol)) == 1
+
+
+def test_absent_images_are_named_with_their_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    pytest.importorskip("timm", reason="the shapes of DeiT come from timm")
+    monkeypatch.delenv("ATTNRX_DATA", raising=False)
+    for target, source in (("dtd", "robots.ox.ac.uk"), ("eurosat", "zenodo.org")):
+        with pytest.raises(DataError, match=rf"{target} are on no hub: download them from .*{source}.*ATTNRX_DATA"):
+            transferred(target).run(tmp_path / target)
+    assert list(tmp_path.rglob("*.json")) == []
+
+
+def test_parts_of_a_step_are_no_other_run(tmp_path: Path):
+    experiment = SUBJECTS["deit_small"]
+    parts = replace(experiment, accumulate=4)
+    assert experiment.changed({"accumulate": 4}) == parts and parts.deviations(experiment) == []
+    assert parts.training("teacher").accumulate == 4
+    experiment.claim(tmp_path)
+    parts.require(tmp_path)
+
+
+def test_kept_patches_are_drawn_for_the_model_of_the_clean_run(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    experiment = KeptPatchesExperiment.of(tiny(SPOT))
+    found = experiment.run(tmp_path / experiment.place)
+    files = sorted(path.name for path in found.folder.glob("kept-patches.*"))
+    assert files == ["kept-patches.csv", "kept-patches.pdf", "kept-patches.svg"]
+    shares = [found.measure("spot", "measured", f"left_{stage}") for stage in (1, 2, 3)]
+    policy = SPOT.policy(4)
+    assert policy is not None
+    assert [share and share["value"] for share in shares] == [100 * kept / 16 for kept in policy.counts(16)]

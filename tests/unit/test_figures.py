@@ -15,6 +15,8 @@ from attnrx.nouns.diagnosis import Diagnosis
 from attnrx.nouns.elastic import Elastic, Size
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.figures import DRAWN, Figure, figures_of
+from attnrx.show.reports import sample_tokens
+from attnrx.show.reports.samples import as_colours, left_pictures
 from attnrx.support.errors import InvalidInput, NotSupported, UserCodeError
 from attnrx_lab.comparison import Method, MethodBench, MethodComparison, compare_methods
 from support import cases
@@ -104,6 +106,39 @@ def test_every_kind_is_drawn_and_its_file_gives_the_same(
     assert trade_off.x == tuple(sorted(trial.macs_share for trial in comparison.trials))
     written = rx.figures(list(found.values()), tmp_path / "drawn", ["svg"])
     assert len(written) == len(direct)
+
+
+@pytest.mark.parametrize("reducer", ["attention_received", "ward"])
+def test_kept_patches_are_pictures_with_their_numbers(reducer: str, model: nn.Module, tmp_path: Path) -> None:
+    pruned = rx.realize(model, rx.prescribe(model, f"tokens={reducer}:0.5@2"))
+    (batch,) = pixels(DENSE, 2).batches(2)
+    samples = sample_tokens(pruned, batch.images, ("cat & dog", "b"))
+    (figure,) = figures_of(samples)
+    assert [panel.title for panel in figure.panels] == [
+        "image 1, cat & dog",
+        "image 1, layer 2: 2 of 4",
+        "image 2, b",
+        "image 2, layer 2: 2 of 4",
+    ]
+    written = {path.suffix: path for path in rx.figures(samples, tmp_path)}
+    kept = [float(row["y"]) for row in rows_of(written[".csv"]) if row["panel"].startswith("image 1")]
+    assert kept == samples.left[0, 0].double().tolist() and sum(kept) == 2
+    svg = ElementTree.fromstring(written[".svg"].read_bytes())
+    assert len([each for each in svg.iter() if each.tag.endswith("image")]) == 4
+    assert written[".pdf"].read_bytes().startswith(b"%PDF")
+    # Patches that are left have the pixels of the image; pruned ones are faded, merged ones have one colour.
+    image, (picture,) = as_colours(samples.images[0]), left_pictures(samples, 0)
+    side = image.shape[1] // 2
+    for place, left in enumerate(samples.left[0, 0].tolist()):
+        row, column = divmod(place, 2)
+        patch = (slice(None), slice(row * side, (row + 1) * side), slice(column * side, (column + 1) * side))
+        if samples.groups is None:
+            expected = image[patch] if left else image[patch] + 0.84 * (1 - image[patch])
+            torch.testing.assert_close(picture[patch], expected)
+        elif (samples.groups[0, 0] == samples.groups[0, 0, place]).sum() > 1:
+            assert float(picture[patch].flatten(1).std(1).max()) < 1e-6
+        else:
+            torch.testing.assert_close(picture[patch], image[patch])
 
 
 def numbers(figure: Figure) -> list[object]:

@@ -25,6 +25,7 @@ def test_a_config_survives_a_dictionary(config: TrainingConfig) -> None:
     ("name", "value"),
     [
         ("epochs", 0),
+        ("accumulate", 0),
         ("learning_rate", float("nan")),
         ("warmup_epochs", 80.0),
         ("losses", ()),

@@ -65,6 +65,11 @@ def test_a_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
         train(model(), splits(), config(batch_size=27), tmp_path)
 
 
+def test_a_batch_that_cannot_be_divided_into_parts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"batch_size=8 .* 1 processes, each in 3 parts \(accumulate\)"):
+        train(model(), splits(), config(accumulate=3), tmp_path)
+
+
 def test_the_command_takes_a_batch_that_the_data_allow(tmp_path: Path) -> None:
     data = write_folder(tmp_path / "pets", {"train": 10, "validation": 2, "test": 2})
     words = ("train", "svda:digits", "--data", data, "--epochs", 1, "--precision", "fp32", "--out")

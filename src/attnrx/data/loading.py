@@ -30,9 +30,10 @@ TEST_SHARE = 0.2  # of a dataset that has neither test nor validation images
 class DatasetCard:
     """The properties of a named dataset.
 
-    The normalization is the published statistic of the training images, at their own size and without borders. `flip`
-    and `shift` tell whether the augmentation mirrors images, and crops them from a padded image. `open` returns the
-    images of a dataset that needs no file.
+    The normalization is the published statistic of the training images, at their own size and without borders; of a
+    dataset without one it is ImageNet's. `flip` and `shift` tell whether the augmentation mirrors images, and crops
+    them from a padded image. `open` returns the images of a dataset that needs no file, and `publisher` has the files
+    of one that is on no hub.
     """
 
     geometry: ImageGeometry
@@ -45,6 +46,7 @@ class DatasetCard:
     ignored: tuple[str, ...] = ()
     other_names: tuple[str, ...] = ()
     open: Callable[[], Opened] | None = None
+    publisher: str | None = None
 
 
 def open_digits() -> Opened:
@@ -107,6 +109,18 @@ _CARDS: dict[str, DatasetCard] = {
         hub_id="ethz/food101",
         other_names=("food-101",),
     ),
+    "dtd": DatasetCard(
+        geometry=ImageGeometry.of_size(224, 3, "photo"),
+        normalization=Normalization(*IMAGENET),
+        publisher="www.robots.ox.ac.uk/~vgg/data/dtd (dtd-r1.0.1.tar.gz)",
+        other_names=("dtd-r1.0.1",),
+    ),
+    "eurosat": DatasetCard(
+        geometry=ImageGeometry.of_size(64, 3, "fill"),
+        normalization=Normalization(*IMAGENET),
+        publisher="zenodo.org/records/7711810 (EuroSAT_RGB.zip)",
+        other_names=("EuroSAT_RGB", "EuroSAT-RGB"),
+    ),
     "tiny_imagenet": DatasetCard(
         geometry=ImageGeometry.of_size(64, 3, "fill"),
         normalization=Normalization((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
@@ -161,7 +175,9 @@ def locate(name_or_path: str | Path, columns: Columns) -> DatasetLocation:
     names = _spellings()
     # A Path names files, also if it is spelt like a dataset. Other spellings are usual names of folders.
     known = names.get(requested.lower()) if isinstance(name_or_path, str) else None
-    if known is not None and (requested in DATASETS or not os.path.lexists(requested)):
+    # A name that nothing fetches stands for a folder of this name first.
+    fetched = requested in DATASETS and (DATASETS[requested].hub_id or DATASETS[requested].open) is not None
+    if known is not None and (fetched or not os.path.lexists(requested)):
         return _locate_known(known, columns)
     path = Path(requested)
     try:
@@ -199,7 +215,6 @@ def _locate_known(name: str, columns: Columns) -> DatasetLocation:
     card = DATASETS[name]
     if card.open is not None:
         return DatasetLocation(name, name, card.open, card)
-    assert card.hub_id is not None
     if folder := os.environ.get("ATTNRX_DATA"):
         root = Path(folder).expanduser()
         if not root.is_dir():
@@ -208,6 +223,11 @@ def _locate_known(name: str, columns: Columns) -> DatasetLocation:
             for path in (root / f"{spelling}.parquet", root / spelling):
                 if path.exists():
                     return DatasetLocation(name, name, _opener(path, columns), card, (f"read from {path}",))
+    if card.hub_id is None:
+        raise DataError(
+            f"the images of {name} are on no hub: download them from {card.publisher}, extract them, and give the path "
+            f"of their folder, or put it as {name} into the folder that ATTNRX_DATA names."
+        )
     hub = partial(open_hub, card.hub_id, columns, card.folder, card.revision, card.ignored)
     return DatasetLocation(name, name, hub, card)
 

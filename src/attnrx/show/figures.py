@@ -1,14 +1,14 @@
-"""Figures for papers: spectra, readings, ranks, tokens and trade-offs, as SVG, PDF and CSV.
+"""Figures for papers: spectra, readings, ranks, tokens, kept patches and trade-offs, as SVG, PDF and CSV.
 
-A `Figure` is numbers with their labels. Matplotlib draws it, and a CSV file holds the same numbers. `DRAWN` knows what
-can be drawn; another package registers its own results there.
+A `Figure` is numbers with their labels, or pictures. Matplotlib draws it, and a CSV file holds the same numbers.
+`DRAWN` knows what can be drawn; another package registers its own results there.
 """
 
 import csv
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from attnrx.nouns.elastic import ORIGINAL, Elastic
 from attnrx.nouns.prescription import KIND as PRESCRIPTION
 from attnrx.nouns.prescription import Prescription
 from attnrx.show.reports.layers import ranks, readings_per_head
+from attnrx.show.reports.samples import TokenSamples, as_colours, left_pictures
 from attnrx.support import arguments as kinds
 from attnrx.support.arguments import checked
 from attnrx.support.atomic_writes import write_atomically
@@ -34,6 +35,7 @@ FORMATS = ("svg", "pdf", "csv")
 COLUMNS = ("panel", "series", "x", "y", "low", "high")
 # Panels in a row; inches of one panel, of a figure of one panel, and of one cell of a grid.
 IN_A_ROW, PANEL, ALONE, CELL = 4, (2.2, 1.8), (4.5, 3.2), 0.32
+PICTURE = (1.5, 1.7)  # of one picture with its title
 LAYER = "layer"  # an axis of whole numbers
 MOST_LABELS = 12  # series that have a legend
 # Text stays text: it can be searched, and conferences ask for fonts that are embedded as such.
@@ -56,17 +58,19 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """The series that share a pair of axes."""
+    """The series that share a pair of axes, and the picture that shows them, if there is one, in the unit range."""
 
     series: tuple[Series, ...]
     title: str = ""
+    picture: Float[Tensor, "3 height width"] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Figure:
     """One figure: its name, which is the name of its files, the labels of its axes, and its panels.
 
-    `marks` is "lines", "steps", "points" or "grid": cells in the colour of y, one row per series.
+    `marks` is "lines", "steps", "points", "grid": cells in the colour of y, one row per series, or "pictures". Panels
+    are drawn `in_a_row`.
     """
 
     name: str
@@ -75,6 +79,7 @@ class Figure:
     panels: tuple[Panel, ...]
     marks: str = "lines"
     logarithmic: bool = False
+    in_a_row: int = IN_A_ROW
 
     @property
     def rows(self) -> Iterator[tuple[Any, ...]]:
@@ -102,12 +107,13 @@ def figures(source: Any, folder: Path | str, formats: Sequence[str] = FORMATS) -
 
     A diagnosis gives spectra, kept energy and the readings of heads; a prescription the ranks and tokens that stay; the
     sizes of an elastic model, and a comparison of methods, their trade-off of cost and divergence. A result of `shrink`
-    gives all that it has. Files are named after their figure and are replaced; colours are those of matplotlib, and
+    gives all that it has. `rx.reports.sample_tokens(model, images)` gives images with the patches that every stage of
+    token pruning leaves. Files are named after their figure and are replaced; colours are those of matplotlib, and
     `Figure` has the numbers if you draw by yourself.
 
     Args:
         source: A `Diagnosis`, a `Prescription`, a `Shrunk`, an `Elastic`, a comparison, or the path of a file or folder
-            of one of these; several in a list.
+            of one of these; or `TokenSamples`. Several in a list.
         folder: Where the figures are written.
         formats: Of svg, pdf and csv.
 
@@ -157,6 +163,8 @@ def figures_of(source: Any) -> list[Figure]:
         return list(chain.from_iterable(map(figures_of, source)))
     if isinstance(source, str | Path):
         return list(chain.from_iterable(figures_of(result) for result in _read(Path(source))))
+    if isinstance(source, TokenSamples):  # no file holds them
+        return [kept_patches(source)]
     for drawing in DRAWN.values():
         if isinstance(source, drawing.result):
             return list(drawing.figures(source))
@@ -200,9 +208,9 @@ def _draw(figure: Figure, path: Path, formats: Sequence[str]) -> Iterator[Path]:
         return
     matplotlib, library = (required_module(name, "figures", "a figure") for name in ("matplotlib", "matplotlib.figure"))
     count = len(figure.panels)
-    columns = min(count, IN_A_ROW)
+    columns = min(count, figure.in_a_row)
     rows = -(-count // columns)
-    width, height = ALONE if count == 1 else PANEL
+    width, height = PICTURE if figure.marks == "pictures" else ALONE if count == 1 else PANEL
     if figure.marks == "grid":
         sides = [(max(len(row.x) for row in panel.series), len(panel.series)) for panel in figure.panels]
         width, height = (CELL * max(side) + 1.2 for side in zip(*sides, strict=True))
@@ -213,7 +221,7 @@ def _draw(figure: Figure, path: Path, formats: Sequence[str]) -> Iterator[Path]:
             _draw_panel(figure, panel, axis, sheet)
         for axis in axes.flat[count:]:
             axis.set_axis_off()
-        if count > 1:
+        if count > 1 and figure.marks != "pictures":
             sheet.supxlabel(figure.x)
             sheet.supylabel(figure.y)
         for form in formats:
@@ -224,6 +232,12 @@ def _draw(figure: Figure, path: Path, formats: Sequence[str]) -> Iterator[Path]:
 
 
 def _draw_panel(figure: Figure, panel: Panel, axis: Any, sheet: Any) -> None:
+    if panel.picture is not None:
+        axis.set_title(panel.title, fontsize="small")
+        # The pixels as they are: a resampled picture would have blurred patches.
+        axis.imshow(panel.picture.movedim(0, -1).clamp(0, 1).numpy(), interpolation="none")
+        axis.set_axis_off()
+        return
     axis.set_title(panel.title, fontsize="medium")
     if len(figure.panels) == 1:
         axis.set_xlabel(figure.x)
@@ -332,6 +346,28 @@ def _of_prescription(prescription: Prescription) -> Iterator[Figure]:
         layers = tuple(map(float, range(1, len(shares) + 1)))
         series = Series(str(tokens.policy.reducer), layers, tuple(shares))
         yield Figure("tokens", LAYER, "share of the patches", (Panel((series,)),), marks="steps")
+
+
+def kept_patches(samples: TokenSamples) -> Figure:
+    """Returns a figure of images with the patches that every stage leaves, one image per row (SPOT, Figures 3 and 6).
+
+    The numbers are 1 for a patch that is left and 0 for one that was pruned or merged into another.
+    """
+    rows, columns = samples.grid
+    across = tuple(map(float, range(1, columns + 1)))
+    panels = list[Panel]()
+    for index, image in enumerate(samples.images):
+        name = f"image {index + 1}"
+        stages = left_pictures(samples, index)
+        label = f"{name}, {samples.labels[index]}" if samples.labels else name
+        panels.append(Panel((), label, as_colours(image)))
+        for layer, left, picture in zip(samples.policy.layers, samples.left[index], stages, strict=True):
+            lines = enumerate(left.view(rows, columns).double().tolist(), 1)
+            series = tuple(Series(f"row {row}", across, tuple(line)) for row, line in lines)
+            title = f"{name}, layer {layer}: {int(left.sum())} of {left.numel()}"
+            panels.append(Panel(series, title, picture))
+    in_a_row = 1 + len(samples.policy.layers)
+    return Figure("kept-patches", "column", "patch is left", tuple(panels), marks="pictures", in_a_row=in_a_row)
 
 
 def _of_elastic(elastic: Elastic) -> Iterator[Figure]:

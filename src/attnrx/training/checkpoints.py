@@ -176,7 +176,7 @@ def load_tensors_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 # May change when a run is resumed: they change how it is stored or distributed, and its result only by rounding.
-HARMLESS = {"config.checkpoint_every", "config.parallel"}
+HARMLESS = {"config.checkpoint_every", "config.parallel", "config.accumulate"}
 
 
 def identity(

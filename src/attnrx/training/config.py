@@ -21,12 +21,14 @@ class TrainingConfig:
     strength learning rate spreads the spectrum.
 
     With "ddp" every process has a copy of the model; with "fsdp" a shard of weights, gradients, optimizer state and
-    running mean, and it gathers the weights for every step. The results are equal up to rounding, and a run may be
-    resumed with the other mode or another number of processes.
+    running mean, and it gathers the weights for every step. With `accumulate` a process computes its images in parts,
+    as several processes would. The results are equal up to rounding, and a run may be resumed with the other mode,
+    another number of processes or of parts.
 
     Attributes:
         epochs: Passes over the training images.
         batch_size: Images per step, over all processes (256, on the command line less for small datasets).
+        accumulate: Parts of a process's images in a step, computed one after the other in less memory.
         learning_rate: Peak learning rate of warm-up and cosine decay.
         min_learning_rate: Final learning rate of the cosine decay.
         warmup_learning_rate: Initial learning rate of the warm-up.
@@ -51,6 +53,7 @@ class TrainingConfig:
 
     epochs: int = 80
     batch_size: int = 256
+    accumulate: int = 1
     learning_rate: float = 1e-3
     min_learning_rate: float = 0.0
     warmup_learning_rate: float = 0.0

@@ -9,9 +9,9 @@ accelerators only; PyTorch's `fully_shard` in its processes runs anywhere.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from attnrx.data import Batch
 from attnrx.support.errors import NotSupported
 from attnrx.support.hardware import bfloat16_products
-from attnrx.support.shapes import Float, Tensor
+from attnrx.support.shapes import Float, ImageBatch, Int, Tensor
 from attnrx.training.config import TrainingConfig
 from attnrx.training.losses import LossContext, TeacherSource
 from attnrx.vit.models import Answering, family_of, recording_tokens
@@ -276,12 +276,59 @@ class Learner:
         return total
 
     def step_(self, batch: Batch, step: int) -> None:
-        """Runs one step with this process's share of the batch."""
-        config, images, labels = self.config, batch.images.to(self.dtype), batch.labels
-        # Of dropout and sampled tokens: other numbers in every process, since each has other images.
-        torch.manual_seed(derived_seed(config.seed, STEP, step, self.shard[0]))
+        """Runs one step with this process's share of the batch, in `accumulate` parts one after the other."""
+        config, parts, (process, processes) = self.config, self.config.accumulate, self.shard
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.rate(step) * group["factor"]
+        found = []
+        for part in range(parts):
+            share = slice(len(batch) * part // parts, len(batch) * (part + 1) // parts)
+            images, labels = batch.images[share].to(self.dtype), batch.labels[share]
+            # A part is what one of as many processes would have.
+            with nullcontext() if part == parts - 1 else self.unsynchronized():
+                found.append(self._backward(images, labels, step, (process * parts + part, processes * parts)))
+        *means, num_correct = found[0] if parts == 1 else torch.stack(found).sum(0)
+        reshard_(self.model)  # the optimizer works on the shards
+        clip = config.gradient_clip  # an infinite limit clips nothing, but the norm is still recorded
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if clip is None else clip)
+        self.optimizer.step()
+        # None instead of zeros frees the memory, and spares the next backward pass an addition.
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.mean is not None:
+            self.mean.update_(step)
+        # Each of N processes adds 1/N of a step, so that a run can be resumed with another number of processes.
+        share_of_step, norm = 1 / processes, full_tensor(norm)
+        # torch.full does not synchronize with the GPU; copying a number there would.
+        counts = [torch.full_like(self.sums[0], number) for number in (len(batch), share_of_step)]
+        values = [*(value * share_of_step for value in (*means, norm)), num_correct, *counts]
+        self.sums += torch.stack([value.to(self.sums) for value in values])
+        # Without a Python condition, which would wait for the GPU; `_Run._check` looks at the result now and then.
+        finite = torch.isfinite(means[-1]) & torch.isfinite(norm)
+        self.first_bad.copy_(torch.where(finite, self.first_bad, self.first_bad.clamp(max=step)))
+
+    @contextmanager
+    def unsynchronized(self) -> Iterator[None]:
+        """Adds gradients in every process inside the context, without exchanging them between processes."""
+        sharded = _parts(self.model)
+        for each in sharded:
+            each.set_requires_gradient_sync(False, recurse=False)
+        try:
+            with self.accelerator.no_sync(cast(nn.Module, self.wrapped)):  # a replica per process
+                yield
+        finally:
+            for each in sharded:
+                each.set_requires_gradient_sync(True, recurse=False)
+
+    def _backward(
+        self, images: ImageBatch, labels: Int[Tensor, "batch"], step: int, shard: tuple[int, int]
+    ) -> Float[Tensor, "numbers"]:
+        """Adds the gradient of one part of a step, which has the images of the `shard`.
+
+        Returns the terms of the loss and the loss, divided by the number of parts, and the number of right answers.
+        """
+        config = self.config
+        # Of dropout and sampled tokens: other numbers in every process, since each has other images.
+        torch.manual_seed(derived_seed(config.seed, STEP, step, shard[0]))
         if self.features is not None:
             self.features.clear()  # the blocks append to it in every forward pass
         with self.autocast():
@@ -294,30 +341,17 @@ class Learner:
                 labels,
                 logits,
                 seed=derived_seed(config.seed, NOISE, step),
-                shard=self.shard,
+                shard=shard,
                 features=tuple(self.features or ()),
                 run=runs[-1] if runs else None,
                 progress=step / self.schedule.steps,
                 teachers=self.teachers,
             )
             terms = [loss(context) for loss in config.losses]
-        total = torch.stack([loss.weight * term for loss, term in zip(config.losses, terms, strict=True)]).sum()
+        # A part of the mean over the images of the process.
+        weights = [loss.weight / config.accumulate for loss in config.losses]
+        total = torch.stack([weight * term for weight, term in zip(weights, terms, strict=True)]).sum()
         self.accelerator.backward(total)
         num_correct = (logits.detach().argmax(-1) == labels).sum()
-        reshard_(self.model)  # the optimizer works on the shards
-        clip = config.gradient_clip  # an infinite limit clips nothing, but the norm is still recorded
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if clip is None else clip)
-        self.optimizer.step()
-        # None instead of zeros frees the memory, and spares the next backward pass an addition.
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.mean is not None:
-            self.mean.update_(step)
-        # Each of N processes adds 1/N of a step, so that a run can be resumed with another number of processes.
-        share, norm = 1 / self.shard[1], full_tensor(norm)
-        # torch.full does not synchronize with the GPU; copying a number there would.
-        counts = [torch.full_like(self.sums[0], number) for number in (len(batch), share)]
-        values = [*(value.detach() * share for value in (*terms, total, norm)), num_correct, *counts]
-        self.sums += torch.stack([value.to(self.sums) for value in values])
-        # Without a Python condition, which would wait for the GPU; `_Run._check` looks at the result now and then.
-        finite = torch.isfinite(total.detach()) & torch.isfinite(norm)
-        self.first_bad.copy_(torch.where(finite, self.first_bad, self.first_bad.clamp(max=step)))
+        means = [term.detach() / config.accumulate for term in terms] if config.accumulate > 1 else terms
+        return torch.stack([*(value.detach().to(self.sums) for value in (*means, total, num_correct))])

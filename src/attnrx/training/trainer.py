@@ -252,7 +252,7 @@ def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
 
     Raises:
         NotSupported: The processes were launched for another parallel mode.
-        InvalidInput: The batch size is no multiple of the number of processes.
+        InvalidInput: The batch size is no multiple of the number of processes and their parts.
     """
     # A layer whose heads have no directions has unused empty parameters; DDP requires a flag for unused parameters.
     unused = any(not parameter.numel() for parameter in model.parameters())
@@ -266,10 +266,11 @@ def make_accelerator(model: nn.Module, config: TrainingConfig) -> "Accelerator":
             f"the processes were launched for {accelerator.distributed_type.value}; launch plain data parallel "
             'processes, and set parallel="fsdp" (--parallel fsdp) for sharded weights.'
         )
-    if config.batch_size % accelerator.num_processes:
+    if config.batch_size % (accelerator.num_processes * config.accumulate):
+        parts = f", each in {config.accumulate} parts (accumulate)" if config.accumulate > 1 else ""
         raise InvalidInput(
-            f"batch_size={config.batch_size} cannot be divided between {accelerator.num_processes} processes; give a "
-            "multiple of their number."
+            f"batch_size={config.batch_size} cannot be divided between {accelerator.num_processes} processes{parts}; "
+            "give a multiple of their number."
         )
     return accelerator
 

@@ -10,11 +10,14 @@ from attnrx_lab.baselines.gates import GatedBaseline, GatedModel, prescribe_gate
 from attnrx_lab.baselines.plan import PlanBaseline
 from attnrx_lab.baselines.snapvit import SnapVitBaseline
 from attnrx_lab.baselines.torch_pruning import TorchPruningBaseline
+from attnrx_lab.baselines.tucker import TUCKER, TUCKER_TERMS, TuckerBaseline
 from attnrx_lab.baselines.unplanned import LowerResolution, UnchangedModel, VendorInt8
 
 PRESCRIBED: Mapping[str, type[PrescribedBaseline]] = {each.name: each for each in (CorpBaseline, SnapVitBaseline)}
+DECOMPOSED = (TUCKER, TUCKER_TERMS)
 
 __all__ = [
+    "DECOMPOSED",
     "FACTORS",
     "PRESCRIBED",
     "CorpBaseline",
@@ -30,6 +33,7 @@ __all__ = [
     "SearchedBaseline",
     "SnapVitBaseline",
     "TorchPruningBaseline",
+    "TuckerBaseline",
     "UnchangedModel",
     "VendorInt8",
     "prescribe_gates",

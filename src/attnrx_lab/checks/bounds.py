@@ -5,6 +5,7 @@ its bound: above 1 it is violated. They take float64 rows of one layer: the quer
 one per token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from attnrx.nouns.evidence import FAILS, HOLDS, Finding
 from attnrx.show.checks.check import Check, Comparison
 from attnrx.support.modules import evaluating
 from attnrx.support.shapes import Bool, Float, Int, Tensor
-from attnrx.vit.attention import Observation
+from attnrx.vit.attention import Attention, Observation
 from attnrx.vit.models import family_of, model_fingerprint, observing, require_all_tokens
 from attnrx.vit.spec import Spectrum
 
@@ -24,6 +25,7 @@ CLAIMS = {
     "Proposition 1": "no attention row moves by more than its scores, with C_sm = 1 (Proposition 1, Eq. 21)",
     "Proposition 3": "no scores have a higher rank than their head has directions left (Proposition 3, Eq. 32)",
     "Proposition 4": "no noise moves the scores by more than the spectral norms allow (Proposition 4, Eq. 36)",
+    "Proposition 5": "heads with the same projections and spectra add the same, up to rounding (Proposition 5)",
 }
 
 # Rows computed in float32 have unit length only up to about 1e-7, which affects every bound.
@@ -37,7 +39,7 @@ BATCH = 16  # images per batch; every score of every head is held in float64
 
 @dataclass(frozen=True)
 class Bounds(Check):
-    """SVDA, Theorem 1, Propositions 1 to 4 on the activations of the reference, layer by layer.
+    """SVDA, Theorem 1, Propositions 1 to 5 on the activations of the reference, layer by layer.
 
     The theorems apply to one layer and one input: each layer is evaluated on the reference's activations, and only its
     strengths change. (In a masked model the inputs change from the second layer on.) The value of a finding is the
@@ -47,7 +49,8 @@ class Bounds(Check):
     and Propositions 1 and 3 are skipped. Unchanged heads are not counted. Eq. 13 applies only to heads whose weakest
     directions were pruned; its threshold is the smallest kept strength. Proposition 2 is Eq. 25 and needs no images.
     Proposition 3 reads one image of every BATCH: a rank needs a decomposition. Proposition 4 perturbs the images with
-    Gaussian noise of standard deviation NOISE. Proposition 5, about two equal heads, is no bound.
+    Gaussian noise of standard deviation NOISE. Proposition 5 is about heads whose weights are equal, bit by bit, and is
+    skipped where a model has none; training makes none.
     """
 
     images: int = 256
@@ -56,10 +59,12 @@ class Bounds(Check):
         """Evaluates the reference on clean and on perturbed images."""
         comparison = comparison.taking(self.images)
         changes, worst = spectral_changes(comparison), dict[str, float]()
+        layers = family_of(comparison.reference).attention(comparison.reference)
+        pairs = [equal_heads(layer) for layer in layers]
 
         # Only the largest ratio of every claim is stored: the scores of all layers would not fit in memory.
         def observe(layer: int, observation: Observation) -> None:
-            for name, ratios in _ratios(observation, changes.get(layer)).items():
+            for name, ratios in _ratios(observation, changes.get(layer), pairs[layer]).items():
                 if ratios.numel():
                     worst[name] = max(worst.get(name, 0.0), float(ratios.max()))
 
@@ -150,13 +155,48 @@ def _spectra(comparison: Comparison) -> list[Spectrum]:
     return [layer.spectrum() for layer in family_of(model).attention(model)]
 
 
-def _ratios(observation: Observation, change: SpectralChange | None) -> dict[str, Float[Tensor, "batch counted"]]:
-    """Returns the ratios of one layer by claim, on a batch whose second half is the perturbed first half."""
+def equal_heads(layer: Attention) -> list[tuple[int, int]]:
+    """Returns the pairs of heads with identical weights and strengths, each head with the first one that equals it.
+
+    A head is its query, key and value projections, its spectrum and its part of the output projection (SVDA,
+    Proposition 5). Heads that differ in anything else, e.g. by their bias of pairs of tokens, have no pairs.
+    """
+    spec = layer.spec
+    if not spec.heads or spec.pair_bias or spec.traits.has_distances or spec.traits.rotates or spec.inner_norms:
+        return []
+    spectrum, dims = layer.spectrum(), spec.value_dims
+    # Shared directions have one table: heads then differ by their strengths.
+    tables = [side.expand(len(dims), -1, -1) for side in (spectrum.query, spectrum.key)]
+    values = layer.value.augmented().split(dims)
+    outputs = layer.output.weight.detach().cpu().double().split(dims, dim=1)
+    heads = list(zip(*tables, spectrum.strength, spectrum.used, values, outputs, strict=True))
+    pairs = list[tuple[int, int]]()
+    for second, parts in enumerate(heads):
+        for first in range(second):
+            if all(map(torch.equal, heads[first], parts)):
+                pairs.append((first, second))
+                break
+    return pairs
+
+
+def _ratios(
+    observation: Observation, change: SpectralChange | None, pairs: Sequence[tuple[int, int]]
+) -> dict[str, Float[Tensor, "batch counted"]]:
+    """Returns the ratios of one layer by claim, on a batch whose second half is the perturbed first half.
+
+    `pairs` are its equal heads.
+    """
     (query, moved_query), (key, moved_key) = (rows.double().chunk(2) for rows in (observation.query, observation.key))
     scale, strengths = observation.scale, observation.strength
     strength = torch.ones_like(query[0, 0]) if strengths is None else strengths.double()
     # Without strengths (dense attention) each counts as 1, and the spectral norm is that of the rows.
     ratios = {"Proposition 4": proposition_4((query, key), (moved_query, moved_key), strength, scale)}
+    if pairs:
+        added = [
+            [observation.output[:, head].double() @ observation.readout[head].double() for head in pair]
+            for pair in pairs
+        ]
+        ratios["Proposition 5"] = torch.stack([proposition_5(first, second) for first, second in added], 1)
     if strengths is None or change is None:
         return ratios
     # On the clean half only: these claims are about changed strengths on the same input.
@@ -236,6 +276,17 @@ def proposition_4(
     # norm.
     reach = moved[0] * spectral_norm(perturbed[1]) + spectral_norm(clean[0]) * moved[1]
     return bound_ratio(torch.linalg.vector_norm(change, dim=(-2, -1)), scale * strength.abs().amax(-1) * reach)
+
+
+def proposition_5(
+    first: Float[Tensor, "batch tokens width"], second: Float[Tensor, "batch tokens width"]
+) -> Float[Tensor, "batch"]:
+    """Two heads with identical projections and spectra add the same to every token (SVDA, Proposition 5).
+
+    The difference may be rounding: at most ROUNDING of the largest number that the first head adds.
+    """
+    difference, largest = (values.abs().amax((-2, -1)) for values in (first - second, first))
+    return bound_ratio(difference, ROUNDING * largest)
 
 
 def spectral_norm(rows: Float[Tensor, "batch tokens heads directions"]) -> Float[Tensor, "batch heads"]:

@@ -11,9 +11,10 @@ def add_methods(parser: Parser, required: bool = True) -> None:
         "each 'NAME=RULES [repair=STEPS] [distill=EPOCHS]', with the rules of `attnrx prescribe`, e.g. "
         "'both=qk=total_rank:{share} tokens=evit:{share}@4,7,10', where {share} stands for the share kept (a rule "
         "without a map is that of qk), or "
-        "'NAME=baseline:BASELINE': svd, asvd, fwsvd or svd_llm on all linear maps, or corp, "
-        "snapvit, wdpruning, diffrate, torch_pruning, plan, resolution, int8, unchanged, or a function of --plugin; or "
-        "'NAME=FOLDER', a model that was trained, e.g. spot=runs/spot, or its name, e.g. smaller=timm:NAME"
+        "'NAME=baseline:BASELINE': svd, asvd, fwsvd or svd_llm on all linear maps, tucker or tucker_terms on the "
+        "scores of all heads, or corp, snapvit, wdpruning, diffrate, torch_pruning, plan, resolution, int8, "
+        "unchanged, or a function of --plugin; or 'NAME=FOLDER', a model that was trained, e.g. spot=runs/spot, or "
+        "its name, e.g. smaller=timm:NAME"
     )
     option(parser, "--methods", "NAME=RULES", syntax, nargs="+", required=required)
 

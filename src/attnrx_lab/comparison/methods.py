@@ -34,6 +34,7 @@ from attnrx.vit.outputs import Embeddings, output_kind_of
 from attnrx.vit.tokens import parse_policy
 from attnrx.workflows.load import load
 from attnrx_lab.baselines import (
+    DECOMPOSED,
     FACTORS,
     PRESCRIBED,
     DiffRateBaseline,
@@ -45,6 +46,7 @@ from attnrx_lab.baselines import (
     PlanBaseline,
     SearchedBaseline,
     TorchPruningBaseline,
+    TuckerBaseline,
     UnchangedModel,
     VendorInt8,
 )
@@ -289,6 +291,10 @@ def _factored(kind: str, bench: MethodBench) -> ModelCompressor:
     return FactoringBaseline(bench.working, kind, bench.statistics)
 
 
+def _decomposed(kind: str, bench: MethodBench) -> ModelCompressor:
+    return TuckerBaseline(bench.working, bench.diagnosis, kind)
+
+
 def _prescribed(name: str, bench: MethodBench) -> ModelCompressor:
     return PRESCRIBED[name](bench.working, bench.diagnosis, bench.calibration, bench.seed)
 
@@ -296,6 +302,7 @@ def _prescribed(name: str, bench: MethodBench) -> ModelCompressor:
 BASELINES = Registry[Baseline](
     "baseline",
     *(Baseline(kind, partial(_factored, kind)) for kind in FACTORS),
+    *(Baseline(kind, partial(_decomposed, kind)) for kind in DECOMPOSED),
     *(Baseline(name, partial(_prescribed, name)) for name in PRESCRIBED),
     Baseline("wdpruning", lambda bench: GatedBaseline(bench.working, bench.calibration, bench.seed)),
     Baseline("diffrate", lambda bench: DiffRateBaseline(bench.working, bench.calibration, bench.seed)),

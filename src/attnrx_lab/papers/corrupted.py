@@ -1,8 +1,7 @@
 """The robustness experiment (SPOT, Table 5): the models of Table 1 on images with every corruption of ImageNet-C."""
 
-import copy
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
@@ -17,7 +16,6 @@ from attnrx.show.checks.statistics import mean_change
 from attnrx.support.errors import DataError
 from attnrx.support.progress import Log
 from attnrx.vit.models import family_of, model_fingerprint
-from attnrx.workflows.load import load
 from attnrx_lab.checks import Robustness
 from attnrx_lab.corruptions import CORRUPTIONS
 from attnrx_lab.papers.experiment import (
@@ -28,15 +26,14 @@ from attnrx_lab.papers.experiment import (
     first_images,
     plain_measures,
 )
-from attnrx_lab.papers.spot import BATCH, SpotExperiment, outline_for, token_price
+from attnrx_lab.papers.spot import BATCH, DerivedExperiment, SpotExperiment, outline_for, token_price
 
 SEVERITY = 3  # of five (SPOT, Section 7.1)
 
 
 @dataclass(frozen=True)
-class CorruptedExperiment(SpotExperiment):
-    """One model of the SPOT experiment, which is made or read first, on corrupted test images; nothing is trained on
-    them.
+class CorruptedExperiment(DerivedExperiment):
+    """One model of the SPOT experiment on corrupted test images; nothing is trained on them.
 
     `corrupted` is the folder of ImageNet-C, with a folder CORRUPTION/SEVERITY for each of its 19 corruptions. Without
     it the test images are corrupted here, by the same definitions.
@@ -46,15 +43,6 @@ class CorruptedExperiment(SpotExperiment):
     knobs: ClassVar[tuple[str, ...]] = (*SpotExperiment.knobs, "corrupted")
 
     corrupted: str | None = None
-
-    @classmethod
-    def of(cls, clean: SpotExperiment) -> "CorruptedExperiment":
-        return cls(**{each.name: getattr(clean, each.name) for each in fields(SpotExperiment)})
-
-    @property
-    def clean(self) -> SpotExperiment:
-        """The run with the same model on clean images (SPOT, Table 1)."""
-        return SpotExperiment(**{each.name: getattr(self, each.name) for each in fields(SpotExperiment)})
 
     @property
     def differences(self) -> tuple[str, ...]:
@@ -68,17 +56,8 @@ class CorruptedExperiment(SpotExperiment):
             DataError: A corruption is not in the folder; nothing is trained then.
         """
         files = None if self.corrupted is None else corruption_folders(Path(self.corrupted))
-        clean = self.clean
-        # runs/spot-corrupted/SUBJECT/METHOD/seed-SEED -> runs/spot/SUBJECT/METHOD/seed-SEED
-        place = folder.parents[len(self.place.parts) - 1] / clean.place
-        clean.run(place, log)
         splits = self.splits()
-        original, _ = self.original(splits, place, log)
-        candidate = copy.deepcopy(original)
-        if self.method.trained:
-            candidate = load(place / "train")
-        else:
-            self.method.attach_(candidate, self.seed)
+        original, candidate = self.models(folder, log, splits)
         self.claim(folder)
         log(f"{self.name}: {len(CORRUPTIONS)} corruptions of severity {SEVERITY}")
         comparison = comparison_with(

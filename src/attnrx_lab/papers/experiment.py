@@ -26,6 +26,8 @@ SCHEMA = 1  # of settings.json and result.json
 # The knobs of experiments that load a pre-trained model, and of those that load data by name.
 MODEL_KNOBS = ("model", "weights")
 DATA_KNOBS = ("dataset", "label_column", "test_column")
+PLACES = ("dataset", "transfer")  # knobs that tell where images are
+HARMLESS = ("accumulate",)  # knobs that change a result by rounding alone: neither another run, nor a deviation
 
 # value, low and high, the last two None without an interval; and `samples`, the values of groups of images, if any.
 Measure = dict[str, Any]
@@ -157,7 +159,9 @@ class Experiment(ABC):
         texts = []
         for name in self.knobs:
             value, default = getattr(self, name), getattr(protocol, name)
-            if value == default or (name == "dataset" and catalogue_name(value) == (default or protocol.subject)):
+            # The published images are the protocol's, wherever they are.
+            published = default or protocol.scenario
+            if name in HARMLESS or value == default or (name in PLACES and catalogue_name(value) == published):
                 continue
             default_text = "the default" if default is None else default
             if name in self.chosen:
@@ -196,7 +200,7 @@ class Experiment(ABC):
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings for files, which name no folder of this machine."""
-        return without_folders(to_dict(self))
+        return {name: value for name, value in without_folders(to_dict(self)).items() if name not in HARMLESS}
 
     def _header(self) -> dict[str, Any]:
         kind = self.kind.replace("-", " ")

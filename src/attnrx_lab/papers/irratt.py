@@ -156,12 +156,13 @@ class IrrattExperiment(sources.DatasetExperiment):
     knobs: ClassVar[tuple[str, ...]] = (
         *MODEL_KNOBS,
         *DATA_KNOBS,
-        *("epochs", "batch_size", "factors", "calibration_images", "test_images"),
+        *("epochs", "batch_size", "accumulate", "factors", "calibration_images", "test_images"),
     )
 
     methods: tuple[IrrattMethod, ...]
     epochs: int = 0
     batch_size: int = 256
+    accumulate: int = 1
     calibration_images: int = 96
     learning_rate: float = 5e-5
     gradient_clip: float | None = None
@@ -201,6 +202,7 @@ class IrrattExperiment(sources.DatasetExperiment):
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,
+            accumulate=self.accumulate,
             learning_rate=self.learning_rate,
             min_learning_rate=1e-6,
             warmup_learning_rate=1e-6,

@@ -22,6 +22,8 @@ TRAINING_IMAGES = {
     "cifar10": 50_000,
     "cifar100": 50_000,
     "food101": 75_750,
+    "dtd": 3_760,
+    "eurosat": 21_600,
     "imagenette": 9_469,
 }
 # Operations a second of an H100 (SXM) without sparsity, by its data sheet, and the share of them that is assumed.

@@ -2,10 +2,10 @@
 
 import copy
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from attnrx.support.progress import Log
 from attnrx.support.shapes import Bool, Int, Tensor
 from attnrx.training import TrainingConfig, train
 from attnrx.training.losses import Distillation, Loss, Task
-from attnrx.vit.models import attach_tokens_, build_model, family_of, model_fingerprint
+from attnrx.vit.models import attach_tokens_, build_model, family_of, model_fingerprint, reduction_of
 from attnrx.vit.tokens import TokenPolicy, parse_policy
 from attnrx.workflows.load import load
 from attnrx_lab.clutter import STAGES, object_finding
@@ -253,13 +253,14 @@ class SpotExperiment(sources.DatasetExperiment):
     """
 
     kind: ClassVar[str] = "spot"
-    knobs: ClassVar[tuple[str, ...]] = (*MODEL_KNOBS, *DATA_KNOBS, "epochs", "batch_size", "test_images")
+    knobs: ClassVar[tuple[str, ...]] = (*MODEL_KNOBS, *DATA_KNOBS, "epochs", "batch_size", "accumulate", "test_images")
 
     method: TokenMethod
     seed: int = field(default=42, kw_only=True)
     tuning: FineTuning = FineTuning()
     epochs: int = 80
     batch_size: int = 512
+    accumulate: int = 1
     validation_images: int | None = None
 
     @property
@@ -272,7 +273,7 @@ class SpotExperiment(sources.DatasetExperiment):
         kind, subject, seed = super().place.parts
         return Path(kind, subject, self.method.name, seed)
 
-    def as_tiny(self) -> "SpotExperiment":
+    def as_tiny(self) -> Self:
         """The same method on a tiny model, in a second or two."""
         tuning = replace(self.tuning, precision="fp32", images=None)
         smaller = {"epochs": 1, "batch_size": 32, "test_images": None, "validation_images": None}
@@ -327,6 +328,7 @@ class SpotExperiment(sources.DatasetExperiment):
         return TrainingConfig(
             epochs=self.epochs,
             batch_size=self.batch_size,
+            accumulate=self.accumulate,
             learning_rate=tuning.learning_rate,
             predictor_learning_rate=tuning.predictor_factor,  # a multiple of the rate of the other weights
             weight_decay=tuning.weight_decay,
@@ -361,8 +363,9 @@ class SpotExperiment(sources.DatasetExperiment):
             "rules": {self.method.name: {"paper": price, "measured": numbers}},
         }
 
-    def original(self, splits: Splits, folder: Path, log: Log) -> tuple[nn.Module, str]:
-        """Returns the original, and its source as a teacher for losses; it is trained once if necessary.
+    def original(self, splits: Splits | None, folder: Path, log: Log) -> tuple[nn.Module, str]:
+        """Returns the original, and its source as a teacher for losses; it is trained once if necessary, on the
+        `splits`, which are loaded then if they are None.
 
         Raises:
             InvalidInput: It has no weights.
@@ -377,7 +380,7 @@ class SpotExperiment(sources.DatasetExperiment):
             return self.pretrained(), self.model
         # All runs of a subject share it: runs/spot/SUBJECT/METHOD/seed-SEED -> runs/spot/originals/SUBJECT.
         place = folder.parents[2] / "originals" / self.place.parts[1]
-        return self.made.trained(splits, place, log), str(place)
+        return self.made.trained(splits or self.splits(), place, log), str(place)
 
     def _evidence(self, original: nn.Module, teacher: str, splits: Splits, folder: Path) -> Evidence:
         """Fine-tunes trained methods; accuracy and fidelity against the original, on the same images."""
@@ -419,3 +422,56 @@ class SpotExperiment(sources.DatasetExperiment):
             epochs = self.made.epochs
             notes.append(f"the original is not pre-trained: a small model, trained here for {epochs} epochs")
         return notes
+
+
+@dataclass(frozen=True)
+class DerivedExperiment(SpotExperiment):
+    """What is measured on the model of a run of the SPOT experiment, which is made or read first; nothing of this
+    model is trained here.
+
+    `tuned` is the folder of a fine-tuned model that takes the place of the run's.
+    """
+
+    tuned: str | None = None
+
+    @classmethod
+    def of(cls, clean: SpotExperiment, **settings: Any) -> Self:
+        return cls(**{each.name: getattr(clean, each.name) for each in fields(SpotExperiment)}, **settings)
+
+    @property
+    def clean(self) -> SpotExperiment:
+        """The run that makes the model (SPOT, Table 1)."""
+        return SpotExperiment(**{each.name: getattr(self, each.name) for each in fields(SpotExperiment)})
+
+    @property
+    def name(self) -> str:
+        return f"{self.scenario}{' (tiny)' if self.tiny else ''}, {self.method.name}, seed {self.seed}"
+
+    def trainings(self) -> tuple[Training, ...]:
+        return self.clean.trainings() if self.tuned is None else ()
+
+    def models(self, folder: Path, log: Log, splits: Splits | None = None) -> tuple[nn.Module, nn.Module]:
+        """Returns the original, and the model of the run; `splits` are those of the run, if they are loaded already.
+
+        Raises:
+            InvalidInput: The `tuned` model prunes no tokens, or the original has no weights.
+        """
+        clean = self.clean
+        # runs/KIND/SCENARIO/METHOD/seed-SEED -> runs/spot/SUBJECT/METHOD/seed-SEED
+        place = folder.parents[len(self.place.parts) - 1] / clean.place
+        candidate = None if self.tuned is None else load(self.tuned).eval()
+        if candidate is None:
+            clean.run(place, log)
+        elif reduction_of(candidate) is None:
+            raise InvalidInput(
+                f"tuned={self.tuned!r}: this model prunes no tokens; give the folder of a model that was fine-tuned "
+                "with a token policy, e.g. by `attnrx train MODEL --tokens spot:0.7@4,7,10`."
+            )
+        original, _ = clean.original(splits, place, log)
+        if candidate is not None:
+            return original, candidate
+        if self.method.trained:
+            return original, load(place / "train")
+        candidate = copy.deepcopy(original)
+        self.method.attach_(candidate, self.seed)
+        return original, candidate

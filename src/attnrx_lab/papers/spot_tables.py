@@ -8,9 +8,11 @@ from attnrx_lab.clutter import STAGES
 from attnrx_lab.cluttered_digits import CLUTTERED
 from attnrx_lab.papers.corrupted import CorruptedExperiment
 from attnrx_lab.papers.datasets import DatasetCounts
+from attnrx_lab.papers.kept import KeptPatchesExperiment
 from attnrx_lab.papers.recipe import Column, Recipe, Row
 from attnrx_lab.papers.spot import ORIGINAL, FineTuning, SpotExperiment, TokenMethod
 from attnrx_lab.papers.throughput import ThroughputExperiment
+from attnrx_lab.papers.transferred import TransferExperiment
 
 PAPER = "SPOT: Sparsification with Attention Dynamics via Token Relevance in Vision Transformers"
 
@@ -212,6 +214,8 @@ DATASETS = {
     "dtd": "DTD",
     "eurosat": "EuroSAT",
 }
+# SPOT, Table 4: the number of classes of each target.
+TARGETS = {"cifar100": 100, "food101": 101, "dtd": 47, "eurosat": 10}
 
 # SPOT, Figures 4 and 5.
 RATIOS = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -283,6 +287,23 @@ THROUGHPUT_COLUMNS = (
 )
 NOT_STATED = "what spot/table1 lists"
 
+
+def kept_patches_recipe(title: str, figure: str, subjects: Sequence[str]) -> Recipe:
+    """Draws the patches that SPOT keeps of test images; the table has how many."""
+    methods = lines_by_subject((("SPOT", SPOT),), subjects)
+    lines = [(subject, method) for subject in subjects for _, method in methods[subject] if method is not None]
+    left = tuple(Column(f"left_{n}", f"left by stage {n}", "measured", f"left_{n}", "%", decimals=1) for n in (1, 2, 3))
+    return Recipe(
+        title,
+        tuple(Row(f"{TITLES[subject]}, SPOT", subject, method.name, "SPOT") for subject, method in lines),
+        (*OWN_COSTS[1:], *left),
+        tuple(KeptPatchesExperiment.of(replace(SUBJECTS[subject], method=method)) for subject, method in lines),
+        figure,
+        f"{NOT_STATED}, and which images are drawn (here six of the test)",
+        seeds=(42,),
+    )
+
+
 RECIPES = {
     # GFLOPS follow in closed form, but for these: LV-ViT-T at a keep ratio of 0.7 costs 2.3 (printed 2.0, which 0.5
     # gives), LV-ViT-S 4.7 (4.5, which it costs without the predictors), DynamicViT on DeiT-S 3.0 (2.9, without its
@@ -323,6 +344,25 @@ RECIPES = {
             (*SOFT, ("class attention, the rest packaged (EViT)", EVIT), *CONTROLS), ("deit_tiny", *ABLATED)
         ),
         (*COLUMNS, *OVER_SOFT),
+    ),
+    # The trained models are those of SPOT, Table 1; GFLOPS are printed once for each.
+    "table4": Recipe(
+        "SPOT transferred to other datasets",
+        tuple(
+            Row(f"DeiT-T on {DATASETS[target]}, {label}", target, method.name, label)
+            for target in TARGETS
+            for label, method in (("original", ORIGINAL), ("SPOT", SPOT))
+        ),
+        (ACCURACY, CHANGE, GFLOPS, GFLOPS_CHANGE),
+        tuple(
+            TransferExperiment.of(SUBJECTS["deit_tiny"], target=target, classes=classes)
+            for target, classes in TARGETS.items()
+        ),
+        "4",
+        f"{NOT_STATED}; of the heads the optimizer (AdamW here), batch size (512), weight decay (0.01), schedule "
+        "(a cosine to zero) and start, the augmentation (none: features are computed once) and size of the images (the "
+        "model's own), which images of EuroSAT are tested on (a fifth of each class), and the division of DTD (the "
+        "first; its validation images are trained on)",
     ),
     # The trained models are those of SPOT, Table 1.
     "table5": on_corrupted(
@@ -379,6 +419,8 @@ RECIPES = {
         lines_by_subject(COMPARED, (TESTBED,)),
         (ACCURACY, CHANGE, *OBJECTS, OVER_RANDOM, OVER_DYNAMICVIT, PREDICTORS, *OWN_COLUMNS),
     ),
+    "figure3": kept_patches_recipe("Patches that SPOT keeps, DeiT-S", "Figure 3", ("deit_small", TESTBED)),
+    "figure6": kept_patches_recipe("Patches that SPOT keeps, DeiT-T", "Figure 6", ("deit_tiny",)),
     "figure4": spot_recipe(
         "SPOT and its controls over the keep ratio",
         "Figure 4",

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from attnrx.data import ImageSet
@@ -23,6 +24,8 @@ from attnrx.vit.tokens.merging import Merging
 
 # Cividis (Nuñez, Anderton and Renslow 2018) at nine equal steps: perceptually uniform, also for colour-blind readers.
 _CIVIDIS = "00224e 1a386f 434e6c 61656f 7d7c78 9c9477 bcae6c decb57 fee838"
+
+VEIL, VEILED = 1.0, 0.84  # the grey that covers a pruned patch in a picture, and how much of it
 
 
 @dataclass(frozen=True)
@@ -237,10 +240,39 @@ def _token_image(samples: TokenSamples, index: int) -> dict[str, Any]:
     return {"label": label, "stages": stages}
 
 
+def left_pictures(samples: TokenSamples, index: int) -> Float[Tensor, "stages 3 height width"]:
+    """Returns one image as it is after every stage: pruned patches are faded, and merged ones have their mean colour.
+
+    An image of one channel is grey.
+    """
+    image = as_colours(samples.images[index])
+    if samples.groups is None:
+        covered = ~samples.left[index]
+        colours = image.new_full((len(covered), 3, covered.shape[1]), VEIL)
+    else:
+        groups, of_patches = samples.groups[index], pooled_patches(image, samples.grid)
+        one_hot = F.one_hot(groups, groups.shape[1]).double()  # [stages, patches, groups]
+        sizes = one_hot.sum(1)
+        means = (of_patches @ one_hot) / sizes.clamp(min=1)[:, None]
+        covered = sizes.gather(1, groups) > 1
+        colours = means.gather(2, groups[:, None].expand(-1, 3, -1))
+    rows, columns = samples.grid
+    # Every pixel takes what its patch has: the nearest of a grid that is stretched over the image.
+    size, (fill, mask) = image.shape[1:], (colours.unflatten(2, (rows, columns)), covered.view(-1, 1, rows, columns))
+    fill, mask = (F.interpolate(each.double(), size=size, mode="nearest") for each in (fill, mask))
+    strength = 1.0 if samples.groups is not None else VEILED
+    return image + strength * mask * (fill - image)
+
+
+def pooled_patches(image: Float[Tensor, "channels height width"], grid: tuple[int, int]) -> Float[Tensor, "3 patches"]:
+    """Returns the mean colour of every patch."""
+    return F.adaptive_avg_pool2d(image, grid).flatten(1).expand(3, -1)
+
+
 def _group_fills(groups: Int[Tensor, "rows columns"], image: Float[Tensor, "channels height width"]) -> dict[int, str]:
     """Returns the mean colour of every group of at least two patches."""
     rows, columns = groups.shape
-    colours = torch.nn.functional.adaptive_avg_pool2d(image, (rows, columns)).flatten(1).expand(3, -1)  # by patch
+    colours = pooled_patches(image, (rows, columns))
     fills, group_of_patch = {}, groups.flatten()
     for group in group_of_patch.unique().tolist():
         members = group_of_patch == group
@@ -263,6 +295,11 @@ def colour(values: Float[Tensor, "height width"], low: float, high: float) -> Fl
 def shown(image: Float[Tensor, "channels height width"]) -> Float[Tensor, "shown height width"]:
     """Returns an image as one that can be drawn: of more channels than a picture has, e.g. bands, their mean."""
     return image if image.shape[0] in (1, 3, 4) else image.mean(0, keepdim=True)
+
+
+def as_colours(image: Float[Tensor, "channels height width"]) -> Float[Tensor, "3 height width"]:
+    """Returns an image as one of three channels, without transparency."""
+    return shown(image.double().cpu())[:3].expand(3, -1, -1)
 
 
 def as_uri(image: Float[Tensor, "channels height width"]) -> str:

@@ -72,11 +72,14 @@ class PackedWeights(NamedTuple):
 
     @classmethod
     def of_(cls, projections: Sequence[HeadLinear]) -> "PackedWeights | None":
-        """Moves the weights of the projections into one, of which they become rows; None where they are on a CPU.
+        """Moves the weights of the projections into one, of which they become rows; None where they are on a CPU, or
+        where a projection is of a subclass, which may compute something else.
 
         A change in place of any of them is then one of the whole. PyTorch's recurrent layers do the same, at the same
         times: when a layer was made, copied or moved to a device (`flatten_parameters`).
         """
+        if any(type(side) is not HeadLinear for side in projections):
+            return None
         parameters = parameters_of(projections)
         present = [parameter for parameter in parameters if parameter is not None]
         if any(type(each) is not nn.Parameter or each.is_cpu or each.is_inference() for each in present):

@@ -1,0 +1,141 @@
+"""The transfer experiment (SPOT, Table 4): new classification heads on frozen models, on other datasets."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+
+from attnrx.data import LoadedImages, Splits, load_data
+from attnrx.data.images import StoredImages
+from attnrx.data.model_data import adapt_preprocessing
+from attnrx.support.errors import DataError
+from attnrx.support.progress import Log
+from attnrx.vit.models import family_of, model_fingerprint
+from attnrx_lab.checks import Transfer
+from attnrx_lab.checks.transfer import BATCH_SIZE
+from attnrx_lab.papers import sources
+from attnrx_lab.papers.experiment import (
+    comparison_with,
+    evidence_at,
+    evidence_by,
+    first_images,
+    measure_of,
+    plain_measures,
+)
+from attnrx_lab.papers.plan import BACKWARD, Training, training_images
+from attnrx_lab.papers.spot import BATCH, ORIGINAL, TINY, DerivedExperiment, SpotExperiment, outline_for, token_price
+
+
+@dataclass(frozen=True)
+class TransferExperiment(DerivedExperiment):
+    """The original and one model of the SPOT experiment on another dataset, the `target`: each gets a new head, and
+    everything else is frozen (SPOT, Section 6.2.2).
+
+    `transfer` is the folder of the target, where it is not found by its name. Its validation images are trained on, as
+    the paper has none, and `classes` is the published number of its classes. `epochs` are those of the run that makes
+    the model; heads are trained for `head_epochs`. With `tuned` the images of that run are not needed.
+    """
+
+    kind: ClassVar[str] = "spot-transfer"
+    knobs: ClassVar[tuple[str, ...]] = (*SpotExperiment.knobs, "transfer", "tuned")
+
+    target: str = ""
+    classes: int = 2
+    transfer: str | None = None
+    head_epochs: int = 80
+
+    @property
+    def scenario(self) -> str:
+        """Its name in the rows of a table: the target."""
+        return self.target
+
+    def as_tiny(self) -> Self:
+        return replace(super().as_tiny(), head_epochs=2)
+
+    def transferred(self) -> Splits:
+        """Loads the images of the target at the size of the model, or generates them; all but the test are for
+        training.
+
+        Raises:
+            DataError: They are not there, or have another number of classes than published.
+        """
+        if self.tiny:
+            splits = sources.generated_splits(self.target, 3, TINY.classes, TINY.image_size)
+        else:
+            outline = outline_for(self.model, self.subject)
+            _, size, _ = family_of(outline).input_shape(outline)
+            splits = load_data(self.transfer or self.target, image_size=size, validation_share=0)
+            if (found := len(splits.class_names)) != self.classes:
+                raise DataError(
+                    f"{self.transfer or self.target} has {found} classes and {self.target} has {self.classes}: give "
+                    f"the images of {self.target} as its authors publish them (--only {self.target} --transfer FOLDER)."
+                )
+        return replace(splits, train=joined(splits), test=first_images(splits.test, self.test_images))
+
+    def trainings(self) -> tuple[Training, ...]:
+        if self.tiny:
+            return ()
+        outline, images = outline_for(self.model, self.subject), training_images(self.transfer or self.target, 0.0)
+        macs = 2 * BACKWARD * family_of(outline).specs(outline)[0].width * self.classes
+        name = f"{self.target}, the new heads of both models, seed {self.seed}"
+        return (*super().trainings(), Training(name, self.head_epochs, images, BATCH_SIZE, macs, "fp32"))
+
+    def measured(self, folder: Path, log: Log, stages: Collection[str]) -> dict[str, Any]:
+        """Trains the head of each model on its features of the target, and measures both."""
+        splits = self.transferred()  # first: without them nothing is trained
+        original, candidate = self.models(folder, log)
+        adapted = adapt_preprocessing(splits, original)
+        self.claim(folder)
+        log(f"{self.name}: new heads on {len(adapted.train):,} images of {len(splits.class_names)} classes")
+        comparison = comparison_with(original, adapted.test, seed=self.seed, batch_size=BATCH)
+        comparison = replace(comparison, candidate=candidate.to(comparison.device))
+        check = Transfer(adapted.train, len(splits.class_names), seeds=(self.seed,), epochs=self.head_epochs)
+        evidence = evidence_at(folder / "evidence.json", lambda: evidence_by([check], comparison, self))
+        before, after, change = (measure_of(finding) for finding in evidence.of(check.name))
+        log(f"{self.name}: top-1 {after['value']:.2f} %")
+        outline = outline_for(self.model, self.subject)
+        unchanged = plain_measures({"accuracy_change": 0.0})
+        return {
+            "data": {"name": splits.name, "images": len(adapted.test), "notes": list(splits.notes)},
+            "model": {"fingerprint": model_fingerprint(original)},
+            "rules": {
+                ORIGINAL.name: {
+                    "paper": plain_measures(token_price(outline, ORIGINAL)),
+                    "measured": {"accuracy": before, **unchanged},
+                },
+                self.method.name: {
+                    "paper": plain_measures(token_price(outline, self.method)),
+                    "measured": {"accuracy": after, "accuracy_change": change},
+                },
+            },
+        }
+
+
+def joined(splits: Splits) -> LoadedImages:
+    """Returns the training and the validation images as one set; where there are no validation images, the first."""
+    first, second = splits.train, splits.validation
+    assert isinstance(first, LoadedImages)  # of `load_data`, as all images here
+    if not isinstance(second, LoadedImages):
+        return first
+    count, pixels = len(first), (first.store.pixels, second.store.pixels)
+
+    def part(position: int) -> tuple[StoredImages, int]:
+        images, at = (first, position) if position < count else (second, position - count)
+        return images.store, int(images.rows[at])
+
+    def content(position: int) -> bytes:
+        store, row = part(position)
+        return store.content(row)
+
+    def where(position: int) -> str:
+        store, row = part(position)
+        return store.where(row)
+
+    rows = torch.arange(count + len(second))
+    labels = torch.cat([images.store.labels[images.rows] for images in (first, second)])
+    both = None
+    if pixels[0] is not None and pixels[1] is not None:
+        both = torch.cat([pixels[0][first.rows], pixels[1][second.rows]])
+    return replace(first, store=StoredImages(labels, rows, content, where, both), rows=rows)
