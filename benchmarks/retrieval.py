@@ -65,7 +65,9 @@ def tower_of(source: str, weights: Path | None) -> nn.Module:
         names = {name for name in stored if name.startswith(prefix)}
         missing = model.load_state_dict({name.removeprefix(prefix): stored[name].float() for name in names}, False)
         if unset := set(missing.missing_keys) - {"embeddings.mask_token"}:
-            raise InvalidInput(f"{weights} lacks {sorted(unset)[0]} of Dinov2Model: give weights with transformers' names.")
+            raise InvalidInput(
+                f"{weights} lacks {sorted(unset)[0]} of Dinov2Model: give weights with transformers' names."
+            )
     return rx.load(model, outputs="embedding", image_size=SIDE)
 
 
@@ -109,7 +111,9 @@ class Retrieval:
             "seed": options.seed,
         }
         if self.kept("about.json", lambda: about) != about:
-            raise InvalidInput(f"--out {self.out} has results of another tower, other images or settings: give a new one.")
+            raise InvalidInput(
+                f"--out {self.out} has results of another tower, other images or settings: give a new one."
+            )
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
         """Returns the content of a JSON file of the folder, which is made if it is not there."""
@@ -146,7 +150,10 @@ class Retrieval:
         except NotSupported as error:
             return {"refused": str(error)}
         stored = self.vectors("index", self.tower, self.index)
-        old, new = self.vectors("queries", self.tower, self.queries), self.vectors(f"{cell.name}-queries", small, self.queries)
+        old, new = (
+            self.vectors("queries", self.tower, self.queries),
+            self.vectors(f"{cell.name}-queries", small, self.queries),
+        )
         shares = recalled((old, stored), (new, stored), KS)
         costs = [family_of(model).costs(model) for model in (small, self.tower)]
         return {
@@ -217,12 +224,16 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("tower", help="timm:NAME, dinov2, or what attnrx.load reads")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="the weights of a tower that is given by its name")
     parser.add_argument("--data", required=True, help="the images that the tower is shrunk with")
-    parser.add_argument("--index-data", required=True, metavar="DATA", help="other images: of the index and the queries")
+    parser.add_argument(
+        "--index-data", required=True, metavar="DATA", help="other images: of the index and the queries"
+    )
     parser.add_argument("--targets", nargs="+", default=["macs=0.7", "macs=0.5"], metavar="TARGET")
     parser.add_argument("--index", type=int, default=10_000, metavar="N", help="images of the index")
     parser.add_argument("--queries", type=int, default=2_000, metavar="N")
     parser.add_argument("--effort", default="quick", choices=["quick", "normal", "thorough"])
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 32], help="of the speed; none: it is not measured")
+    parser.add_argument(
+        "--batches", type=int, nargs="*", default=[1, 32], help="of the speed; none: it is not measured"
+    )
     parser.add_argument("--rounds", type=int, metavar="N", help="of every timing (60 or 12 by batch size)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", default="wall", choices=["wall", "cpu"], help="cpu: of one thread on a busy machine")
