@@ -1,9 +1,9 @@
 """Search in an old index: which neighbours a smaller tower finds among vectors that the original made.
 
-    OMP_NUM_THREADS=1 python benchmarks/retrieval.py timm:vit_tiny_patch16_224 --weights \
-vit_tiny_patch16_224.safetensors --data imagenette224.parquet --index-data tiny_imagenet.parquet --out runs/retrieval-vit
-    OMP_NUM_THREADS=1 python benchmarks/retrieval.py dinov2 --weights dinov2_vits14_saliency.safetensors \
---data imagenette224.parquet --index-data tiny_imagenet.parquet --out runs/retrieval-dinov2
+    OMP_NUM_THREADS=1 python benchmarks/retrieval.py timm:vit_tiny_patch16_224 --data imagenette224.parquet \
+        --weights vit_tiny_patch16_224.safetensors --index-data tiny_imagenet.parquet --out runs/retrieval-vit
+    OMP_NUM_THREADS=1 python benchmarks/retrieval.py dinov2 --data imagenette224.parquet \
+        --weights dinov2_vits14_saliency.safetensors --index-data tiny_imagenet.parquet --out runs/retrieval-dinov2
 
 The tower is a model of timm without its classifier, a DINOv2 ViT-S/14 from a file with transformers' names (with or
 without the prefix `backbone.`), or what `attnrx.load` reads. `shrink` sees --data alone, with and without
@@ -62,11 +62,11 @@ def tower_of(source: str, weights: Path | None) -> nn.Module:
     if weights is not None:
         stored = read_tensors(weights)
         prefix = "backbone." if any(name.startswith("backbone.") for name in stored) else ""
-        names = {name for name in stored if name.startswith(prefix)}
-        missing = model.load_state_dict({name.removeprefix(prefix): stored[name].float() for name in names}, False)
-        if unset := set(missing.missing_keys) - {"embeddings.mask_token"}:
+        named = {name.removeprefix(prefix): each.float() for name, each in stored.items() if name.startswith(prefix)}
+        # The mask token is of the training.
+        if unset := {*model.load_state_dict(named, strict=False).missing_keys} - {"embeddings.mask_token"}:
             raise InvalidInput(
-                f"{weights} lacks {sorted(unset)[0]} of Dinov2Model: give weights with transformers' names."
+                f"{weights} lacks {min(unset)}: give weights with the names of transformers' Dinov2Model."
             )
     return rx.load(model, outputs="embedding", image_size=SIDE)
 
@@ -111,9 +111,7 @@ class Retrieval:
             "seed": options.seed,
         }
         if self.kept("about.json", lambda: about) != about:
-            raise InvalidInput(
-                f"--out {self.out} has results of another tower, other images or settings: give a new one."
-            )
+            raise InvalidInput(f"--out {self.out} has results of other images or settings: give a new folder.")
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
         """Returns the content of a JSON file of the folder, which is made if it is not there."""
@@ -150,10 +148,8 @@ class Retrieval:
         except NotSupported as error:
             return {"refused": str(error)}
         stored = self.vectors("index", self.tower, self.index)
-        old, new = (
-            self.vectors("queries", self.tower, self.queries),
-            self.vectors(f"{cell.name}-queries", small, self.queries),
-        )
+        old = self.vectors("queries", self.tower, self.queries)
+        new = self.vectors(f"{cell.name}-queries", small, self.queries)
         shares = recalled((old, stored), (new, stored), KS)
         costs = [family_of(model).costs(model) for model in (small, self.tower)]
         return {
@@ -224,16 +220,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("tower", help="timm:NAME, dinov2, or what attnrx.load reads")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="the weights of a tower that is given by its name")
     parser.add_argument("--data", required=True, help="the images that the tower is shrunk with")
-    parser.add_argument(
-        "--index-data", required=True, metavar="DATA", help="other images: of the index and the queries"
-    )
+    parser.add_argument("--index-data", required=True, metavar="DATA", help="other images, of index and queries")
     parser.add_argument("--targets", nargs="+", default=["macs=0.7", "macs=0.5"], metavar="TARGET")
     parser.add_argument("--index", type=int, default=10_000, metavar="N", help="images of the index")
     parser.add_argument("--queries", type=int, default=2_000, metavar="N")
     parser.add_argument("--effort", default="quick", choices=["quick", "normal", "thorough"])
-    parser.add_argument(
-        "--batches", type=int, nargs="*", default=[1, 32], help="of the speed; none: it is not measured"
-    )
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 32], help="of the speed; none for no speed")
     parser.add_argument("--rounds", type=int, metavar="N", help="of every timing (60 or 12 by batch size)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", default="wall", choices=["wall", "cpu"], help="cpu: of one thread on a busy machine")

@@ -312,7 +312,7 @@ def test_neighbours_are_searched_in_an_index_of_the_original(
     assert 0.6 < cell["macs"] <= 0.7 and len(cell["recall"]["10"]) == 12
     main([*words, "--out", str(tmp_path / "out")])  # read back, not made again
     assert capsys.readouterr().out == printed
-    with pytest.raises(InvalidInput, match="give a new one"):
+    with pytest.raises(InvalidInput, match="give a new folder"):
         main([*words, "--out", str(tmp_path / "out"), "--seed", "1"])
 
 

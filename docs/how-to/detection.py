@@ -12,6 +12,7 @@
 import timm
 import torch
 from torch import nn
+from transformers import LwDetrConfig, LwDetrForObjectDetection, LwDetrViTConfig
 
 import attnrx as rx
 
@@ -182,8 +183,6 @@ print(f"AP of the original {old:.3f}, of the smaller model {new:.3f}: {new - old
 # Here an LW-DETR with random weights; `from_pretrained` gives yours.
 
 # %%
-from transformers import LwDetrConfig, LwDetrForObjectDetection, LwDetrViTConfig
-
 torch.manual_seed(0)
 backbone = LwDetrViTConfig(
     hidden_size=48, num_hidden_layers=4, num_attention_heads=3, mlp_ratio=2, image_size=64, patch_size=8,

@@ -77,4 +77,4 @@ print(small.summary)
 #   direction too.
 # - A quick call does not distill a tower of more than 5e9 MACs per image: take `effort="normal"`.
 # - The target is refused if no plan reaches it. The message has the recall that the best plan reached.
-# - You may embed the index again: then [measure the neighbours of both towers](embeddings.md), which are easier to keep.
+# - If you embed the index again, [compare the neighbours in both indexes](embeddings.md), which are easier to keep.

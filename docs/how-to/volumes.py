@@ -117,8 +117,8 @@ for text in ("qk=total_rank:0.5", "tokens=ward:0.5@2"):
 
 # %% [markdown]
 # If your volume is a stack of slices, let a timm or transformers Vision Transformer read every slice in one batch,
-# `tower(volume.flatten(0, 1))`, and combine their features. A tower inside your module has all axes: ranks of scores and
-# values, heads, units and tokens.
+# `tower(volumes.flatten(0, 1))`, and combine their features. A tower inside your module has all axes: ranks of scores
+# and values, heads, units and tokens.
 #
 # ## A series
 #
