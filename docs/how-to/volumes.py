@@ -154,7 +154,7 @@ def series(count, seed):
     return waves[:, :STEPS], waves[:, STEPS:]
 
 
-def squared_error(outputs, batch):
+def forecast_error(outputs, batch):
     _, future = batch
     return (outputs - future).square().mean((1, 2))
 
@@ -162,7 +162,7 @@ def squared_error(outputs, batch):
 torch.manual_seed(0)
 forecaster = trained(SeriesTransformer(), TensorDataset(*series(1000, 0)), nn.functional.mse_loss, 8)
 loader = DataLoader(TensorDataset(*series(600, 1)), batch_size=64)
-small = rx.shrink(forecaster, loader, macs=0.7, inputs=lambda batch: batch[0], metric=squared_error)
+small = rx.shrink(forecaster, loader, macs=0.7, inputs=lambda batch: batch[0], metric=forecast_error)
 print(small.summary)
 
 # %% [markdown]
