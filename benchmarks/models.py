@@ -246,7 +246,8 @@ class State:
 
     def __init__(self, path: Path | None):
         self.path = path
-        self.known = {} if path is None or not path.exists() else dict(map(json.loads, path.read_text().splitlines()))
+        lines = [] if path is None or not path.exists() else path.read_text().splitlines()
+        self.known: dict[str, Any] = dict(map(json.loads, lines))
 
     def kept(self, name: str, find: Callable[[], Any]) -> Any:
         """Returns what the file has by a name; it is found and added, if the file does not have it."""

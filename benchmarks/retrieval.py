@@ -39,7 +39,8 @@ from attnrx.vit.outputs import KINDS, recalled
 
 KS = (1, 10)  # neighbours
 ROUNDS = {1: 60, 32: 12}  # of a timing, by batch size
-DINOV2 = {"hidden_size": 384, "num_attention_heads": 6, "image_size": 518, "patch_size": 14}  # ViT-S/14, as published
+# ViT-S/14, as published.
+DINOV2: dict[str, Any] = {"hidden_size": 384, "num_attention_heads": 6, "image_size": 518, "patch_size": 14}
 SIDE = 224  # of the images of DINOv2, whose position embeddings are interpolated
 
 
@@ -52,7 +53,7 @@ def tower_of(source: str, weights: Path | None) -> nn.Module:
     if source.startswith("timm:"):
         import timm
 
-        given = {} if weights is None else {"pretrained": True, "pretrained_cfg_overlay": {"file": str(weights)}}
+        given: dict[str, Any] = {} if weights is None else {"pretrained": True, "pretrained_cfg_overlay": {"file": str(weights)}}
         return rx.load(timm.create_model(source.removeprefix("timm:"), num_classes=0, **given), outputs="embedding")
     if source != "dinov2":
         return rx.load(source, weights=weights, outputs="embedding")
