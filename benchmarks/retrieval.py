@@ -53,8 +53,9 @@ def tower_of(source: str, weights: Path | None) -> nn.Module:
     if source.startswith("timm:"):
         import timm
 
-        given: dict[str, Any] = {} if weights is None else {"pretrained": True, "pretrained_cfg_overlay": {"file": str(weights)}}
-        return rx.load(timm.create_model(source.removeprefix("timm:"), num_classes=0, **given), outputs="embedding")
+        file = {} if weights is None else {"pretrained_cfg_overlay": {"file": str(weights)}}
+        given: dict[str, Any] = {"pretrained": weights is not None, "num_classes": 0, **file}
+        return rx.load(timm.create_model(source.removeprefix("timm:"), **given), outputs="embedding")
     if source != "dinov2":
         return rx.load(source, weights=weights, outputs="embedding")
     from transformers import Dinov2Config, Dinov2Model

@@ -63,9 +63,8 @@ for name, each in {"keep_index=True": small, "without": without}.items():
 
 # %% [markdown]
 # ## A share of the neighbours as the target
-#
-# `recall=0.95` plans for as few MACs as keep 95 % of the 10 nearest neighbours. Plans are tried on other images than the
-# evidence is about. On the command line: `attnrx shrink TOWER --data images --recall 95%`.
+# `recall=0.95` plans for as few MACs as keep 95 % of the 10 nearest neighbours. Plans are tried on other images than
+# the evidence is about. On the command line: `attnrx shrink TOWER --data images --recall 95%`.
 
 # %%
 small = rx.shrink(tower, splits, recall=0.95)
