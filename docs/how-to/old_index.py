@@ -63,6 +63,7 @@ for name, each in {"keep_index=True": small, "without": without}.items():
 
 # %% [markdown]
 # ## A share of the neighbours as the target
+#
 # `recall=0.95` plans for as few MACs as keep 95 % of the 10 nearest neighbours. Plans are tried on other images than
 # the evidence is about. On the command line: `attnrx shrink TOWER --data images --recall 95%`.
 
